@@ -1,0 +1,241 @@
+"""The records that cross the border between a rollout engine and its callers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+LogprobsLaw = Literal["temperature", "truncated"]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class EngineStatus(Enum):
+    """Whether the engine holds its weights and cache in memory (seed names)."""
+
+    SLEEPED = 0
+    WAKEUP = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How completions are drawn.
+
+    Args:
+        temperature: Softmax temperature; 0 is greedy (ties go to the lowest token id).
+        top_p: Keep the smallest set of tokens whose probability reaches this; 1 keeps all.
+        top_k: Keep the k most likely tokens; -1 keeps all.
+        min_p: Keep tokens with at least this share of the top token's probability; 0 keeps all.
+        max_tokens: Upper bound on generated tokens, the stop token included.
+        min_tokens: No stop is honoured before this many tokens.
+        n: Completions per prompt.
+        stop: Strings that end a completion; the matching tokens stay in the output.
+        stop_token_ids: Token ids that end a completion besides the model's end-of-sequence ids.
+        ignore_eos: Do not stop at end-of-sequence ids.
+        seed: Together with (request id, sample index, position) it fixes every random number.
+
+    Raises:
+        ValueError: A value is outside its range; the message names all of them.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    max_tokens: int = 1024
+    min_tokens: int = 0
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}={value!r} (expected {expected})"
+            for name, value, expected, is_valid in (
+                ("temperature", self.temperature, ">= 0", self.temperature >= 0),
+                ("top_p", self.top_p, "in (0, 1]", 0 < self.top_p <= 1),
+                ("top_k", self.top_k, "-1 or >= 1", self.top_k == -1 or self.top_k >= 1),
+                ("min_p", self.min_p, "in [0, 1]", 0 <= self.min_p <= 1),
+                ("max_tokens", self.max_tokens, ">= 1", self.max_tokens >= 1),
+                (
+                    "min_tokens",
+                    self.min_tokens,
+                    "in [0, max_tokens]",
+                    0 <= self.min_tokens <= self.max_tokens,
+                ),
+                ("n", self.n, ">= 1", self.n >= 1),
+            )
+            if not is_valid
+        ]
+        if problems:
+            raise ValueError("invalid sampling parameters: " + ", ".join(problems))
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are excluded before a token is drawn."""
+        return not self.is_greedy and (self.top_p < 1 or self.top_k != -1 or self.min_p > 0)
+
+    @property
+    def logprobs_law(self) -> LogprobsLaw:
+        """The law of the logprobs that belong to these parameters (`Completion.logprobs_law`)."""
+        return "truncated" if self.truncates else "temperature"
+
+
+@dataclass(frozen=True, slots=True)
+class MultiModalInputs:
+    """Images and videos of one prompt, in the order of their placeholders."""
+
+    images: tuple[object, ...] = ()
+    videos: tuple[object, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.images and not self.videos
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt to complete.
+
+    Args:
+        prompt_token_ids: Token ids of the prompt, without padding. May be empty only if
+            `prompt_text` is given.
+        request_id: Names the request in errors and fixes its random numbers. It must be unique
+            within one `generate` call.
+        max_tokens: Overrides `SamplingParams.max_tokens` for this request.
+        prompt_text: The prompt as text, for engines that place multimodal tokens themselves.
+        multi_modal: Images and videos of the prompt.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    request_id: int = 0
+    max_tokens: int | None = None
+    prompt_text: str | None = None
+    multi_modal: MultiModalInputs = field(default_factory=MultiModalInputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled continuation of a prompt; what was sampled is what is trained on.
+
+    Args:
+        request_id: The request it answers.
+        sample_index: 0 .. n-1 among the samples of that request.
+        prompt_token_ids: The prompt as the model saw it.
+        output_token_ids: The sampled tokens, the stop token included if one was sampled.
+        output_logprobs: fp32 log-probability of each sampled token under the law it was drawn
+            from; T = 0 is scored at T = 1.
+        logprobs_law: "temperature" for log_softmax(logits / T), "truncated" for the renormalised
+            law over the kept tokens.
+        finish_reason: "stop" (end-of-sequence, stop id or string), "length" or "abort".
+        weights_version: Version of the weights that sampled it; -1 before the first update.
+    """
+
+    request_id: int
+    sample_index: int
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
+    output_logprobs: tuple[float, ...]
+    logprobs_law: LogprobsLaw
+    finish_reason: FinishReason
+    weights_version: int = -1
+
+    def __post_init__(self) -> None:
+        if len(self.output_token_ids) != len(self.output_logprobs):
+            raise ValueError(
+                f"a completion needs one logprob per token: got {len(self.output_token_ids)} tokens "
+                f"and {len(self.output_logprobs)} logprobs for request {self.request_id}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParameter:
+    """One parameter as an engine expects it, under its checkpoint name.
+
+    Args:
+        name: Name in a Hugging Face checkpoint, before any fusing inside the engine.
+        shape: Full, unsharded shape.
+        dtype: The dtype in which the engine stores it; weights are cast to it before transfer.
+        verifiable: Whether `RolloutEngine.hash_parameters` reads it back from final storage.
+        tied_to: The name of the parameter whose storage it shares; such a parameter is never sent.
+        fused_with: Names that live in the same engine tensor and must be sent together.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    verifiable: bool = True
+    tied_to: str | None = None
+    fused_with: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPiece:
+    """A contiguous flat range of one full parameter, ready to be written into an engine.
+
+    Args:
+        name: Checkpoint name.
+        shape: Full shape of the parameter.
+        start: First element of the range in the flattened full parameter.
+        tensor: 1-D tensor with the elements [start, start + tensor.numel()), in the engine's dtype.
+            It is valid only until `load_weights` returns.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    tensor: torch.Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return self.start == 0 and self.tensor.numel() == count
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What a factory needs to start an engine.
+
+    Args:
+        engine_type: A key of `lightrft.engines.factory.ENGINES`.
+        model_path: Directory of a Hugging Face checkpoint (config, tokenizer, weights).
+        dtype: "float32", "bfloat16" or "float16".
+        tensor_parallel_size: Ranks that share one engine.
+        memory_utilization: Share of device memory the engine may take, in (0, 1].
+        max_model_len: Longest prompt plus completion, in tokens; None takes the model's own limit.
+        seed: Seed of the engine's own generator, where it has one.
+        enable_sleep: Whether `sleep` must be able to release memory.
+        micro_batch_size: Most sequences decoded together by the embedded engine; 0 is unlimited.
+        options: Further options under the engine's own names; unknown ones are refused by it.
+    """
+
+    engine_type: str
+    model_path: str
+    dtype: str = "float32"
+    tensor_parallel_size: int = 1
+    memory_utilization: float = 0.5
+    max_model_len: int | None = None
+    seed: int = 0
+    enable_sleep: bool = True
+    micro_batch_size: int = 0
+    options: Mapping[str, str | int | float | bool] = field(default_factory=dict)

@@ -1,0 +1,32 @@
+"""The record of one data row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of a prompt data set, rendered and tokenised.
+
+    Args:
+        id: Position of the row in its data set, stable across runs.
+        text: The rendered prompt (chat template applied).
+        token_ids: Its token ids, without padding.
+        label: The reference answer, or None if the data set has none.
+        columns: The remaining columns of the row, passed to reward functions by name.
+        images: Image references or objects, in placeholder order.
+        videos: Video references or objects, in placeholder order.
+    """
+
+    id: int
+    text: str
+    token_ids: tuple[int, ...]
+    label: str | None = None
+    columns: Mapping[str, object] = field(default_factory=dict)
+    images: tuple[object, ...] = ()
+    videos: tuple[object, ...] = ()

@@ -1,0 +1,113 @@
+"""The records of one reinforcement learning step, in the order in which they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightrft.datasets.types import Prompt
+    from lightrft.engines.types import Completion
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A prompt and one completion sampled for it.
+
+    Args:
+        prompt: The data row.
+        completion: What the engine sampled; its ids are what is trained on.
+        group_id: Completions of one prompt in one step share it; global over ranks.
+        sample_id: Unique within the step and global over ranks: group_id * group_size + index.
+        response_text: The decoded response only, special tokens removed.
+    """
+
+    prompt: Prompt
+    completion: Completion
+    group_id: int
+    sample_id: int
+    response_text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRollout:
+    """A rollout and its reward.
+
+    Args:
+        rollout: The sample.
+        reward: The scalar the advantage is estimated from, shaping included.
+        components: Every reward component by name, unweighted (logged as `reward/<name>`).
+        is_masked: Excluded from the loss (a reward failure under `--reward_failure=mask`).
+    """
+
+    rollout: Rollout
+    reward: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    is_masked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """Padded tensors of the rows one rank trains on.
+
+    All per-token tensors share [batch, seq]: entry t of a row belongs to `token_ids[:, t]` given
+    the tokens before t. Rows are right-padded; values outside `response_mask` are 0.
+
+    Args:
+        token_ids: [batch, seq] int64, prompt then response, padded with the pad id.
+        attention_mask: [batch, seq] bool, True on prompt and response tokens.
+        response_mask: [batch, seq] bool, True on tokens the policy sampled.
+        rollout_logprobs: [batch, seq] float32, from the engine.
+        rewards: [batch] float32.
+        group_ids: [batch] int64.
+        sample_ids: [batch] int64.
+        model_inputs: Modality tensors, opaque to everything but the modality ({} for text).
+        temperature: Temperature all rows were sampled at.
+    """
+
+    token_ids: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    rollout_logprobs: Tensor
+    rewards: Tensor
+    group_ids: Tensor
+    sample_ids: Tensor
+    model_inputs: Mapping[str, Tensor]
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOutputs:
+    """What the models say about a `RolloutBatch` before the update; None means "no such model".
+
+    Args:
+        old_logprobs: [batch, seq] float32 under the policy at the start of the step.
+        ref_logprobs: [batch, seq] float32 under the reference model.
+        values: [batch, seq] float32 from the critic: value before token t is sampled.
+        entropy: [batch, seq] float32 of the policy's next-token distribution at token t.
+    """
+
+    old_logprobs: Tensor
+    ref_logprobs: Tensor | None
+    values: Tensor | None
+    entropy: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExperienceBatch:
+    """All a policy and value update need.
+
+    Args:
+        rollouts: The padded rows.
+        outputs: Model outputs before the update.
+        advantages: [batch, seq] float32, 0 outside `response_mask`.
+        returns: [batch, seq] float32, 0 outside `response_mask`.
+    """
+
+    rollouts: RolloutBatch
+    outputs: PolicyOutputs
+    advantages: Tensor
+    returns: Tensor

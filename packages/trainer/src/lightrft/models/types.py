@@ -1,0 +1,56 @@
+"""What models return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+EntropyMode = Literal["none", "value", "grad"]
+
+
+@dataclass(frozen=True, slots=True)
+class ActorOutput:
+    """Per-token outputs of a policy.
+
+    Args:
+        logprobs: [batch, seq] float32; entry t scores token t given the tokens before it.
+            Entry 0 and entries outside the scored mask are 0.
+        entropy: [batch, seq] float32 of the distribution token t was drawn from, or None.
+        aux_loss: Scalar load-balancing loss of a mixture-of-experts model, or None.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+class PolicyModel(Protocol):
+    """The call every actor supports, wrapped by a strategy or not."""
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor,
+        *,
+        scored_mask: Tensor | None = None,
+        temperature: float = 1.0,
+        entropy: EntropyMode = "none",
+        model_inputs: Mapping[str, Tensor] | None = None,
+    ) -> ActorOutput: ...
+
+
+class ValueModel(Protocol):
+    """The call every critic supports: [batch, seq] float32 values before each token."""
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor,
+        *,
+        model_inputs: Mapping[str, Tensor] | None = None,
+    ) -> Tensor: ...

@@ -1,0 +1,61 @@
+"""Skips tests whose hardware or package is missing, with the reason, and fixes threads."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _missing(marker: str) -> str | None:
+    """Why tests with this marker cannot run here, or None if they can."""
+    if marker == "gpu":
+        import torch
+
+        return None if torch.cuda.is_available() else "no CUDA device"
+    packages = {"vllm": "vllm", "sglang": "sglang", "deepspeed": "deepspeed", "triton": "triton"}
+    if marker in packages and not _has(packages[marker]):
+        return f"package {packages[marker]} is not installed"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reasons = {name: _missing(name) for name in ("gpu", "vllm", "sglang", "deepspeed", "triton")}
+    for item in items:
+        for marker, reason in reasons.items():
+            if reason is not None and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """Root of the working tree."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def test_data() -> Path:
+    """Folder with real data sets; tests that need it skip without it."""
+    folder = Path(os.environ.get("LIGHTRFT_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no test data at {folder}; set LIGHTRFT_TEST_DATA")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Two tests on one machine must not fight for cores, and sums must not depend on them."""
+    import torch
+
+    torch.set_num_threads(1)
