@@ -1,0 +1,52 @@
+"""Importing any part of lightrft needs neither a GPU nor an optional package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PACKAGES = (
+    "kernels", "engines", "strategy", "utils", "algorithms", "models", "datasets", "rewards",
+    "experience", "trainer", "cli",
+)  # fmt: skip
+OPTIONAL = ("vllm", "sglang", "deepspeed", "triton", "wandb", "matplotlib", "peft", "tensorboard")
+
+BLOCKED_IMPORT = """
+import importlib, pkgutil, sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {optional!r}:
+            raise ImportError("blocked: " + name)
+sys.meta_path.insert(0, Block())
+for package in {packages!r}:
+    module = importlib.import_module("lightrft." + package)
+    for name in getattr(module, "__all__", ()):
+        getattr(module, name)
+    for info in pkgutil.walk_packages(module.__path__, module.__name__ + "."):
+        if ".deepspeed." not in info.name and not info.name.endswith("__main__"):
+            importlib.import_module(info.name)
+import torch
+assert not torch.cuda.is_initialized()
+print("imported")
+"""
+
+
+def test_every_module_imports_without_optional_packages():
+    code = BLOCKED_IMPORT.format(optional=OPTIONAL, packages=PACKAGES)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().endswith("imported")
+
+
+def test_configuration_modules_import_the_standard_library_only():
+    code = (
+        "import sys, lightrft.strategy.config, lightrft.trainer.config;"
+        "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'deepspeed'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
