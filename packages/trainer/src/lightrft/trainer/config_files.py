@@ -1,0 +1,79 @@
+"""Reading and writing of flat TOML files."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lightrft.strategy.config import StrategyConfig
+
+TomlValue = str | int | float | bool | list["TomlValue"] | dict[str, "TomlValue"]
+
+
+def read_toml(path: Path) -> dict[str, TomlValue]:
+    """Keys and values of a TOML file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is not TOML; the message names file, line and column.
+    """
+    try:
+        with path.open("rb") as stream:
+            return tomllib.load(stream)
+    except tomllib.TOMLDecodeError as err:
+        raise ValueError(f"{path}: not a TOML file: {err}") from err
+
+
+def write_toml(config: StrategyConfig, path: Path) -> None:
+    """Write the options of `config` in groups; None and secrets are left out.
+
+    The file appears whole or not at all.
+    """
+    groups: dict[str, list[str]] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value is None or field.metadata.get("secret", False):
+            continue
+        group = field.metadata.get("group", "other")
+        groups.setdefault(group, []).append(f"{field.name} = {format_toml(value)}")
+    text = "\n\n".join("\n".join([f"# {group}", *lines]) for group, lines in groups.items())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def format_toml(value: object) -> str:
+    """The TOML literal of a string, number, boolean, sequence or mapping.
+
+    Raises:
+        TypeError: TOML has no such type.
+    """
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)  # inf and nan are spelled alike in TOML
+    if isinstance(value, str):
+        return _quote(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(format_toml, value)) + "]"
+    if isinstance(value, dict):
+        pairs = ", ".join(
+            f"{_quote(str(key))} = {format_toml(item)}" for key, item in value.items()
+        )
+        return "{" + pairs + "}"
+    raise TypeError(f"no TOML literal for {value!r} of type {type(value).__name__}")
+
+
+_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
+
+def _quote(text: str) -> str:
+    escaped = "".join(
+        _ESCAPES.get(char, char if char.isprintable() else f"\\u{ord(char):04x}") for char in text
+    )
+    return f'"{escaped}"'

@@ -1,0 +1,98 @@
+"""Documented options that this version does not implement, with what to do instead.
+
+They are refused: an option that were accepted and ignored would change nothing without a word.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightrft.strategy.config import StrategyConfig
+
+_METRICS = "metrics go to OUTPUT_DIR/metrics.jsonl"
+_REWARD = "use --reward_fn FILE.py:FUNCTION"
+_TRACE = "trajectories are not saved yet"
+_VISION = "only text models are trained yet"
+_ADAPTERS = "all weights are trained; adapters are not available yet"
+_PTX = "mixing in a pre-training loss is not available yet"
+_FILES = "give one local file by --prompt_data or --eval_data"
+
+UNAVAILABLE: dict[str, str] = {
+    "text_only": "models are text models; leave it out",
+    "disable_ds_ckpt": "checkpoints are written every --save_steps; -1 writes none on the way",
+    "save_hf_ckpt": "the final model is always written in Hugging Face format",
+    "save_trajectories": _TRACE,
+    "num_trajectories_to_save": _TRACE,
+    "mark_high_entropy_tokens": _TRACE,
+    "trajectory_analysis": _TRACE,
+    "print_replay_buffer_stats": _METRICS,
+    "dynamic_sampling": "groups without signal are kept; the metrics count them",
+    "overlong_buffer": _REWARD + " to punish long responses",
+    "overlong_buffer_len": _REWARD + " to punish long responses",
+    "overlong_buffer_penalty_factor": _REWARD + " to punish long responses",
+    "max_len": "use --prompt_max_len and --generate_max_len",
+    "ptx_coef": _PTX,
+    "pretrain_data": _PTX,
+    "pretrain_data_probs": _PTX,
+    "pretrain_split": _PTX,
+    "use_gspo": "only --policy_loss clipped is available yet",
+    "use_cpg_loss": "only --policy_loss clipped is available yet",
+    "normalize_advantages": "belongs to use_gspo, which is not available yet",
+    "use_sequence_rewards": "belongs to use_gspo, which is not available yet",
+    "high_entropy_token_ratio": "all response tokens are trained on",
+    "normalize_reward_for_critic": "scale the reward in your reward function",
+    "use_fire": "use --temperature",
+    "first_token_temperature": "use --temperature",
+    "freeze_prefix": "all weights are trained",
+    "freezing_actor_steps": "actor and critic are trained from the first step",
+    "save_value_network": "the critic is part of every checkpoint",
+    "reward_running_norm": "scale the reward in your reward function",
+    "reward_running_norm_minus_mean": "scale the reward in your reward function",
+    "enable_ema": "no moving average of the weights is kept",
+    "actor_init_on_gpu": "weights are loaded on the device they are trained on",
+    "flash_attn": "attention is torch's scaled_dot_product_attention",
+    "aux_loss_coef": "mixture-of-experts balancing losses are not available yet",
+    "gradient_checkpointing_use_reentrant": "checkpointing is never re-entrant",
+    "disable_fast_tokenizer": "the tokenizer saved with the model is used",
+    "disable_logprobs_flashattn": "attention is torch's scaled_dot_product_attention",
+    "no_shard_vit": _VISION,
+    "mixed_mm_data": _VISION,
+    "images_key": _VISION,
+    "limit_mm_image_per_prompt": _VISION,
+    "meta_init": "models are initialised from their checkpoint",
+    "initial_model_shard_size": "the reference model is sharded over all processes",
+    "load_in_4bit": _ADAPTERS,
+    "lora_rank": _ADAPTERS,
+    "lora_alpha": _ADAPTERS,
+    "lora_dropout": _ADAPTERS,
+    "target_modules": _ADAPTERS,
+    "reward_pretrain": "reward models are not available yet; " + _REWARD,
+    "remote_rm_url": "remote reward models are not available yet; " + _REWARD,
+    "rm_use_engine": "reward models are not available yet; " + _REWARD,
+    "rm_engine_cudagraph": "reward models are not available yet; " + _REWARD,
+    "value_head_prefix": "the critic's head is always called value_head",
+    "prompt_data_probs": _FILES,
+    "prompt_split": _FILES,
+    "eval_split": _FILES,
+    "reference_key": "use --label_key; other columns reach the reward function by name",
+    "use_wandb": _METRICS,
+    "wandb_org": _METRICS,
+    "wandb_group": _METRICS,
+    "wandb_project": _METRICS,
+    "wandb_run_name": _METRICS,
+    "use_tensorboard": _METRICS,
+    "use_ms": "models and data are read from local paths",
+    "plot_every": "response lengths are among the metrics",
+    "log_dir": "everything is written to --output_dir",
+    "packing_samples": "rows are padded",
+}
+
+
+def unavailable_problems(config: StrategyConfig) -> list[str]:
+    """One line for each option of `UNAVAILABLE` that `config` moves from its default."""
+    return [
+        f"{name} is not available: {UNAVAILABLE[name]}"
+        for name, field in type(config).__dataclass_fields__.items()
+        if name in UNAVAILABLE and getattr(config, name) != field.default
+    ]
