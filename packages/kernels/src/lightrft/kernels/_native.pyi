@@ -1,0 +1,9 @@
+from collections.abc import Sequence
+
+interface_version: int
+has_cuda: bool
+
+def copy_segments(
+    segments: Sequence[tuple[int, int, int, int, int]], bf16_nan: int, num_threads: int
+) -> None: ...
+def hash_range(pointer: int, numel: int, itemsize: int, start: int, num_threads: int) -> int: ...

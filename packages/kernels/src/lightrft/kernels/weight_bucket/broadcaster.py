@@ -1,0 +1,233 @@
+"""Moves buckets: one collective for each bucket, the next one in flight while one is used."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from lightrft.kernels.weight_bucket.operations import pack, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from lightrft.kernels.weight_bucket.layout import Bucket, BucketLayout, Segment
+
+    ShardSource = Callable[[str], Tensor]
+    AddLocal = Callable[[str, int, Tensor], None]
+
+try:
+    from torch.distributed import all_gather_single as _all_gather
+except ImportError:  # torch < 2.13
+    from torch.distributed import all_gather_into_tensor as _all_gather
+
+_ASSEMBLY_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPiece:
+    """A contiguous flat range of one full tensor.
+
+    Args:
+        name: Name of the tensor.
+        shape: Its full shape.
+        start: Index of the first element in the flattened full tensor.
+        tensor: [numel] in the layout's dtype; valid until the next bucket is asked for.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FilledBucket:
+    """A bucket whose bytes have arrived.
+
+    Args:
+        bucket: Its plan.
+        pieces: What it holds, in the order of its segments. A tensor that lies wholly in the
+            bucket is one piece; of a split tensor there is one piece per rank that holds a part.
+    """
+
+    bucket: Bucket
+    pieces: tuple[BucketPiece, ...]
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Memory of one bucket in flight: what this rank packs, and the full bucket."""
+
+    packed: Tensor
+    full: Tensor
+
+
+@dataclass(slots=True)
+class _InFlight:
+    bucket: Bucket
+    slot: _Slot
+    work: dist.Work | None
+
+
+class BucketBroadcaster:
+    """Fills the buckets of a layout from every rank's shards.
+
+    All ranks of the group must iterate in step: each bucket that is not "local" costs exactly one
+    collective.
+
+    Args:
+        layout: The plan, equal on every rank.
+        group: The ranks that hold the shards, in the order of the layout's shards; None if the
+            layout has only local buckets.
+        buffers: Buckets whose memory is held at a time: with 2 the next bucket travels while one
+            is used, with 1 it does not.
+        device: Where the buckets lie.
+
+    Raises:
+        ValueError: The group's size is not the layout's, or `buffers` < 1.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        group: dist.ProcessGroup | None,
+        *,
+        buffers: int = 2,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if buffers < 1:
+            raise ValueError(f"buffers must be at least 1: got {buffers}")
+        group_size = 1 if group is None else dist.get_world_size(group)
+        if layout.group_size not in (1, group_size):
+            raise ValueError(
+                f"the layout is planned for {layout.group_size} ranks: got a group of {group_size}"
+            )
+        self.layout = layout
+        self.num_payload_collectives = 0
+        self._group = group
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._buffers = buffers
+        self._device = torch.device(device)
+
+    def gather(
+        self, sources: ShardSource, *, add_local: AddLocal | None = None
+    ) -> Iterator[FilledBucket]:
+        """Yields every bucket of the layout, in order.
+
+        Args:
+            sources: Gives this rank's shard of a tensor, contiguous, in any floating dtype; the
+                whole tensor for local buckets. Asked only for tensors this rank holds a part of.
+            add_local: Called as `add_local(name, start, values)` for every range before it is
+                cast: adds in place to `values` [numel] float32, the elements from `start` on.
+        """
+        slots = deque(self._allocate() for _ in range(self._buffers))
+        in_flight: deque[_InFlight] = deque()
+        for bucket in self.layout.buckets:
+            in_flight.append(self._launch(bucket, slots.popleft(), sources, add_local))
+            if len(in_flight) == self._buffers:
+                yield from self._finish(in_flight, slots)
+        while in_flight:
+            yield from self._finish(in_flight, slots)
+
+    def _finish(self, in_flight: deque[_InFlight], slots: deque[_Slot]) -> Iterator[FilledBucket]:
+        flight = in_flight.popleft()
+        if flight.work is not None:
+            flight.work.wait()
+        yield FilledBucket(flight.bucket, _pieces(flight.bucket, flight.slot))
+        slots.append(flight.slot)
+
+    def _allocate(self) -> _Slot:
+        """Memory for the largest bucket; `packed` is also where whole tensors are assembled."""
+        size = max((bucket.num_bytes for bucket in self.layout.buckets), default=0)
+
+        def empty() -> Tensor:
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+        return _Slot(packed=empty(), full=empty())
+
+    def _launch(
+        self, bucket: Bucket, slot: _Slot, sources: ShardSource, add_local: AddLocal | None
+    ) -> _InFlight:
+        """Packs this rank's part and starts the bucket's collective."""
+        out = slot.packed if bucket.kind == "gather" else slot.full
+        if bucket.kind != "broadcast" or bucket.owner == self._rank:
+            self._pack(bucket, out[: bucket.bytes_per_rank], sources, add_local)
+        full = slot.full[: bucket.num_bytes]
+        work = None
+        if bucket.kind == "gather":
+            part = slot.packed[: bucket.bytes_per_rank]
+            work = _all_gather(full, part, group=self._group, async_op=True)
+        elif bucket.kind == "broadcast":
+            work = dist.broadcast(full, group=self._group, group_src=bucket.owner, async_op=True)
+        self.num_payload_collectives += bucket.kind != "local"
+        return _InFlight(bucket, slot, work)
+
+    def _pack(
+        self, bucket: Bucket, out: Tensor, sources: ShardSource, add_local: AddLocal | None
+    ) -> None:
+        shard_starts = {spec.name: self._shard_start(spec.shards) for spec in self.layout.specs}
+        parts, offsets, dtypes = [], [], []
+        for segment in bucket.segments:
+            start, stop = segment.ranges[self._rank if len(segment.ranges) > 1 else 0]
+            if start == stop:
+                continue
+            first = shard_starts[segment.name]
+            shard = sources(segment.name).detach()
+            if shard.numel() < stop - first:
+                raise ValueError(
+                    f"the shard of {segment.name!r} must have at least {stop - first} elements: "
+                    f"got {shard.numel()}"
+                )
+            part = shard.reshape(-1)[start - first : stop - first]
+            if add_local is not None:
+                # Added in float32 before the cast, so that the sum is rounded once.
+                part = part.to(device=self._device, dtype=torch.float32, copy=True)
+                add_local(segment.name, start, part)
+            parts.append(part)
+            offsets.append(segment.byte_offset)
+            dtypes.append(segment.dtype)
+        pack(parts, out, offsets, dtypes)
+
+    def _shard_start(self, shards: tuple[tuple[int, int], ...]) -> int:
+        return shards[self._rank if len(shards) > 1 else 0][0]
+
+
+def _pieces(bucket: Bucket, slot: _Slot) -> tuple[BucketPiece, ...]:
+    """The pieces of a full bucket; a whole tensor that several ranks hold is made contiguous."""
+    offsets: list[int] = []
+    outs: list[Tensor] = []
+    pieces: list[BucketPiece] = []
+    position = 0
+    for segment in bucket.segments:
+        parts = _parts(segment, bucket)
+        if segment.is_whole and len(parts) != 1:
+            num_bytes = segment.numel * segment.dtype.itemsize
+            # What was packed has been sent; its memory has room for all segments, see `_allocate`.
+            whole = slot.packed[position : position + num_bytes].view(segment.dtype)
+            position += -(-num_bytes // _ASSEMBLY_ALIGNMENT) * _ASSEMBLY_ALIGNMENT
+            offsets += [offset for offset, _, _ in parts]
+            outs += [whole[start:stop] for _, start, stop in parts]
+            pieces.append(BucketPiece(segment.name, segment.shape, 0, whole))
+            continue
+        for offset, start, stop in parts:
+            num_bytes = (stop - start) * segment.dtype.itemsize
+            values = slot.full[offset : offset + num_bytes].view(segment.dtype)
+            pieces.append(BucketPiece(segment.name, segment.shape, start, values))
+    unpack(slot.full, offsets, outs)
+    return tuple(pieces)
+
+
+def _parts(segment: Segment, bucket: Bucket) -> list[tuple[int, int, int]]:
+    """(byte offset in the full bucket, start, stop) of every rank's part that is not empty."""
+    stride = bucket.bytes_per_rank if bucket.kind == "gather" else 0
+    return [
+        (rank * stride + segment.byte_offset, start, stop)
+        for rank, (start, stop) in enumerate(segment.ranges)
+        if stop > start
+    ]

@@ -1,0 +1,251 @@
+"""The plan of weight buckets: which bytes of which tensor lie where. Pure; touches no tensor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    import torch
+
+BucketKind = Literal["local", "gather", "broadcast"]
+FlatRange = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One logical tensor and who holds which part of it.
+
+    Args:
+        name: Unique name.
+        shape: Full shape.
+        dtype: The dtype it is transferred in.
+        shards: `shards[r] = (start, stop)`: the flat range of the full tensor that rank r of the
+            group holds. One entry `(0, numel)` means that every rank holds the whole tensor.
+
+    Raises:
+        ValueError: The ranges are not disjoint and ordered by rank, or do not cover the tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shards: tuple[FlatRange, ...]
+
+    def __post_init__(self) -> None:
+        position = 0
+        for start, stop in self.shards:
+            if start == stop:
+                continue
+            if start != position or stop < start:
+                break
+            position = stop
+        else:
+            if self.shards and position == self.numel:
+                return
+        raise ValueError(
+            f"shards of {self.name!r} must be disjoint, ordered by rank and cover "
+            f"[0, {self.numel}): got {self.shards}"
+        )
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the full tensor as it is transferred."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def owner(self) -> int | None:
+        """The only rank that holds the tensor, or None if several or all do."""
+        holders = [rank for rank, (start, stop) in enumerate(self.shards) if stop > start]
+        return holders[0] if len(self.shards) > 1 and len(holders) == 1 else None
+
+    @property
+    def kind(self) -> BucketKind:
+        """How the tensor travels; an empty tensor never does."""
+        if len(self.shards) == 1 or self.numel == 0:
+            return "local"
+        return "gather" if self.owner is None else "broadcast"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of one tensor that lies in one bucket.
+
+    Args:
+        name: Name of the tensor.
+        shape: Full shape of the tensor.
+        dtype: Dtype of the bytes.
+        ranges: Flat range of the full tensor taken from each rank of the group; one entry where
+            every rank packs the same values.
+        byte_offset: Offset in every rank's part of the bucket.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ranges: tuple[FlatRange, ...]
+    byte_offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the segment over all ranks."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the segment holds its whole tensor."""
+        return self.numel == math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Segments that travel together.
+
+    Args:
+        kind: "gather" (all-gather of equal parts), "broadcast" (from the owner) or "local".
+        owner: Group rank that holds a broadcast bucket, else None.
+        bytes_per_rank: Bytes that one rank packs.
+        num_parts: Parts the full bucket consists of: the group size for "gather", else 1.
+        segments: In ascending `byte_offset`.
+    """
+
+    kind: BucketKind
+    owner: int | None
+    bytes_per_rank: int
+    num_parts: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the full bucket, padding included."""
+        return self.bytes_per_rank * self.num_parts
+
+
+@dataclass(slots=True)
+class _OpenBucket:
+    """A bucket that still takes segments."""
+
+    kind: BucketKind
+    owner: int | None
+    num_parts: int
+    capacity_bytes: int
+    filled_bytes: int = 0
+    segments: list[Segment] = field(default_factory=list)
+
+    def close(self) -> Bucket:
+        return Bucket(
+            self.kind, self.owner, self.filled_bytes, self.num_parts, tuple(self.segments)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """A complete plan; every rank of the group computes the same one.
+
+    Args:
+        specs: The tensors, in the order given.
+        buckets: The buckets in the order of their transfer.
+        group_size: Ranks that hold shards; 1 if nothing is sharded.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    buckets: tuple[Bucket, ...]
+    group_size: int
+
+    @classmethod
+    def plan(
+        cls, specs: Iterable[TensorSpec], *, bucket_bytes: int = 256 * 2**20, alignment: int = 256
+    ) -> BucketLayout:
+        """Places every tensor into buckets of at most `bucket_bytes`.
+
+        Tensors of one kind (and owner) fill one bucket after another, in order. A tensor larger
+        than a bucket is split so that each part takes a proportional range of every rank's shard.
+        A bucket exceeds `bucket_bytes` only where one aligned element per rank does not fit.
+
+        Args:
+            specs: Tensors with unique names.
+            bucket_bytes: Upper bound on a full bucket, in bytes.
+            alignment: Every segment starts at a multiple of this many bytes; a power of two >= 16.
+
+        Raises:
+            ValueError: A size is out of range, names repeat, or shard counts disagree.
+        """
+        specs = tuple(specs)
+        _validate(specs, bucket_bytes, alignment)
+        group_size = max((len(spec.shards) for spec in specs), default=1)
+        open_buckets: dict[tuple[BucketKind, int | None], _OpenBucket] = {}
+        buckets: list[Bucket] = []
+        for spec in specs:
+            key = (spec.kind, spec.owner)
+            num_parts = group_size if spec.kind == "gather" else 1
+            capacity = max(alignment, bucket_bytes // num_parts // alignment * alignment)
+            for ranges in _split(spec, capacity):
+                largest = max(stop - start for start, stop in ranges)
+                segment_bytes = _round_up(largest * spec.dtype.itemsize, alignment)
+                bucket = open_buckets.get(key)
+                if bucket is None or bucket.filled_bytes + segment_bytes > capacity:
+                    if bucket is not None:
+                        buckets.append(bucket.close())
+                    bucket = open_buckets[key] = _OpenBucket(*key, num_parts, capacity)
+                bucket.segments.append(
+                    Segment(spec.name, spec.shape, spec.dtype, ranges, bucket.filled_bytes)
+                )
+                bucket.filled_bytes += segment_bytes
+        buckets.extend(bucket.close() for bucket in open_buckets.values())
+        return cls(specs, tuple(buckets), group_size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all full tensors."""
+        return sum(spec.num_bytes for spec in self.specs)
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes of all full buckets, padding included."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+
+def _split(spec: TensorSpec, capacity_bytes: int) -> Iterator[tuple[FlatRange, ...]]:
+    """The ranges of each part of a tensor; one part if it fits into an empty bucket."""
+    shards = ((0, 0),) if spec.numel == 0 else spec.shards
+    largest = max(stop - start for start, stop in shards)
+    num_parts = max(1, math.ceil(largest * spec.dtype.itemsize / capacity_bytes))
+    # Whole elements only: a part must not exceed the capacity because of rounding up.
+    num_parts = max(num_parts, math.ceil(largest / max(1, capacity_bytes // spec.dtype.itemsize)))
+    for part in range(num_parts):
+        yield tuple(
+            (
+                start + (stop - start) * part // num_parts,
+                start + (stop - start) * (part + 1) // num_parts,
+            )
+            for start, stop in shards
+        )
+
+
+def _round_up(num_bytes: int, alignment: int) -> int:
+    return -(-num_bytes // alignment) * alignment
+
+
+def _validate(specs: Sequence[TensorSpec], bucket_bytes: int, alignment: int) -> None:
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be positive: got {bucket_bytes}")
+    if alignment < 16 or alignment & (alignment - 1):
+        raise ValueError(f"alignment must be a power of two of at least 16: got {alignment}")
+    names = [spec.name for spec in specs]
+    if len(set(names)) != len(names):
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"tensor names must be unique: got {', '.join(repeated)} more than once")
+    counts = {len(spec.shards) for spec in specs if len(spec.shards) > 1}
+    if len(counts) > 1:
+        raise ValueError(
+            f"all sharded tensors must name one range per rank of the same group: got shard "
+            f"counts {sorted(counts)}"
+        )
