@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
     from lightrft.datasets.types import Prompt
     from lightrft.engines.types import Completion
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

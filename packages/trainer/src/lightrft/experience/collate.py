@@ -1,0 +1,101 @@
+"""Padded tensors from a sample table, and selections of their rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from lightrft.experience.exchange import SampleTable
+
+
+def collate(
+    table: SampleTable, *, pad_token_id: int, temperature: float, device: torch.device
+) -> RolloutBatch:
+    """The rows of a table as right-padded tensors.
+
+    A row that is excluded from the loss has an empty response mask. The response mask covers
+    exactly the sampled tokens: no end-of-sequence token is added to a truncated response.
+    """
+    prompt_lengths = torch.from_numpy(table.prompt_lengths)[:, None]  # [batch, 1]
+    lengths = torch.from_numpy(table.lengths)[:, None]
+    width = int(lengths.max()) if len(table) else 0
+    positions = torch.arange(width)[None, :]  # [1, seq]
+    attention_mask = positions < lengths
+    is_response = attention_mask & (positions >= prompt_lengths)
+    token_ids = torch.full((len(table), width), pad_token_id, dtype=torch.int64)
+    token_ids[attention_mask] = torch.from_numpy(table.token_ids)
+    logprobs = torch.zeros((len(table), width), dtype=torch.float32)
+    logprobs[is_response] = torch.from_numpy(table.rollout_logprobs)
+    is_kept = torch.from_numpy(~table.is_masked)[:, None]
+    return RolloutBatch(
+        token_ids=token_ids.to(device),
+        attention_mask=attention_mask.to(device),
+        response_mask=(is_response & is_kept).to(device),
+        rollout_logprobs=torch.where(is_kept, logprobs, 0.0).to(device),
+        rewards=torch.from_numpy(table.rewards.astype(np.float32)).to(device),
+        group_ids=torch.from_numpy(table.group_ids).to(device),
+        sample_ids=torch.from_numpy(table.sample_ids).to(device),
+        model_inputs={},
+        temperature=temperature,
+    )
+
+
+def select_rollouts(batch: RolloutBatch, rows: slice) -> RolloutBatch:
+    """Consecutive rows, without the columns that are padding in all of them."""
+    attention_mask = batch.attention_mask[rows]
+    width = int(attention_mask.sum(dim=1).max()) if attention_mask.numel() else 0
+    return replace(
+        batch,
+        token_ids=batch.token_ids[rows, :width],
+        attention_mask=attention_mask[:, :width],
+        response_mask=batch.response_mask[rows, :width],
+        rollout_logprobs=batch.rollout_logprobs[rows, :width],
+        rewards=batch.rewards[rows],
+        group_ids=batch.group_ids[rows],
+        sample_ids=batch.sample_ids[rows],
+    )
+
+
+def select_experience(batch: ExperienceBatch, rows: slice) -> ExperienceBatch:
+    """Consecutive rows, without the columns that are padding in all of them."""
+    rollouts = select_rollouts(batch.rollouts, rows)
+    width = rollouts.token_ids.shape[1]
+
+    def narrow(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[rows, :width]
+
+    return ExperienceBatch(
+        rollouts=rollouts,
+        outputs=PolicyOutputs(
+            old_logprobs=batch.outputs.old_logprobs[rows, :width],
+            ref_logprobs=narrow(batch.outputs.ref_logprobs),
+            values=narrow(batch.outputs.values),
+            entropy=narrow(batch.outputs.entropy),
+        ),
+        advantages=batch.advantages[rows, :width],
+        returns=batch.returns[rows, :width],
+    )
+
+
+def micro_slices(start: int, stop: int, micro_batch_size: int) -> Sequence[slice]:
+    """Consecutive slices of at most `micro_batch_size` rows that cover [start, stop)."""
+    return [
+        slice(first, min(first + micro_batch_size, stop))
+        for first in range(start, stop, micro_batch_size)
+    ]
+
+
+def join_micro_batches(pieces: Sequence[Tensor], width: int) -> Tensor:
+    """Per-token tensors [rows, seq_i] of micro batches as one [batch, width], 0-padded."""
+    padded = [torch.nn.functional.pad(piece, (0, width - piece.shape[1])) for piece in pieces]
+    return torch.cat(padded)

@@ -1,0 +1,84 @@
+"""What the models say about the rollouts before the update, in micro batches and without graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightrft.experience.collate import join_micro_batches, micro_slices, select_rollouts
+from lightrft.experience.types import PolicyOutputs, RolloutBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lightrft.models.types import EntropyMode, PolicyModel, ValueModel
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardModels:
+    """The models that look at rollouts; None where the algorithm has no such model."""
+
+    actor: PolicyModel
+    reference: PolicyModel | None = None
+    critic: ValueModel | None = None
+
+
+def compute_outputs(
+    batch: RolloutBatch, models: ForwardModels, *, micro_batch_size: int
+) -> PolicyOutputs:
+    """Old and reference logprobs, values and entropies of all response tokens.
+
+    One model after the other, so that only one needs its activations and gathered weights.
+    """
+    with torch.no_grad():
+        old_logprobs, entropy = _score(
+            models.actor, batch, micro_batch_size=micro_batch_size, entropy="value"
+        )
+        ref_logprobs = None
+        if models.reference is not None:
+            ref_logprobs, _ = _score(
+                models.reference, batch, micro_batch_size=micro_batch_size, entropy="none"
+            )
+        values = None
+        if models.critic is not None:
+            values = _evaluate(models.critic, batch, micro_batch_size=micro_batch_size)
+    return PolicyOutputs(old_logprobs, ref_logprobs, values, entropy)
+
+
+def _score(
+    policy: PolicyModel, batch: RolloutBatch, *, micro_batch_size: int, entropy: EntropyMode
+) -> tuple[Tensor, Tensor | None]:
+    logprobs: list[Tensor] = []
+    entropies: list[Tensor] = []
+    for rows in micro_slices(0, len(batch.token_ids), micro_batch_size):
+        micro = select_rollouts(batch, rows)
+        output = policy(
+            micro.token_ids,
+            micro.attention_mask,
+            scored_mask=micro.response_mask,
+            temperature=scoring_temperature(micro.temperature),
+            entropy=entropy,
+            model_inputs=micro.model_inputs,
+        )
+        logprobs.append(output.logprobs)
+        if output.entropy is not None:
+            entropies.append(output.entropy)
+    width = batch.token_ids.shape[1]
+    joined = join_micro_batches(entropies, width) if entropies else None
+    return join_micro_batches(logprobs, width), joined
+
+
+def _evaluate(critic: ValueModel, batch: RolloutBatch, *, micro_batch_size: int) -> Tensor:
+    pieces: list[Tensor] = []
+    for rows in micro_slices(0, len(batch.token_ids), micro_batch_size):
+        micro = select_rollouts(batch, rows)
+        values = critic(micro.token_ids, micro.attention_mask, model_inputs=micro.model_inputs)
+        pieces.append(torch.where(micro.response_mask, values, 0.0))
+    return join_micro_batches(pieces, batch.token_ids.shape[1])
+
+
+def scoring_temperature(temperature: float) -> float:
+    """The temperature at which samples are scored: greedy samples are scored at 1."""
+    return temperature if temperature > 0 else 1.0

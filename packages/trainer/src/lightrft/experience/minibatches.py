@@ -1,0 +1,89 @@
+"""Which sample is trained in which optimizer batch and on which rank.
+
+The optimizer batches are cut from one seeded permutation of all sample ids of the step, so their
+contents do not depend on the number of ranks. Within an optimizer batch every rank gets the same
+number of rows, balanced by length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class MinibatchPlan:
+    """Rows of a `SampleTable` for every optimizer batch and rank.
+
+    Args:
+        rows: rows[minibatch][rank] are row indices; every rank has equally many.
+    """
+
+    rows: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def num_minibatches(self) -> int:
+        """Optimizer batches of one epoch."""
+        return len(self.rows)
+
+    def rows_of(self, rank: int) -> tuple[int, ...]:
+        """All rows of one rank, optimizer batch after optimizer batch."""
+        return tuple(row for minibatch in self.rows for row in minibatch[rank])
+
+
+def plan_minibatches(
+    lengths: Sequence[int] | NDArray[np.int64],
+    *,
+    train_batch_size: int,
+    world_size: int,
+    seed: int,
+    step: int,
+) -> MinibatchPlan:
+    """Cuts the samples of one step into optimizer batches and deals their rows to ranks.
+
+    Args:
+        lengths: [rows] tokens of each sample, in the order of the sample ids.
+        train_batch_size: Samples of one optimizer batch, over all ranks.
+        world_size: Ranks that share an optimizer batch.
+        seed, step: Fix the permutation.
+
+    Raises:
+        ValueError: The sizes do not divide.
+    """
+    num_rows = len(lengths)
+    if num_rows == 0 or num_rows % train_batch_size or train_batch_size % world_size:
+        raise ValueError(
+            "the samples of a step must be a positive multiple of train_batch_size, and that a "
+            f"multiple of the number of ranks: got {num_rows} samples, train_batch_size="
+            f"{train_batch_size}, {world_size} ranks"
+        )
+    order = np.random.default_rng([seed, step]).permutation(num_rows)
+    minibatches = order.reshape(-1, train_batch_size)
+    return MinibatchPlan(tuple(_deal(batch, lengths, world_size) for batch in minibatches))
+
+
+def epoch_order(num_minibatches: int, *, seed: int, step: int, epoch: int) -> tuple[int, ...]:
+    """The order in which one epoch visits the optimizer batches; the first keeps the plan's."""
+    if epoch == 0:
+        return tuple(range(num_minibatches))
+    order = np.random.default_rng([seed, step, epoch]).permutation(num_minibatches)
+    return tuple(int(index) for index in order)
+
+
+def _deal(
+    batch: NDArray[np.int64], lengths: Sequence[int] | NDArray[np.int64], world_size: int
+) -> tuple[tuple[int, ...], ...]:
+    longest_first = sorted((int(row) for row in batch), key=lambda row: (-int(lengths[row]), row))
+    hands: list[list[int]] = [[] for _ in range(world_size)]
+    for turn, row in enumerate(longest_first):
+        lap, seat = divmod(turn, world_size)
+        # Every other lap runs backwards, so that no rank always gets the longest of a lap.
+        hands[seat if lap % 2 == 0 else world_size - 1 - seat].append(row)
+    return tuple(tuple(hand) for hand in hands)

@@ -1,0 +1,93 @@
+"""Rewards of rollouts, and the shaping that needs one row only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightrft.experience.types import Rollout, ScoredRollout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightrft.rewards import RewardFunction
+
+
+@dataclass(frozen=True, slots=True)
+class OverlongPenalty:
+    """Soft punishment of long responses.
+
+    0 up to max_tokens - buffer_tokens, then linear, -factor at max_tokens and beyond.
+
+    Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13.
+    """
+
+    max_tokens: int
+    buffer_tokens: int
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.buffer_tokens <= self.max_tokens:
+            raise ValueError(
+                "overlong_buffer_len must be positive and at most generate_max_len: got "
+                f"{self.buffer_tokens} and {self.max_tokens}"
+            )
+
+    def __call__(self, num_tokens: int) -> float:
+        """The value added to the reward of a response of `num_tokens` tokens; at most 0."""
+        excess = num_tokens - (self.max_tokens - self.buffer_tokens)
+        return -self.factor * min(max(excess / self.buffer_tokens, 0.0), 1.0)
+
+
+def score_rollouts(
+    rollouts: Sequence[Rollout],
+    reward_function: RewardFunction,
+    *,
+    overlong_penalty: OverlongPenalty | None = None,
+) -> list[ScoredRollout]:
+    """Scores the rollouts of one rank with one call of the reward function.
+
+    The components of a rollout are those of the function and, with a penalty, `overlong`;
+    `ScoredRollout.reward` includes the penalty.
+
+    Raises:
+        RuntimeError: The function returned another number of results, or a value that is not
+            finite; a failed reward is never replaced by a number.
+    """
+    if not rollouts:
+        return []
+    results = reward_function.score(
+        [rollout.prompt.text for rollout in rollouts],
+        [rollout.response_text for rollout in rollouts],
+        [rollout.prompt.label for rollout in rollouts],
+        _columns(rollouts),
+    )
+    if len(results) != len(rollouts):
+        raise RuntimeError(
+            f"the reward function must return one result per response: got {len(results)} for "
+            f"{len(rollouts)} responses"
+        )
+    scored: list[ScoredRollout] = []
+    for rollout, result in zip(rollouts, results, strict=True):
+        _check_finite(rollout, result.reward)
+        penalty = 0.0
+        components = dict(result.components)
+        if overlong_penalty is not None:
+            penalty = overlong_penalty(len(rollout.completion.output_token_ids))
+            components["overlong"] = penalty
+        scored.append(ScoredRollout(rollout, result.reward + penalty, components))
+    return scored
+
+
+def _columns(rollouts: Sequence[Rollout]) -> dict[str, list[object]]:
+    names = sorted({name for rollout in rollouts for name in rollout.prompt.columns})
+    return {name: [rollout.prompt.columns.get(name) for rollout in rollouts] for name in names}
+
+
+def _check_finite(rollout: Rollout, reward: float) -> None:
+    if not math.isfinite(reward):
+        raise RuntimeError(
+            f"rewards must be finite numbers: got {reward!r} for prompt {rollout.prompt.id} and "
+            f"the response {rollout.response_text[:200]!r}; fix the reward function"
+        )

@@ -1,0 +1,92 @@
+"""Metrics of one step: sums, counts and extremes that are reduced over ranks in one collective."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Reduction = Literal["sum", "max"]
+"""How one accumulated number joins over micro batches and ranks."""
+
+
+class TensorGatherer(Protocol):
+    """The one collective the metrics need; every strategy has it."""
+
+    def all_gather(self, data: Tensor) -> Tensor:
+        """The tensors of all ranks, concatenated along the first dimension."""
+        ...
+
+
+class StepMetrics:
+    """Accumulates metrics locally; `reduce` makes them exact over all ranks.
+
+    A mean is kept as a sum and a count, so it weighs tokens (or rows, or steps) equally wherever
+    they were computed. All ranks must record the same names; a rank without data records a count
+    of 0. A mean over nothing is left out of the result.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, Reduction], float | Tensor] = {}
+        self._means: set[str] = set()
+
+    def add_mean(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
+        """Adds `total` over `count` items to the mean called `name`."""
+        self._means.add(name)
+        self._add(f"{name}/total", total)
+        self._add(f"{name}/count", count)
+
+    def add_masked_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Adds the entries of `values` [batch, seq] where `mask` is true."""
+        kept = torch.where(mask, values.detach().double(), 0.0)
+        self.add_mean(name, kept.sum(), mask.sum())
+
+    def add_max(self, name: str, value: float | Tensor) -> None:
+        """The largest value over micro batches, optimizer steps and ranks; -inf means no value."""
+        key: tuple[str, Reduction] = (name, "max")
+        known = self._values.get(key)
+        value = _detached(value)
+        self._values[key] = value if known is None else _larger(known, value)
+
+    def reduce(self, gatherer: TensorGatherer) -> dict[str, float]:
+        """Joins the metrics of all ranks with one collective.
+
+        Returns:
+            Name -> value, the same on every rank, names sorted.
+        """
+        keys = sorted(self._values)
+        local = torch.tensor([float(self._values[key]) for key in keys], dtype=torch.float64)
+        rows = gatherer.all_gather(local).reshape(-1, len(keys))  # [ranks, keys]
+        joined = {
+            key: float(rows[:, column].sum() if key[1] == "sum" else rows[:, column].max())
+            for column, key in enumerate(keys)
+        }
+        metrics = {
+            name: value
+            for (name, kind), value in joined.items()
+            if kind == "max" and value != -math.inf
+        }
+        for name in self._means:
+            count = joined[f"{name}/count", "sum"]
+            if count > 0:
+                metrics[name] = joined[f"{name}/total", "sum"] / count
+        return {name: metrics[name] for name in sorted(metrics)}
+
+    def _add(self, name: str, value: float | Tensor) -> None:
+        key: tuple[str, Reduction] = (name, "sum")
+        self._values[key] = self._values.get(key, 0.0) + _detached(value)
+
+
+def _detached(value: float | Tensor) -> float | Tensor:
+    # Kept as a tensor: reading it here would wait for the device once per metric and micro batch.
+    return value.detach().double() if isinstance(value, torch.Tensor) else value
+
+
+def _larger(left: float | Tensor, right: float | Tensor) -> float | Tensor:
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return torch.maximum(torch.as_tensor(left), torch.as_tensor(right))
+    return max(left, right)

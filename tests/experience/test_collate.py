@@ -1,0 +1,93 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lightrft.experience.collate import (
+    collate,
+    join_micro_batches,
+    micro_slices,
+    select_experience,
+    select_rollouts,
+)
+from lightrft.experience.exchange import SampleTable
+from lightrft.experience.types import ExperienceBatch, PolicyOutputs
+
+
+def table(prompts, responses, *, masked=None):
+    rows = len(prompts)
+    flat = [t for p, r in zip(prompts, responses, strict=True) for t in (*p, *r)]
+    return SampleTable(
+        sample_ids=np.arange(rows),
+        group_ids=np.arange(rows) // 2,
+        prompt_lengths=np.array([len(p) for p in prompts]),
+        response_lengths=np.array([len(r) for r in responses]),
+        token_ids=np.array(flat, dtype=np.int64),
+        rollout_logprobs=-np.arange(1, sum(map(len, responses)) + 1, dtype=np.float32),
+        rewards=np.arange(rows, dtype=np.float64),
+        component_names=(),
+        components=np.zeros((rows, 0)),
+        is_truncated=np.zeros(rows, dtype=bool),
+        is_masked=np.zeros(rows, dtype=bool) if masked is None else np.array(masked),
+        is_comparable=np.ones(rows, dtype=bool),
+        weights_versions=np.zeros(rows, dtype=np.int64),
+    )
+
+
+def collated(samples):
+    return collate(samples, pad_token_id=9, temperature=0.7, device=torch.device("cpu"))
+
+
+def test_rows_are_right_padded_and_the_mask_covers_the_sampled_tokens():
+    batch = collated(table([(1, 2), (3,)], [(4, 5, 6), (7,)]))
+    assert batch.token_ids.tolist() == [[1, 2, 4, 5, 6], [3, 7, 9, 9, 9]]
+    assert batch.attention_mask.int().tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
+    assert batch.response_mask.int().tolist() == [[0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
+    assert batch.rollout_logprobs.tolist() == [[0, 0, -1, -2, -3], [0, -4, 0, 0, 0]]
+    assert batch.temperature == 0.7
+
+
+# The ids 2 (end of sequence) and 0 (padding) inside a response are tokens like any other.
+@pytest.mark.parametrize(
+    "response", [(5, 2), (5, 5), (2, 5, 2, 5), (0, 0), ()], ids=lambda r: f"response{r}"
+)
+def test_mask_length_equals_the_number_of_generated_tokens(response):
+    samples = table([(1, 0), (1,)], [response, (3,)])
+    batch = collate(samples, pad_token_id=0, temperature=1.0, device=torch.device("cpu"))
+    assert int(batch.response_mask[0].sum()) == len(response)
+    assert batch.token_ids[0][batch.response_mask[0]].tolist() == list(response)
+    assert int(batch.attention_mask[0].sum()) == 2 + len(response)
+
+
+def test_an_excluded_row_keeps_its_tokens_and_loses_its_mask():
+    batch = collated(table([(1,), (2,)], [(3, 4), (5,)], masked=[True, False]))
+    assert batch.token_ids[0].tolist() == [1, 3, 4]
+    assert batch.response_mask.int().tolist() == [[0, 0, 0], [0, 1, 0]]
+    assert batch.rollout_logprobs[0].abs().sum() == 0
+
+
+def test_selected_rows_lose_common_padding():
+    batch = collated(table([(1, 2), (3,), (4,)], [(5, 6, 7), (8,), (9, 9)]))
+    part = select_rollouts(batch, slice(1, 3))
+    assert part.token_ids.tolist() == [[3, 8, 9], [4, 9, 9]]
+    assert part.sample_ids.tolist() == [1, 2]
+
+
+def test_selecting_and_joining_gives_the_whole_back():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 6, 7)
+    samples = table([(1, 2)] * 7, [tuple(rng.integers(3, 9, n)) for n in lengths])
+    batch = collated(samples)
+    values = torch.where(batch.response_mask, torch.randn(batch.token_ids.shape), 0.0)
+    experience = ExperienceBatch(
+        batch, PolicyOutputs(values, None, values, None), advantages=values, returns=values
+    )
+    parts = [select_experience(experience, rows) for rows in micro_slices(0, 7, 3)]
+    assert [len(part.advantages) for part in parts] == [3, 3, 1]
+    width = values.shape[1]
+    assert torch.equal(join_micro_batches([p.advantages for p in parts], width), values)
+    assert torch.equal(join_micro_batches([p.outputs.values for p in parts], width), values)
+    assert parts[0].outputs.ref_logprobs is None
+    swapped = replace(experience, advantages=values.flip(0))
+    assert not torch.equal(select_experience(swapped, slice(0, 3)).advantages, parts[0].advantages)

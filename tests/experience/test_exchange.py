@@ -1,0 +1,109 @@
+import numpy as np
+import pytest
+
+from lightrft.datasets.types import Prompt
+from lightrft.engines.types import Completion
+from lightrft.experience.exchange import exchange, merge, tabulate
+from lightrft.experience.types import Rollout, ScoredRollout
+
+
+class ListGatherer:
+    """Hands back what all ranks would have sent."""
+
+    def __init__(self, others):
+        self.others = others
+
+    def gather_objects(self, obj):
+        return [obj, *self.others]
+
+
+def scored(
+    sample_id, *, prompt=(1, 2), response=(3,), components=None, finish="stop", masked=False
+):
+    completion = Completion(
+        request_id=sample_id // 2,
+        sample_index=sample_id % 2,
+        prompt_token_ids=tuple(prompt),
+        output_token_ids=tuple(response),
+        output_logprobs=tuple(-0.5 * (i + 1) - sample_id for i in range(len(response))),
+        logprobs_law="temperature",
+        finish_reason=finish,
+        weights_version=3,
+    )
+    rollout = Rollout(
+        Prompt(id=0, text="", token_ids=()), completion, sample_id // 2, sample_id, ""
+    )
+    return ScoredRollout(rollout, float(sample_id), components or {}, masked)
+
+
+def rows_of(table):
+    """Slow view of a table: one tuple a row, by running pointers."""
+    rows, token, logprob = [], 0, 0
+    for i in range(len(table)):
+        length = int(table.prompt_lengths[i] + table.response_lengths[i])
+        stop = logprob + int(table.response_lengths[i])
+        rows.append(
+            (
+                int(table.sample_ids[i]),
+                tuple(table.token_ids[token : token + length].tolist()),
+                tuple(table.rollout_logprobs[logprob:stop].tolist()),
+                float(table.rewards[i]),
+            )
+        )
+        token, logprob = token + length, stop
+    return rows
+
+
+def random_items(seed, count):
+    rng = np.random.default_rng(seed)
+    return [
+        scored(
+            i,
+            prompt=rng.integers(0, 50, rng.integers(1, 5)).tolist(),
+            response=rng.integers(0, 50, rng.integers(0, 6)).tolist(),
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_rank_ends_with_the_samples_of_one_process_in_sample_order(world_size):
+    items = random_items(0, 12)
+    whole = rows_of(tabulate(items))
+    parts = [tabulate(items[rank::world_size]) for rank in range(world_size)]
+    for rank in range(world_size):
+        others = parts[:rank] + parts[rank + 1 :]
+        assert rows_of(exchange(parts[rank], ListGatherer(others))) == whole
+
+
+def test_rows_with_an_empty_response_keep_their_neighbours_tokens_apart():
+    items = [scored(0, response=()), scored(1, response=(7, 8)), scored(2, response=())]
+    rows = rows_of(tabulate(items).take(np.array([2, 1, 0])))
+    assert [row[0] for row in rows] == [2, 1, 0]
+    assert rows[1][1] == (1, 2, 7, 8)
+    assert rows[0][2] == ()
+
+
+def test_a_component_that_only_one_rank_has_is_missing_elsewhere():
+    table = merge(
+        [tabulate([scored(0, components={"a": 1.0})]), tabulate([scored(1, components={"b": 2.0})])]
+    )
+    assert table.component_names == ("a", "b")
+    np.testing.assert_array_equal(table.components, [[1.0, np.nan], [np.nan, 2.0]])
+
+
+def test_a_rank_without_prompts_takes_part():
+    table = merge([tabulate([]), tabulate([scored(1), scored(0)])])
+    assert table.sample_ids.tolist() == [0, 1]
+
+
+def test_the_same_sample_from_two_ranks_is_refused():
+    with pytest.raises(ValueError, match=r"unique.*got \[1\]"):
+        merge([tabulate([scored(1)]), tabulate([scored(1)])])
+
+
+def test_flags_follow_their_rows():
+    table = merge([tabulate([scored(1, finish="length")]), tabulate([scored(0, masked=True)])])
+    assert table.is_truncated.tolist() == [False, True]
+    assert table.is_masked.tolist() == [True, False]
+    assert table.weights_versions.tolist() == [3, 3]

@@ -1,0 +1,79 @@
+from dataclasses import dataclass, field
+
+import pytest
+
+from lightrft.datasets.types import Prompt
+from lightrft.engines.types import Completion
+from lightrft.experience.scoring import OverlongPenalty, score_rollouts
+from lightrft.experience.types import Rollout
+
+
+@dataclass
+class Result:
+    reward: float
+    components: dict = field(default_factory=dict)
+
+
+class Scorer:
+    def __init__(self, results):
+        self.results = results
+        self.calls = []
+
+    def score(self, prompts, responses, labels, columns):
+        self.calls.append((list(prompts), list(responses), list(labels), dict(columns)))
+        return self.results
+
+
+def rollout(i, *, num_tokens=1, columns=None):
+    completion = Completion(
+        i, 0, (1,), (2,) * num_tokens, (0.0,) * num_tokens, "temperature", "stop"
+    )
+    row = Prompt(id=i, text=f"p{i}", token_ids=(1,), label=f"l{i}", columns=columns or {})
+    return Rollout(row, completion, i, i, f"r{i}")
+
+
+def test_the_function_sees_prompt_response_label_and_columns_of_each_row():
+    scorer = Scorer([Result(0.5, {"a": 1.0}), Result(-1.0)])
+    scored = score_rollouts([rollout(0, columns={"k": 3}), rollout(1)], scorer)
+    assert scorer.calls == [(["p0", "p1"], ["r0", "r1"], ["l0", "l1"], {"k": [3, None]})]
+    assert [item.reward for item in scored] == [0.5, -1.0]
+    assert scored[0].components == {"a": 1.0}
+
+
+def test_no_rollouts_need_no_call():
+    scorer = Scorer([])
+    assert score_rollouts([], scorer) == []
+    assert scorer.calls == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_an_error_not_a_zero(value):
+    with pytest.raises(RuntimeError, match="finite"):
+        score_rollouts([rollout(3)], Scorer([Result(value)]))
+
+
+def test_a_missing_result_is_an_error():
+    with pytest.raises(RuntimeError, match="got 1 for 2"):
+        score_rollouts([rollout(0), rollout(1)], Scorer([Result(0.0)]))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "value"), [(70, 0.0), (80, 0.0), (90, -0.5), (100, -1.0), (110, -1.0)]
+)
+def test_overlong_penalty_follows_its_formula(num_tokens, value):
+    assert OverlongPenalty(100, 20)(num_tokens) == pytest.approx(value)
+    assert OverlongPenalty(100, 20, factor=2.0)(num_tokens) == pytest.approx(2 * value)
+
+
+def test_overlong_penalty_is_part_of_the_reward_and_a_component():
+    scored = score_rollouts(
+        [rollout(0, num_tokens=9)], Scorer([Result(1.0)]), overlong_penalty=OverlongPenalty(10, 4)
+    )
+    assert scored[0].reward == pytest.approx(0.25)
+    assert scored[0].components == {"overlong": pytest.approx(-0.75)}
+
+
+@pytest.mark.parametrize("buffer", [0, 101])
+def test_a_buffer_outside_the_budget_is_refused(buffer):
+    with pytest.raises(ValueError, match="overlong_buffer_len"):
+        OverlongPenalty(100, buffer)
