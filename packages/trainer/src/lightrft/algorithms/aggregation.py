@@ -1,0 +1,113 @@
+"""From per-token losses to one number, independent of micro-batches and ranks.
+
+The value over an optimizer batch is `sum_k S_k / Z`, k over micro-batches and ranks:
+
+    S_k = sum over rows i of k, u_i * sum_t mask_it loss_it
+
+    mode                       u_i     Z
+    token-mean                 1       number of tokens
+    seq-mean-token-sum         1       number of non-empty rows
+    seq-mean-token-mean        1/L_i   number of non-empty rows
+    seq-mean-token-sum-norm    1       number of non-empty rows * max_response_tokens
+
+`local_normalizer` is one rank's addend of Z (sum it over micro-batches and ranks, once per
+optimizer batch, before the first backward); `aggregate` is S_k / Z. A row without response tokens
+adds 0 to both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.lookup import lookup
+from lightrft.algorithms.masking import at_least_float32, mask_out, row_lengths
+
+AggregationMode = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregation:
+    """How one mode weighs tokens and counts.
+
+    Args:
+        divides_by_length: A row's tokens weigh 1 / row length instead of 1.
+        counts: What Z counts.
+        has_constant: Z is also multiplied by the response budget of the run.
+    """
+
+    divides_by_length: bool
+    counts: Literal["tokens", "rows"]
+    has_constant: bool = False
+
+
+AGGREGATIONS: dict[str, Aggregation] = {
+    "token-mean": Aggregation(divides_by_length=False, counts="tokens"),
+    "seq-mean-token-sum": Aggregation(divides_by_length=False, counts="rows"),
+    "seq-mean-token-mean": Aggregation(divides_by_length=True, counts="rows"),
+    "seq-mean-token-sum-norm": Aggregation(
+        divides_by_length=False, counts="rows", has_constant=True
+    ),
+}
+assert tuple(AGGREGATIONS) == get_args(AggregationMode)
+
+
+def loss_weights(mask: Tensor, mode: str) -> Tensor:
+    """Weight u_i of every token before the division by Z: [batch, seq] float32, 0 outside `mask`.
+
+    Args:
+        mask: [batch, seq] bool.
+        mode: A name in `AGGREGATIONS`.
+    """
+    aggregation = lookup(AGGREGATIONS, mode, kind="loss aggregation")
+    weights = mask.float()
+    if aggregation.divides_by_length:
+        weights = weights / row_lengths(mask).clamp(min=1).unsqueeze(-1)
+    return weights
+
+
+def local_normalizer(mask: Tensor, mode: str, *, max_response_tokens: int | None = None) -> Tensor:
+    """Addend of Z from these rows: scalar float64.
+
+    Args:
+        mask: [batch, seq] bool; the response mask, never a mask that keeps some of its tokens.
+        mode: A name in `AGGREGATIONS`.
+        max_response_tokens: The constant of seq-mean-token-sum-norm: the response budget of the
+            run, not the width of this batch.
+
+    Raises:
+        ValueError: unknown mode, or seq-mean-token-sum-norm without a positive constant.
+    """
+    aggregation = lookup(AGGREGATIONS, mode, kind="loss aggregation")
+    if aggregation.counts == "tokens":
+        return mask.sum().double()
+    num_rows = mask.any(dim=-1).sum().double()
+    if not aggregation.has_constant:
+        return num_rows
+    if max_response_tokens is None or max_response_tokens <= 0:
+        raise ValueError(
+            f"loss aggregation {mode!r} needs max_response_tokens > 0, the response budget of "
+            f"the run: got {max_response_tokens}"
+        )
+    return num_rows * max_response_tokens
+
+
+def aggregate(token_loss: Tensor, mask: Tensor, mode: str, normalizer: Tensor | float) -> Tensor:
+    """This batch's share S_k / Z of the loss; scalar, with a graph even if it is 0.
+
+    Args:
+        token_loss: [batch, seq]; values outside `mask` are ignored, NaN included.
+        mask: [batch, seq] bool.
+        mode: A name in `AGGREGATIONS`.
+        normalizer: Z of the whole optimizer batch; 0 (no token anywhere) gives 0.
+    """
+    loss = at_least_float32(token_loss)
+    total = (mask_out(loss, mask) * loss_weights(mask, mode).to(loss.dtype)).sum()
+    z = torch.as_tensor(normalizer, dtype=torch.float64, device=loss.device)
+    scale = torch.where(z > 0, 1.0 / z.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+    return total * scale.to(loss.dtype)

@@ -1,0 +1,94 @@
+"""Numbers that describe a step; sums are additive over ranks, divisions come last."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.masking import mask_out
+
+
+def pass_at_k(*, num_samples: int, num_correct: int, k: int) -> float:
+    """Probability that k of the samples, drawn without replacement, hold a correct one.
+
+    1 - C(n - c, k) / C(n, k)
+
+    Source: Chen et al. 2021, arXiv:2107.03374.
+
+    Raises:
+        ValueError: not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples.
+    """
+    _check_counts(num_samples, num_correct, k)
+    wrong = num_samples - num_correct
+    return 1.0 - math.comb(wrong, k) / math.comb(num_samples, k)
+
+
+def pass_hat_k(*, num_samples: int, num_correct: int, k: int) -> float:
+    """Probability that k of the samples, drawn without replacement, are all correct."""
+    _check_counts(num_samples, num_correct, k)
+    return math.comb(num_correct, k) / math.comb(num_samples, k)
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedVariance:
+    """1 - Var(returns - values) / Var(returns), from sums.
+
+    Blind to a constant offset of the values.
+
+    Args:
+        sums: [5] float64: count, sum and sum of squares of returns, the same of the errors.
+            All-reduce by summation.
+    """
+
+    sums: Tensor
+
+    @property
+    def value(self) -> float | None:
+        """The share; None where the returns are constant, so that there is nothing to explain."""
+        count, returns, squares, errors, error_squares = self.sums.tolist()
+        if count < 1:
+            return None
+        variance = squares / count - (returns / count) ** 2
+        # Below the rounding of the sums a variance is not told from 0.
+        if variance <= 1e-12 * max(squares / count, 1e-30):
+            return None
+        return float(1.0 - (error_squares / count - (errors / count) ** 2) / variance)
+
+
+@torch.no_grad()
+def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> ExplainedVariance:
+    """How well the critic's values predict the returns, over response tokens.
+
+    Args:
+        values, returns: [batch, seq].
+        response_mask: [batch, seq] bool.
+    """
+    target = mask_out(returns.double(), response_mask)
+    error = mask_out(returns.double() - values.double(), response_mask)
+    count = response_mask.sum().double()
+    sums = [count, target.sum(), target.square().sum(), error.sum(), error.square().sum()]
+    return ExplainedVariance(torch.stack(sums))
+
+
+@torch.no_grad()
+def effective_sample_sums(weights: Tensor, mask: Tensor) -> Tensor:
+    """[3] float64: count, sum and sum of squares of the weights; all-reduce by summation."""
+    inside = mask_out(weights.double(), mask)
+    return torch.stack([mask.sum().double(), inside.sum(), inside.square().sum()])
+
+
+def effective_sample_fraction(sums: Tensor) -> float:
+    """(sum w)^2 / (n sum w^2) of `effective_sample_sums`: 1 for equal weights, 0 of none."""
+    count, total, squares = sums.tolist()
+    return float(total**2 / (count * squares)) if count * squares > 0 else 0.0
+
+
+def _check_counts(num_samples: int, num_correct: int, k: int) -> None:
+    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
+        raise ValueError(
+            "expected 1 <= k <= num_samples and 0 <= num_correct <= num_samples: got "
+            f"k={k}, num_samples={num_samples}, num_correct={num_correct}"
+        )

@@ -1,0 +1,40 @@
+"""The plain policy gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.masking import at_least_float32, mask_out
+from lightrft.algorithms.ratios import log_ratio
+from lightrft.algorithms.types import TokenLoss
+
+
+def reinforce_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+) -> TokenLoss:
+    """Score-function policy loss, one value per token: L_t = -A_t logprobs_t.
+
+    `old_logprobs` enters the reported ratio only. At logprobs = old_logprobs every other policy
+    loss here has this gradient under its aggregation.
+
+    Source: Williams 1992, Machine Learning 8.
+
+    Args:
+        logprobs, old_logprobs, advantages: [batch, seq]; gradients flow through `logprobs` only.
+        response_mask: [batch, seq] bool.
+    """
+    delta = log_ratio(logprobs, old_logprobs, response_mask)
+    advantages = mask_out(at_least_float32(advantages.detach()), response_mask)
+    inside = mask_out(at_least_float32(logprobs), response_mask)
+    never = torch.zeros_like(response_mask)
+    return TokenLoss(
+        loss=mask_out(-advantages * inside, response_mask),
+        ratio=mask_out(delta.values.detach().exp(), response_mask),
+        is_clipped_low=never,
+        is_clipped_high=never,
+        is_clamped=delta.is_clamped,
+    )
