@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightrft.kernels.hardware import KernelCapabilities, capabilities
+    from lightrft.kernels.logprob.dispatch import linear_logprob
+    from lightrft.kernels.logprob.types import LogprobOutput, Workspace
     from lightrft.kernels.weight_bucket.broadcaster import (
         BucketBroadcaster,
         BucketPiece,
@@ -23,11 +25,14 @@ _MODULES = {
     "BucketPiece": "weight_bucket.broadcaster",
     "FilledBucket": "weight_bucket.broadcaster",
     "KernelCapabilities": "hardware",
+    "LogprobOutput": "logprob.types",
     "Segment": "weight_bucket.layout",
     "TensorSpec": "weight_bucket.layout",
+    "Workspace": "logprob.types",
     "capabilities": "hardware",
     "combine_hashes": "weight_bucket.reference",
     "hash_tensor": "weight_bucket.operations",
+    "linear_logprob": "logprob.dispatch",
     "pack": "weight_bucket.operations",
     "unpack": "weight_bucket.operations",
 }
@@ -39,11 +44,14 @@ __all__ = [
     "BucketPiece",
     "FilledBucket",
     "KernelCapabilities",
+    "LogprobOutput",
     "Segment",
     "TensorSpec",
+    "Workspace",
     "capabilities",
     "combine_hashes",
     "hash_tensor",
+    "linear_logprob",
     "pack",
     "unpack",
 ]

@@ -1,0 +1,1 @@
+"""Logprobs and entropy of targets straight from hidden states, without storing all logits."""

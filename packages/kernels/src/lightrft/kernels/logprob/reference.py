@@ -1,0 +1,48 @@
+"""All logits at once, differentiated by autograd: the slow definition of `linear_logprob`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightrft.kernels.logprob.types import (
+    EntropyMode,
+    LogitsLaw,
+    LogprobOutput,
+    accumulation_dtype,
+    compute_logits,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def reference_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    law: LogitsLaw,
+    entropy: EntropyMode,
+) -> LogprobOutput:
+    """Logprobs and entropy from the full [tokens, vocab] logits; no row is ignored.
+
+    Args:
+        hidden: [tokens, hidden].
+        weight: [vocab, hidden].
+        bias: [vocab] or None.
+        targets: [tokens] int64, in range.
+        law: Softcap and temperature.
+        entropy: Whether to compute the entropy, and whether gradients flow through it.
+    """
+    dtype = accumulation_dtype(hidden, weight, bias)
+    wide_bias = None if bias is None else bias.to(dtype)
+    logits = compute_logits(hidden.to(dtype), weight.to(dtype), wide_bias, law)
+    log_probabilities = torch.log_softmax(logits, dim=-1)
+    logprobs = log_probabilities.gather(1, targets[:, None]).squeeze(1)
+    if entropy == "none":
+        return LogprobOutput(logprobs, None)
+    source = log_probabilities if entropy == "grad" else log_probabilities.detach()
+    return LogprobOutput(logprobs, -(source.exp() * source).sum(-1))
