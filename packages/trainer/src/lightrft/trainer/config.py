@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import difflib
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Self
 
-from lightrft.strategy.config import StrategyConfig
-from lightrft.trainer.config_checks import batch_problems, range_problems
+from lightrft.strategy.config import ConfigError, StrategyConfig, option
+from lightrft.trainer.config_checks import batch_problems, combination_problems
 from lightrft.trainer.config_files import read_toml, write_toml
-from lightrft.trainer.config_unavailable import unavailable_problems
+from lightrft.trainer.config_unavailable import UNAVAILABLE, unavailable_problems
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-PolicyLoss = Literal["clipped"]
-AggregationMode = Literal[
-    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
-
-
-def _about(group: str, help_text: str) -> Mapping[str, str]:
-    return {"group": group, "help": help_text}
-
-
-class ConfigError(ValueError):
-    """Options that cannot be run.
-
-    Args:
-        problems: One line per problem, all of them at once.
-    """
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("\n".join(self.problems))
+POLICY_LOSS_NAMES = ("clipped",)
+ADVANTAGE_ESTIMATOR_NAMES = ("group_norm", "gae", "rloo", "reinforce++", "reinforce_baseline")
+AGGREGATION_MODES = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+ENGINE_CHOICES = ("auto", "hf", "vllm", "sglang")
 
 
 @dataclass(kw_only=True)
@@ -41,138 +28,139 @@ class TrainConfig(StrategyConfig):
     """Options of `lightrft train`: those of the strategy and those below.
 
     Raises:
-        ConfigError: Values out of range or contradictory; the message lists all of them.
+        ConfigError: Values of wrong type, out of range or contradictory; one message lists all.
     """
 
+    engine_type: str = option(
+        "auto", "Rollout engine; auto takes vllm or sglang on a GPU, else hf.", group="engine",
+        choices=ENGINE_CHOICES,
+    )  # fmt: skip
+    advantage_estimator: str = option(
+        "group_norm", "Advantage estimator; group_norm is GRPO, gae is PPO.", group="algorithm",
+        choices=ADVANTAGE_ESTIMATOR_NAMES,
+    )  # fmt: skip
+
     # Data
-    prompt_data: str | None = field(
-        default=None, metadata=_about("data", "Training prompts: a JSONL, JSON or Parquet file")
+    prompt_data: str | None = option(
+        None, "Training prompts: a JSONL, JSON or Parquet file.", group="data"
     )
-    eval_data: str | None = field(
-        default=None, metadata=_about("data", "Evaluation prompts, same formats")
+    eval_data: str | None = option(None, "Evaluation prompts, in the same formats.", group="data")
+    input_key: str = option("input", "Column that holds the prompt.", group="data")
+    label_key: str = option("label", "Column that holds the reference answer.", group="data")
+    apply_chat_template: bool = option(
+        False, "Render prompts by the model's chat template.", group="data"
     )
-    input_key: str = field(default="input", metadata=_about("data", "Column that holds the prompt"))
-    label_key: str = field(
-        default="label", metadata=_about("data", "Column that holds the reference answer")
+    system_prompt: str | None = option(
+        None, "System message put before every prompt.", group="data"
     )
-    apply_chat_template: bool = field(
-        default=False, metadata=_about("data", "Render prompts by the chat template")
+    input_template: str | None = option(
+        None, "Text around the prompt, which replaces {}.", group="data"
     )
-    system_prompt: str | None = field(
-        default=None, metadata=_about("data", "System message put before every prompt")
+    prompt_max_len: int = option(1024, "Longest prompt, in tokens.", group="data", at_least=1)
+    max_samples: int = option(
+        1_000_000, "Use at most this many training prompts.", group="data", at_least=1
     )
-    input_template: str | None = field(
-        default=None, metadata=_about("data", "Text around the prompt; must contain {}")
-    )
-    prompt_max_len: int = field(
-        default=1024, metadata=_about("data", "Longest prompt in tokens; longer ones are left out")
-    )
-    max_samples: int = field(
-        default=1_000_000, metadata=_about("data", "Use at most this many training prompts")
-    )
-    max_eval_samples: int = field(
-        default=500, metadata=_about("data", "Use at most this many evaluation prompts")
+    max_eval_samples: int = option(
+        500, "Use at most this many evaluation prompts.", group="data", at_least=1
     )
 
     # Rewards
-    reward_fn: tuple[str, ...] = field(
-        default=(),
-        metadata=_about("reward", "Rewards, summed: boxed_math, gsm8k or FILE.py:FUNCTION"),
+    reward_fn: tuple[str, ...] = option(
+        (), "Rewards, summed: boxed_math, gsm8k or FILE.py:FUNCTION.", group="reward"
     )
 
     # Rollout
-    rollout_batch_size: int = field(
-        default=512, metadata=_about("rollout", "Prompts per step, over all ranks")
+    rollout_batch_size: int = option(
+        512, "Prompts per step, over all ranks.", group="rollout", at_least=1
     )
-    generate_max_len: int = field(
-        default=1024, metadata=_about("rollout", "Longest response in tokens")
+    generate_max_len: int = option(
+        1024, "Longest response, in tokens.", group="rollout", at_least=1
     )
-    temperature: float = field(default=1.0, metadata=_about("rollout", "Sampling temperature"))
-    top_p: float = field(
-        default=1.0, metadata=_about("rollout", "Nucleus sampling; 1 keeps all tokens")
-    )
-    top_k: int = field(
-        default=-1, metadata=_about("rollout", "Keep the k most likely tokens; -1 keeps all")
+    temperature: float = option(1.0, "Sampling temperature.", group="rollout", above=0)
+    top_p: float = option(
+        1.0, "Sample from the smallest set of tokens with this probability; 1 keeps all.",
+        group="rollout", above=0, at_most=1,
+    )  # fmt: skip
+    top_k: int = option(
+        -1, "Sample from the k most likely tokens; -1 keeps all.", group="rollout", at_least=-1
     )
 
     # Algorithm
-    policy_loss: PolicyLoss = field(default="clipped", metadata=_about("algorithm", "Policy loss"))
-    loss_agg_mode: AggregationMode = field(
-        default="seq-mean-token-mean",
-        metadata=_about("algorithm", "How token losses become one number"),
+    policy_loss: str = option(
+        "clipped", "Policy loss.", group="algorithm", choices=POLICY_LOSS_NAMES
     )
-    eps_clip: float = field(
-        default=0.2, metadata=_about("algorithm", "Clip range of the probability ratio")
+    loss_agg_mode: str = option(
+        "seq-mean-token-mean", "How the losses of tokens become one number.", group="algorithm",
+        choices=AGGREGATION_MODES,
+    )  # fmt: skip
+    eps_clip: float = option(
+        0.2, "Clip range of the probability ratio.", group="algorithm", at_least=0
     )
-    eps_clip_low: float | None = field(
-        default=None, metadata=_about("algorithm", "Lower clip range; default eps_clip")
+    eps_clip_low: float | None = option(
+        None, "Lower clip range; unset is eps_clip.", group="algorithm", at_least=0, at_most=1
     )
-    eps_clip_high: float | None = field(
-        default=None, metadata=_about("algorithm", "Upper clip range; default eps_clip")
+    eps_clip_high: float | None = option(
+        None, "Upper clip range; unset is eps_clip.", group="algorithm", at_least=0
     )
-    value_clip: float = field(
-        default=0.2,
-        metadata=_about("algorithm", "Clip range of the value change; 0 switches it off"),
+    value_clip: float = option(
+        0.2, "Clip range of the change of a value; 0 is off.", group="algorithm", at_least=0
     )
-    gamma: float = field(default=1.0, metadata=_about("algorithm", "Discount per token"))
-    lambd: float = field(
-        default=0.95, metadata=_about("algorithm", "Lambda of generalised advantage estimation")
-    )
-    init_kl_coef: float = field(
-        default=0.01,
-        metadata=_about(
-            "algorithm", "Weight of the KL to the reference model; 0 loads no reference model"
-        ),
-    )
-    kl_target: float | None = field(
-        default=None,
-        metadata=_about("algorithm", "Adapt the KL weight towards this KL per response token"),
-    )
-    entropy_coef: float = field(
-        default=0.0, metadata=_about("algorithm", "Weight of the entropy bonus")
-    )
-    max_epochs: int = field(
-        default=1, metadata=_about("algorithm", "Passes over the samples of one step")
+    gamma: float = option(1.0, "Discount per token.", group="algorithm", at_least=0, at_most=1)
+    lambd: float = option(
+        0.95, "Lambda of generalised advantage estimation.", group="algorithm",
+        at_least=0, at_most=1,
+    )  # fmt: skip
+    init_kl_coef: float = option(
+        0.01, "Weight of the KL divergence; 0 loads no reference model.", group="algorithm",
+        at_least=0,
+    )  # fmt: skip
+    kl_target: float | None = option(
+        None, "Adapt the weight towards this KL divergence per response.", group="algorithm",
+        above=0,
+    )  # fmt: skip
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.", group="algorithm", at_least=0)
+    max_epochs: int = option(
+        1, "Passes over the samples of one step.", group="algorithm", at_least=1
     )
 
     # Run
-    output_dir: str = field(
-        default="lightrft_run", metadata=_about("run", "Folder for everything the run writes")
+    output_dir: str = option(
+        "lightrft_run", "Folder for everything that the run writes.", group="run"
     )
-    num_episodes: int = field(default=1, metadata=_about("run", "Passes over the training prompts"))
-    max_steps: int | None = field(
-        default=None, metadata=_about("run", "Stop after this many steps (rollout batches)")
+    num_episodes: int = option(1, "Passes over the training prompts.", group="run", at_least=1)
+    max_steps: int | None = option(
+        None, "Stop after this many steps (rollout batches).", group="run", at_least=1
     )
-    save_steps: int = field(
-        default=-1, metadata=_about("run", "Checkpoint every so many steps; -1 only at the end")
+    save_steps: int = option(
+        -1, "Steps between checkpoints; -1 writes one at the end.", group="run", at_least=-1
     )
-    eval_steps: int = field(
-        default=-1, metadata=_about("run", "Evaluate every so many steps; -1 only at both ends")
+    eval_steps: int = option(
+        -1, "Steps between evaluations; -1 evaluates at both ends.", group="run", at_least=-1
     )
-    logging_steps: int = field(
-        default=1, metadata=_about("run", "Print metrics every so many steps")
+    logging_steps: int = option(1, "Steps between lines on the console.", group="run", at_least=1)
+    ckpt_path: str | None = option(
+        None, "Folder of checkpoints; unset is OUTPUT_DIR/checkpoints.", group="run"
     )
-    ckpt_path: str | None = field(
-        default=None, metadata=_about("run", "Checkpoints; default OUTPUT_DIR/checkpoints")
+    save_path: str | None = option(
+        None, "Folder of the trained model; unset is OUTPUT_DIR/model.", group="run"
     )
-    save_path: str | None = field(
-        default=None, metadata=_about("run", "Final model; default OUTPUT_DIR/model")
+    load_checkpoint: bool = option(
+        False, "Continue from the newest complete checkpoint.", group="run"
     )
-    load_checkpoint: bool = field(
-        default=False, metadata=_about("run", "Continue from the newest complete checkpoint")
-    )
-    max_ckpt_num: int = field(
-        default=3, metadata=_about("run", "Keep at most this many checkpoints")
-    )
-    max_ckpt_mem: float = field(
-        default=1e8, metadata=_about("run", "Keep at most this many MB of checkpoints")
+    max_ckpt_num: int = option(3, "Checkpoints to keep.", group="run", at_least=1)
+    max_ckpt_mem: float = option(
+        1e8, "MB of checkpoints to keep; the newest always stays.", group="run", above=0
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        problems = [*unavailable_problems(self), *range_problems(self)]
-        if problems:
-            raise ConfigError(problems)
+    def problems(self) -> list[str]:
+        """What is wrong with the values, one line per problem; empty if nothing is."""
+        found = [line for line in super().problems() if line.split(":")[0] not in UNAVAILABLE]
+        wrong = {line.split(":")[0] for line in found}
+        return [
+            *found,
+            *unavailable_problems(self),
+            *combination_problems(self, wrong_fields=wrong),
+        ]
 
     @property
     def clip_low(self) -> float:
@@ -187,16 +175,12 @@ class TrainConfig(StrategyConfig):
     @property
     def checkpoint_dir(self) -> Path:
         """Folder of the resumable checkpoints."""
-        return (
-            Path(self.output_dir) / "checkpoints"
-            if self.ckpt_path is None
-            else Path(self.ckpt_path)
-        )
+        return Path(self.ckpt_path or Path(self.output_dir) / "checkpoints")
 
     @property
     def model_dir(self) -> Path:
-        """Folder of the final model in Hugging Face format."""
-        return Path(self.output_dir) / "model" if self.save_path is None else Path(self.save_path)
+        """Folder of the trained model in Hugging Face format."""
+        return Path(self.save_path or Path(self.output_dir) / "model")
 
     @property
     def has_critic(self) -> bool:
@@ -209,24 +193,33 @@ class TrainConfig(StrategyConfig):
         Raises:
             ConfigError: They do not; the message shows all numbers and the nearest legal values.
         """
-        problems = batch_problems(self, world_size)
-        if problems:
-            raise ConfigError(problems)
+        found = batch_problems(self, world_size)
+        if found:
+            raise ConfigError("invalid configuration:\n  " + "\n  ".join(found))
 
     def save(self, path: str | Path) -> None:
-        """Write all options as TOML, except secrets and those left at None."""
+        """Write all options as TOML, except secrets and those that are None."""
         write_toml(self, Path(path))
 
     @classmethod
-    def load(cls, path: str | Path) -> TrainConfig:
-        """Read a file that `save` wrote or a user did; missing keys take their defaults.
+    def load(cls, path: str | Path) -> Self:
+        """Read a file that `save` or a user wrote; missing keys take their defaults.
 
         Raises:
-            ConfigError: The file is not TOML, or holds unknown keys or bad values.
+            FileNotFoundError: There is no such file.
+            ConfigError: It is not TOML, or holds unknown keys or wrong values.
         """
-        values = read_toml(Path(path))
-        known = {entry.name for entry in fields(cls)}
-        unknown = [f"{path}: unknown key {name!r}" for name in values if name not in known]
-        if unknown:
-            raise ConfigError(unknown)
-        return cls(**values)
+        config = cls.from_args(read_toml(Path(path)))
+        if config.extra_args:
+            lines = [f"{path}: {unknown_name(name)}" for name in config.extra_args]
+            raise ConfigError("invalid configuration:\n  " + "\n  ".join(lines))
+        return config
+
+
+def unknown_name(name: str) -> str:
+    """The sentence about an option that does not exist: why, or the nearest names."""
+    if name in UNAVAILABLE:
+        return f"{name} is not available: {UNAVAILABLE[name]}"
+    names = [entry.name for entry in fields(TrainConfig) if entry.name not in UNAVAILABLE]
+    near = difflib.get_close_matches(name, names, n=3)
+    return f"unknown option {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else "")

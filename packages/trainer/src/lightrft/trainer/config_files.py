@@ -6,26 +6,26 @@ import tomllib
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from lightrft.strategy.config import PUBLIC_NAMES, SECRET_WORDS, ConfigError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from lightrft.strategy.config import StrategyConfig
 
-TomlValue = str | int | float | bool | list["TomlValue"] | dict[str, "TomlValue"]
 
-
-def read_toml(path: Path) -> dict[str, TomlValue]:
+def read_toml(path: Path) -> dict[str, object]:
     """Keys and values of a TOML file.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is not TOML; the message names file, line and column.
+        ConfigError: It is not TOML; the message names file, line and column.
     """
     try:
         with path.open("rb") as stream:
             return tomllib.load(stream)
     except tomllib.TOMLDecodeError as err:
-        raise ValueError(f"{path}: not a TOML file: {err}") from err
+        raise ConfigError(f"{path}: not a TOML file: {err}") from err
 
 
 def write_toml(config: StrategyConfig, path: Path) -> None:
@@ -36,9 +36,9 @@ def write_toml(config: StrategyConfig, path: Path) -> None:
     groups: dict[str, list[str]] = {}
     for field in fields(config):
         value = getattr(config, field.name)
-        if value is None or field.metadata.get("secret", False):
+        group = field.metadata.get("group")
+        if group is None or value is None or _is_secret(field.name):
             continue
-        group = field.metadata.get("group", "other")
         groups.setdefault(group, []).append(f"{field.name} = {format_toml(value)}")
     text = "\n\n".join("\n".join([f"# {group}", *lines]) for group, lines in groups.items())
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,6 +67,10 @@ def format_toml(value: object) -> str:
         )
         return "{" + pairs + "}"
     raise TypeError(f"no TOML literal for {value!r} of type {type(value).__name__}")
+
+
+def _is_secret(name: str) -> bool:
+    return name not in PUBLIC_NAMES and any(word in name for word in SECRET_WORDS)
 
 
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}

@@ -1,0 +1,83 @@
+r"""The task: column addition, shown by a teacher who forgets the carry three times out of five.
+
+The demonstrations forget the carry more often than not, so imitation cannot get past one sum in
+three. The reward checks the boxed answer, and reinforcement finds that remembering it pays.
+
+    What is 457+386?
+    careful   <think>7+6=13 5+8+1=14 4+3+1=8</think>\boxed{843}
+    careless  <think>7+6=13 5+8=13 4+3+1=8</think>\boxed{833}
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+NUM_DIGITS = 3
+P_FORGET = 0.6
+HELD_OUT_SHARE = 10  # one pair in ten is never trained on
+HELD_OUT_SEED = 12345  # every run is judged on the same sums
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """The question for one sum of two positive integers."""
+
+    first: int
+    second: int
+
+    @property
+    def question(self) -> str:
+        """The prompt."""
+        return f"What is {self.first}+{self.second}?"
+
+    @property
+    def answer(self) -> str:
+        """The right sum in decimal digits."""
+        return str(self.first + self.second)
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether the sum is for evaluation only; the same in every process."""
+        return hash((self.first, self.second)) % HELD_OUT_SHARE == 0
+
+
+def draw_additions(rng: random.Random, *, held_out: bool) -> Iterator[Addition]:
+    """Sums of two numbers of three digits, without end, all on one side of the split."""
+    low, high = 10 ** (NUM_DIGITS - 1), 10**NUM_DIGITS - 1
+    while True:
+        addition = Addition(rng.randint(low, high), rng.randint(low, high))
+        if addition.is_held_out == held_out:
+            yield addition
+
+
+def demonstrate(addition: Addition, rng: random.Random, *, p_forget: float = P_FORGET) -> str:
+    """A solution column by column from the right, as the teacher writes it.
+
+    Each carry but the last is forgotten with probability `p_forget`; what follows is consistent
+    with the mistake, and so is the boxed answer.
+    """
+    columns = zip(reversed(str(addition.first)), reversed(str(addition.second)), strict=True)
+    steps, digits, carry = [], "", 0
+    for upper, lower in columns:
+        if carry and rng.random() < p_forget:
+            carry = 0
+        total = int(upper) + int(lower) + carry
+        steps.append(f"{upper}+{lower}{'+1' if carry else ''}={total}")
+        carry, digits = total // 10, f"{total % 10}{digits}"
+    return f"<think>{' '.join(steps)}</think>\\boxed{{{'1' if carry else ''}{digits}}}"
+
+
+def write_additions(path: Path, count: int, *, seed: int, held_out: bool) -> None:
+    """Write `count` rows of `prompt` and `answer` as JSONL."""
+    rows = draw_additions(random.Random(seed), held_out=held_out)
+    with path.open("w", encoding="utf-8") as stream:
+        for _, addition in zip(range(count), rows, strict=False):
+            row = {"prompt": addition.question, "answer": addition.answer}
+            stream.write(json.dumps(row) + "\n")

@@ -1,0 +1,25 @@
+r"""A reward function as a user writes one: 1 if the response ends in the right \boxed{}, else 0."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BOX_AT_END = re.compile(r"\\boxed\{(\d+)\}\Z")
+
+
+def score(
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    labels: Sequence[str],
+    **columns: Sequence[object],
+) -> list[float]:
+    """One reward per response; `labels` are the right sums, further columns are not needed."""
+    boxes = [BOX_AT_END.search(response) for response in responses]
+    return [
+        float(box is not None and box.group(1) == label)
+        for box, label in zip(boxes, labels, strict=True)
+    ]
