@@ -1,0 +1,90 @@
+"""Choice and construction of an engine by name."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lightrft.engines.base import RolloutEngine
+    from lightrft.engines.types import EngineConfig
+
+
+class EngineBuilder(Protocol):
+    """Starts one kind of engine."""
+
+    def __call__(self, config: EngineConfig, *, module: nn.Module | None = None) -> RolloutEngine:
+        """Starts it; `module` gives the architecture where the engine can use it."""
+
+
+def _build_hf(config: EngineConfig, *, module: nn.Module | None = None) -> RolloutEngine:
+    from lightrft.engines.hf.engine import HFEngine
+
+    return HFEngine(config, module=module)
+
+
+def _build_fake(config: EngineConfig, *, module: nn.Module | None = None) -> RolloutEngine:
+    from lightrft.engines.fake import FakeEngine
+
+    parameters = None if module is None else dict(module.named_parameters())
+    return FakeEngine(config, parameters=parameters)
+
+
+ENGINES: dict[str, EngineBuilder] = {"hf": _build_hf, "fake": _build_fake}
+
+# Backends that have a name, and an extra to install, but no adapter in this build.
+_EXTRAS = {"vllm": "vllm", "sglang": "sglang"}
+
+
+def build_engine(config: EngineConfig, *, module: nn.Module | None = None) -> RolloutEngine:
+    """Starts the engine that `config.engine_type` names.
+
+    Args:
+        config: What to start; "auto" is resolved by `resolve_engine_type`.
+        module: A transformers model whose architecture the "hf" engine takes instead of reading
+            `config.model_path`. The engine keeps storage of its own.
+
+    Raises:
+        ValueError: The name is unknown, or the engine is not part of this build.
+        ImportError: The backend's package is not installed.
+    """
+    return ENGINES[resolve_engine_type(config.engine_type)](config, module=module)
+
+
+def resolve_engine_type(engine_type: str) -> str:
+    """The name of the engine to start: the given one, or the best available for "auto".
+
+    "auto" takes vllm if it is importable and there is a GPU, else sglang likewise, else hf.
+
+    Raises:
+        ValueError: The name is unknown, or the engine is not part of this build.
+        ImportError: The backend's package is not installed.
+    """
+    if engine_type == "auto":
+        return next((name for name in _EXTRAS if name in ENGINES and _is_usable(name)), "hf")
+    if engine_type in _EXTRAS and importlib.util.find_spec(engine_type) is None:
+        raise ImportError(
+            f"engine {engine_type!r} needs the package {engine_type!r}, which is not installed; "
+            f"install lightrft-engines[{_EXTRAS[engine_type]}] or choose "
+            f"engine_type='hf'"
+        )
+    if engine_type in ENGINES:
+        return engine_type
+    known = ", ".join(sorted(ENGINES))
+    if engine_type in _EXTRAS:
+        raise ValueError(
+            f"engine_type={engine_type!r}: this build has the engines {known}; the vllm and sglang "
+            "adapters are not included; choose engine_type='hf'"
+        )
+    nearest = difflib.get_close_matches(engine_type, [*ENGINES, *_EXTRAS, "auto"], n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"unknown engine_type {engine_type!r}; known: auto, {known}{hint}")
+
+
+def _is_usable(package: str) -> bool:
+    import torch
+
+    return torch.cuda.is_available() and importlib.util.find_spec(package) is not None

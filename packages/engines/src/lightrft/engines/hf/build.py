@@ -1,0 +1,156 @@
+"""Construction of the embedded engine's own model."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lightrft.engines.types import EngineConfig
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_OPTIONS = ("attn_implementation", "device")
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """A model in eval mode and the parameters of it that hold no weights yet."""
+
+    model: PreTrainedModel
+    unwritten: frozenset[str]
+
+
+def build_model(config: EngineConfig, module: nn.Module | None) -> BuiltModel:
+    """Loads the checkpoint at `config.model_path`, or rebuilds `module` with storage of its own.
+
+    Neither the global random state nor the default dtype is changed.
+
+    Args:
+        config: dtype, path and options ("device", "attn_implementation").
+        module: A transformers model. Parameters that it holds in full are copied; sharded ones
+            stay unwritten until the first weight update.
+
+    Raises:
+        ValueError: An option or dtype is unknown, or the checkpoint lacks weights.
+        TypeError: `module` is not a transformers model.
+        FileNotFoundError: `config.model_path` is not a directory.
+    """
+    unknown = sorted(set(config.options) - set(_OPTIONS))
+    if unknown:
+        raise ValueError(
+            f"unknown options of the hf engine: {', '.join(unknown)}; known: {', '.join(_OPTIONS)}"
+        )
+    if config.dtype not in _DTYPES:
+        raise ValueError(
+            f"unknown dtype {config.dtype!r} of the hf engine; known: {', '.join(_DTYPES)}"
+        )
+    dtype = _DTYPES[config.dtype]
+    attention = str(config.options.get("attn_implementation", "sdpa"))
+    device = _device(config, module)
+    with torch.random.fork_rng(), torch.no_grad():
+        if module is None:
+            model, unwritten = _load(config.model_path, dtype), frozenset[str]()
+        else:
+            model = _rebuild(module, dtype)
+            unwritten = _copy_weights(module, model)
+    model.set_attn_implementation(attention)
+    model.requires_grad_(False)
+    model.eval()
+    return BuiltModel(model.to(device), unwritten)
+
+
+def _device(config: EngineConfig, module: nn.Module | None) -> torch.device:
+    if "device" in config.options:
+        return torch.device(str(config.options["device"]))
+    own = None if module is None else next((p.device for p in module.parameters()), None)
+    if own is not None and own.type not in ("meta", "cpu"):
+        return own
+    if own is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _load(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
+    if not Path(model_path).is_dir():
+        raise FileNotFoundError(
+            f"the hf engine reads its model from a local directory: {model_path!r} is none; "
+            "pass the path of a Hugging Face checkpoint, or a module"
+        )
+    model, report = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=dtype, local_files_only=True, output_loading_info=True
+    )
+    if report["missing_keys"]:
+        raise ValueError(
+            f"the checkpoint at {model_path} lacks {len(report['missing_keys'])} parameters "
+            f"(first: {min(report['missing_keys'])})"
+        )
+    return model
+
+
+def _rebuild(module: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of the same architecture with uninitialised parameters."""
+    if not isinstance(module, PreTrainedModel):
+        raise TypeError(
+            f"the hf engine needs a transformers model: got {type(module).__name__}; "
+            "pass the inner model of a wrapper (actor.model)"
+        )
+    # Sharding swaps a module's class for a subclass made on the fly; the architecture is the
+    # class that transformers defines.
+    architecture = next(
+        kind
+        for kind in type(module).__mro__
+        if issubclass(kind, PreTrainedModel)
+        and kind.__module__ != "torch.distributed.fsdp"
+        and not kind.__name__.startswith("FSDP")
+    )
+    hf_config = copy.deepcopy(module.config)
+    hf_config.dtype = dtype
+    with no_init_weights(), _default_dtype(dtype):
+        model = architecture(hf_config)
+    model.tie_weights()
+    model.generation_config = copy.deepcopy(module.generation_config)
+    return model
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def _copy_weights(source: nn.Module, target: nn.Module) -> frozenset[str]:
+    """Copies what the source holds in full; returns the names of the parameters it does not."""
+    sources = dict(source.named_parameters(remove_duplicate=False))
+    unwritten = set()
+    for name, parameter in target.named_parameters():
+        given = sources.get(name)
+        # Sharded parameters are of another type (DTensor) or have an empty local shape (ZeRO).
+        is_full = (
+            given is not None
+            and type(given.data) is torch.Tensor
+            and given.shape == parameter.shape
+            and given.device.type != "meta"
+        )
+        if is_full:
+            parameter.copy_(given)
+        else:
+            unwritten.add(name)
+    buffers = dict(source.named_buffers())
+    for name, buffer in target.named_buffers():
+        if name in buffers and buffers[name].shape == buffer.shape:
+            buffer.copy_(buffers[name])
+    return frozenset(unwritten)

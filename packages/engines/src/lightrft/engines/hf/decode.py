@@ -1,0 +1,190 @@
+"""The decode loop: rows of prompts in, tokens and their log-probabilities out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from lightrft.engines.hf.random import uniforms
+from lightrft.engines.hf.sampling import draw_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightrft.engines.hf.stopping import StopStringMatcher
+    from lightrft.engines.types import SamplingParams
+
+# Steps for which random numbers and output columns are prepared at once.
+_BLOCK = 64
+# Finished rows are dropped when they make up this share of the batch: dropping copies the cache.
+_DROP_SHARE = 1 / 8
+
+
+class RowForward(Protocol):
+    """The model as the decode loop sees it: one token a row in, one row of logits out."""
+
+    can_drop_rows: bool
+
+    def start(self) -> torch.Tensor:
+        """Runs the prompts; returns the logits [rows, vocab] of the first new token."""
+
+    def advance(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Appends tokens [rows] int64; returns the logits [rows, vocab] of the next ones."""
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Drops every row but the given ones, [kept] int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """When rows end.
+
+    Args:
+        stop_table: [vocab] bool, true at tokens that end a completion; None if there are none.
+        matcher: Finds stop strings; None if there are none.
+        min_tokens: No stop is honoured before this many tokens.
+    """
+
+    stop_table: torch.Tensor | None
+    matcher: StopStringMatcher | None
+    min_tokens: int
+
+    def is_stop(
+        self, tokens: torch.Tensor, row_ids: torch.Tensor, num_tokens: int
+    ) -> torch.Tensor | None:
+        """Which rows stop with their num_tokens-th token; None if none can.
+
+        Args:
+            tokens: [rows] int64, the newest tokens.
+            row_ids: [rows] int64, the matcher's number of each row.
+            num_tokens: Tokens of each row, the newest included.
+        """
+        stops = None
+        if self.matcher is not None:
+            # The matcher must see every token, also those before min_tokens.
+            found = [
+                self.matcher.push(row, token)
+                for row, token in zip(row_ids.tolist(), tokens.tolist(), strict=True)
+            ]
+            stops = torch.tensor(found, dtype=torch.bool, device=tokens.device)
+        if num_tokens < self.min_tokens:
+            return None
+        if self.stop_table is None:
+            return stops
+        by_token = self.stop_table[tokens]
+        return by_token if stops is None else by_token | stops
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedRows:
+    """What was sampled; entries at and after a row's length are meaningless.
+
+    Args:
+        token_ids: [steps, rows] int64.
+        logprobs: [steps, rows] float32.
+        lengths: [rows] int64, the number of tokens of each row, the stop token included.
+        is_stopped: [rows] bool; false where the row reached its limit.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    lengths: torch.Tensor
+    is_stopped: torch.Tensor
+
+
+class _Progress:
+    """Bookkeeping of the rows that are still decoded."""
+
+    def __init__(self, keys: torch.Tensor, limits: Sequence[int]) -> None:
+        device = keys.device
+        num_rows = len(limits)
+        self.keys = keys
+        self.limits = torch.tensor(limits, dtype=torch.int64, device=device)
+        self.limit_set = frozenset(limits)
+        self.row_ids = torch.arange(num_rows, device=device)
+        self.is_alive = torch.ones(num_rows, dtype=torch.bool, device=device)
+        self.num_alive = num_rows
+        self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.is_stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)
+
+    @property
+    def num_rows(self) -> int:
+        return self.row_ids.numel()
+
+    def record(self, stops: torch.Tensor | None, num_tokens: int) -> bool:
+        """Marks rows that stop or reach their limit; True if any did."""
+        ends = stops
+        if num_tokens in self.limit_set:
+            at_limit = self.limits == num_tokens
+            ends = at_limit if ends is None else ends | at_limit
+        if ends is None:
+            return False
+        if self.num_alive < self.num_rows:
+            ends = ends & self.is_alive
+        if not bool(ends.any()):
+            return False
+        rows = self.row_ids[ends]
+        self.lengths[rows] = num_tokens
+        if stops is not None:
+            self.is_stopped[rows] = stops[ends]
+        self.is_alive &= ~ends
+        self.num_alive = int(self.is_alive.sum())
+        return True
+
+    def drop_finished(self) -> torch.Tensor:
+        """Forgets finished rows; returns the indices of the others, [alive] int64."""
+        alive = self.is_alive.nonzero().squeeze(-1)
+        self.row_ids = self.row_ids[alive]
+        self.keys = self.keys[alive]
+        self.limits = self.limits[alive]
+        self.is_alive = self.is_alive[alive]
+        return alive
+
+
+def decode(
+    forward: RowForward,
+    *,
+    keys: torch.Tensor,
+    limits: Sequence[int],
+    params: SamplingParams,
+    rule: StopRule,
+) -> DecodedRows:
+    """Samples every row until it stops or reaches its limit.
+
+    Args:
+        forward: The model with its prompts.
+        keys: [rows] int64, the rows' random keys (`random.row_keys`).
+        limits: Most tokens of each row, >= 1.
+        params: The law tokens are drawn from.
+        rule: When rows end.
+    """
+    progress = _Progress(keys, limits)
+    num_rows, device = len(limits), keys.device
+    token_blocks: list[torch.Tensor] = []
+    logprob_blocks: list[torch.Tensor] = []
+    numbers = torch.empty(0)
+    logits = forward.start()
+    for step in range(max(limits)):
+        offset = step % _BLOCK
+        if offset == 0:
+            numbers = uniforms(progress.keys, step, step + _BLOCK)
+            token_blocks.append(torch.zeros(_BLOCK, num_rows, dtype=torch.int64, device=device))
+            logprob_blocks.append(torch.zeros(_BLOCK, num_rows, device=device))
+        tokens, logprobs = draw_tokens(logits, numbers[offset], params)
+        token_blocks[-1][offset].index_copy_(0, progress.row_ids, tokens)
+        logprob_blocks[-1][offset].index_copy_(0, progress.row_ids, logprobs)
+        stops = rule.is_stop(tokens, progress.row_ids, step + 1)
+        if progress.record(stops, step + 1):
+            if progress.num_alive == 0:
+                break
+            num_dead = progress.num_rows - progress.num_alive
+            if forward.can_drop_rows and num_dead >= _DROP_SHARE * progress.num_rows:
+                alive = progress.drop_finished()
+                forward.keep(alive)
+                tokens, numbers = tokens[alive], numbers[:, alive]
+        logits = forward.advance(tokens)
+    return DecodedRows(
+        torch.cat(token_blocks), torch.cat(logprob_blocks), progress.lengths, progress.is_stopped
+    )

@@ -1,0 +1,202 @@
+"""Cached forwards of a transformers model over rows of prompts."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from lightrft.engines.hf.cache import roomy_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
+
+_logger = logging.getLogger(__name__)
+_warned: set[str] = set()
+
+
+class ModelTraits:
+    """What a model's forward accepts, found out once.
+
+    Attributes:
+        cache_argument: Name under which it takes its cache.
+        can_drop_rows: Whether its cache keeps all keys and values of each row separately, so that
+            rows can be padded, repeated and dropped.
+        head_arguments: Extra arguments that restrict the logits to the last position.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        arguments = inspect.signature(model.forward).parameters
+        caches = [name for name in ("past_key_values", "cache_params") if name in arguments]
+        if not caches:
+            raise ValueError(
+                f"the hf engine needs a model with a cache; the forward of {type(model).__name__} "
+                "takes neither past_key_values nor cache_params"
+            )
+        self.cache_argument = caches[0]
+        self.head_arguments = {"logits_to_keep": 1} if "logits_to_keep" in arguments else {}
+        layers = DynamicCache(config=model.config).layers
+        is_plain = all(type(layer) is DynamicLayer for layer in layers)
+        self.can_drop_rows = (
+            is_plain and self.cache_argument == "past_key_values" and "position_ids" in arguments
+        )
+        if not self.can_drop_rows and type(model).__name__ not in _warned:
+            _warned.add(type(model).__name__)
+            _logger.warning(
+                "%s has a cache that is not a plain list of keys and values: prompts of equal "
+                "length are decoded together and finished rows stay until the last one ends",
+                type(model).__name__,
+            )
+
+
+class PlainForward:
+    """Rows over a cache that holds every key: rows can share a prompt, be padded and be dropped.
+
+    Prompts are padded on the right, where a causal model cannot see the padding. The cache then
+    has holes after short prompts; an additive mask hides them from later tokens. Without padding
+    no mask is used at all.
+
+    Args:
+        model: The model, in eval mode.
+        traits: Its traits.
+        prompts: Distinct prompts, each not empty.
+        prompt_of_row: For each row the index of its prompt.
+    """
+
+    can_drop_rows = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        traits: ModelTraits,
+        prompts: Sequence[Sequence[int]],
+        prompt_of_row: Sequence[int],
+    ) -> None:
+        self._model = model
+        self._traits = traits
+        self._prompts = prompts
+        self._device = model.device
+        self._prompt_of_row = torch.tensor(prompt_of_row, device=self._device)
+        self._cache = roomy_cache()
+        lengths = [len(prompt) for prompt in prompts]
+        self._is_ragged = len(set(lengths)) > 1
+        self._positions = torch.tensor(
+            [[length - 1] for length in (lengths if self._is_ragged else lengths[:1])],
+            device=self._device,
+        )
+        # Without the last token when ragged, see `start`.
+        self._cached_length = max(lengths) - int(self._is_ragged)
+        self._mask: torch.Tensor | None = None
+
+    def start(self) -> torch.Tensor:
+        """Runs each prompt once, then gives every row its copy of the cache."""
+        if self._is_ragged:
+            logits = self._start_ragged()
+        else:
+            input_ids = torch.tensor(self._prompts, device=self._device)
+            positions = torch.arange(input_ids.shape[1], device=self._device)[None]
+            logits = self._run(input_ids, positions, None)
+        self._select(self._prompt_of_row)
+        return logits[self._prompt_of_row]
+
+    def advance(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Appends one token to every row."""
+        self._positions = self._positions + 1
+        self._cached_length += 1
+        mask = None if self._mask is None else self._visible(self._mask)
+        return self._run(tokens[:, None], self._positions, mask)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Drops every row but the given ones."""
+        self._select(rows)
+
+    def _start_ragged(self) -> torch.Tensor:
+        # All tokens but the last of each prompt go in at once, then the last ones as a step of
+        # their own: their logits are then those of one position, whatever the lengths.
+        lengths = self._positions
+        width = self._cached_length
+        padded = [[*p[:-1], *[p[-1]] * (width + 1 - len(p))] for p in self._prompts]
+        columns = torch.arange(width, device=self._device)
+        self._run(torch.tensor(padded, device=self._device), columns[None], None)
+        is_hole = columns[None] >= lengths
+        mask = torch.zeros(is_hole.shape, dtype=self._model.dtype, device=self._device)
+        mask.masked_fill_(is_hole, torch.finfo(mask.dtype).min)
+        self._mask = mask[:, None, None, :]
+        last_tokens = torch.tensor([prompt[-1] for prompt in self._prompts], device=self._device)
+        self._positions = self._positions - 1
+        return self.advance(last_tokens)
+
+    def _visible(self, mask: torch.Tensor) -> torch.Tensor:
+        """The mask over the cached tokens, [rows, 1, 1, cached]; new tokens are visible to all."""
+        if mask.shape[-1] < self._cached_length:
+            mask = torch.nn.functional.pad(mask, (0, self._cached_length + 64 - mask.shape[-1]))
+            self._mask = mask
+        return mask[..., : self._cached_length]
+
+    def _select(self, rows: torch.Tensor) -> None:
+        self._cache.batch_select_indices(rows)
+        if self._is_ragged:
+            self._positions = self._positions[rows]
+        if self._mask is not None:
+            self._mask = self._mask[rows]
+
+    def _run(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        output = self._model(
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            **self._traits.head_arguments,
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+
+class WholeBatchForward:
+    """Rows of equal prompt length over whatever cache the model has; rows stay to the end.
+
+    Args:
+        model: The model, in eval mode.
+        traits: Its traits.
+        prompts: Prompts of one length, one for each row.
+    """
+
+    can_drop_rows = False
+
+    def __init__(
+        self, model: PreTrainedModel, traits: ModelTraits, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        self._model = model
+        self._traits = traits
+        self._input_ids = torch.tensor(prompts, device=model.device)
+        self._cache = DynamicCache(config=model.config)
+
+    def start(self) -> torch.Tensor:
+        """Runs the prompt of every row."""
+        return self._run(self._input_ids)
+
+    def advance(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Appends one token to every row."""
+        return self._run(tokens[:, None])
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Not supported by this cache."""
+        raise RuntimeError(f"rows of this cache cannot be dropped: asked to keep {rows.numel()}")
+
+    def _run(self, input_ids: torch.Tensor) -> torch.Tensor:
+        output = self._model(
+            input_ids=input_ids,
+            use_cache=True,
+            **{self._traits.cache_argument: self._cache},
+            **self._traits.head_arguments,
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits

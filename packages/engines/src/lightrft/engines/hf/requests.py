@@ -1,0 +1,139 @@
+"""Checks of generation requests and their grouping into batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lightrft.engines.types import GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One completion to sample.
+
+    Args:
+        index: Its place in the prompt-major result.
+        request_id: The request it answers.
+        sample_index: 0 .. n-1.
+        prompt: Prompt token ids, not empty.
+        max_tokens: Most tokens to sample.
+    """
+
+    index: int
+    request_id: int
+    sample_index: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a model can take.
+
+    Args:
+        vocab_size: Token ids are below this.
+        max_model_len: Longest prompt plus completion, in tokens; None is unlimited.
+    """
+
+    vocab_size: int
+    max_model_len: int | None
+
+
+def rows_of_requests(
+    requests: Sequence[GenerationRequest],
+    *,
+    num_samples: int,
+    max_tokens: int,
+    limits: Limits,
+    encode: Callable[[str], tuple[int, ...]],
+) -> list[Row]:
+    """Checks requests and lists their completions, prompt-major.
+
+    Args:
+        requests: The requests.
+        num_samples: Completions for each request.
+        max_tokens: For requests without a bound of their own.
+        limits: What the model can take.
+        encode: Turns a prompt text into token ids, for requests without ids.
+
+    Raises:
+        ValueError: A request is malformed; the message names its id.
+    """
+    rows: list[Row] = []
+    seen: set[int] = set()
+    for request in requests:
+        if request.request_id in seen:
+            raise ValueError(
+                f"request ids must be unique within one generate() call: got "
+                f"{request.request_id} twice"
+            )
+        seen.add(request.request_id)
+        prompt, bound = _checked(request, max_tokens, limits, encode)
+        start = len(rows)
+        rows += [Row(start + i, request.request_id, i, prompt, bound) for i in range(num_samples)]
+    return rows
+
+
+def _checked(
+    request: GenerationRequest,
+    max_tokens: int,
+    limits: Limits,
+    encode: Callable[[str], tuple[int, ...]],
+) -> tuple[tuple[int, ...], int]:
+    name = f"request {request.request_id}"
+    if not request.multi_modal.is_empty:
+        raise ValueError(
+            f"{name} has images or videos, but the model of the hf engine reads text only; "
+            "use a vision-language model with an engine that supports it"
+        )
+    prompt = tuple(request.prompt_token_ids)
+    if not prompt and request.prompt_text:
+        prompt = encode(request.prompt_text)
+    if not prompt:
+        raise ValueError(f"{name} has an empty prompt; give prompt_token_ids or prompt_text")
+    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+        raise ValueError(
+            f"{name} has token ids outside the vocabulary: got {min(prompt)} .. {max(prompt)}, "
+            f"expected 0 .. {limits.vocab_size - 1}"
+        )
+    bound = max_tokens if request.max_tokens is None else request.max_tokens
+    if bound < 1:
+        raise ValueError(f"{name}: max_tokens must be at least 1: got {bound}")
+    if limits.max_model_len is not None and len(prompt) + bound > limits.max_model_len:
+        raise ValueError(
+            f"{name} needs {len(prompt)} prompt tokens + {bound} new tokens, more than "
+            f"max_model_len {limits.max_model_len}; shorten the prompt or lower max_tokens"
+        )
+    return prompt, bound
+
+
+def chunks_of_rows(
+    rows: Sequence[Row], *, max_rows: int, equal_lengths: bool
+) -> list[Sequence[Row]]:
+    """Splits rows into batches that are decoded together.
+
+    Args:
+        rows: All rows.
+        max_rows: Most rows of a batch; 0 is unlimited.
+        equal_lengths: Whether the prompts of a batch must have one length.
+    """
+    if not rows:
+        return []
+    ordered = list(rows)
+    if equal_lengths or 0 < max_rows < len(rows):
+        # Prompts of similar length together leave few holes in the cache.
+        ordered.sort(key=lambda row: len(row.prompt))
+    chunks: list[list[Row]] = [[]]
+    for row in ordered:
+        last = chunks[-1]
+        is_full = 0 < max_rows <= len(last)
+        differs = equal_lengths and bool(last) and len(last[0].prompt) != len(row.prompt)
+        if is_full or differs:
+            chunks.append([row])
+        else:
+            last.append(row)
+    return list(chunks)

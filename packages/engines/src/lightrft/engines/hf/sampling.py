@@ -1,0 +1,133 @@
+"""From logits to tokens: the law they are drawn from, the draw, and its log-probability."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from lightrft.engines.types import SamplingParams
+
+
+def law_logprobs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Log-probabilities of the law that tokens are drawn from.
+
+    log_softmax(logits / T) in float32; with truncation, renormalised over the kept tokens. The
+    order is top_k, then top_p over the mass that top_k left, then min_p. T = 0 is scored at T = 1.
+
+    Args:
+        logits: [rows, vocab], any float dtype.
+        params: Temperature and truncation.
+
+    Returns:
+        [rows, vocab] float32; tokens that cannot be drawn have -inf.
+    """
+    scaled = logits.float()
+    if params.temperature not in (0.0, 1.0):
+        scaled = scaled / params.temperature
+    if not params.truncates:
+        return scaled.log_softmax(dim=-1)
+    if params.top_k != -1:
+        scaled = keep_top_k(scaled, params.top_k)
+    if params.top_p < 1:
+        scaled = keep_top_p(scaled, params.top_p)
+    if params.min_p > 0:
+        scaled = keep_min_p(scaled, params.min_p)
+    return scaled.log_softmax(dim=-1)
+
+
+def draw_tokens(
+    logits: torch.Tensor, uniforms: torch.Tensor, params: SamplingParams
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws one token a row by inverting the cumulative distribution, or takes the best one.
+
+    Args:
+        logits: [rows, vocab], any float dtype.
+        uniforms: [rows] float64 in [0, 1); unused at temperature 0.
+        params: Temperature and truncation.
+
+    Returns:
+        Tokens [rows] int64 and their log-probabilities [rows] float32 under `law_logprobs`.
+    """
+    logprobs = law_logprobs(logits, params)
+    if params.is_greedy:
+        # Of the logits, not of the logprobs: rounding there could make two candidates equal.
+        tokens = logits.argmax(dim=-1, keepdim=True)
+    else:
+        tokens = invert_cumulative(logprobs, uniforms)
+    return tokens.squeeze(-1), logprobs.gather(-1, tokens).squeeze(-1)
+
+
+def invert_cumulative(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The first token whose cumulative probability exceeds u times the total.
+
+    A token of probability 0 is never returned.
+
+    Args:
+        logprobs: [rows, vocab] float32.
+        uniforms: [rows] float64, multiples of 2^-52 in [0, 1).
+
+    Returns:
+        [rows, 1] int64.
+    """
+    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    thresholds = uniforms[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, thresholds, right=True)
+    # Only a row of NaNs reaches the clamp; its logprob is NaN, which `generate` reports.
+    return tokens.clamp_(max=logprobs.shape[-1] - 1)
+
+
+def keep_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Masks all but the k largest logits of a row; of equal ones the lowest ids stay.
+
+    Args:
+        logits: [rows, vocab] float32.
+        k: Number of tokens to keep, >= 1.
+
+    Returns:
+        [rows, vocab] float32 with -inf at masked tokens.
+    """
+    if k >= logits.shape[-1]:
+        return logits
+    threshold = logits.topk(k, dim=-1).values[:, -1:]
+    is_above = logits > threshold
+    is_tied = logits == threshold
+    num_free = k - is_above.sum(dim=-1, keepdim=True)
+    is_kept = is_above | (is_tied & (is_tied.cumsum(dim=-1) <= num_free))
+    return logits.masked_fill(~is_kept, float("-inf"))
+
+
+def keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Masks all but the smallest set of most likely tokens whose probability reaches top_p.
+
+    Args:
+        logits: [rows, vocab] float32; -inf entries have no probability.
+        top_p: In (0, 1).
+
+    Returns:
+        [rows, vocab] float32 with -inf at masked tokens; one token at least is kept.
+    """
+    # A stable sort keeps the lowest of equally likely ids.
+    descending, order = logits.sort(dim=-1, descending=True, stable=True)
+    probabilities = descending.double().softmax(dim=-1)
+    mass_before = probabilities.cumsum(dim=-1) - probabilities
+    is_dropped_sorted = mass_before >= top_p
+    is_dropped_sorted[:, 0] = False
+    is_dropped = torch.zeros_like(is_dropped_sorted).scatter_(-1, order, is_dropped_sorted)
+    return logits.masked_fill(is_dropped, float("-inf"))
+
+
+def keep_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
+    """Masks tokens less likely than min_p times the most likely token.
+
+    Args:
+        logits: [rows, vocab] float32.
+        min_p: In (0, 1].
+
+    Returns:
+        [rows, vocab] float32 with -inf at masked tokens.
+    """
+    # p_i / p_max = exp(logit_i - logit_max): no normalisation is needed.
+    ratio = (logits - logits.amax(dim=-1, keepdim=True)).double().exp()
+    return logits.masked_fill(ratio < min_p, float("-inf"))

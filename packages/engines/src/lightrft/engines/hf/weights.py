@@ -1,0 +1,149 @@
+"""The embedded engine's parameters: manifest, updates, release and hashes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightrft.engines.types import EngineParameter
+from lightrft.engines.weight_transaction import WeightTransaction
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch import nn
+
+    from lightrft.engines.types import WeightPiece
+
+
+class ParameterStore:
+    """All parameters of a module as one named set of tensors that a trainer rewrites.
+
+    Args:
+        module: Their owner. Tied parameters count once, under the first of their names.
+        engine_name: Names the engine in errors.
+        unwritten: Names that hold no weights yet.
+    """
+
+    def __init__(self, module: nn.Module, engine_name: str, *, unwritten: Iterable[str]) -> None:
+        self._engine_name = engine_name
+        self._parameters = dict(module.named_parameters())
+        self._tied = _tied_names(module)
+        self._shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
+        self._devices = {name: p.device for name, p in self._parameters.items()}
+        self.manifest = self._make_manifest(module)
+        self.transaction = WeightTransaction(engine_name, self.manifest, unwritten=unwritten)
+        self.is_aliased = False
+        self._is_released = False
+
+    def _make_manifest(self, module: nn.Module) -> tuple[EngineParameter, ...]:
+        return tuple(
+            EngineParameter(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype=parameter.dtype,
+                tied_to=self._tied.get(name),
+            )
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        )
+
+    @torch.no_grad()
+    def load(self, pieces: Iterable[WeightPiece]) -> None:
+        """Writes pieces into storage; see `RolloutEngine.load_weights`."""
+        self._require_resident("load_weights")
+        if self.is_aliased:
+            raise RuntimeError(
+                f"the {self._engine_name} engine shares the trainer's storage (alias_weights); "
+                "there is nothing to load"
+            )
+        for piece in pieces:
+            self.transaction.accept(piece)
+            flat = self._parameters[piece.name].data.view(-1)
+            flat[piece.start : piece.start + piece.tensor.numel()].copy_(piece.tensor)
+
+    def alias(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Takes the given tensors as storage if every one fits; else changes nothing."""
+        if self._is_released or self.transaction.is_open:
+            return False
+        if set(tensors) - set(self._parameters) - set(self._tied):
+            return False
+        for name, parameter in self._parameters.items():
+            given = tensors.get(name)
+            if given is None or not _fits(given, parameter):
+                return False
+        for tied, name in self._tied.items():
+            if tied in tensors and tensors[tied].data_ptr() != tensors[name].data_ptr():
+                return False
+        for name, parameter in self._parameters.items():
+            parameter.data = tensors[name].detach()
+        self.is_aliased = True
+        self.transaction.unwritten.clear()
+        return True
+
+    def release(self, level: int) -> None:
+        """Level 1 moves weights to the host, level 2 frees them; aliased ones stay untouched."""
+        if self.is_aliased:
+            return
+        for name, parameter in self._parameters.items():
+            if level == 2:
+                parameter.data = parameter.data.new_empty(0)
+                self.transaction.unwritten.add(name)
+            elif parameter.device.type != "cpu":
+                parameter.data = parameter.data.to("cpu")
+        self._is_released = True
+
+    def restore(self) -> None:
+        """Takes memory back; weights freed by level 2 stay unwritten."""
+        if not self._is_released:
+            return
+        for name, parameter in self._parameters.items():
+            if tuple(parameter.shape) == self._shapes[name]:
+                parameter.data = parameter.data.to(self._devices[name])
+            else:
+                parameter.data = torch.empty(
+                    self._shapes[name], dtype=parameter.dtype, device=self._devices[name]
+                )
+        self._is_released = False
+
+    def hashes(self, names: Sequence[str] | None) -> dict[str, int]:
+        """Position-keyed hashes of the stored tensors; a tied name gives that of its owner."""
+        from lightrft.kernels import hash_tensor
+
+        self._require_resident("hash_parameters")
+        result = {}
+        for name in self._parameters if names is None else names:
+            owner = self._tied.get(name, name)
+            if owner not in self._parameters:
+                raise KeyError(
+                    f"the {self._engine_name} engine has no parameter {name!r}; "
+                    "names must be those of parameter_manifest()"
+                )
+            result[name] = int(hash_tensor(self._parameters[owner].detach().reshape(-1)))
+        return result
+
+    def _require_resident(self, method: str) -> None:
+        if self._is_released:
+            raise RuntimeError(
+                f"the weights of the {self._engine_name} engine sleep; call wake_up(('weights',)) "
+                f"before {method}()"
+            )
+
+
+def _tied_names(module: nn.Module) -> dict[str, str]:
+    """For each further name of a shared parameter, the first name."""
+    owners: dict[int, str] = {}
+    tied = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owner = owners.setdefault(id(parameter), name)
+        if owner != name:
+            tied[name] = owner
+    return tied
+
+
+def _fits(given: torch.Tensor, parameter: torch.Tensor) -> bool:
+    return (
+        given.shape == parameter.shape
+        and given.dtype == parameter.dtype
+        and given.device == parameter.device
+    )
