@@ -41,7 +41,8 @@ class PolicyModel(Protocol):
         temperature: float = 1.0,
         entropy: EntropyMode = "none",
         model_inputs: Mapping[str, Tensor] | None = None,
-    ) -> ActorOutput: ...
+    ) -> ActorOutput:
+        """Scores the marked tokens of padded rows; see `lightrft.models.actor.Actor.forward`."""
 
 
 class ValueModel(Protocol):
@@ -53,4 +54,5 @@ class ValueModel(Protocol):
         attention_mask: Tensor,
         *,
         model_inputs: Mapping[str, Tensor] | None = None,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Values of padded rows; see `lightrft.models.critic.Critic.forward`."""

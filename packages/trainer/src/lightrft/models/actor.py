@@ -1,0 +1,153 @@
+"""The policy: a Hugging Face causal language model that scores given tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from lightrft.models.head import HeadLaw, LinearLogprobHead
+from lightrft.models.layout import TokenLayout
+from lightrft.models.loading import load_causal_lm
+from lightrft.models.types import ActorOutput, EntropyMode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import PretrainedConfig, PreTrainedModel
+
+# FSDP2 finds the tensors of a module's output, to hook the backward pass, by flattening it.
+pytree.register_pytree_node(
+    ActorOutput,
+    lambda output: ([output.logprobs, output.entropy, output.aux_loss], None),
+    lambda values, _: ActorOutput(*values),
+)
+
+
+class Actor(nn.Module):
+    """Scores tokens under a causal language model; see `lightrft.models.types.PolicyModel`.
+
+    The model's output projection is replaced by a `LinearLogprobHead` with the same parameters, so
+    names in `model.state_dict()` stay those of the checkpoint, tied weights included.
+
+    Args:
+        model: A causal language model of transformers; it is changed in place.
+        fused_linear_logprob: Never hold the logits of all positions and tokens at once.
+        chunk_size: Columns of the vocabulary the fused head computes at a time.
+
+    Raises:
+        ValueError: The model has no linear output projection.
+    """
+
+    is_actor = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        fused_linear_logprob: bool = False,
+        chunk_size: int = 4096,
+    ) -> None:
+        super().__init__()
+        projection = model.get_output_embeddings()
+        if not isinstance(projection, nn.Linear):
+            raise ValueError(
+                "an actor needs a model with a linear output projection: got "
+                f"{type(projection).__name__} in {type(model).__name__}"
+            )
+        head = LinearLogprobHead(
+            projection,
+            law=read_head_law(model.config),
+            is_fused=fused_linear_logprob,
+            chunk_size=chunk_size,
+        )
+        model.set_output_embeddings(head)
+        self.model = model
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str,
+        *,
+        dtype: str = "float32",
+        attn_implementation: str = "sdpa",
+        fused_linear_logprob: bool = False,
+        chunk_size: int = 4096,
+    ) -> Actor:
+        """Loads a checkpoint; errors as for `lightrft.models.loading.load_causal_lm`."""
+        model = load_causal_lm(path, dtype=dtype, attn_implementation=attn_implementation)
+        return cls(model, fused_linear_logprob=fused_linear_logprob, chunk_size=chunk_size)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor,
+        *,
+        scored_mask: Tensor | None = None,
+        temperature: float = 1.0,
+        entropy: EntropyMode = "none",
+        model_inputs: Mapping[str, Tensor] | None = None,
+    ) -> ActorOutput:
+        """Logprobs (and entropy) of the scored tokens.
+
+        Args:
+            token_ids: [batch, seq] int64, padded.
+            attention_mask: [batch, seq] bool, True on real tokens.
+            scored_mask: [batch, seq] bool, True on tokens to score; None scores all that follow
+                another token.
+            temperature: Divides the logits.
+            entropy: "none", "value" (detached) or "grad".
+            model_inputs: Further inputs of the model (images ...), passed on by name.
+
+        Raises:
+            ValueError: Shapes differ, or `scored_mask` marks padding or a first token.
+        """
+        layout = TokenLayout.padded(token_ids, attention_mask, scored_mask)
+        hidden = run_trunk(self.model.base_model, token_ids, attention_mask, layout, model_inputs)
+        head = self.model.get_output_embeddings()
+        logprobs, entropies = head(
+            layout.select(hidden), layout.targets, temperature=temperature, entropy=entropy
+        )
+        return ActorOutput(
+            logprobs=layout.scatter(logprobs),
+            entropy=None if entropies is None else layout.scatter(entropies),
+        )
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The configuration of the wrapped model."""
+        return self.model.config
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Recomputes activations in the backward pass instead of storing them."""
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def run_trunk(
+    trunk: nn.Module,
+    token_ids: Tensor,
+    attention_mask: Tensor,
+    layout: TokenLayout,
+    model_inputs: Mapping[str, Tensor] | None,
+) -> Tensor:
+    """Last hidden states [batch, seq, hidden] of padded rows.
+
+    Models with further inputs place their tokens themselves (rotary positions of images).
+    """
+    extra = dict(model_inputs or {})
+    if not extra:
+        extra["position_ids"] = layout.position_ids
+    output = trunk(
+        input_ids=token_ids, attention_mask=attention_mask.long(), use_cache=False, **extra
+    )
+    hidden: Tensor = output.last_hidden_state
+    return hidden
+
+
+def read_head_law(config: PretrainedConfig) -> HeadLaw:
+    """What the configuration says a model does to its logits after the projection."""
+    fields = config.get_text_config().to_dict()
+    scale = float(fields.get("logit_scale") or 1.0) / float(fields.get("logits_scaling") or 1.0)
+    softcap = fields.get("final_logit_softcapping")
+    return HeadLaw(scale=scale, softcap=None if softcap is None else float(softcap))

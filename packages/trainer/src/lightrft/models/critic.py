@@ -1,0 +1,100 @@
+"""The value model: a transformer trunk with one output per token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lightrft.models.actor import run_trunk
+from lightrft.models.layout import TokenLayout
+from lightrft.models.loading import load_trunk
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import PretrainedConfig, PreTrainedModel
+
+HEAD_FILE = "value_head.safetensors"
+
+
+class ValueHead(nn.Linear):
+    """A linear map to one number, zero at first and computed in float32."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__(hidden_size, 1, dtype=dtype)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values [tokens] float32 of hidden states [tokens, hidden]."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            values = F.linear(hidden.float(), self.weight.float(), self.bias.float())
+        return values.squeeze(-1)
+
+
+class Critic(nn.Module):
+    """Predicts the return before each token; see `lightrft.models.types.ValueModel`.
+
+    Args:
+        trunk: A transformers model without output projection; it is used, not copied.
+    """
+
+    is_actor = False
+
+    def __init__(self, trunk: PreTrainedModel) -> None:
+        super().__init__()
+        self.trunk = trunk
+        hidden_size = trunk.config.get_text_config().hidden_size
+        self.value_head = ValueHead(hidden_size, trunk.dtype)
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str, *, dtype: str = "float32", attn_implementation: str = "sdpa"
+    ) -> Critic:
+        """Loads the trunk of any checkpoint, and the value head if it was saved beside it."""
+        critic = cls(load_trunk(path, dtype=dtype, attn_implementation=attn_implementation))
+        head_file = Path(path) / HEAD_FILE
+        if head_file.is_file():
+            critic.value_head.load_state_dict(load_file(head_file))
+        return critic
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes the trunk as a Hugging Face checkpoint with the value head beside it."""
+        self.trunk.save_pretrained(directory)
+        save_file(self.value_head.state_dict(), Path(directory) / HEAD_FILE)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor,
+        *,
+        model_inputs: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Value before each token is sampled.
+
+        Args:
+            token_ids: [batch, seq] int64, padded.
+            attention_mask: [batch, seq] bool, True on real tokens.
+            model_inputs: Further inputs of the model (images ...), passed on by name.
+
+        Returns:
+            [batch, seq] float32; entry t comes from the hidden state of token t - 1; entry 0 and
+            padding are 0.
+        """
+        layout = TokenLayout.padded(token_ids, attention_mask)
+        hidden = run_trunk(self.trunk, token_ids, attention_mask, layout, model_inputs)
+        return layout.scatter(self.value_head(layout.select(hidden)))
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The configuration of the trunk."""
+        return self.trunk.config
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Recomputes activations in the backward pass instead of storing them."""
+        self.trunk.gradient_checkpointing_enable({"use_reentrant": False})

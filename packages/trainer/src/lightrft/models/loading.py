@@ -1,0 +1,128 @@
+"""Reads and writes Hugging Face checkpoints, with errors that fit one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+
+
+class ModelLoadError(OSError):
+    """A checkpoint is missing or cannot be read; the message names the path and the remedy."""
+
+
+def load_config(path: str) -> PretrainedConfig:
+    """The model's configuration.
+
+    Raises:
+        ModelLoadError: There is no config.json, or it names an unknown architecture.
+    """
+    _require(path, ("config.json",), "configuration")
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as err:
+        raise ModelLoadError(
+            f"cannot read the configuration of {path!r}: {_first_line(err)}"
+        ) from err
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint.
+
+    Raises:
+        ModelLoadError: It is missing or unreadable.
+    """
+    _require(path, ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"), "tokenizer")
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as err:
+        raise ModelLoadError(f"cannot read the tokenizer of {path!r}: {_first_line(err)}") from err
+
+
+def load_causal_lm(
+    path: str, *, dtype: str = "float32", attn_implementation: str = "sdpa"
+) -> PreTrainedModel:
+    """A language model with its output projection.
+
+    Args:
+        path: Directory of a checkpoint, or a model id of the Hugging Face hub.
+        dtype: A key of `DTYPES`.
+        attn_implementation: A name transformers knows, e.g. "sdpa" or "eager".
+
+    Raises:
+        ModelLoadError: Configuration or weights are missing or unreadable.
+        ValueError: The dtype is unknown.
+    """
+    return _load(AutoModelForCausalLM, path, dtype, attn_implementation)
+
+
+def load_trunk(
+    path: str, *, dtype: str = "float32", attn_implementation: str = "sdpa"
+) -> PreTrainedModel:
+    """A model up to its last hidden states; arguments and errors as for `load_causal_lm`."""
+    return _load(AutoModel, path, dtype, attn_implementation)
+
+
+def save_pretrained(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: str | Path
+) -> None:
+    """Writes config, weights and, if given, the tokenizer as one checkpoint directory."""
+    model.save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name in `DTYPES`."""
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}: expected one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _load(
+    auto_class: type[AutoModel] | type[AutoModelForCausalLM],
+    path: str,
+    dtype: str,
+    attn_implementation: str,
+) -> PreTrainedModel:
+    torch_dtype = parse_dtype(dtype)
+    load_config(path)
+    _require(path, WEIGHT_PATTERNS, "weights")
+    try:
+        return auto_class.from_pretrained(
+            path, dtype=torch_dtype, attn_implementation=attn_implementation
+        )
+    except (OSError, ValueError, ImportError) as err:
+        raise ModelLoadError(f"cannot load the model {path!r}: {_first_line(err)}") from err
+
+
+def _require(path: str, patterns: tuple[str, ...], what: str) -> None:
+    """Checks a local directory; a path that looks like a hub id is left to transformers."""
+    directory = Path(path)
+    if not directory.is_dir():
+        is_hub_id = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
+        if is_hub_id and not directory.exists():
+            return
+        raise ModelLoadError(f"no model directory at {path!r}: expected a Hugging Face checkpoint")
+    if not any(any(directory.glob(pattern)) for pattern in patterns):
+        raise ModelLoadError(
+            f"no {what} in {path!r}: expected {' or '.join(patterns)}; is it a complete Hugging "
+            "Face checkpoint?"
+        )
+
+
+def _first_line(err: Exception) -> str:
+    lines = str(err).strip().splitlines()
+    return lines[0] if lines else type(err).__name__

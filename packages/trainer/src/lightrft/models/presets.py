@@ -1,0 +1,157 @@
+"""Tiny random models and their tokenizer, for tests and first steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+from lightrft.models.loading import save_pretrained
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+PAD, END, USER, ASSISTANT, SYSTEM = (
+    "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>",
+)  # fmt: skip
+SPECIAL_TOKENS = (PAD, END, USER, ASSISTANT, SYSTEM)
+NUM_BYTES = 256
+VOCAB_SIZE = NUM_BYTES + len(SPECIAL_TOKENS)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def tiny_qwen3_config(
+    *, vocab_size: int = VOCAB_SIZE, initializer_range: float = 0.1
+) -> PretrainedConfig:
+    """A two-layer Qwen3 with separate input and output embeddings."""
+    return Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        head_dim=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        intermediate_size=192,
+        max_position_embeddings=1024,
+        initializer_range=initializer_range,
+        tie_word_embeddings=False,
+    )
+
+
+def tiny_llama_config(
+    *, vocab_size: int = VOCAB_SIZE, initializer_range: float = 0.1
+) -> PretrainedConfig:
+    """A two-layer Llama whose output projection is its input embedding."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        head_dim=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        intermediate_size=192,
+        max_position_embeddings=1024,
+        initializer_range=initializer_range,
+        tie_word_embeddings=True,
+    )
+
+
+PRESETS: dict[str, Callable[..., PretrainedConfig]] = {
+    "tiny-llama": tiny_llama_config,
+    "tiny-qwen3": tiny_qwen3_config,
+}
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerBase:
+    """One token per byte, with the byte's value as its id, and five special tokens after them."""
+    vocabulary = {_byte_symbol(value): value for value in range(NUM_BYTES)}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[USER, ASSISTANT, SYSTEM],
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def write_tiny_model(
+    directory: str | Path,
+    preset: str,
+    seed: int = 0,
+    *,
+    vocab_size: int = VOCAB_SIZE,
+    initializer_range: float = 0.1,
+) -> None:
+    """Writes a random float32 model and its tokenizer as a Hugging Face checkpoint.
+
+    Args:
+        directory: Created if it does not exist.
+        preset: A key of `PRESETS`.
+        seed: Fixes the weights.
+        vocab_size: At least `VOCAB_SIZE`; ids above are never produced by the tokenizer.
+        initializer_range: Standard deviation of the weights.
+
+    Raises:
+        ValueError: The preset is unknown or the vocabulary too small.
+        RuntimeError: The tokenizer does not survive being saved and loaded.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}: expected one of {', '.join(PRESETS)}")
+    if vocab_size < VOCAB_SIZE:
+        raise ValueError(f"vocab_size must be at least {VOCAB_SIZE}: got {vocab_size}")
+    tokenizer = byte_level_tokenizer()
+    config = PRESETS[preset](vocab_size=vocab_size, initializer_range=initializer_range)
+    config.bos_token_id = None
+    config.eos_token_id = tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    save_pretrained(model, tokenizer, directory)
+    _check_tokenizer(tokenizer, directory)
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> None:
+    sample = f"{SYSTEM}é ü\n{USER}  What is 4+3?\t{ASSISTANT}\\boxed{{7}}{END}"
+    expected = tokenizer(sample)["input_ids"]
+    loaded = AutoTokenizer.from_pretrained(directory)
+    token_ids = loaded(sample)["input_ids"]
+    if token_ids != expected or loaded.decode(token_ids) != sample:
+        raise RuntimeError(
+            f"the tokenizer saved in {directory} does not survive loading: got {token_ids}, "
+            f"expected {expected}; check the version of transformers"
+        )
+
+
+def _byte_symbol(value: int) -> str:
+    """The printable character that byte-level tokenizers write for a byte."""
+    is_printable = 33 <= value <= 126 or 161 <= value <= 172 or 174 <= value <= 255
+    if is_printable:
+        return chr(value)
+    num_before = sum(
+        not (33 <= other <= 126 or 161 <= other <= 172 or 174 <= other <= 255)
+        for other in range(value)
+    )
+    return chr(NUM_BYTES + num_before)
