@@ -146,5 +146,5 @@ class RolloutEngine(ABC):
         if self.status is EngineStatus.SLEEPED:
             raise RuntimeError(f"the {self.name} engine sleeps; call wake_up() before generate()")
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (an engine may have nothing to release)
         """Releases all resources; the engine must not be used afterwards."""

@@ -29,8 +29,7 @@ def _build_hf(config: EngineConfig, *, module: nn.Module | None = None) -> Rollo
 def _build_fake(config: EngineConfig, *, module: nn.Module | None = None) -> RolloutEngine:
     from lightrft.engines.fake import FakeEngine
 
-    parameters = None if module is None else dict(module.named_parameters())
-    return FakeEngine(config, parameters=parameters)
+    return FakeEngine.for_module(config, module) if module is not None else FakeEngine(config)
 
 
 ENGINES: dict[str, EngineBuilder] = {"hf": _build_hf, "fake": _build_fake}

@@ -79,6 +79,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the most likely token is taken (temperature 0)."""
         return self.temperature == 0
 
     @property
@@ -101,6 +102,7 @@ class MultiModalInputs:
 
     @property
     def is_empty(self) -> bool:
+        """Whether there is neither an image nor a video."""
         return not self.images and not self.videos
 
 
@@ -154,8 +156,8 @@ class Completion:
     def __post_init__(self) -> None:
         if len(self.output_token_ids) != len(self.output_logprobs):
             raise ValueError(
-                f"a completion needs one logprob per token: got {len(self.output_token_ids)} tokens "
-                f"and {len(self.output_logprobs)} logprobs for request {self.request_id}"
+                "a completion needs one logprob per token: got "
+                f"{len(self.output_token_ids)} tokens and {len(self.output_logprobs)} logprobs for request {self.request_id}"
             )
 
 
@@ -181,6 +183,7 @@ class EngineParameter:
 
     @property
     def numel(self) -> int:
+        """Number of elements of the full parameter."""
         count = 1
         for size in self.shape:
             count *= size
@@ -206,6 +209,7 @@ class WeightPiece:
 
     @property
     def is_whole(self) -> bool:
+        """Whether the piece holds every element of its parameter."""
         count = 1
         for size in self.shape:
             count *= size

@@ -36,6 +36,7 @@ class WeightTransaction:
 
     @property
     def is_open(self) -> bool:
+        """Whether an update has begun and is not finished."""
         return self._phase == "open"
 
     def begin(self) -> None:

@@ -13,6 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from lightrft.engines.parameter_store import is_full_tensor
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -138,14 +140,7 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> frozenset[str]:
     unwritten = set()
     for name, parameter in target.named_parameters():
         given = sources.get(name)
-        # Sharded parameters are of another type (DTensor) or have an empty local shape (ZeRO).
-        is_full = (
-            given is not None
-            and type(given.data) is torch.Tensor
-            and given.shape == parameter.shape
-            and given.device.type != "meta"
-        )
-        if is_full:
+        if given is not None and is_full_tensor(given, parameter.shape):
             parameter.copy_(given)
         else:
             unwritten.add(name)

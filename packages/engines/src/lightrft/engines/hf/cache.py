@@ -1,4 +1,4 @@
-"""A key-value cache layer with spare room, so that a new token is written instead of concatenated."""
+"""A cache layer with spare room, so that a new token is written instead of concatenated."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
+        self.keys = torch.empty(0)
+        self.values = torch.empty(0)
         self._key_buffer = torch.empty(0)
         self._value_buffer = torch.empty(0)
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.engines.base import RolloutEngine
 from lightrft.engines.hf.build import build_model
 from lightrft.engines.hf.decode import DecodedRows, RowForward, StopRule, decode
 from lightrft.engines.hf.forward import ModelTraits, PlainForward, WholeBatchForward
@@ -16,11 +15,12 @@ from lightrft.engines.hf.random import row_keys
 from lightrft.engines.hf.requests import Limits, chunks_of_rows, rows_of_requests
 from lightrft.engines.hf.stopping import StopStringMatcher, end_of_sequence_ids, stop_token_table
 from lightrft.engines.hf.text import Text
-from lightrft.engines.hf.weights import ParameterStore
-from lightrft.engines.types import Completion, EngineStatus, FinishReason
+from lightrft.engines.local_engine import LocalEngine
+from lightrft.engines.parameter_store import ParameterStore
+from lightrft.engines.types import Completion, FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
     from transformers import PreTrainedModel
@@ -28,17 +28,14 @@ if TYPE_CHECKING:
     from lightrft.engines.hf.requests import Row
     from lightrft.engines.types import (
         EngineConfig,
-        EngineParameter,
         GenerationRequest,
         SamplingParams,
-        WeightPiece,
     )
 
 _logger = logging.getLogger(__name__)
-_TAGS = ("weights", "kv_cache")
 
 
-class HFEngine(RolloutEngine):
+class HFEngine(LocalEngine):
     """Samples with its own decode loop over the transformers forward.
 
     Each rank generates its own prompts: `tensor_parallel_size` forms no groups here, and
@@ -51,21 +48,20 @@ class HFEngine(RolloutEngine):
     """
 
     name = "hf"
-    runs_on_every_rank = False
 
     def __init__(self, config: EngineConfig, *, module: nn.Module | None = None) -> None:
-        super().__init__()
+        built = build_model(config, module)
+        parameters = dict(built.model.named_parameters(remove_duplicate=False))
+        super().__init__(ParameterStore(parameters, self.name, unwritten=built.unwritten))
         if config.tensor_parallel_size > 1:
             _logger.info(
                 "the hf engine generates on each rank by itself; tensor_parallel_size=%d only "
                 "forms groups",
                 config.tensor_parallel_size,
             )
-        built = build_model(config, module)
         self._config = config
         self._model: PreTrainedModel = built.model
         self._traits = ModelTraits(self._model)
-        self._weights = ParameterStore(self._model, self.name, unwritten=built.unwritten)
         self._text = Text(config.model_path)
         text_config = self._model.config.get_text_config()
         self._eos_ids = end_of_sequence_ids(self._model.config, self._model.generation_config)
@@ -73,7 +69,6 @@ class HFEngine(RolloutEngine):
             vocab_size=text_config.vocab_size,
             max_model_len=config.max_model_len or text_config.max_position_embeddings,
         )
-        self._sleeping_tags: set[str] = set()
 
     @property
     def native(self) -> PreTrainedModel:
@@ -117,66 +112,6 @@ class HFEngine(RolloutEngine):
         logits = self._model(input_ids=input_ids, use_cache=False).logits[0, :-1]
         logprobs = logits.float().log_softmax(dim=-1).gather(-1, input_ids[0, 1:, None])
         return [0.0, *logprobs.squeeze(-1).tolist()]
-
-    def sleep(self, level: int = 1) -> None:
-        """Releases memory; weights that alias the trainer's are left where they are."""
-        if level not in (1, 2):
-            raise ValueError(f"sleep level must be 1 or 2: got {level}")
-        if self._weights.transaction.is_open:
-            raise RuntimeError("the hf engine cannot sleep while a weight update is open")
-        self._weights.release(level)
-        self._sleeping_tags = set(_TAGS)
-        self.status = EngineStatus.SLEEPED
-
-    def wake_up(self, tags: tuple[str, ...] | None = None) -> None:
-        """Takes memory back; the engine is awake once both tags are."""
-        tags = _TAGS if tags is None else tags
-        unknown = sorted(set(tags) - set(_TAGS))
-        if unknown:
-            raise ValueError(f"unknown wake-up tags {unknown}; known: {', '.join(_TAGS)}")
-        if "weights" in tags:
-            self._weights.restore()
-        self._sleeping_tags -= set(tags)
-        if not self._sleeping_tags:
-            self.status = EngineStatus.WAKEUP
-
-    @property
-    def weights_were_dropped(self) -> bool:
-        """Whether some parameter holds no weights, or none was ever sent."""
-        return self.weights_version < 0 or bool(self._weights.transaction.unwritten)
-
-    def parameter_manifest(self) -> tuple[EngineParameter, ...]:
-        """Every parameter of the model, in its own order."""
-        return self._weights.manifest
-
-    def begin_weight_update(self) -> None:
-        """Opens an update."""
-        self._weights.transaction.begin()
-
-    def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
-        """Copies pieces into the parameters."""
-        self._weights.load(pieces)
-
-    def finish_weight_update(self) -> None:
-        """Closes the update; raises if a parameter was written in part."""
-        self._weights.transaction.finish()
-
-    def reset_caches(self) -> None:
-        """Ends the update; no activations outlive a call of `generate`."""
-        self._weights.transaction.reset_caches()
-
-    def hash_parameters(self, names: Sequence[str] | None = None) -> dict[str, int]:
-        """Hashes of the parameters themselves; without names, of all that own their storage."""
-        return self._weights.hashes(names)
-
-    def alias_weights(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Uses the given tensors as parameters if names, shapes, dtypes and devices agree."""
-        return self._weights.alias(tensors)
-
-    def check_usable(self) -> None:
-        """Raises unless the engine is awake and holds a complete set of weights."""
-        self._weights.transaction.check_settled()
-        super().check_usable()
 
     @torch.inference_mode()
     def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[Completion]:

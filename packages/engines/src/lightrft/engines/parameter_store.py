@@ -1,4 +1,4 @@
-"""The embedded engine's parameters: manifest, updates, release and hashes."""
+"""Parameters that an engine holds in this process: manifest, updates, release and hashes."""
 
 from __future__ import annotations
 
@@ -12,41 +12,45 @@ from lightrft.engines.weight_transaction import WeightTransaction
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from torch import nn
-
     from lightrft.engines.types import WeightPiece
 
 
 class ParameterStore:
-    """All parameters of a module as one named set of tensors that a trainer rewrites.
+    """A named set of tensors that a trainer rewrites.
 
     Args:
-        module: Their owner. Tied parameters count once, under the first of their names.
+        parameters: Checkpoint name -> tensor. A tensor that appears under several names counts
+            once, under the first.
         engine_name: Names the engine in errors.
         unwritten: Names that hold no weights yet.
     """
 
-    def __init__(self, module: nn.Module, engine_name: str, *, unwritten: Iterable[str]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        engine_name: str,
+        *,
+        unwritten: Iterable[str] = (),
+    ) -> None:
         self._engine_name = engine_name
-        self._parameters = dict(module.named_parameters())
-        self._tied = _tied_names(module)
+        self._tied = _tied_names(parameters)
+        self._parameters = {n: p for n, p in parameters.items() if n not in self._tied}
         self._shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
         self._devices = {name: p.device for name, p in self._parameters.items()}
-        self.manifest = self._make_manifest(module)
+        self.manifest = tuple(
+            EngineParameter(
+                name=name, shape=tuple(p.shape), dtype=p.dtype, tied_to=self._tied.get(name)
+            )
+            for name, p in parameters.items()
+        )
         self.transaction = WeightTransaction(engine_name, self.manifest, unwritten=unwritten)
         self.is_aliased = False
         self._is_released = False
 
-    def _make_manifest(self, module: nn.Module) -> tuple[EngineParameter, ...]:
-        return tuple(
-            EngineParameter(
-                name=name,
-                shape=tuple(parameter.shape),
-                dtype=parameter.dtype,
-                tied_to=self._tied.get(name),
-            )
-            for name, parameter in module.named_parameters(remove_duplicate=False)
-        )
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that own their storage, by name."""
+        return self._parameters
 
     @torch.no_grad()
     def load(self, pieces: Iterable[WeightPiece]) -> None:
@@ -130,11 +134,20 @@ class ParameterStore:
             )
 
 
-def _tied_names(module: nn.Module) -> dict[str, str]:
+def is_full_tensor(tensor: torch.Tensor, shape: torch.Size) -> bool:
+    """Whether a tensor holds all elements of a parameter of this shape in this process.
+
+    Sharded parameters are of another type (DTensor) or have an empty local shape (ZeRO-3).
+    """
+    is_plain = type(tensor.data) is torch.Tensor
+    return is_plain and tensor.shape == shape and tensor.device.type != "meta"
+
+
+def _tied_names(parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """For each further name of a shared parameter, the first name."""
     owners: dict[int, str] = {}
     tied = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in parameters.items():
         owner = owners.setdefault(id(parameter), name)
         if owner != name:
             tied[name] = owner
