@@ -73,7 +73,7 @@ def test_every_rank_ends_with_the_samples_of_one_process_in_sample_order(world_s
     parts = [tabulate(items[rank::world_size]) for rank in range(world_size)]
     for rank in range(world_size):
         others = parts[:rank] + parts[rank + 1 :]
-        assert rows_of(exchange(parts[rank], ListGatherer(others))) == whole
+        assert rows_of(exchange(items[rank::world_size], ListGatherer(others))) == whole
 
 
 def test_rows_with_an_empty_response_keep_their_neighbours_tokens_apart():
@@ -107,3 +107,10 @@ def test_flags_follow_their_rows():
     assert table.is_truncated.tolist() == [False, True]
     assert table.is_masked.tolist() == [True, False]
     assert table.weights_versions.tolist() == [3, 3]
+
+
+def test_a_failure_of_one_rank_is_raised_on_all():
+    with pytest.raises(RuntimeError, match="rank 1 could not make its samples: reward broke"):
+        exchange([scored(0)], ListGatherer(["reward broke"]))
+    with pytest.raises(KeyError, match="mine"):
+        exchange(KeyError("mine"), ListGatherer([tabulate([scored(0)])]))

@@ -148,10 +148,28 @@ def merge(tables: Sequence[SampleTable]) -> SampleTable:
     return ordered
 
 
-def exchange(local: SampleTable, gatherer: ObjectGatherer) -> SampleTable:
-    """The samples of all ranks, ordered by sample id, on every rank."""
-    tables = gatherer.gather_objects(local)
-    return merge([table for table in tables if isinstance(table, SampleTable)])
+def exchange(
+    scored: Sequence[ScoredRollout] | Exception, gatherer: ObjectGatherer
+) -> SampleTable:
+    """The samples of all ranks, ordered by sample id, on every rank.
+
+    Args:
+        scored: This rank's samples, or why there are none.
+        gatherer: Gives the objects of all ranks.
+
+    Raises:
+        RuntimeError: Another rank failed; every rank raises, so that none waits for it.
+        Exception: This rank failed: its own exception.
+    """
+    outcome = str(scored) if isinstance(scored, Exception) else tabulate(scored)
+    outcomes = gatherer.gather_objects(outcome)
+    if isinstance(scored, Exception):
+        raise scored
+    failures = [(rank, item) for rank, item in enumerate(outcomes) if isinstance(item, str)]
+    if failures:
+        rank, text = failures[0]
+        raise RuntimeError(f"rank {rank} could not make its samples: {text}")
+    return merge([table for table in outcomes if isinstance(table, SampleTable)])
 
 
 def _components_under(names: tuple[str, ...], table: SampleTable) -> NDArray[np.float64]:

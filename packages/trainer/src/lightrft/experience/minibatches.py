@@ -37,6 +37,10 @@ class MinibatchPlan:
         """All rows of one rank, optimizer batch after optimizer batch."""
         return tuple(row for minibatch in self.rows for row in minibatch[rank])
 
+    def row_index(self, rank: int) -> NDArray[np.int64]:
+        """`rows_of` as an array."""
+        return np.array(self.rows_of(rank), dtype=np.int64)
+
 
 def plan_minibatches(
     lengths: Sequence[int] | NDArray[np.int64],

@@ -1,0 +1,284 @@
+"""Prompts in, experience out: the five stages of one rollout, in order, with timers."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from lightrft.engines.types import SamplingParams
+from lightrft.experience.assemble import (
+    AdvantageSettings,
+    RewardShaping,
+    ShapedRewards,
+    assemble,
+    shape_rewards,
+)
+from lightrft.experience.collate import collate
+from lightrft.experience.exchange import SampleTable, exchange
+from lightrft.experience.forward import ForwardModels, compute_outputs
+from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
+from lightrft.experience.rollouts import (
+    Decoder,
+    build_requests,
+    global_positions,
+    pair_completions,
+)
+from lightrft.experience.scoring import OverlongPenalty, score_rollouts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from lightrft.datasets.types import Prompt
+    from lightrft.engines.types import Completion, GenerationRequest
+    from lightrft.experience.types import ExperienceBatch, Rollout, ScoredRollout
+    from lightrft.rewards import RewardFunction
+
+
+class GenerationHost(Protocol):
+    """The part of a strategy that a rollout needs."""
+
+    world_size: int
+
+    def get_rank(self) -> int:
+        """This process among all."""
+        ...
+
+    def gather_objects(self, obj: object) -> list[object]:
+        """The objects of all ranks, in rank order, on every rank."""
+        ...
+
+    def all_reduce(self, data: Tensor, op: str) -> Tensor:
+        """The reduction over all ranks, on every rank."""
+        ...
+
+    def gather_and_generate(
+        self,
+        sampling_params: SamplingParams,
+        all_prompt_token_ids: Sequence[GenerationRequest],
+        *,
+        sleep_engine: bool,
+    ) -> list[Completion]:
+        """Completions of this rank's requests, prompt-major."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MakerSettings:
+    """How experience is made.
+
+    Args:
+        sampling_params: How responses are drawn; `n` is the group size.
+        train_batch_size: Samples of one optimizer batch, over all ranks.
+        micro_rollout_batch_size: Rows of one forward pass without graph.
+        pad_token_id: Fills rows to equal length; never looked at.
+        seed: Fixes the optimizer batches.
+        overlong_penalty: Soft punishment of long responses, or None.
+        sleep_engine: Put the engine to sleep after generation.
+    """
+
+    sampling_params: SamplingParams
+    train_batch_size: int
+    micro_rollout_batch_size: int
+    pad_token_id: int
+    seed: int
+    overlong_penalty: OverlongPenalty | None = None
+    sleep_engine: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StepExperience:
+    """What one rank trains on in one step, and what all ranks know about the step.
+
+    Args:
+        batch: This rank's rows, optimizer batch after optimizer batch.
+        rows_per_minibatch: Rows of `batch` in each optimizer batch.
+        table: The samples of all ranks.
+        rewards: The rewards the estimator saw, of the rows of `table`.
+        plan: Which rows of `table` each rank trains in which optimizer batch.
+        scored: This rank's own rollouts.
+        seconds: Duration of each stage on this rank.
+    """
+
+    batch: ExperienceBatch
+    rows_per_minibatch: int
+    table: SampleTable
+    rewards: ShapedRewards
+    plan: MinibatchPlan
+    scored: tuple[ScoredRollout, ...]
+    seconds: dict[str, float]
+
+    def rows_of_minibatch(self, index: int) -> slice:
+        """Rows of `batch` that belong to one optimizer batch."""
+        start = index * self.rows_per_minibatch
+        return slice(start, start + self.rows_per_minibatch)
+
+
+class ExperienceMaker:
+    """Generates, scores, exchanges, looks at and rates the samples of one step.
+
+    Args:
+        host: Generates, and exchanges objects between ranks.
+        models: The models that look at the samples.
+        reward_function: Scores responses.
+        decoder: Turns sampled ids into text.
+        settings: How.
+        device: Where the padded tensors go.
+    """
+
+    def __init__(
+        self,
+        host: GenerationHost,
+        models: ForwardModels,
+        reward_function: RewardFunction,
+        *,
+        decoder: Decoder,
+        settings: MakerSettings,
+        device: torch.device,
+    ) -> None:
+        self._host = host
+        self._models = models
+        self._reward_function = reward_function
+        self._decoder = decoder
+        self._settings = settings
+        self._device = device
+
+    def make(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        step: int,
+        first_request_id: int,
+        advantage: AdvantageSettings,
+        shaping: RewardShaping,
+    ) -> StepExperience:
+        """The experience of one step.
+
+        Args:
+            prompts: This rank's prompts; every rank passes equally many.
+            step: Fixes the optimizer batches, together with the seed.
+            first_request_id: Request id of the first prompt of the step over all ranks. Prompts
+                that are rolled out with the same id and seed get the same random numbers.
+            advantage: How rewards become advantages in this step.
+            shaping: What happens to the rewards before that.
+        """
+        settings, seconds = self._settings, dict[str, float]()
+        needs_greedy = advantage.estimator.needs_greedy_rewards
+        sampling_params = settings.sampling_params
+        baseline: SampleTable | None = None
+        if needs_greedy:
+            greedy = greedy_params(sampling_params)
+            _, baseline = self._sample(prompts, first_request_id, greedy, seconds)
+        scored, table = self._sample(prompts, first_request_id, sampling_params, seconds)
+        plan = plan_minibatches(
+            table.lengths,
+            train_batch_size=settings.train_batch_size,
+            world_size=self._host.world_size,
+            seed=settings.seed,
+            step=step,
+        )
+        index = plan.row_index(self._host.get_rank())
+        batch = collate(
+            table.take(index),
+            pad_token_id=settings.pad_token_id,
+            temperature=sampling_params.temperature,
+            device=self._device,
+        )
+        with _timed(seconds, "forward"):
+            outputs = compute_outputs(
+                batch, self._models, micro_batch_size=settings.micro_rollout_batch_size
+            )
+        shaped = shape_rewards(table, shaping)
+        experience = assemble(
+            table,
+            torch.from_numpy(index),
+            batch,
+            outputs,
+            rewards=shaped.rewards,
+            greedy_rewards=None if baseline is None else _per_group(baseline, table),
+            settings=advantage,
+            reducer=self._host,
+        )
+        return StepExperience(
+            batch=experience,
+            rows_per_minibatch=settings.train_batch_size // self._host.world_size,
+            table=table,
+            rewards=shaped,
+            plan=plan,
+            scored=tuple(scored),
+            seconds=seconds,
+        )
+
+    def _sample(
+        self,
+        prompts: Sequence[Prompt],
+        first_request_id: int,
+        sampling_params: SamplingParams,
+        seconds: dict[str, float],
+    ) -> tuple[list[ScoredRollout], SampleTable]:
+        """This rank's scored rollouts and the table of all ranks."""
+        scored: list[ScoredRollout] = []
+        problem: Exception | None = None
+        with _timed(seconds, "rollout"):
+            rollouts = self._generate(prompts, first_request_id, sampling_params)
+        with _timed(seconds, "reward"):
+            try:
+                scored = score_rollouts(
+                    rollouts,
+                    self._reward_function,
+                    overlong_penalty=self._settings.overlong_penalty,
+                )
+            except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
+                problem = error
+        with _timed(seconds, "exchange"):
+            return scored, exchange(problem or scored, self._host)
+
+    def _generate(
+        self, prompts: Sequence[Prompt], first_request_id: int, sampling_params: SamplingParams
+    ) -> list[Rollout]:
+        with_images = [prompt.id for prompt in prompts if prompt.images or prompt.videos]
+        if with_images:
+            raise ValueError(
+                f"prompts with images or videos cannot be trained on: got rows {with_images[:10]}; "
+                "remove those columns or rows"
+            )
+        positions = global_positions(
+            len(prompts), rank=self._host.get_rank(), world_size=self._host.world_size
+        )
+        request_ids = [first_request_id + position for position in positions]
+        completions = self._host.gather_and_generate(
+            sampling_params,
+            build_requests(prompts, request_ids),
+            sleep_engine=self._settings.sleep_engine,
+        )
+        return pair_completions(
+            prompts,
+            request_ids,
+            completions,
+            group_ids=positions,
+            group_size=sampling_params.n,
+            decoder=self._decoder,
+        )
+
+
+def greedy_params(sampling_params: SamplingParams) -> SamplingParams:
+    """One completion by the most likely token at every position, under the same stops."""
+    return replace(sampling_params, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, n=1)
+
+
+def _per_group(baseline: SampleTable, table: SampleTable) -> Tensor:
+    """Reward of the one greedy sample of each row's group: [rows of table] float64."""
+    by_group = dict(zip(baseline.group_ids.tolist(), baseline.rewards.tolist(), strict=True))
+    return torch.tensor([by_group[group] for group in table.group_ids.tolist()]).double()
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start

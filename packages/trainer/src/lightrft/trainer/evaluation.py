@@ -1,0 +1,74 @@
+"""Greedy evaluation on held-out prompts, over all ranks, without touching the training state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightrft.experience.exchange import exchange
+from lightrft.experience.rollouts import build_requests, pair_completions
+from lightrft.experience.scoring import score_rollouts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightrft.datasets.types import Prompt
+    from lightrft.engines.types import SamplingParams
+    from lightrft.experience.maker import GenerationHost
+    from lightrft.experience.rollouts import Decoder
+    from lightrft.experience.types import ScoredRollout
+    from lightrft.rewards import RewardFunction
+
+
+def evaluate(
+    prompts: Sequence[Prompt],
+    *,
+    host: GenerationHost,
+    reward_function: RewardFunction,
+    decoder: Decoder,
+    sampling_params: SamplingParams,
+    sleep_engine: bool,
+) -> dict[str, float]:
+    """Mean reward and components of one completion per prompt.
+
+    Rank r of W completes the prompts r, r + W, ...; every prompt counts once, whatever W. The
+    random numbers of training belong to other requests and stay as they are.
+
+    Args:
+        prompts: All prompts, the same list on every rank.
+        host: Generates, and exchanges objects between ranks.
+        reward_function: Scores responses.
+        decoder: Turns sampled ids into text.
+        sampling_params: Of one completion (n = 1).
+        sleep_engine: Put the engine to sleep afterwards.
+
+    Returns:
+        `eval/reward`, `eval/<component>`, `eval/response_length`, `eval/truncated_share`,
+        `eval/num_prompts`; the same on every rank. Empty without prompts.
+    """
+    if not prompts:
+        return {}
+    positions = range(host.get_rank(), len(prompts), host.world_size)
+    own = [prompts[position] for position in positions]
+    completions = host.gather_and_generate(
+        sampling_params, build_requests(own, list(positions)), sleep_engine=sleep_engine
+    )
+    rollouts = pair_completions(
+        own, list(positions), completions, group_ids=list(positions), group_size=1, decoder=decoder
+    )
+    scored: Sequence[ScoredRollout] | Exception
+    try:
+        scored = score_rollouts(rollouts, reward_function)
+    except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
+        scored = error
+    table = exchange(scored, host)
+    metrics = {
+        "eval/num_prompts": float(len(table)),
+        "eval/reward": float(table.rewards.mean()),
+        "eval/response_length": float(table.response_lengths.mean()),
+        "eval/truncated_share": float(table.is_truncated.mean()),
+    }
+    for column, name in enumerate(table.component_names):
+        metrics[f"eval/{name}"] = float(np.nanmean(table.components[:, column]))
+    return metrics

@@ -1,0 +1,114 @@
+"""Where the metrics of a step go."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+CONSOLE_METRICS = (
+    "reward",
+    "policy_loss",
+    "critic_loss",
+    "kl",
+    "entropy",
+    "response_length",
+    "grad_norm",
+    "actor_lr",
+    "logprob_diff_max",
+    "step_seconds",
+)
+"""Shown on the console line, in this order, where present."""
+
+
+class MetricsLogger(Protocol):
+    """A receiver of metrics. Only the first rank has loggers."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes the metrics of one step; names with a slash belong to a group."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is pending."""
+        ...
+
+
+class ConsoleLogger:
+    """One line a step.
+
+    Args:
+        write: Prints one line.
+        every: Steps between two lines; lines with evaluation results are always shown.
+    """
+
+    def __init__(self, write: Callable[[str], None], *, every: int = 1) -> None:
+        self._write = write
+        self._every = every
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the line of a step."""
+        shown = [name for name in CONSOLE_METRICS if name in metrics]
+        evaluated = sorted(name for name in metrics if name.startswith("eval/"))
+        if evaluated or step % self._every == 0:
+            parts = [f"{name} {metrics[name]:.4g}" for name in (*shown, *evaluated)]
+            self._write(f"step {step:>5}  " + "  ".join(parts))
+
+    def close(self) -> None:
+        """Has nothing pending."""
+
+
+class JsonLinesLogger:
+    """Appends one JSON object a step: {"step": 3, "policy_loss": ...}."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes and flushes the line of a step, so that a killed run keeps it."""
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class LoggerGroup:
+    """Several loggers as one; none on all ranks but the first."""
+
+    def __init__(self, loggers: Sequence[MetricsLogger] = ()) -> None:
+        self._loggers = tuple(loggers)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hands the metrics to every logger."""
+        for logger in self._loggers:
+            logger.log(step, metrics)
+
+    def close(self) -> None:
+        """Closes every logger."""
+        for logger in self._loggers:
+            logger.close()
+
+
+def drop_steps_after(path: Path, step: int) -> None:
+    """Removes the lines of later steps, which a resumed run is about to write again.
+
+    A last line that was cut off by a kill is removed, too.
+    """
+    if not path.exists():
+        return
+    kept: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if entry["step"] <= step:
+            kept.append(line + "\n")
+    partial = path.with_suffix(path.suffix + ".partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,180 @@
+"""The options of one trainer, resolved from keywords, the strategy's configuration and defaults."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightrft.strategy.config import StrategyConfig
+
+
+class PPOKeywords(TypedDict, total=False):
+    """Keywords of the trainers; a keyword that is not given takes the value of the strategy's
+    configuration, and the default of `PPOConfig` where that has none.
+    """
+
+    seed: int
+    sp_size: int
+    rollout_batch_size: int
+    n_samples_per_prompt: int
+    train_batch_size: int
+    micro_train_batch_size: int
+    micro_rollout_batch_size: int
+    max_epochs: int
+    prompt_max_len: int
+    generate_max_len: int
+    temperature: float
+    top_p: float
+    top_k: int
+    advantage_estimator: str
+    advantages_norm: bool
+    advantage_clip: float
+    reward_clip: float
+    reward_running_norm: bool
+    reward_running_norm_minus_mean: bool
+    overlong_buffer: bool
+    overlong_buffer_len: int
+    overlong_buffer_penalty_factor: float
+    gamma: float
+    lambd: float
+    policy_loss: str
+    eps_clip: float
+    eps_clip_low: float | None
+    eps_clip_high: float | None
+    value_clip: float
+    entropy_coef: float
+    use_kl_loss: bool
+    init_kl_coef: float
+    kl_estimator: str
+    kl_target: float | None
+    kl_horizon: int
+    ema_beta: float
+    dynamic_sampling: bool
+    max_steps: int | None
+    ckpt_path: str | None
+    num_episodes: int
+    save_steps: int
+    eval_steps: int
+    logging_steps: int
+    max_ckpt_num: int
+    max_ckpt_mem: float
+    packing_samples: bool
+    enable_engine_sleep: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PPOConfig:
+    """Everything a trainer decides by; the meaning of each option is that of `TrainConfig`.
+
+    Raises:
+        ValueError: Values that no run accepts; the message lists all of them.
+    """
+
+    loss_agg_mode: str = "seq-mean-token-mean"
+    seed: int = 42
+    sp_size: int = 1
+    rollout_batch_size: int = 512
+    n_samples_per_prompt: int = 8
+    train_batch_size: int = 128
+    micro_train_batch_size: int = 1
+    micro_rollout_batch_size: int = 2
+    max_epochs: int = 1
+    prompt_max_len: int = 1024
+    generate_max_len: int = 1024
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    advantage_estimator: str = "group_norm"
+    advantages_norm: bool = False
+    advantage_clip: float = 0.0
+    reward_clip: float = 0.0
+    reward_running_norm: bool = False
+    reward_running_norm_minus_mean: bool = False
+    overlong_buffer: bool = False
+    overlong_buffer_len: int = 1024
+    overlong_buffer_penalty_factor: float = 1.0
+    gamma: float = 1.0
+    lambd: float = 0.95
+    policy_loss: str = "ppo"
+    eps_clip: float = 0.2
+    eps_clip_low: float | None = None
+    eps_clip_high: float | None = None
+    value_clip: float = 0.2
+    entropy_coef: float = 0.0
+    use_kl_loss: bool = False
+    init_kl_coef: float = 0.01
+    kl_estimator: str = "k3"
+    kl_target: float | None = None
+    kl_horizon: int = 10_000
+    ema_beta: float = 0.992
+    dynamic_sampling: bool = False
+    max_steps: int | None = None
+    ckpt_path: str | None = None
+    num_episodes: int = 1
+    save_steps: int = -1
+    eval_steps: int = -1
+    logging_steps: int = 1
+    max_ckpt_num: int = 3
+    max_ckpt_mem: float = 1e8
+    packing_samples: bool = False
+    enable_engine_sleep: bool = True
+
+    @property
+    def clip_low(self) -> float:
+        """Distance of the lower clip bound from 1."""
+        return self.eps_clip if self.eps_clip_low is None else self.eps_clip_low
+
+    @property
+    def clip_high(self) -> float:
+        """Distance of the upper clip bound from 1."""
+        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+
+    @property
+    def num_minibatches(self) -> int:
+        """Optimizer batches in which the samples of one step are trained."""
+        return self.rollout_batch_size * self.n_samples_per_prompt // self.train_batch_size
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps after each rollout."""
+        return self.num_minibatches * self.max_epochs
+
+
+def resolve_ppo_config(
+    keywords: Mapping[str, object], config: StrategyConfig, *, loss_agg_mode: str | None
+) -> PPOConfig:
+    """Keywords first, then the strategy's configuration with its extras, then the defaults.
+
+    Raises:
+        TypeError: A keyword is unknown; the message names the nearest known ones.
+    """
+    names = {field.name for field in fields(PPOConfig)}
+    unknown = [name for name in keywords if name not in names]
+    if unknown:
+        raise TypeError("; ".join(_unknown_keyword(name, names) for name in unknown))
+    configured = {
+        name: value for name, value in configured_values(config).items() if name in names
+    }
+    # None in a configuration means "not given" except where None is the option's own default.
+    configured = {name: value for name, value in configured.items() if value is not None}
+    chosen = {**configured, **keywords}
+    if loss_agg_mode is not None:
+        chosen["loss_agg_mode"] = loss_agg_mode
+    return PPOConfig(**chosen)  # type: ignore[arg-type]
+
+
+def configured_values(config: StrategyConfig) -> dict[str, object]:
+    """All fields of a configuration and the arguments it does not know, by name."""
+    values = {field.name: config.__dict__[field.name] for field in fields(config)}
+    extras = values.pop("extra_args")
+    return {**values, **extras} if isinstance(extras, dict) else values
+
+
+def _unknown_keyword(name: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(known), n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
+    return f"the trainer has no keyword {name!r}; {hint}"

@@ -1,0 +1,96 @@
+"""What is worth knowing about the samples of a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lightrft.algorithms import estimate_kl
+
+if TYPE_CHECKING:
+    from lightrft.experience.exchange import SampleTable
+    from lightrft.experience.maker import StepExperience
+    from lightrft.experience.types import ExperienceBatch
+    from lightrft.trainer.metrics import StepMetrics
+
+
+def table_metrics(table: SampleTable) -> dict[str, float]:
+    """Rewards and lengths of all samples; exact and equal on every rank without communication.
+
+    Rows that are excluded from the loss are counted in `masked_share` only.
+    """
+    kept = table.take(np.flatnonzero(~table.is_masked).astype(np.int64))
+    metrics = {
+        "num_samples": float(len(table)),
+        "masked_share": float(table.is_masked.mean()),
+    }
+    if not len(kept):
+        return metrics
+    rewards, lengths = kept.rewards, kept.response_lengths
+    metrics |= {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "reward_min": float(rewards.min()),
+        "reward_max": float(rewards.max()),
+        "response_length": float(lengths.mean()),
+        "response_length_std": float(lengths.std()),
+        "response_length_max": float(lengths.max()),
+        "prompt_length": float(kept.prompt_lengths.mean()),
+        "truncated_share": float(kept.is_truncated.mean()),
+        "constant_group_share": constant_group_share(kept),
+    }
+    for column, name in enumerate(kept.component_names):
+        values = kept.components[:, column]
+        if not np.isnan(values).all():
+            metrics[f"reward/{name}"] = float(np.nanmean(values))
+    return metrics
+
+
+def constant_group_share(table: SampleTable) -> float:
+    """Share of the prompts whose samples all have the same reward, which teach nothing."""
+    groups = np.unique(table.group_ids)
+    spreads = [np.ptp(table.rewards[table.group_ids == group]) for group in groups]
+    return float(np.mean([spread == 0 for spread in spreads]))
+
+
+def record_experience(step: StepExperience, metrics: StepMetrics, *, kl_estimator: str) -> None:
+    """Adds what this rank's rows say: entropy, KL, advantages, and the engine's logprobs.
+
+    `logprob_diff_*` compare the engine's logprobs with the trainer's, raw, over all response
+    tokens, wherever both follow the same law.
+    """
+    batch = step.batch
+    mask = batch.rollouts.response_mask
+    if batch.outputs.entropy is not None:
+        metrics.add_masked_mean("entropy", batch.outputs.entropy, mask)
+    metrics.add_masked_mean("advantage_mean", batch.advantages, mask)
+    metrics.add_masked_mean("advantage_abs", batch.advantages.abs(), mask)
+    metrics.add_mean("reward_clipped_share", float(step.rewards.is_clipped.sum()), len(step.table))
+    if bool(step.table.is_comparable.all()):
+        difference = (batch.rollouts.rollout_logprobs - batch.outputs.old_logprobs).abs()
+        metrics.add_masked_mean("logprob_diff_mean", difference, mask)
+        metrics.add_max("logprob_diff_max", torch.where(mask, difference, 0.0).max())
+    if batch.outputs.values is not None:
+        metrics.add_masked_mean("value_mean", batch.outputs.values, mask)
+        metrics.add_masked_mean("return_mean", batch.returns, mask)
+    if batch.outputs.ref_logprobs is not None:
+        _record_kl(batch, metrics, kl_estimator)
+    for stage, seconds in step.seconds.items():
+        metrics.add_max(f"{stage}_seconds", seconds)
+
+
+def _record_kl(batch: ExperienceBatch, metrics: StepMetrics, estimator: str) -> None:
+    mask, outputs = batch.rollouts.response_mask, batch.outputs
+    if outputs.ref_logprobs is None:
+        return
+    kl = estimate_kl(
+        outputs.old_logprobs,
+        outputs.ref_logprobs,
+        mask,
+        estimator=estimator,
+        old_logprobs=outputs.old_logprobs,
+    )
+    metrics.add_masked_mean("kl", kl, mask)
+    metrics.add_mean("kl_per_response", kl.double().sum(), mask.any(dim=1).sum())

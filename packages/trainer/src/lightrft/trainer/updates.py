@@ -1,0 +1,235 @@
+"""One optimizer step of a policy or a critic, from the rows of one optimizer batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from lightrft.algorithms import aggregate, clipped_value_loss, estimate_kl, local_normalizer
+from lightrft.experience.collate import micro_slices, select_experience
+from lightrft.experience.forward import scoring_temperature
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from lightrft.algorithms.policy import PolicyLossFunction
+    from lightrft.algorithms.types import TokenLoss
+    from lightrft.experience.types import ExperienceBatch
+    from lightrft.models.types import ActorOutput
+    from lightrft.strategy.optimizers import OptimizerStepResult
+    from lightrft.trainer.metrics import StepMetrics
+
+
+class UpdateHost(Protocol):
+    """The part of a strategy that an update needs."""
+
+    world_size: int
+
+    def all_reduce(self, data: Tensor, op: str) -> Tensor:
+        """The reduction over all ranks, on every rank."""
+        ...
+
+    def accumulation(
+        self, num_micro_batches: int, optimizer: Optimizer
+    ) -> AbstractContextManager[None]:
+        """Micro batches of one optimizer step; losses inside are shares of the batch loss."""
+        ...
+
+    def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
+        """Accumulates gradients."""
+        ...
+
+    def optimizer_step(
+        self, optimizer: Optimizer, model: nn.Module, scheduler: LRScheduler | None, name: str
+    ) -> OptimizerStepResult | None:
+        """Acts on the last micro batch."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """A model with what updates it, and the prefix of its metrics."""
+
+    name: str
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+
+
+@dataclass(frozen=True, slots=True)
+class LossSettings:
+    """What an update minimises.
+
+    Args:
+        policy_loss: One loss value per token.
+        aggregation: How they become one number.
+        max_response_tokens: Constant of the aggregation seq-mean-token-sum-norm.
+        micro_batch_size: Rows of one forward and backward pass.
+        kl_loss_coef: Weight of the KL to the reference model in the loss; 0 is off.
+        kl_estimator: Its estimator.
+        entropy_coef: Weight of the entropy bonus; 0 is off.
+        value_clip: Clip range of the critic's loss; None is off.
+    """
+
+    policy_loss: PolicyLossFunction
+    aggregation: str
+    max_response_tokens: int
+    micro_batch_size: int
+    kl_loss_coef: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+    value_clip: float | None = 0.2
+
+
+def policy_update(
+    batch: ExperienceBatch,
+    actor: TrainedModel,
+    *,
+    host: UpdateHost,
+    settings: LossSettings,
+    metrics: StepMetrics,
+) -> None:
+    """One optimizer step of the actor.
+
+    loss = policy + kl_loss_coef KL - entropy_coef H, all aggregated with the same Z, which is
+    summed over ranks before the first backward: the step does not depend on micro batches.
+    """
+    normalizer = _normalizer(batch, host, settings)
+    slices = micro_slices(0, len(batch.advantages), settings.micro_batch_size)
+    result = None
+    with host.accumulation(len(slices), actor.optimizer):
+        for rows in slices:
+            micro = select_experience(batch, rows)
+            loss = _policy_share(micro, actor.model, normalizer, settings, metrics)
+            host.backward(loss, actor.model, actor.optimizer)
+            result = host.optimizer_step(
+                actor.optimizer, actor.model, actor.scheduler, name=actor.name
+            )
+    metrics.add_mean("policy_loss", 0.0, 1.0 / host.world_size)
+    _record_step(actor.name, result, metrics)
+
+
+def value_update(
+    batch: ExperienceBatch,
+    critic: TrainedModel,
+    *,
+    host: UpdateHost,
+    settings: LossSettings,
+    metrics: StepMetrics,
+) -> None:
+    """One optimizer step of the critic, aggregated like the policy's."""
+    normalizer = _normalizer(batch, host, settings)
+    slices = micro_slices(0, len(batch.advantages), settings.micro_batch_size)
+    result = None
+    with host.accumulation(len(slices), critic.optimizer):
+        for rows in slices:
+            micro = select_experience(batch, rows)
+            loss = _value_share(micro, critic.model, normalizer, settings, metrics)
+            host.backward(loss, critic.model, critic.optimizer)
+            result = host.optimizer_step(
+                critic.optimizer, critic.model, critic.scheduler, name=critic.name
+            )
+    metrics.add_mean("critic_loss", 0.0, 1.0 / host.world_size)
+    _record_step(critic.name, result, metrics)
+
+
+def _normalizer(batch: ExperienceBatch, host: UpdateHost, settings: LossSettings) -> Tensor:
+    local = local_normalizer(
+        batch.rollouts.response_mask,
+        settings.aggregation,
+        max_response_tokens=settings.max_response_tokens,
+    )
+    return host.all_reduce(local, "sum")
+
+
+def _policy_share(
+    micro: ExperienceBatch,
+    actor: nn.Module,
+    normalizer: Tensor,
+    settings: LossSettings,
+    metrics: StepMetrics,
+) -> Tensor:
+    rollouts, mask = micro.rollouts, micro.rollouts.response_mask
+    output: ActorOutput = actor(
+        rollouts.token_ids,
+        rollouts.attention_mask,
+        scored_mask=mask,
+        temperature=scoring_temperature(rollouts.temperature),
+        entropy="grad" if settings.entropy_coef > 0 else "none",
+        model_inputs=rollouts.model_inputs,
+    )
+    old_logprobs = micro.outputs.old_logprobs
+    token_loss = settings.policy_loss(output.logprobs, old_logprobs, micro.advantages, mask)
+    _record_ratios(token_loss, output.logprobs, old_logprobs, mask, metrics)
+    share = aggregate(token_loss.loss, mask, settings.aggregation, normalizer)
+    metrics.add_mean("policy_loss", share, 0.0)
+    if settings.kl_loss_coef > 0 and micro.outputs.ref_logprobs is not None:
+        kl = estimate_kl(
+            output.logprobs,
+            micro.outputs.ref_logprobs,
+            mask,
+            estimator=settings.kl_estimator,
+            old_logprobs=old_logprobs,
+        )
+        kl_share = aggregate(kl, mask, settings.aggregation, normalizer)
+        share = share + settings.kl_loss_coef * kl_share
+    if settings.entropy_coef > 0 and output.entropy is not None:
+        entropy_share = aggregate(output.entropy, mask, settings.aggregation, normalizer)
+        share = share - settings.entropy_coef * entropy_share
+    return share
+
+
+def _value_share(
+    micro: ExperienceBatch,
+    critic: nn.Module,
+    normalizer: Tensor,
+    settings: LossSettings,
+    metrics: StepMetrics,
+) -> Tensor:
+    rollouts, mask = micro.rollouts, micro.rollouts.response_mask
+    values: Tensor = critic(
+        rollouts.token_ids, rollouts.attention_mask, model_inputs=rollouts.model_inputs
+    )
+    old_values = micro.outputs.values
+    if old_values is None:
+        raise RuntimeError("the critic's values are missing from the experience")
+    loss = clipped_value_loss(values, old_values, micro.returns, mask, clip=settings.value_clip)
+    share = aggregate(loss, mask, settings.aggregation, normalizer)
+    metrics.add_mean("critic_loss", share, 0.0)
+    return share
+
+
+@torch.no_grad()
+def _record_ratios(
+    token_loss: TokenLoss,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    metrics: StepMetrics,
+) -> None:
+    log_ratio = torch.where(mask, logprobs.detach() - old_logprobs, 0.0)
+    metrics.add_masked_mean("ratio_mean", token_loss.ratio, mask)
+    metrics.add_max("ratio_max", token_loss.ratio.where(mask, -torch.inf).amax())
+    metrics.add_masked_mean("clip_fraction_low", token_loss.is_clipped_low, mask)
+    metrics.add_masked_mean("clip_fraction_high", token_loss.is_clipped_high, mask)
+    metrics.add_masked_mean("clamped_share", token_loss.is_clamped, mask)
+    # expm1(d) - d = r - 1 - ln r, without the cancellation near 0.
+    metrics.add_masked_mean("approx_kl", log_ratio.expm1() - log_ratio, mask)
+
+
+def _record_step(name: str, result: OptimizerStepResult | None, metrics: StepMetrics) -> None:
+    if result is None:
+        raise RuntimeError(
+            f"the optimizer of the {name} did not act on the last micro batch of its batch"
+        )
+    prefix = "" if name == "actor" else f"{name}_"
+    is_finite = 0.0 if result.is_skipped else 1.0
+    metrics.add_mean(f"{prefix}grad_norm", result.grad_norm if is_finite else 0.0, is_finite)
+    metrics.add_mean(f"{name}_lr", result.learning_rate, 1.0)
+    metrics.add_mean(f"{prefix}skipped_steps", 1.0 - is_finite, 1.0)
