@@ -43,12 +43,15 @@ class PolicyLoss:
     is_sequence_level: bool = False
 
 
+_CLIPPED = PolicyLoss(
+    clipped_policy_loss,
+    "seq-mean-token-mean",
+    {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
+)
+
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "ppo": PolicyLoss(
-        clipped_policy_loss,
-        "seq-mean-token-mean",
-        {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
-    ),
+    "clipped": _CLIPPED,
+    "ppo": _CLIPPED,
     "dapo": PolicyLoss(
         clipped_policy_loss,
         "token-mean",

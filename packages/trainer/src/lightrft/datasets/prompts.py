@@ -1,0 +1,199 @@
+"""Prompts of a data file, rendered, tokenised and counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.utils.data import Dataset
+
+from lightrft.datasets.errors import DataError
+from lightrft.datasets.files import read_rows
+from lightrft.datasets.render import PromptFormat, check_tokenizer, label_of, render
+from lightrft.datasets.types import Prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from lightrft.datasets.files import Row
+    from lightrft.datasets.render import PromptTokenizer
+
+_TOKENIZER_BATCH = 1000
+_MAX_EXAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What became of the rows of a data file.
+
+    Args:
+        path: The file or folder.
+        num_rows: Rows read before `max_samples` was reached.
+        num_prompts: Prompts kept.
+        num_too_long: Rows dropped because their prompt exceeds `prompt_max_len` tokens.
+        too_long_examples: Places of the first of them.
+        num_without_label: Prompts kept that have no reference answer.
+        max_prompt_tokens: Longest prompt kept, in tokens.
+        columns: Column names of the first row.
+    """
+
+    path: str
+    num_rows: int
+    num_prompts: int
+    num_too_long: int
+    too_long_examples: tuple[str, ...]
+    num_without_label: int
+    max_prompt_tokens: int
+    columns: tuple[str, ...]
+
+    def summary(self) -> str:
+        """One line for a log."""
+        line = f"{self.path}: {self.num_prompts} prompts of at most {self.max_prompt_tokens} tokens"
+        if self.num_too_long:
+            examples = ", ".join(self.too_long_examples)
+            line += f"; dropped {self.num_too_long} over-long (first: {examples})"
+        if self.num_without_label:
+            line += f"; {self.num_without_label} without label"
+        return line
+
+
+class PromptDataset(Dataset[Prompt]):
+    """Prompts in the order of their file.
+
+    Args:
+        prompts: The prompts.
+        report: What became of the rows.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, report: LoadReport) -> None:
+        self.prompts = tuple(prompts)
+        self.report = report
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.prompts[index]
+
+
+def collate_prompts(prompts: list[Prompt]) -> list[Prompt]:
+    """The batch as it is: prompts have different lengths and are padded much later."""
+    return prompts
+
+
+def load_prompts(  # noqa: PLR0913 - one keyword per flag of the command line
+    path: str | Path,
+    tokenizer: PromptTokenizer,
+    *,
+    input_key: str = "input",
+    label_key: str | None = "label",
+    apply_chat_template: bool = False,
+    system_prompt: str | None = None,
+    input_template: str | None = None,
+    prompt_max_len: int = 1024,
+    max_samples: int | None = None,
+    split: str = "train",
+) -> PromptDataset:
+    """Reads, renders and tokenises the prompts of a local file.
+
+    Prompts longer than `prompt_max_len` are dropped and counted in the report.
+
+    Args:
+        path: A JSONL, JSON or Parquet file, or a folder with one per split.
+        tokenizer: A Hugging Face tokenizer. Special tokens are added unless the chat template
+            writes them.
+        input_key, label_key, apply_chat_template, system_prompt, input_template: See
+            `PromptFormat`. The default `label` may be absent from the data; another name may not.
+        prompt_max_len: Longest prompt, in tokens.
+        max_samples: Keep at most this many prompts, from the start; None keeps all.
+        split: Which files of a folder.
+
+    Raises:
+        DataError: the file, a row or the combination of options is unusable, or no prompt is left.
+    """
+    prompt_format = PromptFormat(
+        input_key, label_key, apply_chat_template, system_prompt, input_template
+    )
+    _check_limits(prompt_max_len, max_samples)
+    check_tokenizer(tokenizer, prompt_format)
+    rows = read_rows(path, split=split)
+    _check_label_key(rows, prompt_format)
+    return _build(rows, tokenizer, prompt_format, str(path), prompt_max_len, max_samples)
+
+
+def _build(
+    rows: Sequence[Row],
+    tokenizer: PromptTokenizer,
+    prompt_format: PromptFormat,
+    path: str,
+    prompt_max_len: int,
+    max_samples: int | None,
+) -> PromptDataset:
+    limit = len(rows) if max_samples is None else max_samples
+    prompts: list[Prompt] = []
+    too_long: list[str] = []
+    num_rows = 0
+    while num_rows < len(rows) and len(prompts) < limit:
+        # Rows after the last one that is wanted are not looked at: they may be unusable.
+        batch = rows[num_rows : num_rows + min(_TOKENIZER_BATCH, limit - len(prompts))]
+        for row, prompt in zip(
+            batch, _tokenise(batch, num_rows, tokenizer, prompt_format), strict=True
+        ):
+            if len(prompt.token_ids) > prompt_max_len:
+                too_long.append(row.location)
+            else:
+                prompts.append(prompt)
+        num_rows += len(batch)
+    if not prompts:
+        raise DataError(
+            f"{path}: all {num_rows} prompts exceed prompt_max_len = {prompt_max_len} tokens; "
+            "raise --prompt_max_len"
+        )
+    report = LoadReport(
+        path=path,
+        num_rows=num_rows,
+        num_prompts=len(prompts),
+        num_too_long=len(too_long),
+        too_long_examples=tuple(too_long[:_MAX_EXAMPLES]),
+        num_without_label=sum(prompt.label is None for prompt in prompts),
+        max_prompt_tokens=max(len(prompt.token_ids) for prompt in prompts),
+        columns=tuple(rows[0].columns),
+    )
+    return PromptDataset(prompts, report=report)
+
+
+def _tokenise(
+    rows: Sequence[Row], first_id: int, tokenizer: PromptTokenizer, prompt_format: PromptFormat
+) -> list[Prompt]:
+    texts = [render(row, tokenizer, prompt_format) for row in rows]
+    # A chat template writes the special tokens itself.
+    add_special_tokens = not prompt_format.apply_chat_template
+    token_ids = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+    used = {prompt_format.input_key, prompt_format.label_key}
+    prompts = []
+    for offset, (row, text, ids) in enumerate(zip(rows, texts, token_ids, strict=True)):
+        if not ids:
+            raise DataError(f"{row.location}: the prompt has no tokens: {text[:80]!r}")
+        columns = {name: value for name, value in row.columns.items() if name not in used}
+        label = label_of(row, prompt_format)
+        prompts.append(Prompt(first_id + offset, text, tuple(ids), label, columns))
+    return prompts
+
+
+def _check_limits(prompt_max_len: int, max_samples: int | None) -> None:
+    if prompt_max_len < 1 or (max_samples is not None and max_samples < 1):
+        raise DataError(
+            f"prompt_max_len and max_samples must be at least 1: got {prompt_max_len} and "
+            f"{max_samples}"
+        )
+
+
+def _check_label_key(rows: Sequence[Row], prompt_format: PromptFormat) -> None:
+    key = prompt_format.label_key
+    if key in (None, "label") or any(key in row.columns for row in rows):
+        return
+    raise DataError(
+        f"{rows[0].location}: no column {key!r} for the label, found "
+        f"{', '.join(map(repr, rows[0].columns))}; set --label_key to one of them"
+    )
