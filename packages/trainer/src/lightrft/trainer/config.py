@@ -199,7 +199,7 @@ class TrainConfig(StrategyConfig):
 
     def save(self, path: str | Path) -> None:
         """Write all options as TOML, except secrets and those that are None."""
-        write_toml(self, Path(path))
+        write_toml(self, Path(path), leave_out=UNAVAILABLE)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

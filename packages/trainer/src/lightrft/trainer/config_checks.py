@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
 
     from lightrft.trainer.config import TrainConfig
 
+# The {} right after a letter, as in \\boxed{}, is not the place of the prompt.
+PROMPT_SLOT = re.compile(r"(?<![A-Za-z])\{\}")
 GROUP_ESTIMATORS = ("group_norm", "rloo", "reinforce_baseline")
 
 
@@ -31,13 +34,8 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
         ),
         (
             ("input_template",),
-            lambda: template is not None and "{}" not in template,
+            lambda: template is not None and not PROMPT_SLOT.search(template),
             f"input_template: got {template!r}, expected a text with {{}} where the prompt goes",
-        ),
-        (
-            ("input_template", "apply_chat_template"),
-            lambda: template is not None and config.apply_chat_template,
-            "input_template and apply_chat_template exclude each other: give one of them",
         ),
         (
             ("system_prompt", "apply_chat_template"),

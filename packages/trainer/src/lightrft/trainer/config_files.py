@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from lightrft.strategy.config import PUBLIC_NAMES, SECRET_WORDS, ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from lightrft.strategy.config import StrategyConfig
@@ -28,8 +30,8 @@ def read_toml(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path}: not a TOML file: {err}") from err
 
 
-def write_toml(config: StrategyConfig, path: Path) -> None:
-    """Write the options of `config` in groups; None and secrets are left out.
+def write_toml(config: StrategyConfig, path: Path, *, leave_out: Collection[str]) -> None:
+    """Write the options of `config` in groups; None, secrets and `leave_out` are left out.
 
     The file appears whole or not at all.
     """
@@ -37,7 +39,7 @@ def write_toml(config: StrategyConfig, path: Path) -> None:
     for field in fields(config):
         value = getattr(config, field.name)
         group = field.metadata.get("group")
-        if group is None or value is None or _is_secret(field.name):
+        if group is None or value is None or field.name in leave_out or _is_secret(field.name):
             continue
         groups.setdefault(group, []).append(f"{field.name} = {format_toml(value)}")
     text = "\n\n".join("\n".join([f"# {group}", *lines]) for group, lines in groups.items())
@@ -61,7 +63,7 @@ def format_toml(value: object) -> str:
         return _quote(value)
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(format_toml, value)) + "]"
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         pairs = ", ".join(
             f"{_quote(str(key))} = {format_toml(item)}" for key, item in value.items()
         )

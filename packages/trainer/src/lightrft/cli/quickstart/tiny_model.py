@@ -6,21 +6,18 @@ from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from lightrft.models.loading import save_pretrained
+from lightrft.models.presets import ASSISTANT, CHAT_TEMPLATE, END, PAD, USER, tiny_qwen3_config
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-PAD, END, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"
 WHOLE_TOKENS = ("<think>", "</think>", "\\boxed{")
 CHARACTERS = "\n !\"'()*+,-./0123456789:=>?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz{}"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 
 def build_tokenizer() -> PreTrainedTokenizerBase:
@@ -52,26 +49,16 @@ def build_model(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedM
     The usual initializer_range of 0.02 is too small at this width: the warm start then ends with
     mistakes that no reward can repair.
     """
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=(len(tokenizer) + 31) // 32 * 32,
-        hidden_size=128,
-        head_dim=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        intermediate_size=192,
-        max_position_embeddings=1024,
-        initializer_range=0.06,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return Qwen3ForCausalLM(config)
+    config = tiny_qwen3_config(vocab_size=(len(tokenizer) + 31) // 32 * 32, initializer_range=0.06)
+    config.bos_token_id = None
+    config.eos_token_id = tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
 
 
-def save_pretrained(
+def write_checkpoint(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path
 ) -> None:
     """Write a Hugging Face checkpoint and check that its tokenizer survives loading.
@@ -79,8 +66,7 @@ def save_pretrained(
     Raises:
         RuntimeError: `AutoTokenizer` reads the saved tokenizer as something else.
     """
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    save_pretrained(model, tokenizer, directory)
     sample = f"{USER}What is 457+386?{ASSISTANT}<think>7+6=13</think>\\boxed{{843}}{END}"
     token_ids = tokenizer(sample)["input_ids"]
     loaded = AutoTokenizer.from_pretrained(directory)

@@ -1,0 +1,61 @@
+"""`lightrft init-model`: a tiny random model, to try things out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.names import did_you_mean
+from lightrft.cli.parser import Parser, at_least
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PRESETS = ("tiny-qwen3", "tiny-llama")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft init-model --help`.
+
+    Raises:
+        UsageError: Unknown preset, or the directory is not empty.
+    """
+    parser = Parser(
+        prog="lightrft init-model",
+        description="Write a Hugging Face checkpoint of a tiny model with random weights, "
+        "a byte-level tokenizer and a chat template.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("directory", metavar="DIR", help="Where to write it: new or empty.")
+    parser.add_argument(
+        "--preset", default=PRESETS[0], help=f"{' or '.join(PRESETS)}. Default: {PRESETS[0]}."
+    )
+    parser.add_argument(
+        "--seed", default=0, type=at_least(0), help="Fixes the weights. Default: 0."
+    )
+    options = parser.parse_args(argv)
+    directory = Path(options.directory)
+    if options.preset not in PRESETS:
+        raise UsageError(
+            f"unknown preset {options.preset!r}{did_you_mean(options.preset, PRESETS)}"
+        )
+    require_empty(directory)
+
+    from lightrft.models.presets import write_tiny_model
+
+    write_tiny_model(directory, preset, options.seed)
+    print(f"wrote {preset} with seed {options.seed} to {directory}")
+    return ExitCode.OK
+
+
+def require_empty(directory: Path) -> None:
+    """Refuse to write into a file or a directory that holds something.
+
+    Raises:
+        UsageError: It does; the message names the directory.
+    """
+    if directory.is_file():
+        raise UsageError(f"{directory} is a file: expected a new or empty directory")
+    if directory.is_dir() and any(directory.iterdir()):
+        raise UsageError(f"{directory} is not empty: choose another directory or remove it first")

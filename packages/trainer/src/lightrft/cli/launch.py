@@ -1,0 +1,104 @@
+"""Starting the processes of a run: this one alone, or several under torch's elastic agent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import uuid
+from typing import TYPE_CHECKING
+
+from lightrft.cli.errors import LAUNCHED_BY_LIGHTRFT, ExitCode, WorkerError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+
+def is_worker() -> bool:
+    """Whether a launcher has already given this process its rank."""
+    return "RANK" in os.environ
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on at the moment."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def become_only_process() -> None:
+    """Set the environment variables of a process group of one; those already set are kept."""
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+
+
+def launch(module: str, arguments: Sequence[str], *, nproc_per_node: int) -> int:
+    """Run `python -m module arguments` in several processes of this machine and wait for them.
+
+    Returns:
+        0.
+
+    Raises:
+        WorkerError: A process failed; message and code are those of the first one.
+        KeyboardInterrupt: The user stopped the run; all processes have ended.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ[LAUNCHED_BY_LIGHTRFT] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc_per_node)))
+    # The agent reports a failed worker in a page of its own; ours is one line.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc_per_node,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", module, *arguments)
+    except ChildFailedError as failed:
+        raise worker_error(failed.failures) from None
+    except SignalException as stopped:
+        if stopped.sigval.name == "SIGINT":
+            raise KeyboardInterrupt from None
+        raise WorkerError(f"stopped by {stopped.sigval.name}", ExitCode.TERMINATED) from None
+    finally:
+        del os.environ[LAUNCHED_BY_LIGHTRFT]
+    return ExitCode.OK
+
+
+def worker_error(failures: dict[int, ProcessFailure]) -> WorkerError:
+    """The failure that came first: others are mostly peers that lost their connection to it."""
+    rank = min(failures, key=lambda rank: _failed_at(failures[rank]))
+    failure = failures[rank]
+    report = failure.error_file_data.get("message")
+    code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    if isinstance(report, dict) and "errorCode" in report:
+        return WorkerError(f"rank {rank}: {report['message']}", int(report["errorCode"]))
+    how = failure.message if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    return WorkerError(f"rank {rank} ended without a word: {how}", code)
+
+
+def _failed_at(failure: ProcessFailure) -> tuple[bool, float]:
+    """Sort key: reports of an error by their time, before processes that were only ended."""
+    report = failure.error_file_data.get("message")
+    if isinstance(report, dict) and "seconds" in report:
+        return (False, float(report["seconds"]))
+    return (failure.exitcode == -15, float(failure.timestamp))

@@ -1,0 +1,73 @@
+"""The `lightrft` command: finds the subcommand and imports only what that one needs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from lightrft.cli.errors import UsageError, run_guarded
+from lightrft.cli.names import did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+COMMANDS = {
+    "quickstart": ("lightrft.cli.quickstart.command", "a complete run in two minutes on a CPU"),
+    "train": ("lightrft.cli.train", "fine-tune a language model by reinforcement learning"),
+    "init-model": ("lightrft.cli.init_model", "write a tiny model with random weights"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code (`lightrft.cli.errors.ExitCode`).
+
+    Args:
+        argv: Arguments without the program's name; None takes those of the process.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return run_guarded("lightrft", lambda: _dispatch(arguments))
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    name, *rest = arguments
+    if name in ("-V", "--version"):
+        print(f"lightrft {installed_version()}")
+        return 0
+    if name not in COMMANDS:
+        raise UsageError(f"unknown command {name!r}{did_you_mean(name, COMMANDS)}")
+    command = importlib.import_module(COMMANDS[name][0])
+    code: int = command.run(rest)
+    return code
+
+
+def usage() -> str:
+    """The text of `lightrft --help`."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: lightrft COMMAND [OPTIONS]",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "lightrft COMMAND --help explains one command; lightrft --version prints the version.",
+        ]
+    )
+
+
+def installed_version() -> str:
+    """Version of the installed lightrft-trainer, or "unknown" in a bare source tree."""
+    try:
+        return version("lightrft-trainer")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""What can be known about the input before torch is imported and a model is built."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.datasets.files import read_rows
+from lightrft.datasets.render import PromptFormat, render
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from lightrft.trainer.config import TrainConfig
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
+MODEL_FILES = {
+    "configuration": ("config.json",),
+    "tokenizer": ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
+    "weights": ("*.safetensors", "pytorch_model*.bin"),
+}
+
+
+def check_paths(config: TrainConfig) -> list[str]:
+    """What is missing among the model, the data and the rewards, one line each."""
+    problems = []
+    if config.pretrain is None:
+        problems.append("--pretrain is missing: give a model directory, see lightrft init-model")
+    else:
+        problems += model_problems("--pretrain", config.pretrain)
+    if isinstance(config.critic_pretrain, str):
+        problems += model_problems("--critic_pretrain", config.critic_pretrain)
+    if config.prompt_data is None:
+        problems.append("--prompt_data is missing: give a JSONL, JSON or Parquet file")
+    if not config.reward_fn:
+        problems.append("--reward_fn is missing: give boxed_math, gsm8k or FILE.py:FUNCTION")
+    return problems
+
+
+def model_problems(flag: str, name: str) -> list[str]:
+    """What a model directory lacks; a hub id (owner/name) is left to transformers."""
+    directory = Path(name)
+    if not directory.is_dir():
+        if HUB_ID.match(name) and not directory.parent.is_dir():
+            return []
+        return [f"{flag}: no model directory at {name}"]
+    return [
+        f"{flag}: no {what} in {name}: expected {' or '.join(patterns)}"
+        for what, patterns in MODEL_FILES.items()
+        if not any(any(directory.glob(pattern)) for pattern in patterns)
+    ]
+
+
+def check_data(config: TrainConfig) -> None:
+    """Read and render every row of the training and evaluation data, without a tokenizer.
+
+    Raises:
+        DataError: A file is missing, malformed or empty, or a row lacks its prompt.
+    """
+    prompt_format = PromptFormat(
+        input_key=config.input_key,
+        label_key=config.label_key,
+        apply_chat_template=config.apply_chat_template,
+        system_prompt=config.system_prompt,
+        input_template=config.input_template,
+    )
+    for path in filter(None, (config.prompt_data, config.eval_data)):
+        for row in read_rows(path):
+            render(row, _PlainTokenizer(), prompt_format)
+
+
+class _PlainTokenizer:
+    """Stands in for the model's tokenizer: rendering itself is checked when that is loaded."""
+
+    chat_template: str | None = "plain"
+
+    def __call__(
+        self, text: list[str], *, add_special_tokens: bool
+    ) -> Mapping[str, list[list[int]]]:
+        """No token ids."""
+        return {"input_ids": [[] for _ in text]}
+
+    def apply_chat_template(
+        self,
+        conversation: Iterable[Mapping[str, object]],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+    ) -> object:
+        """The contents of the messages."""
+        return "\n".join(str(message["content"]) for message in conversation)

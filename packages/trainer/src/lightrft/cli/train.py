@@ -1,0 +1,118 @@
+"""`lightrft train`: options, checks of the input, processes, and then the run itself."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.cli.errors import ExitCode, run_guarded
+from lightrft.cli.launch import become_only_process, is_worker, launch
+from lightrft.cli.options import add_options, merge_options, normalise, unknown_flags
+from lightrft.cli.parser import Parser, at_least
+from lightrft.cli.preflight import check_data, check_paths
+from lightrft.strategy.config import ConfigError
+from lightrft.trainer.config_checks import batch_problems
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightrft.trainer.config import TrainConfig
+
+EPILOG = """\
+Boolean options have a negative form, --no_NAME. Options may stand in TOML files as well
+(--config a.toml b.toml): later files win over earlier ones, flags over files.
+
+exit codes: 0 done, 1 unexpected error, 2 usage, 4 data, 5 reward function, 8 verification of
+weights, 130 interrupted
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft train --help`.
+
+    Raises:
+        ConfigError: Options that cannot be run; one line for each problem.
+        UsageError: Arguments that cannot be read.
+        DataError: Prompts that cannot be read.
+    """
+    config, nproc_per_node = parse(argv)
+    if not is_worker():
+        check_data(config)
+        warn_ineffective(config)
+        if nproc_per_node > 1:
+            return launch("lightrft.cli.train", argv, nproc_per_node=nproc_per_node)
+        become_only_process()
+    return train(config)
+
+
+def warn_ineffective(config: TrainConfig) -> None:
+    """Name the options that do nothing in the chosen mode.
+
+    Raises:
+        ConfigError: There are some, and --strict is given.
+    """
+    found = config.ineffective_options()
+    if found and config.strict:
+        raise ConfigError("\n".join(found))
+    for text in found:
+        print(f"lightrft train: warning: {text}", file=sys.stderr)
+
+
+def train(config: TrainConfig) -> int:
+    """Train as one of the processes of a run, whose rank is in the environment."""
+    from lightrft.trainer.assembly import run_training
+
+    run_training(config)
+    return ExitCode.OK
+
+
+def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
+    """The configuration and the number of processes on this node.
+
+    Raises:
+        ConfigError: Unknown names, wrong values, missing files; all of them at once.
+        UsageError: Arguments that cannot be read.
+    """
+    parsed, unknown = build_parser().parse_known_args(normalise(argv))
+    flags = vars(parsed)
+    files, processes = flags.pop("config"), flags.pop("nproc_per_node")
+    config, problems = merge_options([Path(name) for name in files], flags)
+    problems = unknown_flags(unknown) + problems
+    if not problems:
+        problems += batch_problems(config, int(os.environ.get("WORLD_SIZE", processes)))
+        problems += check_paths(config)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config, processes
+
+
+def build_parser() -> Parser:
+    """The parser of `lightrft train`; options that are not given leave no trace."""
+    parser = Parser(
+        prog="lightrft train",
+        description="Fine-tune a language model by reinforcement learning.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    start = parser.add_argument_group("start")
+    start.add_argument(
+        "--config", nargs="+", default=[], metavar="FILE.toml", help="Files with options."
+    )
+    start.add_argument(
+        "--nproc_per_node",
+        default=1,
+        type=at_least(1),
+        metavar="N",
+        help="Processes to start on this machine. Default: 1.",
+    )
+    add_options(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded("lightrft train", lambda: run(sys.argv[1:])))

@@ -1,0 +1,82 @@
+"""Text of flags and values of TOML files as the types that a configuration declares."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+
+
+def alternatives(hint: object) -> tuple[object, ...]:
+    """The members of a union, or the annotation alone."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def convert(value: object, hint: object) -> object:
+    """A value as the annotated type; one that does not fit stays as it is.
+
+    The configuration itself reports values of the wrong type, all at once.
+    """
+    kinds = alternatives(hint)
+    if isinstance(value, str):
+        return _from_text(value, kinds)
+    if isinstance(value, list):
+        return _from_list(value, kinds)
+    if float in kinds and int not in kinds and isinstance(value, int) and value is not True:
+        return float(value)
+    return value
+
+
+def _from_text(text: str, kinds: tuple[object, ...]) -> object:
+    if type(None) in kinds and text.lower() == "none":
+        return None
+    for kind in (int, float):
+        if kind in kinds:
+            return _number(text, kind)
+    return text
+
+
+def _from_list(items: list[object], kinds: tuple[object, ...]) -> object:
+    origins = [typing.get_origin(kind) for kind in kinds]
+    if Mapping in origins and all(isinstance(item, str) for item in items):
+        return pairs([str(item) for item in items])
+    if tuple not in origins:
+        return items
+    item_hint = typing.get_args(kinds[origins.index(tuple)])[0]
+    return tuple(convert(item, item_hint) for item in items)
+
+
+def _number(text: str, kind: type[int] | type[float]) -> object:
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    if kind is float:
+        return number
+    return int(number) if number.is_integer() else text
+
+
+def pairs(items: list[str]) -> dict[str, str | int | float | bool] | str:
+    """KEY=VALUE items as a mapping; numbers, true and false are recognised.
+
+    Text without an equals sign comes back as it is, for the configuration to report.
+    """
+    made: dict[str, str | int | float | bool] = {}
+    for item in items:
+        name, sign, text = item.partition("=")
+        if not sign:
+            return item
+        made[name] = _scalar(text)
+    return made
+
+
+def _scalar(text: str) -> str | int | float | bool:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
