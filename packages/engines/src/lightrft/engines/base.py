@@ -40,6 +40,8 @@ class RolloutEngine(ABC):
     name: str
     runs_on_every_rank: bool = True
     """Whether all ranks of a tensor-parallel group must call `generate` (SPMD executors)."""
+    computes_model: bool = True
+    """Whether it computes the trainer's model, so that logprobs of the two can be compared."""
 
     def __init__(self) -> None:
         self.status = EngineStatus.WAKEUP

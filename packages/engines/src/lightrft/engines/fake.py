@@ -43,6 +43,7 @@ class FakeEngine(LocalEngine):
     """
 
     name = "fake"
+    computes_model = False
 
     def __init__(
         self,

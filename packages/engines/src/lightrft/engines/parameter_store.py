@@ -57,10 +57,7 @@ class ParameterStore:
         """Writes pieces into storage; see `RolloutEngine.load_weights`."""
         self._require_resident("load_weights")
         if self.is_aliased:
-            raise RuntimeError(
-                f"the {self._engine_name} engine shares the trainer's storage (alias_weights); "
-                "there is nothing to load"
-            )
+            self._stop_sharing()
         for piece in pieces:
             self.transaction.accept(piece)
             flat = self._parameters[piece.name].data.view(-1)
@@ -84,6 +81,12 @@ class ParameterStore:
         self.is_aliased = True
         self.transaction.unwritten.clear()
         return True
+
+    def _stop_sharing(self) -> None:
+        """Takes storage of its own again: that of the trainer is not to be written."""
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.clone()
+        self.is_aliased = False
 
     def release(self, level: int) -> None:
         """Level 1 moves weights to the host, level 2 frees them; aliased ones stay untouched."""

@@ -1,0 +1,104 @@
+"""Parameters held by a DeepSpeed engine, read partition by partition without gathering any."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch.distributed as dist
+
+from lightrft.strategy.parameter_source import (
+    ModuleSource,
+    SourceParameter,
+    checkpoint_module,
+    module_parameter_source,
+    tied_parameter_names,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype, nn
+    from torch.distributed import ProcessGroup
+
+    from lightrft.strategy.parameter_source import FlatRange
+
+
+class ZeroEngine(Protocol):
+    """What is read of a `DeepSpeedEngine`."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are partitioned (stage 3)."""
+
+
+class _PartitionedParameter(Protocol):
+    """What stage 3 attaches to a parameter."""
+
+    requires_grad: bool
+    dtype: dtype
+    ds_shape: tuple[int, ...]
+    ds_numel: int
+    ds_tensor: Tensor
+    ds_process_group: ProcessGroup
+
+
+def zero_parameter_source(engine: ZeroEngine) -> ModuleSource:
+    """The source of a model inside a DeepSpeed engine, at any ZeRO stage.
+
+    Stages 0 to 2: the module's own parameters, in the dtype the forward uses (with bf16 the
+    rounded copies of the fp32 masters, refreshed at the end of every step). Stage 3: each rank's
+    partition, padding cut off.
+
+    Args:
+        engine: What `deepspeed.initialize` returned.
+
+    Raises:
+        ValueError: Partitions lie on NVMe or are stored quantised, or differ in their ranks.
+    """
+    if not engine.zero_optimization_partition_weights():
+        return module_parameter_source(engine.module)
+    root = checkpoint_module(engine.module)
+    entries: list[SourceParameter] = []
+    group: ProcessGroup | None = None
+    for name, parameter in root.named_parameters():
+        partitioned = cast("_PartitionedParameter", parameter)
+        if group is not None and partitioned.ds_process_group is not group:
+            raise ValueError(
+                f"all parameters must be partitioned over the same ranks: got {name!r} on "
+                f"{dist.get_process_group_ranks(partitioned.ds_process_group)} and others on "
+                f"{dist.get_process_group_ranks(group)}"
+            )
+        group = partitioned.ds_process_group
+        entries.append(_partitioned_parameter(name, partitioned))
+    if group is not None and dist.get_world_size(group) == 1:
+        group = None
+    return ModuleSource(engine.module, tuple(entries), group, tied_parameter_names(root))
+
+
+def _partitioned_parameter(name: str, parameter: _PartitionedParameter) -> SourceParameter:
+    group = parameter.ds_process_group
+    shards = partition_ranges(parameter.ds_numel, dist.get_world_size(group))
+    start, stop = shards[dist.get_rank(group)]
+    partition = parameter.ds_tensor.detach()
+    if partition.dtype != parameter.dtype or partition.numel() < stop - start:
+        raise ValueError(
+            f"the partition of {name!r} must be in memory as {parameter.dtype} with at least "
+            f"{stop - start} elements: got {partition.numel()} of {partition.dtype}; do not use "
+            "NVMe offload or quantised weights together with a rollout engine"
+        )
+    return SourceParameter(
+        checkpoint_name=name,
+        shape=tuple(parameter.ds_shape),
+        shards=shards,
+        local_shard=partition.view(-1)[: stop - start],
+        frozen=not parameter.requires_grad,
+    )
+
+
+def partition_ranges(numel: int, num_ranks: int) -> tuple[FlatRange, ...]:
+    """Flat range of each rank: equal partitions of the tensor padded to a multiple of the ranks."""
+    partition_size = -(-numel // num_ranks)
+    bounds = [min(rank * partition_size, numel) for rank in range(num_ranks + 1)]
+    return tuple(itertools.pairwise(bounds))

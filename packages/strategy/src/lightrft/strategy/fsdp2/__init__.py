@@ -1,0 +1,1 @@
+"""Fully sharded data parallelism on DTensors."""

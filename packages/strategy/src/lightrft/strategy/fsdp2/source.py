@@ -1,0 +1,112 @@
+"""Parameters sharded by FSDP2, read shard by shard without gathering any."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, cast
+
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from lightrft.strategy.parameter_source import (
+    ModuleSource,
+    SourceParameter,
+    checkpoint_module,
+    tied_parameter_names,
+    whole_parameter,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed import ProcessGroup
+
+    from lightrft.strategy.parameter_source import FlatRange
+
+
+def fsdp2_parameter_source(module: nn.Module) -> ModuleSource:
+    """The source of a model wrapped by `fully_shard`, on a flat or hybrid mesh.
+
+    Side effect: units that are unsharded between forwards are resharded, because their registered
+    parameters are temporary copies until then.
+
+    Args:
+        module: The wrapped actor or bare model.
+
+    Raises:
+        ValueError: A parameter is sharded along another dimension than its first, or over more
+            than one mesh dimension, or two parameters are sharded over different ranks.
+    """
+    reshard_modules(module)
+    root = checkpoint_module(module)
+    entries: list[SourceParameter] = []
+    group: ProcessGroup | None = None
+    for name, parameter in root.named_parameters():
+        if not isinstance(parameter, DTensor):
+            entries.append(whole_parameter(name, parameter))
+            continue
+        parameter_group = _shard_group(name, parameter)
+        entry = _sharded_parameter(name, parameter, parameter_group)
+        entries.append(entry)
+        if not entry.is_sharded:
+            continue
+        if group is not None and parameter_group is not group:
+            raise ValueError(
+                f"all parameters must be sharded over the same ranks: got {name!r} on "
+                f"{dist.get_process_group_ranks(parameter_group)} and others on "
+                f"{dist.get_process_group_ranks(group)}"
+            )
+        group = parameter_group
+    return ModuleSource(module, tuple(entries), group, tied_parameter_names(root))
+
+
+def reshard_modules(module: nn.Module) -> None:
+    """Frees every unit's gathered parameters; the shards take their place."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
+
+
+def _shard_group(name: str, parameter: DTensor) -> ProcessGroup:
+    """The ranks of the one mesh dimension over which the parameter is sharded."""
+    placements = parameter.placements
+    sharded_dims = [dim for dim, place in enumerate(placements) if not place.is_replicate()]
+    if len(sharded_dims) != 1 or placements[sharded_dims[0]] != Shard(0):
+        raise ValueError(
+            f"a parameter must be sharded once, along its first dimension: got {placements} for "
+            f"{name!r}; leave shard_placement_fn unset"
+        )
+    return parameter.device_mesh.get_group(sharded_dims[0])
+
+
+def _sharded_parameter(name: str, parameter: DTensor, group: ProcessGroup) -> SourceParameter:
+    local = cast("DTensor", parameter.detach()).to_local()
+    shards = chunk_ranges(tuple(parameter.shape), dist.get_world_size(group))
+    start, stop = shards[dist.get_rank(group)]
+    if local.numel() != stop - start or not local.is_contiguous():
+        raise ValueError(
+            f"the shard of {name!r} must be the contiguous range [{start}, {stop}) of shape "
+            f"{tuple(parameter.shape)}: got a shard of shape {tuple(local.shape)}"
+        )
+    return SourceParameter(
+        checkpoint_name=name,
+        shape=tuple(parameter.shape),
+        shards=shards,
+        local_shard=local.view(-1),
+        frozen=not parameter.requires_grad,
+        is_aliasable=len(shards) == 1,
+    )
+
+
+def chunk_ranges(shape: tuple[int, ...], num_ranks: int) -> tuple[FlatRange, ...]:
+    """Flat range of each rank's rows as `torch.chunk` divides the first dimension.
+
+    Every rank but the last non-empty one holds ceil(rows / num_ranks) rows; some may hold none.
+    """
+    num_rows = shape[0]
+    row_size = 1
+    for size in shape[1:]:
+        row_size *= size
+    rows_per_rank = -(-num_rows // num_ranks)
+    bounds = [min(rank * rows_per_rank, num_rows) * row_size for rank in range(num_ranks + 1)]
+    return tuple(itertools.pairwise(bounds))

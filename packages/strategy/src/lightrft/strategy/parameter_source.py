@@ -1,0 +1,164 @@
+"""Where a weight sync reads the trainer's parameters: names, shards and values of one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+FlatRange = tuple[int, int]
+AddLocal = Callable[[str, int, Tensor], None]
+"""`add_local(name, start, values)` adds in place to float32 `values`, the elements from `start`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceParameter:
+    """One parameter of the trainer, as far as this rank holds it.
+
+    Args:
+        checkpoint_name: Name in a Hugging Face checkpoint.
+        shape: Full, unsharded shape.
+        shards: `shards[r] = (start, stop)` is the flat range of the full tensor on rank r of the
+            source's group; the single entry `(0, numel)` means that every rank holds all of it.
+        local_shard: 1-D tensor with this rank's range. It shares the trainer's storage.
+        frozen: Whether training never changes it.
+        is_aliasable: Whether the shard is whole and is the storage that training updates, so that
+            an engine can share it for good.
+
+    Raises:
+        ValueError: The shard is not flat, or too large or small for every one of the ranges.
+    """
+
+    checkpoint_name: str
+    shape: tuple[int, ...]
+    shards: tuple[FlatRange, ...]
+    local_shard: Tensor
+    frozen: bool
+    is_aliasable: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = {stop - start for start, stop in self.shards}
+        if self.local_shard.dim() != 1 or self.local_shard.numel() not in sizes:
+            raise ValueError(
+                f"the local shard of {self.checkpoint_name!r} must be 1-D with one of the sizes "
+                f"{sorted(sizes)}: got shape {tuple(self.local_shard.shape)}"
+            )
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold different ranges."""
+        return len(self.shards) > 1
+
+
+class ParameterSource(Protocol):
+    """The parameters of one model as a strategy holds them now."""
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module whose parameters these are."""
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks that hold the shards, in the order of `SourceParameter.shards`."""
+
+    @property
+    def tied_names(self) -> Mapping[str, str]:
+        """Second names of parameters -> the name under which `parameters` lists them."""
+
+    @property
+    def add_local(self) -> AddLocal | None:
+        """Adds what is not in the stored weights (adapters) to a range of one parameter."""
+
+    def parameters(self) -> Sequence[SourceParameter]:
+        """All parameters, tied ones once, in the same order on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSource:
+    """A source with a fixed list of parameters; see `ParameterSource`.
+
+    Args:
+        owner: The module whose parameters these are.
+        entries: What `parameters` returns.
+        group: The ranks that hold the shards; None if nothing is sharded.
+        tied_names: Second names of tied parameters -> the name in `entries`.
+        add_local: Adds adapters to a range of one parameter, or None.
+    """
+
+    owner: nn.Module
+    entries: tuple[SourceParameter, ...]
+    group: ProcessGroup | None = None
+    tied_names: Mapping[str, str] = field(default_factory=dict)
+    add_local: AddLocal | None = None
+
+    def parameters(self) -> Sequence[SourceParameter]:
+        """The entries."""
+        return self.entries
+
+
+def checkpoint_module(module: nn.Module) -> nn.Module:
+    """The part of a model whose parameter names are those of its Hugging Face checkpoint.
+
+    An actor or critic wraps a transformers model as its child `model`; a bare transformers model,
+    which may have a child of that name too, is its own checkpoint module.
+    """
+    from transformers import PreTrainedModel
+
+    is_bare: bool = isinstance(module, PreTrainedModel)
+    if is_bare:
+        return module
+    child = dict(module.named_children()).get("model")
+    return module if child is None else child
+
+
+def tied_parameter_names(module: nn.Module) -> dict[str, str]:
+    """Second names of parameters that occur more than once -> their first name."""
+    first_names: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first_name = first_names.setdefault(id(parameter), name)
+        if first_name != name:
+            tied[name] = first_name
+    return tied
+
+
+def module_parameter_source(module: nn.Module) -> ModuleSource:
+    """The source of a model whose parameters are whole on every rank.
+
+    Args:
+        module: An actor (its child `model` is read) or a bare model.
+    """
+    root = checkpoint_module(module)
+    entries = tuple(whole_parameter(name, value) for name, value in root.named_parameters())
+    return ModuleSource(module, entries, tied_names=tied_parameter_names(root))
+
+
+def whole_parameter(name: str, parameter: Tensor) -> SourceParameter:
+    """A source entry for a parameter that this rank, and every other, holds whole."""
+    values = parameter.detach()
+    return SourceParameter(
+        checkpoint_name=name,
+        shape=tuple(parameter.shape),
+        shards=((0, values.numel()),),
+        # A copy if the values are strided.
+        local_shard=values.reshape(-1),
+        frozen=not parameter.requires_grad,
+        is_aliasable=values.is_contiguous(),
+    )
+
+
+def local_rank_in(group: ProcessGroup | None) -> int:
+    """This rank's index in the gather group; 0 without one."""
+    return 0 if group is None else torch.distributed.get_rank(group)
