@@ -1,0 +1,471 @@
+"""Typed configuration of a training strategy. Standard library only."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import functools
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Literal, Self, TypeVar
+
+if typing.TYPE_CHECKING:
+    from argparse import Namespace
+
+T = TypeVar("T")
+EngineType = Literal["vllm", "sglang", "hf", "fake", "auto"]
+ENGINE_TYPES: tuple[str, ...] = typing.get_args(EngineType)
+SECRET_WORDS = ("key", "token", "secret", "password", "passwd", "credential", "wandb")
+# Column names and labels, not secrets.
+PUBLIC_NAMES = frozenset(
+    {"input_key", "label_key", "images_key", "reference_key"}
+    | {"wandb_project", "wandb_run_name", "wandb_group", "wandb_org"}
+)
+_NO_DEFAULT = object()
+
+
+class ConfigError(ValueError):
+    """One or more configuration values are wrong; the message lists all of them."""
+
+
+def option(
+    default: T,
+    text: str,
+    *,
+    group: str,
+    choices: tuple[object, ...] | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+) -> T:
+    """A dataclass field that carries its own help, group and legal values.
+
+    Args:
+        default: Value when nothing is given.
+        text: One sentence of help.
+        group: Heading under which the option is listed.
+        choices: All legal values, or None.
+        at_least, at_most: Inclusive bounds of a number.
+        above: Exclusive lower bound of a number.
+    """
+    metadata = {
+        "help": text,
+        "group": group,
+        "choices": choices,
+        "at_least": at_least,
+        "at_most": at_most,
+        "above": above,
+    }
+    made: T = field(default=default, metadata=metadata)
+    return made
+
+
+@dataclass(kw_only=True)
+class StrategyConfig:
+    """All that a strategy needs to know; every field has a default.
+
+    Unknown arguments given to `from_args` are kept in `extra_args` and read by `get_extra_arg`.
+    Subclasses add fields and extend `problems` and `ineffective_options`.
+
+    Raises:
+        ConfigError: Values of wrong type or out of range; one message names every such field.
+    """
+
+    # Training
+    seed: int = option(42, "Seed of all random number generators.", group="training", at_least=0)
+    max_norm: float = option(
+        1.0, "Global gradient norm above which gradients are scaled down; 0 never clips.",
+        group="training", at_least=0,
+    )  # fmt: skip
+    micro_train_batch_size: int = option(
+        1, "Samples per rank in one forward and backward pass.", group="training", at_least=1
+    )
+    train_batch_size: int = option(
+        128, "Samples per optimizer step over all ranks.", group="training", at_least=1
+    )
+    bf16: bool | None = option(
+        None, "Compute in bfloat16; unset means yes on a GPU and float32 on a CPU.",
+        group="training",
+    )  # fmt: skip
+    actor_learning_rate: float = option(
+        1e-6, "Peak learning rate of the actor.", group="training", at_least=0
+    )
+    critic_learning_rate: float = option(
+        9e-6, "Peak learning rate of the critic.", group="training", at_least=0
+    )
+    adam_betas: tuple[float, float] = option(
+        (0.9, 0.95), "Adam's decay rates of the two moments.", group="training"
+    )
+    l2: float = option(0.0, "Decoupled weight decay of matrices.", group="training", at_least=0)
+    lr_warmup_ratio: float = option(
+        0.03, "Share of all optimizer steps in which the learning rate rises.",
+        group="training", at_least=0, at_most=1,
+    )  # fmt: skip
+    gradient_checkpointing: bool = option(
+        False, "Recompute activations in the backward pass.", group="training"
+    )
+    packing_samples: bool = option(
+        False, "Pack several samples into one row without padding.", group="training"
+    )
+    use_mp_opt: bool = option(
+        False, "FSDP2: bfloat16 parameters with float32 master copies in the optimizer.",
+        group="training",
+    )  # fmt: skip
+    fused_linear_logprob: bool = option(
+        False, "Compute logprobs and output projection together, in chunks.", group="training"
+    )
+    chunk_size: int = option(
+        4096, "Tokens per chunk of the fused output projection.", group="training", at_least=1
+    )
+
+    # Distributed
+    fsdp: bool = option(False, "Use FSDP2 instead of DeepSpeed ZeRO.", group="distributed")
+    zero_stage: int = option(2, "DeepSpeed ZeRO stage.", group="distributed", choices=(0, 1, 2, 3))
+    fsdp_cpu_offload: bool = option(
+        False, "FSDP2: keep parameters, gradients and optimizer states on the CPU.",
+        group="distributed",
+    )  # fmt: skip
+    adam_offload: bool = option(
+        False, "Keep Adam's states on the CPU (FSDP2: between training phases).",
+        group="distributed",
+    )  # fmt: skip
+    zpg: int = option(
+        1, "ZeRO++ secondary partition size; 1 is off.", group="distributed", at_least=1
+    )
+    grad_accum_dtype: str | None = option(
+        None, "DeepSpeed: dtype in which gradients accumulate.", group="distributed",
+        choices=(None, "fp32", "bf16", "fp16"),
+    )  # fmt: skip
+    overlap_comm: bool = option(
+        False, "DeepSpeed: reduce gradients while the backward pass runs.", group="distributed"
+    )
+    sp_size: int = option(
+        1, "Ranks that share one sequence (sequence parallelism).", group="distributed", at_least=1
+    )
+    local_rank: int = option(
+        -1, "Index of this process' device on its node; -1 reads LOCAL_RANK.",
+        group="distributed", at_least=-1,
+    )  # fmt: skip
+    mixed_mm_data: bool = option(
+        False, "Ranks may differ in having images; the vision tower stays in FSDP2's root unit.",
+        group="distributed",
+    )  # fmt: skip
+    timeout_minutes: float = option(
+        60.0, "Deadline of every collective and of every phase.", group="distributed", above=0
+    )
+
+    # Inference engine
+    engine_type: str = option("vllm", "Rollout engine.", group="engine", choices=ENGINE_TYPES)
+    engine_tp_size: int = option(
+        1, "Ranks that share one engine (tensor parallelism).", group="engine", at_least=1
+    )
+    engine_mem_util: float = option(
+        0.5, "Share of device memory the engine may take.", group="engine", above=0, at_most=1
+    )
+    enable_engine_sleep: bool = option(
+        True, "Release the engine's memory while the trainer runs.", group="engine"
+    )
+    engine_args: Mapping[str, str | int | float | bool] | None = option(
+        None, "Further options under the engine's own names.", group="engine"
+    )
+    max_len: int | None = option(
+        None, "Longest prompt plus completion, in tokens.", group="engine", at_least=1
+    )
+    weight_bucket_mb: int = option(
+        256, "Size of one weight transfer bucket.", group="engine", at_least=1
+    )
+    verify_weight_sync: bool = option(
+        True, "Compare hashes of the trainer's and the engine's weights.", group="engine"
+    )
+    rm_use_engine: bool = option(False, "Serve reward models by an engine.", group="engine")
+    rm_engine_cudagraph: bool = option(False, "CUDA graphs in the reward engine.", group="engine")
+
+    # Models and data
+    pretrain: str | None = option(None, "Checkpoint directory of the actor.", group="models")
+    critic_pretrain: str | bool | None = option(
+        False, "Checkpoint directory of the critic; unset trains no critic.", group="models"
+    )
+    remote_rm_url: str | tuple[str, ...] | None = option(
+        None, "Address of a reward service; local reward models are then left alone.",
+        group="models",
+    )  # fmt: skip
+    pretrain_data: str | None = option(None, "Text mixed into the loss.", group="models")
+
+    # Rollouts and rewards
+    micro_rollout_batch_size: int = option(
+        2, "Samples per rank in one forward pass before training.", group="rollout", at_least=1
+    )
+    n_samples_per_prompt: int = option(8, "Completions per prompt.", group="rollout", at_least=1)
+    advantage_estimator: str = option("group_norm", "Advantage estimator.", group="rollout")
+    use_kl_loss: bool = option(False, "Add the KL divergence to the loss.", group="rollout")
+    kl_estimator: str = option(
+        "k3", "Estimator of the KL divergence.", group="rollout", choices=("k1", "k2", "k3")
+    )
+    advantages_norm: bool = option(False, "Normalise advantages over all ranks.", group="rollout")
+    advantage_clip: float = option(
+        0.0, "Clip advantages to this magnitude; 0 is off.", group="rollout", at_least=0
+    )
+    reward_clip: float = option(
+        0.0, "Clip rewards to this magnitude; 0 is off.", group="rollout", at_least=0
+    )
+    reward_running_norm: bool = option(
+        False, "Divide rewards by their running standard deviation.", group="rollout"
+    )
+    reward_running_norm_minus_mean: bool = option(
+        False, "Subtract the running mean as well.", group="rollout"
+    )
+    overlong_buffer: bool = option(False, "Punish overlong responses softly.", group="rollout")
+    overlong_buffer_len: int = option(
+        1024, "Tokens before the limit in which the punishment rises.", group="rollout", at_least=1
+    )
+    overlong_buffer_penalty_factor: float = option(
+        1.0, "Punishment at the limit.", group="rollout", at_least=0
+    )
+    dynamic_sampling: bool = option(
+        False, "Draw again for groups whose rewards are all equal.", group="rollout"
+    )
+
+    # Monitoring
+    log_dir: str | None = option(
+        None, "Folder of logs and of length distributions.", group="monitoring"
+    )
+    plot_every: int = option(
+        -1, "Write the generation length distribution every N steps; 0 or less never.",
+        group="monitoring",
+    )  # fmt: skip
+    use_tensorboard: str | bool | None = option(
+        False, "Folder of TensorBoard logs.", group="monitoring"
+    )
+    strict: bool = option(
+        False, "Options without effect are errors instead of warnings.", group="monitoring"
+    )
+
+    extra_args: dict[str, object] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        found = self.problems()
+        if found:
+            raise ConfigError("invalid configuration:\n  " + "\n  ".join(found))
+
+    def problems(self) -> list[str]:
+        """What is wrong with the values, one line per problem; empty if nothing is."""
+        hints = _type_hints(type(self))
+        found = []
+        for entry in fields(self):
+            if entry.name != "extra_args":
+                found += _check_field(entry, self.__dict__[entry.name], hints[entry.name])
+        betas = self.adam_betas
+        if isinstance(betas, tuple) and not all(_is_number(b) and 0 <= b < 1 for b in betas):
+            found.append(f"adam_betas: got {betas!r}, expected two numbers in [0, 1)")
+        return found
+
+    def ineffective_options(self) -> list[str]:
+        """Options that were changed but do nothing in the chosen mode, one sentence each."""
+        rules = (
+            (self.fsdp_cpu_offload and not self.fsdp, "fsdp_cpu_offload acts only with fsdp"),
+            (self.use_mp_opt and not self.fsdp, "use_mp_opt acts only with fsdp"),
+            (self.mixed_mm_data and not self.fsdp, "mixed_mm_data acts only with fsdp"),
+            (
+                self.fsdp and self.fsdp_cpu_offload and self.adam_offload,
+                "adam_offload has no effect: fsdp_cpu_offload keeps Adam's states on the CPU",
+            ),
+            (self.fsdp and self.zpg != 1, "zpg acts only with DeepSpeed"),
+            (self.fsdp and self.overlap_comm, "overlap_comm acts only with DeepSpeed"),
+            (
+                self.fsdp and self.grad_accum_dtype is not None,
+                "grad_accum_dtype acts only with DeepSpeed",
+            ),
+            (self.rm_use_engine, "rm_use_engine: reward models run in the trainer's process"),
+            (self.rm_engine_cudagraph, "rm_engine_cudagraph: no reward engine exists"),
+            (
+                self.plot_every > 0 and self.log_dir is None,
+                "plot_every writes no files without log_dir",
+            ),
+        )
+        return [text for applies, text in rules if applies]
+
+    @classmethod
+    def from_args(cls, args: Namespace | Mapping[str, object] | StrategyConfig | None) -> Self:
+        """Builds a configuration from parsed arguments, a mapping or another configuration.
+
+        Unknown names go to `extra_args`. A None for a field that cannot be None means its default.
+        A configuration of this class (or of a subclass) is copied and keeps its class.
+
+        Raises:
+            TypeError: `args` is none of these.
+            ConfigError: A value is wrong.
+        """
+        if args is None:
+            return cls()
+        if isinstance(args, cls):
+            twin = copy.copy(args)
+            twin.extra_args = dict(args.extra_args)
+            return twin
+        given = _as_dict(args)
+        if given.pop("disable_engine_sleep", False):
+            given["enable_engine_sleep"] = False
+        hints = _type_hints(cls)
+        known: dict[str, object] = {}
+        extras: dict[str, object] = {}
+        for name, value in given.items():
+            if name == "extra_args" or name not in hints:
+                extras[name] = value
+            elif value is not None or _accepts(None, hints[name]):
+                known[name] = _coerce(value, hints[name])
+        nested = extras.pop("extra_args", None)
+        if isinstance(nested, Mapping):
+            extras = {**nested, **extras}
+        return cls(**known, extra_args=extras)  # type: ignore[arg-type]
+
+    def get_extra_arg(self, name: str, default: object = _NO_DEFAULT) -> object:
+        """The value of an argument that is not a field of `StrategyConfig`.
+
+        Args:
+            name: Name of the argument; a field's name returns the field.
+            default: Returned if nobody gave the argument.
+
+        Raises:
+            KeyError: Unknown and no default; the message lists the nearest names.
+        """
+        if name in self.extra_args:
+            return self.extra_args[name]
+        names = [entry.name for entry in fields(self)]
+        if name in names:
+            value: object = self.__dict__[name]
+            return value
+        if default is not _NO_DEFAULT:
+            return default
+        near = difflib.get_close_matches(name, [*self.extra_args, *names], n=3)
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise KeyError(
+            f"no argument {name!r} was given and get_extra_arg has no default for it{hint}"
+        )
+
+    def computes_in_bf16(self, *, has_gpu: bool) -> bool:
+        """Whether models compute in bfloat16: as set, else exactly on a GPU."""
+        return has_gpu if self.bf16 is None else self.bf16
+
+    def summary(self) -> str:
+        """All values by group, changed ones marked with `*`, secrets hidden."""
+        groups: dict[str, list[str]] = {}
+        for entry in fields(self):
+            if entry.name == "extra_args":
+                continue
+            value = self.__dict__[entry.name]
+            mark = " " if value == _default_of(entry) else "*"
+            line = f" {mark} {entry.name} = {_shown(entry.name, value)}"
+            groups.setdefault(str(entry.metadata.get("group", "other")), []).append(line)
+        if self.extra_args:
+            groups["extra"] = [f"   {k} = {_shown(k, v)}" for k, v in self.extra_args.items()]
+        return "\n".join(f"[{name}]\n" + "\n".join(lines) for name, lines in groups.items())
+
+    def print_config_summary(self) -> None:
+        """Writes `summary` to standard output."""
+        print(self.summary())  # noqa: T201
+
+
+@functools.cache
+def _type_hints(cls: type[StrategyConfig]) -> dict[str, object]:
+    known = {entry.name for entry in fields(cls)}
+    return {k: v for k, v in typing.get_type_hints(cls).items() if k in known}
+
+
+def _as_dict(args: Namespace | Mapping[str, object] | StrategyConfig) -> dict[str, object]:
+    if isinstance(args, Mapping):
+        return dict(args)
+    if isinstance(args, StrategyConfig):
+        return {**args.extra_args, **{e.name: args.__dict__[e.name] for e in fields(args)}}
+    try:
+        return dict(vars(args))
+    except TypeError:
+        raise TypeError(
+            f"expected a Namespace, a mapping or a StrategyConfig, got {type(args).__name__}"
+        ) from None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _accepts(value: object, hint: object) -> bool:
+    """Whether a value has the annotated type; ints are floats, bools are not ints."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_accepts(value, part) for part in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            return all(_accepts(item, arguments[0]) for item in value)
+        return len(value) == len(arguments) and all(map(_accepts, value, arguments))
+    if hint is float:
+        return _is_number(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    target = origin or hint
+    return isinstance(value, target) if isinstance(target, type) else True
+
+
+def _coerce(value: object, hint: object) -> object:
+    """Parsers and TOML give lists and ints where tuples and floats are meant."""
+    if isinstance(value, list) and not _accepts(value, hint):
+        value = tuple(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value
+
+
+def _describe_type(hint: object) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+def _check_field(entry: Field[object], value: object, hint: object) -> list[str]:
+    if not _accepts(value, hint):
+        kind = type(value).__name__
+        return [f"{entry.name}: got {value!r} ({kind}), expected {_describe_type(hint)}"]
+    rules = entry.metadata
+    choices = rules.get("choices")
+    if choices is not None and value not in choices:
+        near = difflib.get_close_matches(str(value), [str(c) for c in choices], n=1)
+        hint_text = f" (did you mean {near[0]!r}?)" if near else ""
+        return [f"{entry.name}: got {value!r}, expected one of {list(choices)}{hint_text}"]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return []
+    bounds = [
+        text
+        for limit, is_ok, text in (
+            (rules.get("at_least"), lambda x: value >= x, ">= {}"),
+            (rules.get("above"), lambda x: value > x, "> {}"),
+            (rules.get("at_most"), lambda x: value <= x, "<= {}"),
+        )
+        if limit is not None and not is_ok(limit)
+        for text in (text.format(limit),)
+    ]
+    return [f"{entry.name}: got {value!r}, expected {' and '.join(bounds)}"] if bounds else []
+
+
+def _default_of(entry: Field[object]) -> object:
+    return None if entry.default is MISSING else entry.default
+
+
+def _is_secret(name: str) -> bool:
+    lowered = name.lower()
+    return lowered not in PUBLIC_NAMES and any(word in lowered for word in SECRET_WORDS)
+
+
+def _shown(name: str, value: object) -> str:
+    """The value as text; strings under secret names and passwords in addresses are hidden."""
+    if isinstance(value, str):
+        if _is_secret(name) and value:
+            return "***"
+        return re.sub(r"//[^/@\s]+@", "//***@", repr(value))
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k}: {_shown(f'{name}.{k}', v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_shown(name, item) for item in value) + "]"
+    return repr(value)

@@ -1,0 +1,128 @@
+"""Deadlines on phases: a hang ends the process and says where every rank was."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HANG_EXIT_CODE = 7
+_LAST_RESORT_SECONDS = 10.0
+_stack: list[_Deadline] = []
+
+
+class _Deadline:
+    """One running phase and the thread that watches it."""
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self.name = name
+        self.seconds = seconds
+        self.expires = time.monotonic() + seconds
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name=f"deadline:{name}", daemon=True)
+        self.thread.start()
+
+    def _watch(self) -> None:
+        if not self.done.wait(self.seconds):
+            _expire(self.name, self.seconds)
+
+    def close(self) -> None:
+        self.done.set()
+
+
+def _rank() -> tuple[int, int]:
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _store() -> dist.Store | None:
+    """The store of the default process group: it needs no collective to be read."""
+    if not dist.is_initialized():
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
+def _record(name: str) -> None:
+    store = _store()
+    if store is not None:
+        rank, _ = _rank()
+        store.set(f"lightrft/phase/{rank}", f"{name} (since {time.strftime('%H:%M:%S')})")
+
+
+def peer_phases() -> list[str]:
+    """What each rank last recorded, by rank; "no phase recorded" if it never did."""
+    store = _store()
+    if store is None:
+        return []
+    _, world_size = _rank()
+    found = []
+    for rank in range(world_size):
+        key = f"lightrft/phase/{rank}"
+        is_known = store.check([key])
+        found.append(store.get(key).decode() if is_known else "no phase recorded")
+    return found
+
+
+def _expire(name: str, seconds: float) -> None:
+    """Prints where every rank is, then ends the process with code 7."""
+    rank, _ = _rank()
+    # The store's server may be the process that hangs.
+    faulthandler.dump_traceback_later(_LAST_RESORT_SECONDS, exit=True)
+    lines = [f"deadline: rank {rank} spent more than {seconds:g} s in phase {name!r}"]
+    try:
+        lines += [f"  rank {peer}: {text}" for peer, text in enumerate(peer_phases())]
+    except RuntimeError as err:
+        lines.append(f"  phases of the other ranks are unknown: {err}")
+    print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    sys.stderr.flush()
+    os._exit(HANG_EXIT_CODE)
+
+
+def _arm_last_resort() -> None:
+    """The C timer fires without the GIL, a little after the innermost running phase's watchdog."""
+    faulthandler.cancel_dump_traceback_later()
+    if _stack:
+        nearest = min(deadline.expires for deadline in _stack) - time.monotonic()
+        faulthandler.dump_traceback_later(
+            max(0.001, nearest) + _LAST_RESORT_SECONDS, exit=True, file=sys.__stderr__
+        )
+
+
+@contextmanager
+def phase(name: str, seconds: float | timedelta) -> Iterator[None]:
+    """Ends the process with code 7 if the body takes longer.
+
+    On expiry a watchdog thread prints this rank, the phase and the last phase of every rank (from
+    the process group's store), then all stacks. If the interpreter itself is stuck, a timer in C
+    prints the stacks and exits (code 1) 10 s later. Phases may nest; call from the main thread.
+
+    Args:
+        name: Says what is being waited for, e.g. "generate".
+        seconds: Deadline.
+    """
+    limit = seconds.total_seconds() if isinstance(seconds, timedelta) else float(seconds)
+    if limit <= 0:
+        raise ValueError(f"phase {name!r} needs a positive deadline, got {limit}")
+    _record(name)
+    deadline = _Deadline(name, limit)
+    _stack.append(deadline)
+    _arm_last_resort()
+    try:
+        yield
+    finally:
+        deadline.close()
+        _stack.remove(deadline)
+        _arm_last_resort()
+        _record(_stack[-1].name if _stack else f"between phases, after {name}")

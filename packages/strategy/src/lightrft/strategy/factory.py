@@ -1,0 +1,45 @@
+"""Choice of the training strategy."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from lightrft.strategy.config import StrategyConfig
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy_base import Arguments, StrategyBase
+
+
+def get_strategy(args: Arguments) -> StrategyBase:
+    """FSDP2 if `fsdp` is set, else DeepSpeed ZeRO.
+
+    Start the process by torchrun: the process group is created here.
+
+    Args:
+        args: A Namespace, mapping or StrategyConfig; kept as `strategy.args`.
+
+    Raises:
+        ConfigError: Values are wrong; the message names all of them.
+        ImportError: DeepSpeed was chosen but is not installed.
+        RuntimeError: The launcher's environment variables are missing.
+    """
+    config = StrategyConfig.from_args(args)
+    sizes = (
+        config.seed,
+        config.max_norm,
+        config.micro_train_batch_size,
+        config.train_batch_size,
+    )
+    if config.fsdp:
+        from lightrft.strategy.fsdp2.strategy import FSDPV2Strategy
+
+        return FSDPV2Strategy(*sizes, args=args)
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ImportError(
+            "the DeepSpeed strategy needs the package deepspeed, which is not installed: install "
+            "it, or choose FSDP2 with --fsdp"
+        )
+    from lightrft.strategy.deepspeed.strategy import DeepspeedStrategy
+
+    return DeepspeedStrategy(*sizes, zero_stage=config.zero_stage, args=args)

@@ -1,0 +1,208 @@
+"""Parameter groups, learning rate schedules, gradient norms."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from lightrft.strategy.config import StrategyConfig
+
+
+class ParameterGroup(TypedDict):
+    """What `torch.optim` takes as one group."""
+
+    params: list[nn.Parameter]
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStepResult:
+    """What one acting call of `optimizer_step` did.
+
+    Args:
+        grad_norm: Global gradient norm before clipping, over all groups and ranks.
+        is_skipped: Gradients were not finite on some rank; nothing was changed.
+        learning_rate: Of the first group, as used in this step.
+    """
+
+    grad_norm: float
+    is_skipped: bool
+    learning_rate: float
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    *,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> list[ParameterGroup]:
+    """Splits trainable parameters into decayed matrices and undecayed vectors.
+
+    A parameter is decayed if and only if its logical shape has two or more dimensions, so biases
+    and norm gains of every architecture are exempt. Tied parameters appear once.
+
+    Source: Loshchilov & Hutter 2017, arXiv:1711.05101; the usual exemption of biases and gains.
+
+    Args:
+        named_parameters: As from `Module.named_parameters()`.
+        weight_decay: Decay of the first group; the second has 0.
+        shapes: Logical shape by name where the parameter itself holds a flat shard.
+
+    Returns:
+        One or two non-empty groups.
+
+    Raises:
+        ValueError: No parameter requires gradients.
+    """
+    decayed: list[nn.Parameter] = []
+    exempt: list[nn.Parameter] = []
+    seen: set[int] = set()
+    for name, parameter in named_parameters:
+        if not parameter.requires_grad or id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        shape = tuple(parameter.shape) if shapes is None else shapes.get(name, parameter.shape)
+        (decayed if len(shape) >= 2 else exempt).append(parameter)
+    if not seen:
+        raise ValueError("no parameter requires gradients: nothing to optimize")
+    groups: list[ParameterGroup] = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": exempt, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def cosine_with_min_lr_factor(
+    step: int, *, num_warmup_steps: int, num_training_steps: int, min_lr_ratio: float
+) -> float:
+    """Factor of the peak learning rate at an optimizer step.
+
+    s < w: s / max(1, w);  else  max(0, f (1 - r) + r),  f = (1 + cos(pi p)) / 2,
+    p = min(1, (s - w) / max(1, T - w)): it stays at r after T.
+
+    Args:
+        step: s, optimizer steps taken.
+        num_warmup_steps: w.
+        num_training_steps: T.
+        min_lr_ratio: r, final over peak learning rate.
+    """
+    if step < num_warmup_steps:
+        return step / max(1, num_warmup_steps)
+    progress = (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    return max(0.0, cosine * (1.0 - min_lr_ratio) + min_lr_ratio)
+
+
+def cosine_with_min_lr(
+    optimizer: Optimizer, *, max_steps: int, warmup_ratio: float, min_lr_ratio: float = 0.1
+) -> LambdaLR:
+    """Linear warm-up over ceil(max_steps * warmup_ratio) steps, then a cosine to the floor.
+
+    Args:
+        optimizer: Its groups' current learning rates are the peaks.
+        max_steps: Optimizer steps of the whole run.
+        warmup_ratio: Share of them that warms up.
+        min_lr_ratio: Final over peak learning rate.
+    """
+    num_warmup_steps = math.ceil(max_steps * warmup_ratio)
+
+    def factor(step: int) -> float:
+        return cosine_with_min_lr_factor(
+            step,
+            num_warmup_steps=num_warmup_steps,
+            num_training_steps=max_steps,
+            min_lr_ratio=min_lr_ratio,
+        )
+
+    return LambdaLR(optimizer, factor)
+
+
+def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters of an optimizer, over its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Global 2-norm of local gradients in float32.
+
+    Returns:
+        Scalar float32; 0 without gradients.
+    """
+    norms = [
+        torch.linalg.vector_norm(p.grad, dtype=torch.float32)
+        for p in parameters
+        if p.grad is not None
+    ]
+    if not norms:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+
+
+def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scales gradients by min(1, max_norm / norm); max_norm 0 leaves them alone."""
+    if max_norm <= 0:
+        return
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class AdamSettings:
+    """Numbers of one Adam optimizer.
+
+    Args:
+        lr: Peak learning rate.
+        betas: Decay rates of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled decay of matrices.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+    @classmethod
+    def read(cls, kwargs: Mapping[str, object], config: StrategyConfig) -> AdamSettings:
+        """From the keywords of `create_optimizer`; what is missing comes from the configuration.
+
+        Raises:
+            TypeError: Unknown keywords, or values of a wrong type.
+        """
+        values: dict[str, object] = {
+            "lr": config.actor_learning_rate,
+            "betas": config.adam_betas,
+            "eps": 1e-8,
+            "weight_decay": config.l2,
+        }
+        unknown = sorted(set(kwargs) - set(values))
+        if unknown:
+            raise TypeError(f"create_optimizer knows {sorted(values)}, got {', '.join(unknown)}")
+        values.update(kwargs)
+        betas = values["betas"]
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise TypeError(f"betas must be two numbers, got {betas!r}")
+        return cls(
+            lr=_number(values["lr"], "lr"),
+            betas=(_number(betas[0], "betas"), _number(betas[1], "betas")),
+            eps=_number(values["eps"], "eps"),
+            weight_decay=_number(values["weight_decay"], "weight_decay"),
+        )
+
+
+def _number(value: object, name: str) -> float:
+    if not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    return float(value)

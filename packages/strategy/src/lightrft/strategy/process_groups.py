@@ -1,0 +1,196 @@
+"""Starting torch.distributed and dividing the ranks into groups."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+DEFAULT_TIMEOUT = timedelta(minutes=60)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchEnvironment:
+    """What the launcher says about this process.
+
+    Raises (`read`):
+        RuntimeError: A variable is missing or not a number; the message names all of them.
+    """
+
+    rank: int
+    world_size: int
+    init_method: str
+
+    @classmethod
+    def read(cls) -> LaunchEnvironment:
+        """Reads RANK, WORLD_SIZE, MASTER_ADDR (localhost) and MASTER_PORT (2222)."""
+        missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
+        if missing:
+            raise RuntimeError(
+                f"Could not find {' and '.join(missing)} in the torch environment: start with "
+                "`torchrun --nproc-per-node=N ...`, or use get_fake_strategy() for one process"
+            )
+        host = os.environ.get("MASTER_ADDR", "localhost")
+        port = os.environ.get("MASTER_PORT", "2222")
+        rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        if not (rank.isdigit() and world_size.isdigit() and int(rank) < int(world_size)):
+            raise RuntimeError(
+                f"RANK must be in [0, WORLD_SIZE): got RANK={rank!r}, WORLD_SIZE={world_size!r}"
+            )
+        return cls(int(rank), int(world_size), f"tcp://{host}:{port}")
+
+
+def backend_for_machine() -> str:
+    """Gloo for CPU tensors, and NCCL for CUDA tensors where there is a GPU."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def resolve_local_rank(configured: int, num_gpu_per_node: int) -> int:
+    """Index of this process' device on its node.
+
+    An explicit value wins; then LOCAL_RANK (torchrun, Slurm); then RANK modulo the GPUs of a
+    node; -1 if nothing is known.
+    """
+    if configured != -1:
+        return configured
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    if "RANK" in os.environ:
+        return int(os.environ["RANK"]) % max(1, num_gpu_per_node)
+    return -1
+
+
+def resolve_device(local_rank: int) -> torch.device:
+    """The GPU of this local rank (0 if unknown) if there are GPUs, else the CPU.
+
+    Raises:
+        RuntimeError: The node has fewer GPUs than local ranks.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = max(0, local_rank)
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise RuntimeError(
+            f"local rank {index} has no GPU: this node shows {count}; start at most {count} "
+            "processes per node"
+        )
+    return torch.device("cuda", index)
+
+
+def start_process_group(timeout: timedelta | None) -> bool:
+    """Starts the default process group unless one exists.
+
+    Returns:
+        Whether this call started it.
+
+    Raises:
+        RuntimeError: RANK or WORLD_SIZE is missing.
+    """
+    if dist.is_initialized():
+        return False
+    launch = LaunchEnvironment.read()
+    dist.init_process_group(
+        backend=backend_for_machine(),
+        init_method=launch.init_method,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout or DEFAULT_TIMEOUT,
+    )
+    return True
+
+
+def check_divides(world_size: int, name: str, size: int) -> None:
+    """Raises ValueError unless `size` ranks per group divide all ranks evenly."""
+    if size < 1 or world_size % size != 0:
+        legal = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ValueError(
+            f"world_size must be divisible by {name}: got world_size {world_size} and {name} "
+            f"{size}; legal values: {legal}"
+        )
+
+
+def engine_group_ranks(world_size: int, engine_tp_size: int) -> tuple[list[list[int]], ...]:
+    """Ranks that share an engine, and ranks that hold the same part of different engines.
+
+    Example: 4 ranks, tp 2 -> ([[0, 1], [2, 3]], [[0, 2], [1, 3]]).
+    """
+    num_engines = world_size // engine_tp_size
+    shared = [list(range(i * engine_tp_size, (i + 1) * engine_tp_size)) for i in range(num_engines)]
+    across = [list(range(i, world_size, engine_tp_size)) for i in range(engine_tp_size)]
+    return shared, across
+
+
+def _own_group(layout: list[list[int]], timeout: timedelta | None) -> ProcessGroup | None:
+    if len(layout) == 1:
+        return dist.group.WORLD
+    rank = dist.get_rank()
+    own = next(ranks for ranks in layout if rank in ranks)
+    # Only members take part: with one group per rank, a collective over all ranks for every
+    # group would make the start quadratic.
+    group: ProcessGroup | None = dist.new_group(
+        own, timeout=timeout, use_local_synchronization=True
+    )
+    return group
+
+
+def create_sub_group(
+    engine_tp_size: int, *, timeout: timedelta | None = None
+) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+    """The groups of this rank: ranks that share its engine, and its peers in other engines.
+
+    Returns:
+        (engine_mp_group, engine_dp_group).
+
+    Raises:
+        ValueError: The number of ranks is not a multiple of `engine_tp_size`.
+    """
+    world_size = dist.get_world_size()
+    check_divides(world_size, "engine_tp_size", engine_tp_size)
+    shared, across = engine_group_ranks(world_size, engine_tp_size)
+    return _own_group(shared, timeout), _own_group(across, timeout)
+
+
+def resolve_shard_size(shard_size: int, world_size: int) -> int:
+    """Ranks over which a model is sharded; -1 means all.
+
+    A size above the number of ranks is clamped to it, so that `shard_size=8` works everywhere.
+
+    Raises:
+        ValueError: The number of ranks is not a multiple of the (clamped) size.
+    """
+    if shard_size == -1 or shard_size > world_size:
+        return world_size
+    check_divides(world_size, "shard_size", shard_size)
+    return shard_size
+
+
+def accumulation_steps(
+    *, train_batch_size: int, micro_train_batch_size: int, num_data_ranks: int, world_size: int
+) -> int:
+    """Micro-batches of one optimizer step on each rank.
+
+    Raises:
+        ValueError: `train_batch_size` is not a positive multiple of
+            `micro_train_batch_size * num_data_ranks`; the message has the nearest legal values.
+    """
+    unit = micro_train_batch_size * num_data_ranks
+    if train_batch_size < unit or train_batch_size % unit != 0:
+        below = train_batch_size // unit * unit
+        nearest = [n for n in (below, below + unit) if n > 0]
+        raise ValueError(
+            "train_batch_size must be divisible by (micro_train_batch_size * world_size)\n"
+            f"  train_batch_size: {train_batch_size}\n"
+            f"  micro_train_batch_size: {micro_train_batch_size}\n"
+            f"  world_size: {world_size} ({num_data_ranks} data-parallel)\n"
+            f"  Required: {train_batch_size} % ({micro_train_batch_size} * {num_data_ranks}) == 0\n"
+            f"  Nearest legal train_batch_size: {' or '.join(map(str, nearest))}"
+        )
+    return train_batch_size // unit

@@ -1,0 +1,167 @@
+"""Running a function on several gloo ranks, for tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import SpawnProcess
+
+
+class RankFailure(RuntimeError):  # noqa: N818
+    """A rank raised, died or did not finish in time; the message has every rank's traceback."""
+
+
+def find_free_port() -> int:
+    """A TCP port that nobody listens on at this moment."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _load_function(file: str, qualified_name: str) -> Callable[..., object]:
+    """Loads a module from its file: tests are no packages, so they have no importable name."""
+    name = f"_rank_function_{abs(hash(file))}"
+    module = sys.modules.get(name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"cannot load {file}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    found: object = module
+    for part in qualified_name.split("."):
+        found = inspect.getattr_static(found, part)
+    if not callable(found):
+        raise TypeError(f"{qualified_name} in {file} is not a function")
+    return found
+
+
+def _run_rank(
+    rank: int,
+    world_size: int,
+    port: int,
+    function: tuple[str, str],
+    args: tuple[object, ...],
+    reply: Connection,
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        value = _load_function(*function)(rank, world_size, *args)
+        # Pickled here, by value: torch's own pickler would pass handles to shared memory that
+        # vanish with this process.
+        reply.send_bytes(pickle.dumps((True, value)))
+    except BaseException:  # noqa: BLE001 - reported to the parent with its traceback
+        reply.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        reply.close()
+        # A peer may wait in a collective, so an orderly shutdown could wait for it.
+        os._exit(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _collect(
+    processes: Sequence[SpawnProcess], replies: Sequence[Connection], deadline: float
+) -> tuple[dict[int, object], dict[int, str]]:
+    results: dict[int, object] = {}
+    failures: dict[int, str] = {}
+    waiting = dict(enumerate(replies))
+    grace = deadline
+    while waiting and time.monotonic() < min(deadline, grace):
+        by_connection = {connection: rank for rank, connection in waiting.items()}
+        for connection in multiprocessing.connection.wait(list(by_connection), timeout=0.2):
+            rank = by_connection[connection]  # type: ignore[index]
+            del waiting[rank]
+            try:
+                is_ok, value = pickle.loads(replies[rank].recv_bytes())
+            except EOFError:
+                processes[rank].join(5)
+                code = processes[rank].exitcode
+                is_ok, value = False, f"died with exit code {code} and without a traceback"
+            if is_ok:
+                results[rank] = value
+            else:
+                failures[rank] = value
+                # Peers that wait for the failed rank get a moment to report their own error.
+                grace = min(grace, time.monotonic() + 3.0)
+    for rank in waiting:
+        failures[rank] = "did not finish" if failures else "did not finish before the deadline"
+    return results, failures
+
+
+def run_multiprocess(
+    fn: Callable[..., object],
+    world_size: int,
+    *,
+    timeout_seconds: float = 60.0,
+    args: tuple[object, ...] = (),
+) -> list[object]:
+    """Runs `fn(rank, world_size, *args)` in `world_size` fresh processes.
+
+    Each gets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS=1, as
+    from torchrun. The function starts the process group itself.
+
+    Args:
+        fn: A function at the top level of a file.
+        world_size: Number of processes.
+        timeout_seconds: All processes are killed after this.
+        args: Further arguments; must be picklable.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        RankFailure: A rank raised (its traceback is in the message), died or did not finish.
+    """
+    function = (str(Path(inspect.getfile(fn)).resolve()), fn.__qualname__)
+    context = multiprocessing.get_context("spawn")
+    port = find_free_port()
+    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+    processes = [
+        context.Process(
+            target=_run_rank, args=(rank, world_size, port, function, args, pipes[rank][1])
+        )
+        for rank in range(world_size)
+    ]
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        results, failures = _collect(processes, [receiver for receiver, _ in pipes], deadline)
+    finally:
+        for process in processes:
+            process.join(0 if "failures" not in locals() or failures else 10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    if failures:
+        parts = [f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())]
+        raise RankFailure(f"{fn.__qualname__} failed on {len(failures)} of {world_size} ranks\n"
+                          + "\n".join(parts))  # fmt: skip
+    return [results[rank] for rank in range(world_size)]
