@@ -1,0 +1,160 @@
+"""Rule rewards for mathematics: the final answer of the response against the label."""
+
+from __future__ import annotations
+
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from lightrft.rewards.boxed import last_boxed, last_hashes, quick_match, to_number
+from lightrft.rewards.errors import RewardError
+from lightrft.rewards.process import (
+    WorkerFailedError,
+    WorkerProcess,
+    WorkerTask,
+    WorkerTimeoutError,
+)
+from lightrft.rewards.types import RewardResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+_MEMORY_BYTES = 4 << 30
+_TASK = WorkerTask("lightrft.rewards.math_task", "MathGrader", memory_bytes=_MEMORY_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class MathRule:
+    """Where the answers stand.
+
+    Args:
+        name: Name of the reward and of its component.
+        find_answer: The final answer of a response, or None.
+        find_gold: The reference answer of a label; raises ValueError if it holds none.
+    """
+
+    name: str
+    find_answer: Callable[[str], str | None]
+    find_gold: Callable[[str], str]
+
+
+def _boxed_gold(label: str) -> str:
+    gold = (last_boxed(label) or label).strip()
+    if not gold:
+        raise ValueError("the label is empty")
+    return gold
+
+
+def _gsm8k_gold(label: str) -> str:
+    gold = last_hashes(label) or label.strip()
+    if to_number(gold) is None:
+        raise ValueError(f"expected a number, or text that ends in '#### number', got {label!r}")
+    return gold
+
+
+def _gsm8k_answer(response: str) -> str | None:
+    boxed = last_boxed(response)
+    return last_hashes(response) if boxed is None else boxed
+
+
+BOXED_MATH = MathRule("boxed_math", last_boxed, _boxed_gold)
+GSM8K = MathRule("gsm8k", _gsm8k_answer, _gsm8k_gold)
+
+
+class MathReward:
+    """1 if the response's final answer equals the label's, else 0; sees only the response.
+
+    Equal text and plain numbers are decided here; everything else by math-verify in worker
+    processes. An answer that the grader cannot decide within the deadline scores 0 and counts in
+    the component `timeout`.
+
+    Args:
+        rule: Where the answers stand.
+        grading_seconds: Deadline of one comparison.
+        num_workers: Grading processes at most; none starts before it is needed.
+    """
+
+    needs_labels = True
+
+    def __init__(
+        self, rule: MathRule, *, grading_seconds: float = 10.0, num_workers: int = 2
+    ) -> None:
+        self.name = rule.name
+        self._rule = rule
+        self._seconds = grading_seconds
+        self._workers = [WorkerProcess(_TASK) for _ in range(num_workers)]
+
+    def score(
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        labels: Sequence[str | None],
+        columns: Mapping[str, Sequence[object]],
+    ) -> list[RewardResult]:
+        """See `RewardFunction.score`."""
+        del prompts, columns
+        outcomes: list[bool | Literal["timeout"]] = [False] * len(responses)
+        undecided: list[tuple[int, str, str]] = []
+        for index, (response, label) in enumerate(zip(responses, labels, strict=True)):
+            answer, gold = self._rule.find_answer(response), self._gold(index, label)
+            match = False if answer is None else quick_match(answer, gold)
+            if answer is not None and match is None:
+                undecided.append((index, answer, gold))
+            outcomes[index] = bool(match)
+        for index, outcome in self._grade_all(undecided):
+            outcomes[index] = outcome
+        return [self._result(outcome) for outcome in outcomes]
+
+    def close(self) -> None:
+        """Ends the worker processes; may be called twice."""
+        for worker in self._workers:
+            worker.close()
+
+    def _gold(self, index: int, label: str | None) -> str:
+        if label is None:
+            raise RewardError(
+                f"reward {self.name!r} needs a label and sample {index} has none: set --label_key "
+                "to the column with the reference answer"
+            )
+        try:
+            return self._rule.find_gold(label)
+        except ValueError as err:
+            raise RewardError(f"reward {self.name!r}, label of sample {index}: {err}") from err
+
+    def _grade_all(
+        self, pairs: Sequence[tuple[int, str, str]]
+    ) -> list[tuple[int, bool | Literal["timeout"]]]:
+        if not pairs:
+            return []
+        idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
+        for worker in self._workers:
+            idle.put(worker)
+
+        def grade(pair: tuple[int, str, str]) -> tuple[int, bool | Literal["timeout"]]:
+            worker = idle.get()
+            try:
+                return pair[0], self._grade(worker, *pair)
+            finally:
+                idle.put(worker)
+
+        num_threads = min(len(self._workers), len(pairs))
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="reward") as threads:
+            return list(threads.map(grade, pairs))
+
+    def _grade(
+        self, worker: WorkerProcess, index: int, answer: str, gold: str
+    ) -> bool | Literal["timeout"]:
+        try:
+            return bool(worker.call((answer, gold), seconds=self._seconds))
+        except WorkerTimeoutError:
+            return "timeout"
+        except WorkerFailedError as err:
+            raise RewardError(
+                f"reward {self.name!r} failed on sample {index}, answer {answer[:200]!r} against "
+                f"{gold!r}: {err}"
+            ) from err
+
+    def _result(self, outcome: bool | Literal["timeout"]) -> RewardResult:
+        score = 1.0 if outcome is True else 0.0
+        return RewardResult(score, {self.name: score, "timeout": float(outcome == "timeout")})

@@ -1,0 +1,60 @@
+"""What a reward function is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """The reward of one response.
+
+    Args:
+        reward: The number to maximise.
+        components: What it is made of, by name, unweighted.
+    """
+
+    reward: float
+    components: Mapping[str, float] = field(default_factory=dict)
+
+
+class RewardFunction(Protocol):
+    """Scores responses; holds processes, so it must be closed."""
+
+    @property
+    def name(self) -> str:
+        """Name of the function and of its component."""
+        ...
+
+    @property
+    def needs_labels(self) -> bool:
+        """Every row must have a label."""
+        ...
+
+    def score(
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        labels: Sequence[str | None],
+        columns: Mapping[str, Sequence[object]],
+    ) -> list[RewardResult]:
+        """One result per response, in order.
+
+        Args:
+            prompts: Rendered prompts.
+            responses: Decoded responses, without the prompt.
+            labels: Reference answers.
+            columns: The other columns of the data rows.
+
+        Raises:
+            RewardError: a reward could not be computed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the worker processes; may be called twice."""
+        ...

@@ -1,0 +1,119 @@
+"""The part of a user's reward function that runs in a worker: loading, calling, checking."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Protocol, cast, runtime_checkable
+
+from lightrft.rewards.worker import ReportedError
+
+MODULE_NAME = "lightrft_user_reward"
+
+
+class MissingFunctionError(ReportedError):
+    """The file has no function of this name."""
+
+
+@runtime_checkable
+class SupportsToList(Protocol):
+    """Tensors and arrays."""
+
+    def tolist(self) -> object:
+        """Nested lists of Python numbers."""
+        ...
+
+
+class UserFunction:
+    """A function of a Python file.
+
+    Args:
+        path: The file.
+        name: The function.
+    """
+
+    def __init__(self, path: str, name: str) -> None:
+        self._name = name
+        self._function = _load(Path(path), name)
+        self._parameters = list(inspect.signature(self._function).parameters.values())
+
+    def describe(self) -> object:
+        """Its parameters: name, whether it must be given, whether it takes all keywords."""
+        if inspect.iscoroutinefunction(self._function):
+            raise ReportedError(f"{self._name} is async: expected a plain function")
+        return [
+            {
+                "name": parameter.name,
+                "kind": parameter.kind.name,
+                "is_required": parameter.default is parameter.empty,
+            }
+            for parameter in self._parameters
+        ]
+
+    def __call__(self, request: object) -> object:
+        """The results as [reward or null, components] pairs, checked."""
+        arguments = cast("dict[str, list[object]]", request)
+        returned = self._function(**arguments)
+        return _checked(returned, len(arguments["responses"]))
+
+
+def _load(path: Path, name: str) -> Callable[..., object]:
+    # The user's imports from beside the file work, as if it were run as a script.
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(MODULE_NAME, path)
+    if spec is None or spec.loader is None:
+        raise ReportedError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[MODULE_NAME] = module
+    spec.loader.exec_module(module)
+    functions = {
+        key: cast("Callable[..., object]", value)
+        for key, value in vars(module).items()
+        if callable(value) and not key.startswith("__")
+    }
+    if name not in functions:
+        nearest = difflib.get_close_matches(name, functions, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        listing = ", ".join(sorted(functions)) or "none"
+        raise MissingFunctionError(f"{path} has no function {name!r}: it has {listing}{hint}")
+    return functions[name]
+
+
+def _checked(returned: object, num_responses: int) -> list[tuple[float | None, dict[str, float]]]:
+    items = returned.tolist() if isinstance(returned, SupportsToList) else returned
+    if not isinstance(items, Sequence) or isinstance(items, str):
+        raise ReportedError(
+            f"expected a list of {num_responses} numbers or dicts, got {type(returned).__name__}"
+        )
+    if len(items) != num_responses:
+        raise ReportedError(
+            f"expected one result per response, {num_responses} in all, got {len(items)}"
+        )
+    return [_checked_item(index, item) for index, item in enumerate(items)]
+
+
+def _checked_item(index: int, item: object) -> tuple[float | None, dict[str, float]]:
+    if not isinstance(item, Mapping):
+        return _number(f"result {index}", item), {}
+    if not item:
+        raise ReportedError(f"result {index} is an empty dict: expected at least one number")
+    numbers = {
+        str(key): _number(f"result {index}, key {key!r}", value) for key, value in item.items()
+    }
+    return numbers.pop("reward", None), numbers
+
+
+def _number(place: str, value: object) -> float:
+    plain = value.tolist() if isinstance(value, SupportsToList) else value
+    if not isinstance(plain, Real):
+        raise ReportedError(f"{place}: expected a number, got {plain!r:.100}")
+    number = float(plain)
+    if not math.isfinite(number):
+        raise ReportedError(f"{place}: expected a finite number, got {number}")
+    return number

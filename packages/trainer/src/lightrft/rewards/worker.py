@@ -1,0 +1,128 @@
+"""The program of a reward worker process. Run as a file; imports the standard library only.
+
+Messages on stdin and stdout are frames: 8 bytes of length, then the body. The parent sends
+pickles, since columns may hold any object; the worker answers in JSON, so that nothing which user
+code made is unpickled in the trainer. The first message is `{"path": ..., "task": (module, name),
+"arguments": ..., "memory_bytes": ...}`: the worker imports `module`, calls `name(*arguments)`,
+answers with what `describe` of the result says, and then answers every request with
+`handler(request)`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import resource
+import struct
+import sys
+import threading
+import time
+import traceback
+from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
+
+if TYPE_CHECKING:
+    import io
+
+FRAME = struct.Struct("<Q")
+_PARENT_POLL_SECONDS = 1.0
+
+
+class Handler(Protocol):
+    """What a task's factory returns."""
+
+    def describe(self) -> object:
+        """JSON-able answer to the first message."""
+        ...
+
+    def __call__(self, request: object) -> object:
+        """JSON-able answer to one request."""
+        ...
+
+
+class ReportedError(Exception):
+    """A failure whose message is complete; it is shown without a traceback."""
+
+
+def main() -> None:
+    """Serves requests until stdin ends or the parent is gone."""
+    requests, answers = _private_pipes()
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    setup = cast("dict[str, object]", _read(requests))
+    handler: Handler | None = None
+    try:
+        handler = _start(setup)
+        answer = {"ok": handler.describe()}
+    except BaseException as err:  # noqa: BLE001 - the parent decides what to do
+        answer = _failure(err, setup)
+    _write(answers, answer)
+    while handler is not None:
+        request = _read(requests)
+        if request is None:
+            return
+        try:
+            answer = {"ok": handler(request)}
+        except BaseException as err:  # noqa: BLE001 - SystemExit of user code included
+            answer = _failure(err, setup)
+        _write(answers, answer)
+
+
+def _start(setup: dict[str, object]) -> Handler:
+    sys.path[:] = cast("list[str]", setup["path"])
+    memory_bytes = cast("int | None", setup["memory_bytes"])
+    if memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    module, name = cast("tuple[str, str]", setup["task"])
+    factory = getattr(importlib.import_module(module), name)
+    return cast("Handler", factory(*cast("tuple[object, ...]", setup["arguments"])))
+
+
+def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The two pipes under new numbers: what user code prints must not mix with answers."""
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    cast("io.TextIOWrapper", sys.stdout).reconfigure(line_buffering=True)
+    return requests, answers
+
+
+def _end_with_parent(parent: int) -> None:
+    # A worker in an endless loop never sees the end of stdin.
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_SECONDS)
+    os._exit(1)
+
+
+def _failure(err: BaseException, setup: dict[str, object]) -> dict[str, object]:
+    kind = type(err).__name__
+    if isinstance(err, ReportedError):
+        return {"error": str(err), "kind": kind, "traceback": ""}
+    frames = traceback.extract_tb(err.__traceback__)
+    shown_file = setup.get("shown_file")
+    first = next((i for i, frame in enumerate(frames) if frame.filename == shown_file), None)
+    shown = frames[first:] if first is not None else []
+    lines = [*traceback.format_list(shown), *traceback.format_exception_only(err)]
+    return {"error": f"{kind}: {err}", "kind": kind, "traceback": "".join(lines).rstrip()}
+
+
+def _read(pipe: BinaryIO) -> object:
+    header = pipe.read(FRAME.size)
+    if len(header) < FRAME.size:
+        return None
+    return pickle.loads(pipe.read(FRAME.unpack(header)[0]))
+
+
+def _write(pipe: BinaryIO, answer: object) -> None:
+    body = json.dumps(answer).encode()
+    pipe.write(FRAME.pack(len(body)) + body)
+    pipe.flush()
+
+
+if __name__ == "__main__":
+    # Tasks import this module by name; their ReportedError must be this one.
+    sys.modules["lightrft.rewards.worker"] = sys.modules["__main__"]
+    main()
