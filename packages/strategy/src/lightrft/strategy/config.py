@@ -104,6 +104,10 @@ class StrategyConfig:
         0.03, "Share of all optimizer steps in which the learning rate rises.",
         group="training", at_least=0, at_most=1,
     )  # fmt: skip
+    lr_scheduler: str = option(
+        "cosine_with_min_lr", "How the learning rate changes after the rise.", group="training",
+        choices=("cosine_with_min_lr", "linear", "constant"),
+    )  # fmt: skip
     gradient_checkpointing: bool = option(
         False, "Recompute activations in the backward pass.", group="training"
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -18,11 +19,8 @@ if TYPE_CHECKING:
     from lightrft.strategy.config import StrategyConfig
 
 
-class ParameterGroup(TypedDict):
-    """What `torch.optim` takes as one group."""
-
-    params: list[nn.Parameter]
-    weight_decay: float
+ParameterGroup = dict[str, "list[nn.Parameter] | float"]
+"""What `torch.optim` takes as one group: "params" and "weight_decay"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +122,50 @@ def cosine_with_min_lr(
             min_lr_ratio=min_lr_ratio,
         )
 
+    return LambdaLR(optimizer, factor)
+
+
+def linear_factor(step: int, *, num_warmup_steps: int, num_training_steps: int) -> float:
+    """Linear warm-up as for the cosine, then linearly to 0 at T and 0 after it."""
+    if step < num_warmup_steps:
+        return step / max(1, num_warmup_steps)
+    left = num_training_steps - step
+    return max(0.0, left / max(1, num_training_steps - num_warmup_steps))
+
+
+def constant_factor(step: int, *, num_warmup_steps: int, num_training_steps: int) -> float:
+    """Linear warm-up as for the cosine, then 1."""
+    return min(1.0, step / max(1, num_warmup_steps)) if num_warmup_steps else 1.0
+
+
+LR_SCHEDULES: dict[str, Callable[..., float]] = {
+    "cosine_with_min_lr": partial(cosine_with_min_lr_factor, min_lr_ratio=0.1),
+    "linear": linear_factor,
+    "constant": constant_factor,
+}
+
+
+def learning_rate_schedule(
+    name: str, optimizer: Optimizer, *, max_steps: int, warmup_ratio: float
+) -> LambdaLR:
+    """The named schedule with a linear warm-up over ceil(max_steps * warmup_ratio) steps.
+
+    Args:
+        name: A name in `LR_SCHEDULES`.
+        optimizer: Its groups' current learning rates are the peaks.
+        max_steps: Optimizer steps of the whole run.
+        warmup_ratio: Share of them that warms up.
+
+    Raises:
+        ValueError: Unknown name; the message lists the known ones.
+    """
+    if name not in LR_SCHEDULES:
+        raise ValueError(f"unknown lr_scheduler {name!r}: expected one of {list(LR_SCHEDULES)}")
+    factor = partial(
+        LR_SCHEDULES[name],
+        num_warmup_steps=math.ceil(max_steps * warmup_ratio),
+        num_training_steps=max_steps,
+    )
     return LambdaLR(optimizer, factor)
 
 

@@ -32,7 +32,7 @@ from lightrft.strategy.deadlines import phase
 from lightrft.strategy.distributed import ALONE, Group
 from lightrft.strategy.engine_session import EngineSession, PromptBatch, PromptItem
 from lightrft.strategy.memory import MemoryReport, measure_memory
-from lightrft.strategy.optimizers import OptimizerStepResult, cosine_with_min_lr
+from lightrft.strategy.optimizers import OptimizerStepResult, learning_rate_schedule
 from lightrft.strategy.parameter_source import checkpoint_module
 from lightrft.strategy.sampler import DistributedSampler
 from lightrft.strategy.sequence_parallel import SPDataProcessor
@@ -595,8 +595,13 @@ class StrategyBase(ABC):
     def _create_scheduler(
         self, optimizer: Optimizer, max_steps: int, config: StrategyConfig | None = None
     ) -> LRScheduler:
-        ratio = (config or self.config).lr_warmup_ratio
-        return cosine_with_min_lr(optimizer, max_steps=max_steps, warmup_ratio=ratio)
+        config = config or self.config
+        return learning_rate_schedule(
+            config.lr_scheduler,
+            optimizer,
+            max_steps=max_steps,
+            warmup_ratio=config.lr_warmup_ratio,
+        )
 
     def _trainable(
         self, model: nn.Module, learning_rate: float, max_steps: int, config: StrategyConfig

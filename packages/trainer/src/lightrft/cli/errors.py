@@ -85,7 +85,7 @@ def run_guarded(program: str, body: Callable[[], int]) -> int:
         if LAUNCHED_BY_LIGHTRFT not in os.environ:
             rank = os.environ.get("RANK", "0")
             prefix = program if os.environ.get("WORLD_SIZE", "1") == "1" else f"{program}[{rank}]"
-            print(f"{prefix}: {text}", file=sys.stderr)
+            print("\n".join(f"{prefix}: {line}" for line in text.split("\n")), file=sys.stderr)
         return code
 
 

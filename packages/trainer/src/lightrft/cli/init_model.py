@@ -35,11 +35,9 @@ def run(argv: Sequence[str]) -> int:
         "--seed", default=0, type=at_least(0), help="Fixes the weights. Default: 0."
     )
     options = parser.parse_args(argv)
-    directory = Path(options.directory)
-    if options.preset not in PRESETS:
-        raise UsageError(
-            f"unknown preset {options.preset!r}{did_you_mean(options.preset, PRESETS)}"
-        )
+    directory, preset = Path(options.directory), options.preset
+    if preset not in PRESETS:
+        raise UsageError(f"unknown preset {preset!r}{did_you_mean(preset, PRESETS)}")
     require_empty(directory)
 
     from lightrft.models.presets import write_tiny_model
