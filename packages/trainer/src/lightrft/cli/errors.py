@@ -46,7 +46,9 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.strategy.config", "ConfigError", ExitCode.USAGE),
     ("lightrft.datasets.errors", "DataError", ExitCode.DATA),
     ("lightrft.rewards.errors", "RewardError", ExitCode.REWARD),
-    ("lightrft.strategy.weight_sync", "WeightSyncError", ExitCode.VERIFICATION),
+    ("lightrft.models.loading", "ModelLoadError", ExitCode.USAGE),
+    ("lightrft.strategy.checkpoint_manifest", "CheckpointError", ExitCode.USAGE),
+    ("lightrft.strategy.weight_accounting", "WeightSyncError", ExitCode.VERIFICATION),
 )
 LAUNCHED_BY_LIGHTRFT = "LIGHTRFT_LAUNCHED"
 

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Self
 
 from lightrft.strategy.config import ConfigError, StrategyConfig, option
-from lightrft.trainer.config_checks import batch_problems, combination_problems
+from lightrft.trainer.config_checks import batch_problems, combination_problems, idle_options
 from lightrft.trainer.config_files import read_toml, write_toml
 from lightrft.trainer.config_unavailable import UNAVAILABLE, unavailable_problems
 
-POLICY_LOSS_NAMES = ("clipped",)
-ADVANTAGE_ESTIMATOR_NAMES = ("group_norm", "gae", "rloo", "reinforce++", "reinforce_baseline")
+POLICY_LOSS_NAMES = (
+    "ppo", "dapo", "dr_grpo", "gspo", "gspo-token", "gmpo", "cpgd", "cispo", "sapo", "reinforce",
+)  # fmt: skip
+ADVANTAGE_ESTIMATOR_NAMES = (
+    "group_norm", "grpo", "gae", "rloo", "reinforce", "reinforce++", "reinforce_baseline",
+    "dr_grpo", "cpgd", "opo", "remax",
+)  # fmt: skip
 AGGREGATION_MODES = (
     "token-mean",
     "seq-mean-token-sum",
@@ -36,7 +41,7 @@ class TrainConfig(StrategyConfig):
         choices=ENGINE_CHOICES,
     )  # fmt: skip
     advantage_estimator: str = option(
-        "group_norm", "Advantage estimator; group_norm is GRPO, gae is PPO.", group="algorithm",
+        "group_norm", "Advantage estimator; gae is PPO with a critic.", group="algorithm",
         choices=ADVANTAGE_ESTIMATOR_NAMES,
     )  # fmt: skip
 
@@ -68,6 +73,9 @@ class TrainConfig(StrategyConfig):
     reward_fn: tuple[str, ...] = option(
         (), "Rewards, summed: boxed_math, gsm8k or FILE.py:FUNCTION.", group="reward"
     )
+    reward_timeout_seconds: float = option(
+        120.0, "Deadline of one call of a reward function.", group="reward", above=0
+    )
 
     # Rollout
     rollout_batch_size: int = option(
@@ -87,15 +95,17 @@ class TrainConfig(StrategyConfig):
 
     # Algorithm
     policy_loss: str = option(
-        "clipped", "Policy loss.", group="algorithm", choices=POLICY_LOSS_NAMES
-    )
+        "ppo", "Policy loss; ppo is the clipped surrogate.", group="algorithm",
+        choices=POLICY_LOSS_NAMES,
+    )  # fmt: skip
     loss_agg_mode: str = option(
         "seq-mean-token-mean", "How the losses of tokens become one number.", group="algorithm",
         choices=AGGREGATION_MODES,
     )  # fmt: skip
     eps_clip: float = option(
-        0.2, "Clip range of the probability ratio.", group="algorithm", at_least=0
-    )
+        0.2, "Clip range of the ratio; 0.2 leaves a loss the range of its paper.",
+        group="algorithm", at_least=0,
+    )  # fmt: skip
     eps_clip_low: float | None = option(
         None, "Lower clip range; unset is eps_clip.", group="algorithm", at_least=0, at_most=1
     )
@@ -117,6 +127,10 @@ class TrainConfig(StrategyConfig):
     kl_target: float | None = option(
         None, "Adapt the weight towards this KL divergence per response.", group="algorithm",
         above=0,
+    )  # fmt: skip
+    kl_horizon: int = option(
+        10_000, "Samples over which the weight adapts to kl_target.", group="algorithm",
+        at_least=1,
     )  # fmt: skip
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", group="algorithm", at_least=0)
     max_epochs: int = option(
@@ -162,15 +176,9 @@ class TrainConfig(StrategyConfig):
             *combination_problems(self, wrong_fields=wrong),
         ]
 
-    @property
-    def clip_low(self) -> float:
-        """Distance of the lower clip bound from 1."""
-        return self.eps_clip if self.eps_clip_low is None else self.eps_clip_low
-
-    @property
-    def clip_high(self) -> float:
-        """Distance of the upper clip bound from 1."""
-        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+    def ineffective_options(self) -> list[str]:
+        """Options that were changed but do nothing in the chosen mode, one sentence each."""
+        return [*super().ineffective_options(), *idle_options(self)]
 
     @property
     def checkpoint_dir(self) -> Path:

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 # The {} right after a letter, as in \\boxed{}, is not the place of the prompt.
 PROMPT_SLOT = re.compile(r"(?<![A-Za-z])\{\}")
-GROUP_ESTIMATORS = ("group_norm", "rloo", "reinforce_baseline")
+GROUP_ESTIMATORS = (
+    "group_norm", "grpo", "rloo", "reinforce_baseline", "dr_grpo", "cpgd", "opo",
+)  # fmt: skip
+LOSSES_WITHOUT_CLIP_RANGE = ("gmpo", "sapo", "reinforce")
 
 
 def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) -> list[str]:
@@ -25,6 +28,7 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
     """
     estimator, samples = config.advantage_estimator, config.n_samples_per_prompt
     template = config.input_template
+    changed_clip_range = _changed(config, "eps_clip", "eps_clip_low", "eps_clip_high")
     rules = (
         (
             ("advantage_estimator", "n_samples_per_prompt"),
@@ -42,6 +46,17 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
             lambda: config.system_prompt is not None and not config.apply_chat_template,
             "system_prompt is part of the chat template: add apply_chat_template",
         ),
+        (
+            ("use_kl_loss", "init_kl_coef"),
+            lambda: config.use_kl_loss and config.init_kl_coef == 0,
+            "use_kl_loss needs init_kl_coef > 0: got 0, which loads no reference model",
+        ),
+        (
+            ("policy_loss", "eps_clip", "eps_clip_low", "eps_clip_high"),
+            lambda: config.policy_loss in LOSSES_WITHOUT_CLIP_RANGE and changed_clip_range,
+            f"policy_loss {config.policy_loss} has no clip range: leave out eps_clip, "
+            "eps_clip_low and eps_clip_high",
+        ),
         *(
             (
                 (name,),
@@ -58,6 +73,30 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
     return [
         text for names, is_broken, text in rules if not wrong_fields & set(names) and is_broken()
     ]
+
+
+def idle_options(config: TrainConfig) -> list[str]:
+    """Options that were changed from their defaults and act in no run like this, one line each."""
+    has_critic = config.advantage_estimator == "gae"
+    rules = (
+        (has_critic, "advantage_estimator gae", ("critic_pretrain", "critic_learning_rate")),
+        (has_critic, "advantage_estimator gae", ("value_clip", "lambd")),
+        (config.init_kl_coef > 0, "init_kl_coef > 0", ("kl_estimator", "kl_target")),
+        (config.kl_target is not None, "kl_target", ("kl_horizon",)),
+        (config.eval_data is not None, "eval_data", ("eval_steps", "max_eval_samples")),
+        (config.fused_linear_logprob, "fused_linear_logprob", ("chunk_size",)),
+    )
+    return [
+        f"{name} acts only with {needed}"
+        for is_used, needed, names in rules
+        for name in names
+        if not is_used and _changed(config, name)
+    ]
+
+
+def _changed(config: TrainConfig, *names: str) -> bool:
+    options = type(config).__dataclass_fields__
+    return any(config.__dict__[name] != options[name].default for name in names)
 
 
 def batch_problems(config: TrainConfig, world_size: int) -> list[str]:

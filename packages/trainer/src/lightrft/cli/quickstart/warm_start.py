@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from lightrft.cli.quickstart.addition import demonstrate, draw_additions
-from lightrft.cli.quickstart.tiny_model import ASSISTANT, END, USER
+from lightrft.models.presets import ASSISTANT, END, USER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +74,7 @@ def imitate(
         token_ids, targets = demonstration_batch(tokenizer, rng, settings.batch_size)
         loss = _response_loss(model, token_ids, targets)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
