@@ -157,7 +157,8 @@ class Completion:
         if len(self.output_token_ids) != len(self.output_logprobs):
             raise ValueError(
                 "a completion needs one logprob per token: got "
-                f"{len(self.output_token_ids)} tokens and {len(self.output_logprobs)} logprobs for request {self.request_id}"
+                f"{len(self.output_token_ids)} tokens and {len(self.output_logprobs)} logprobs "
+                f"for request {self.request_id}"
             )
 
 

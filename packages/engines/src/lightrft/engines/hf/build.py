@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from lightrft.engines.hf.attention import use_attention
 from lightrft.engines.parameter_store import is_full_tensor
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def build_model(config: EngineConfig, module: nn.Module | None) -> BuiltModel:
             f"unknown dtype {config.dtype!r} of the hf engine; known: {', '.join(_DTYPES)}"
         )
     dtype = _DTYPES[config.dtype]
-    attention = str(config.options.get("attn_implementation", "sdpa"))
+    attention = config.options.get("attn_implementation")
     device = _device(config, module)
     with torch.random.fork_rng(), torch.no_grad():
         if module is None:
@@ -65,7 +66,7 @@ def build_model(config: EngineConfig, module: nn.Module | None) -> BuiltModel:
         else:
             model = _rebuild(module, dtype)
             unwritten = _copy_weights(module, model)
-    model.set_attn_implementation(attention)
+    use_attention(model, None if attention is None else str(attention))
     model.requires_grad_(False)
     model.eval()
     return BuiltModel(model.to(device), unwritten)

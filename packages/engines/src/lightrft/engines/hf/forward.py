@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from lightrft.engines.hf.attention import MASKED
 from lightrft.engines.hf.cache import roomy_cache
 
 if TYPE_CHECKING:
@@ -42,14 +43,19 @@ class ModelTraits:
         self.head_arguments = {"logits_to_keep": 1} if "logits_to_keep" in arguments else {}
         layers = DynamicCache(config=model.config).layers
         is_plain = all(type(layer) is DynamicLayer for layer in layers)
+        text_config = model.config.get_text_config()
         self.can_drop_rows = (
-            is_plain and self.cache_argument == "past_key_values" and "position_ids" in arguments
+            is_plain
+            and self.cache_argument == "past_key_values"
+            and "position_ids" in arguments
+            and text_config._attn_implementation in MASKED
         )
         if not self.can_drop_rows and type(model).__name__ not in _warned:
             _warned.add(type(model).__name__)
             _logger.warning(
-                "%s has a cache that is not a plain list of keys and values: prompts of equal "
-                "length are decoded together and finished rows stay until the last one ends",
+                "%s has a cache that is not a plain list of keys and values, or an attention that "
+                "takes no mask: only prompts of equal length are decoded together, and finished "
+                "rows stay until the last one ends",
                 type(model).__name__,
             )
 

@@ -1,0 +1,87 @@
+"""Attention for single-token steps that reads the cache without repeating its heads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+GROUPED = "lightrft_grouped"
+# Implementations that take an additive 4-D mask.
+MASKED = (GROUPED, "sdpa", "eager")
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Attention with the queries that share a key head as the rows of one product.
+
+    With one new token a row, the query heads of a key head can take the place of the sequence
+    dimension. Other calls go to the sdpa implementation of transformers.
+
+    Args:
+        module: The attention layer.
+        query: [rows, heads, new, head_dim].
+        key, value: [rows, kv_heads, seq, head_dim].
+        attention_mask: [rows, 1, new, seq] additive or bool, or None.
+        scaling: Factor of the scores; None is head_dim ** -0.5.
+        position_bias: Added to the scores by some models.
+        kwargs: What else transformers passes on.
+
+    Returns:
+        [rows, new, heads, head_dim], and None for the weights.
+    """
+    rows, heads, num_new, _ = query.shape
+    kv_heads = key.shape[1]
+    if num_new != 1 or position_bias is not None:
+        output: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scaling,
+            position_bias=position_bias,
+            **kwargs,
+        )
+        return output
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        query.reshape(rows, kv_heads, heads // kv_heads, query.shape[-1]),
+        key,
+        value,
+        attn_mask=attention_mask,
+        scale=scaling,
+    )
+    return attended.reshape(rows, 1, heads, value.shape[-1]), None
+
+
+def use_attention(model: PreTrainedModel, name: str | None) -> None:
+    """Sets a model's attention implementation; None takes grouped attention where it can be used.
+
+    Raises:
+        ValueError: The model does not support the named implementation.
+    """
+    if name is None:
+        if not (model._supports_attention_backend and model._supports_sdpa):
+            return
+        name = GROUPED
+    model.set_attn_implementation(name)
+
+
+AttentionInterface.register(GROUPED, grouped_attention)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
