@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,14 +30,7 @@ if TYPE_CHECKING:
     from lightrft.algorithms import AdvantageEstimator
     from lightrft.experience.exchange import SampleTable
     from lightrft.experience.types import PolicyOutputs, RolloutBatch
-
-
-class SumReducer(Protocol):
-    """The one collective that whitening needs; every strategy has it."""
-
-    def all_reduce(self, data: Tensor, op: str) -> Tensor:
-        """The reduction over all ranks, on every rank."""
-        ...
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +109,7 @@ def assemble(
     rewards: Tensor,
     greedy_rewards: Tensor | None,
     settings: AdvantageSettings,
-    reducer: SumReducer,
+    strategy: StrategyBase,
 ) -> ExperienceBatch:
     """The experience of one rank.
 
@@ -127,17 +120,15 @@ def assemble(
         rewards: [rows of table] from `shape_rewards`.
         greedy_rewards: [rows of table] rewards of the greedy completions; ReMax only.
         settings: How.
-        reducer: Sums the moments over all ranks.
+        strategy: Sums the moments over all ranks.
 
     Raises:
         RuntimeError: An advantage is not finite.
     """
-    estimated = _estimate(
-        table, rows, rollouts, outputs, rewards, greedy_rewards, settings
-    )
+    estimated = _estimate(table, rows, rollouts, outputs, rewards, greedy_rewards, settings)
     advantages, mask = estimated.advantages, rollouts.response_mask
     if settings.whitens:
-        moments = Moments(reducer.all_reduce(masked_moments(advantages, mask).sums, "sum"))
+        moments = Moments(strategy.all_reduce(masked_moments(advantages, mask).sums, "sum"))
         advantages = whiten(advantages, mask, moments.mean, moments.std())
     if settings.advantage_clip > 0:
         advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip)
@@ -187,9 +178,7 @@ def _estimate(
     )
 
 
-def _reward_kl(
-    outputs: PolicyOutputs, mask: Tensor, settings: AdvantageSettings
-) -> Tensor | None:
+def _reward_kl(outputs: PolicyOutputs, mask: Tensor, settings: AdvantageSettings) -> Tensor | None:
     if settings.kl_reward_coef == 0 or outputs.ref_logprobs is None:
         return None
     return estimate_kl(

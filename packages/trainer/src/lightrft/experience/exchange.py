@@ -7,7 +7,7 @@ Rewards, groups and lengths are therefore global, and any rank can build any tra
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -17,17 +17,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lightrft.experience.types import ScoredRollout
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 Scalar = TypeVar("Scalar", bound=np.generic)
-
-
-class ObjectGatherer(Protocol):
-    """The one collective the exchange needs; every strategy has it."""
-
-    def gather_objects(self, obj: object) -> list[object]:
-        """The objects of all ranks, in rank order, on every rank."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,21 +141,19 @@ def merge(tables: Sequence[SampleTable]) -> SampleTable:
     return ordered
 
 
-def exchange(
-    scored: Sequence[ScoredRollout] | Exception, gatherer: ObjectGatherer
-) -> SampleTable:
+def exchange(scored: Sequence[ScoredRollout] | Exception, strategy: StrategyBase) -> SampleTable:
     """The samples of all ranks, ordered by sample id, on every rank.
 
     Args:
         scored: This rank's samples, or why there are none.
-        gatherer: Gives the objects of all ranks.
+        strategy: Gathers the objects of all ranks.
 
     Raises:
         RuntimeError: Another rank failed; every rank raises, so that none waits for it.
         Exception: This rank failed: its own exception.
     """
-    outcome = str(scored) if isinstance(scored, Exception) else tabulate(scored)
-    outcomes = gatherer.gather_objects(outcome)
+    outcome: SampleTable | str = str(scored) if isinstance(scored, Exception) else tabulate(scored)
+    outcomes: list[SampleTable | str] = strategy.gather_objects(outcome)
     if isinstance(scored, Exception):
         raise scored
     failures = [(rank, item) for rank, item in enumerate(outcomes) if isinstance(item, str)]

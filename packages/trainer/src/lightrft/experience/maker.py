@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.engines.types import SamplingParams
 from lightrft.experience.assemble import (
     AdvantageSettings,
     RewardShaping,
@@ -35,37 +34,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lightrft.datasets.types import Prompt
-    from lightrft.engines.types import Completion, GenerationRequest
+    from lightrft.engines.types import SamplingParams
     from lightrft.experience.types import ExperienceBatch, Rollout, ScoredRollout
-    from lightrft.rewards import RewardFunction
-
-
-class GenerationHost(Protocol):
-    """The part of a strategy that a rollout needs."""
-
-    world_size: int
-
-    def get_rank(self) -> int:
-        """This process among all."""
-        ...
-
-    def gather_objects(self, obj: object) -> list[object]:
-        """The objects of all ranks, in rank order, on every rank."""
-        ...
-
-    def all_reduce(self, data: Tensor, op: str) -> Tensor:
-        """The reduction over all ranks, on every rank."""
-        ...
-
-    def gather_and_generate(
-        self,
-        sampling_params: SamplingParams,
-        all_prompt_token_ids: Sequence[GenerationRequest],
-        *,
-        sleep_engine: bool,
-    ) -> list[Completion]:
-        """Completions of this rank's requests, prompt-major."""
-        ...
+    from lightrft.rewards.types import RewardFunction
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +95,7 @@ class ExperienceMaker:
     """Generates, scores, exchanges, looks at and rates the samples of one step.
 
     Args:
-        host: Generates, and exchanges objects between ranks.
+        strategy: Generates, and exchanges objects between ranks.
         models: The models that look at the samples.
         reward_function: Scores responses.
         decoder: Turns sampled ids into text.
@@ -133,7 +105,7 @@ class ExperienceMaker:
 
     def __init__(
         self,
-        host: GenerationHost,
+        strategy: StrategyBase,
         models: ForwardModels,
         reward_function: RewardFunction,
         *,
@@ -141,7 +113,7 @@ class ExperienceMaker:
         settings: MakerSettings,
         device: torch.device,
     ) -> None:
-        self._host = host
+        self._strategy = strategy
         self._models = models
         self._reward_function = reward_function
         self._decoder = decoder
@@ -178,11 +150,11 @@ class ExperienceMaker:
         plan = plan_minibatches(
             table.lengths,
             train_batch_size=settings.train_batch_size,
-            world_size=self._host.world_size,
+            world_size=self._strategy.world_size,
             seed=settings.seed,
             step=step,
         )
-        index = plan.row_index(self._host.get_rank())
+        index = plan.row_index(self._strategy.get_rank())
         batch = collate(
             table.take(index),
             pad_token_id=settings.pad_token_id,
@@ -202,11 +174,11 @@ class ExperienceMaker:
             rewards=shaped.rewards,
             greedy_rewards=None if baseline is None else _per_group(baseline, table),
             settings=advantage,
-            reducer=self._host,
+            strategy=self._strategy,
         )
         return StepExperience(
             batch=experience,
-            rows_per_minibatch=settings.train_batch_size // self._host.world_size,
+            rows_per_minibatch=settings.train_batch_size // self._strategy.world_size,
             table=table,
             rewards=shaped,
             plan=plan,
@@ -236,7 +208,7 @@ class ExperienceMaker:
             except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
                 problem = error
         with _timed(seconds, "exchange"):
-            return scored, exchange(problem or scored, self._host)
+            return scored, exchange(problem or scored, self._strategy)
 
     def _generate(
         self, prompts: Sequence[Prompt], first_request_id: int, sampling_params: SamplingParams
@@ -248,10 +220,10 @@ class ExperienceMaker:
                 "remove those columns or rows"
             )
         positions = global_positions(
-            len(prompts), rank=self._host.get_rank(), world_size=self._host.world_size
+            len(prompts), rank=self._strategy.get_rank(), world_size=self._strategy.world_size
         )
         request_ids = [first_request_id + position for position in positions]
-        completions = self._host.gather_and_generate(
+        completions = self._strategy.gather_and_generate(
             sampling_params,
             build_requests(prompts, request_ids),
             sleep_engine=self._settings.sleep_engine,

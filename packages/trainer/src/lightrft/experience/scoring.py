@@ -11,7 +11,7 @@ from lightrft.experience.types import Rollout, ScoredRollout
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightrft.rewards import RewardFunction
+    from lightrft.rewards.types import RewardFunction
 
 
 @dataclass(frozen=True, slots=True)

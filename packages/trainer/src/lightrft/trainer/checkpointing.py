@@ -52,14 +52,12 @@ class CheckpointStore:
         """
         if not (self.folder / "_actor").is_dir():
             return None
-        path, client_state = self.strategy.load_ckpt(
+        _, client_state = self.strategy.load_ckpt(
             actor.model,
             str(self.folder / "_actor"),
             optimizer=actor.optimizer,
             scheduler=actor.scheduler,
         )
-        if path is None:
-            return None
         restored = state.restored(client_state)
         if critic is not None:
             self.strategy.load_ckpt(
@@ -85,7 +83,7 @@ class CheckpointStore:
             str(self.folder / name),
             tag,
             max_num,
-            self.max_mem,
+            int(self.max_mem),
             dict(client_state),
             optimizer=trained.optimizer,
             scheduler=trained.scheduler,

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from lightrft.trainer.config import TrainConfig
+    from lightrft.trainer.ppo_config import PPOConfig
 
 # The {} right after a letter, as in \\boxed{}, is not the place of the prompt.
 PROMPT_SLOT = re.compile(r"(?<![A-Za-z])\{\}")
@@ -99,7 +100,7 @@ def _changed(config: TrainConfig, *names: str) -> bool:
     return any(config.__dict__[name] != options[name].default for name in names)
 
 
-def batch_problems(config: TrainConfig, world_size: int) -> list[str]:
+def batch_problems(config: TrainConfig | PPOConfig, world_size: int) -> list[str]:
     """How the batch sizes fail to fit together on `world_size` processes, one line per rule.
 
     A step samples rollout_batch_size * n_samples_per_prompt responses and updates once per

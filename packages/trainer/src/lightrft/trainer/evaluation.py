@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
     from lightrft.datasets.types import Prompt
     from lightrft.engines.types import SamplingParams
-    from lightrft.experience.maker import GenerationHost
     from lightrft.experience.rollouts import Decoder
     from lightrft.experience.types import ScoredRollout
-    from lightrft.rewards import RewardFunction
+    from lightrft.rewards.types import RewardFunction
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 def evaluate(
     prompts: Sequence[Prompt],
     *,
-    host: GenerationHost,
+    strategy: StrategyBase,
     reward_function: RewardFunction,
     decoder: Decoder,
     sampling_params: SamplingParams,
@@ -37,7 +37,7 @@ def evaluate(
 
     Args:
         prompts: All prompts, the same list on every rank.
-        host: Generates, and exchanges objects between ranks.
+        strategy: Generates, and exchanges objects between ranks.
         reward_function: Scores responses.
         decoder: Turns sampled ids into text.
         sampling_params: Of one completion (n = 1).
@@ -49,9 +49,9 @@ def evaluate(
     """
     if not prompts:
         return {}
-    positions = range(host.get_rank(), len(prompts), host.world_size)
+    positions = range(strategy.get_rank(), len(prompts), strategy.world_size)
     own = [prompts[position] for position in positions]
-    completions = host.gather_and_generate(
+    completions = strategy.gather_and_generate(
         sampling_params, build_requests(own, list(positions)), sleep_engine=sleep_engine
     )
     rollouts = pair_completions(
@@ -62,7 +62,7 @@ def evaluate(
         scored = score_rollouts(rollouts, reward_function)
     except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
         scored = error
-    table = exchange(scored, host)
+    table = exchange(scored, strategy)
     metrics = {
         "eval/num_prompts": float(len(table)),
         "eval/reward": float(table.rewards.mean()),

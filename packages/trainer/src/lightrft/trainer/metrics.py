@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lightrft.strategy.strategy_base import StrategyBase
+
 Reduction = Literal["sum", "max"]
 """How one accumulated number joins over micro batches and ranks."""
-
-
-class TensorGatherer(Protocol):
-    """The one collective the metrics need; every strategy has it."""
-
-    def all_gather(self, data: Tensor) -> Tensor:
-        """The tensors of all ranks, concatenated along the first dimension."""
-        ...
 
 
 class StepMetrics:
@@ -52,7 +46,7 @@ class StepMetrics:
         value = _detached(value)
         self._values[key] = value if known is None else _larger(known, value)
 
-    def reduce(self, gatherer: TensorGatherer) -> dict[str, float]:
+    def reduce(self, strategy: StrategyBase) -> dict[str, float]:
         """Joins the metrics of all ranks with one collective.
 
         Returns:
@@ -60,7 +54,7 @@ class StepMetrics:
         """
         keys = sorted(self._values)
         local = torch.tensor([float(self._values[key]) for key in keys], dtype=torch.float64)
-        rows = gatherer.all_gather(local).reshape(-1, len(keys))  # [ranks, keys]
+        rows = strategy.all_gather(local).reshape(-1, len(keys))  # [ranks, keys]
         joined = {
             key: float(rows[:, column].sum() if key[1] == "sum" else rows[:, column].max())
             for column, key in enumerate(keys)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, TypedDict
+
+from lightrft.strategy.config import ConfigError, StrategyConfig
+from lightrft.trainer.config_checks import batch_problems
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lightrft.strategy.config import StrategyConfig
+    from lightrft.strategy.prepared import Arguments
 
 
 class PPOKeywords(TypedDict, total=False):
@@ -123,15 +126,34 @@ class PPOConfig:
     packing_samples: bool = False
     enable_engine_sleep: bool = True
 
-    @property
-    def clip_low(self) -> float:
-        """Distance of the lower clip bound from 1."""
-        return self.eps_clip if self.eps_clip_low is None else self.eps_clip_low
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} must be at least 1: got {getattr(self, name)}"
+            for name in _COUNTS
+            if getattr(self, name) < 1
+        ]
+        if self.dynamic_sampling:
+            problems.append(
+                "dynamic_sampling is not available: leave it out; groups without signal are kept "
+                "and counted in constant_group_share"
+            )
+        if self.sp_size > 1:
+            problems.append(
+                f"the trainer needs sp_size 1: got {self.sp_size}; a sequence is not divided "
+                "among ranks"
+            )
+        if problems:
+            raise ConfigError("; ".join(problems))
 
-    @property
-    def clip_high(self) -> float:
-        """Distance of the upper clip bound from 1."""
-        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+    def check_batches(self, world_size: int) -> None:
+        """Checks that the batch sizes fit together on `world_size` ranks.
+
+        Raises:
+            ConfigError: They do not; the message has the numbers and the nearest legal values.
+        """
+        problems = batch_problems(self, world_size)
+        if problems:
+            raise ConfigError("; ".join(problems))
 
     @property
     def num_minibatches(self) -> int:
@@ -144,10 +166,37 @@ class PPOConfig:
         return self.num_minibatches * self.max_epochs
 
 
+_COUNTS = (
+    "rollout_batch_size",
+    "n_samples_per_prompt",
+    "train_batch_size",
+    "micro_train_batch_size",
+    "micro_rollout_batch_size",
+    "max_epochs",
+    "generate_max_len",
+    "num_episodes",
+    "logging_steps",
+)
+_RUN_OPTIONS = (
+    "num_episodes",
+    "max_steps",
+    "save_steps",
+    "eval_steps",
+    "ckpt_path",
+    "max_ckpt_num",
+    "max_ckpt_mem",
+)
+
+
 def resolve_ppo_config(
-    keywords: Mapping[str, object], config: StrategyConfig, *, loss_agg_mode: str | None
+    keywords: Mapping[str, object], config: StrategyConfig, *, loss_agg_mode: str
 ) -> PPOConfig:
     """Keywords first, then the strategy's configuration with its extras, then the defaults.
+
+    Args:
+        keywords: What the caller of the trainer gave.
+        config: The strategy's configuration.
+        loss_agg_mode: At its default the configuration's value wins.
 
     Raises:
         TypeError: A keyword is unknown; the message names the nearest known ones.
@@ -156,15 +205,35 @@ def resolve_ppo_config(
     unknown = [name for name in keywords if name not in names]
     if unknown:
         raise TypeError("; ".join(_unknown_keyword(name, names) for name in unknown))
-    configured = {
-        name: value for name, value in configured_values(config).items() if name in names
+    # None in a configuration means "not given".
+    chosen = {
+        name: value
+        for name, value in configured_values(config).items()
+        if name in names and value is not None
     }
-    # None in a configuration means "not given" except where None is the option's own default.
-    configured = {name: value for name, value in configured.items() if value is not None}
-    chosen = {**configured, **keywords}
-    if loss_agg_mode is not None:
+    chosen |= _renamed_flags(config)
+    chosen |= keywords
+    if loss_agg_mode != PPOConfig.__dataclass_fields__["loss_agg_mode"].default:
         chosen["loss_agg_mode"] = loss_agg_mode
     return PPOConfig(**chosen)  # type: ignore[arg-type]
+
+
+def with_arguments(config: PPOConfig, args: Arguments | None) -> PPOConfig:
+    """The options of a run replaced by those that `args` has."""
+    if args is None:
+        return config
+    given = configured_values(StrategyConfig.from_args(args))
+    run = {name: given[name] for name in _RUN_OPTIONS if given.get(name) is not None}
+    return replace(config, **run)  # type: ignore[arg-type]
+
+
+def _renamed_flags(config: StrategyConfig) -> dict[str, object]:
+    """Flags that choose a policy loss under a name of their own."""
+    values = configured_values(config)
+    for flag, name in (("use_gspo", "gspo"), ("use_cpg_loss", "cpgd")):
+        if values.get(flag):
+            return {"policy_loss": name}
+    return {}
 
 
 def configured_values(config: StrategyConfig) -> dict[str, object]:

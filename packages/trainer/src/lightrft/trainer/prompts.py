@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from lightrft.datasets.types import Prompt
+    from lightrft.trainer.ppo_config import PPOConfig
 
     PromptBatches = DataLoader[Prompt] | Iterable[Sequence[Prompt]]
 
@@ -102,3 +104,33 @@ def batches_per_episode(batches: PromptBatches, *, world_size: int, batch_size: 
             "prompts, or lower rollout_batch_size"
         )
     return count
+
+
+def planned_steps(
+    batches: PromptBatches | None,
+    config: PPOConfig,
+    world_size: int,
+    *,
+    num_updates_per_episode: int | None = None,
+) -> int:
+    """Steps of a whole run, those before a resume included.
+
+    Args:
+        batches: The data loader, or a sized iterable of batches.
+        config: num_episodes, max_steps and the batch sizes.
+        world_size: Ranks that share a pass.
+        num_updates_per_episode: Optimizer steps of one pass; None uses all prompts.
+
+    Raises:
+        ValueError: There are no prompts, or they do not fill one batch.
+    """
+    if batches is None:
+        raise ValueError("fit needs prompts: give prompts_dataloader= here or at construction")
+    per_episode = batches_per_episode(
+        batches, world_size=world_size, batch_size=config.rollout_batch_size
+    )
+    if num_updates_per_episode is not None:
+        wanted = math.ceil(num_updates_per_episode / config.steps_per_rollout)
+        per_episode = min(per_episode, wanted)
+    total = per_episode * config.num_episodes
+    return total if config.max_steps is None else min(total, config.max_steps)

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lightrft.algorithms.kl import KlController
+    from lightrft.experience.maker import StepExperience
     from lightrft.trainer.ppo_config import PPOConfig
+    from lightrft.trainer.prompts import PromptStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,35 @@ class TrainerState:
             if moments is None
             else [moments.count, moments.mean, moments.sum_of_squares],
         }
+
+    def after_step(
+        self,
+        step: StepExperience,
+        *,
+        num_prompts: int,
+        stream: PromptStream | None,
+        kl: float | None,
+    ) -> TrainerState:
+        """The state after one more step.
+
+        Args:
+            step: What was trained on.
+            num_prompts: Its prompts, over all ranks.
+            stream: Where they came from, or None if the caller passed them.
+            kl: Mean KL to the reference model of a response, or None without one.
+        """
+        return TrainerState(
+            kl=self.kl if kl is None else self.kl.update(kl, num_samples=len(step.table)),
+            shaping=step.rewards.shaping,
+            num_steps=self.num_steps + 1,
+            num_requests=self.num_requests + num_prompts,
+            episode=self.episode if stream is None else stream.episode,
+            num_episode_prompts=self.num_episode_prompts if stream is None else stream.num_consumed,
+        )
+
+    def after_prompts(self, consumed_samples: int) -> TrainerState:
+        """This state with a position in the first pass over the prompts."""
+        return replace(self, num_episode_prompts=consumed_samples, num_requests=consumed_samples)
 
     def restored(self, client_state: Mapping[str, object]) -> TrainerState:
         """This state with the progress of a checkpoint; how to adapt and shape stays as it is.

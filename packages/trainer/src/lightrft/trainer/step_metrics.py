@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from lightrft.experience.exchange import SampleTable
     from lightrft.experience.maker import StepExperience
     from lightrft.experience.types import ExperienceBatch
+    from lightrft.strategy.weight_sync import WeightSyncReport
     from lightrft.trainer.metrics import StepMetrics
+
+STAGES = ("rollout", "reward", "exchange", "forward", "train", "weight_sync")
+"""The stages of a step; each has a metric `<stage>_seconds`, the slowest rank's."""
 
 
 def table_metrics(table: SampleTable) -> dict[str, float]:
@@ -46,6 +50,25 @@ def table_metrics(table: SampleTable) -> dict[str, float]:
         if not np.isnan(values).all():
             metrics[f"reward/{name}"] = float(np.nanmean(values))
     return metrics
+
+
+def finished_metrics(
+    step: StepExperience, reduced: dict[str, float], report: WeightSyncReport | None
+) -> dict[str, float]:
+    """The metrics of a step, names sorted.
+
+    Args:
+        step: What was trained on.
+        reduced: Metrics over all ranks.
+        report: What the weight sync did, or None without an engine.
+    """
+    metrics = {**reduced, **table_metrics(step.table)}
+    metrics["step_seconds"] = sum(metrics[f"{stage}_seconds"] for stage in STAGES)
+    metrics["tokens_per_second"] = float(step.table.lengths.sum()) / metrics["step_seconds"]
+    if report is not None:
+        metrics["weights_version"] = report.weights_version
+        metrics["engine_hash"] = report.engine_hash
+    return dict(sorted(metrics.items()))
 
 
 def constant_group_share(table: SampleTable) -> float:

@@ -3,53 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from lightrft.algorithms import aggregate, clipped_value_loss, estimate_kl, local_normalizer
 from lightrft.experience.collate import micro_slices, select_experience
 from lightrft.experience.forward import scoring_temperature
+from lightrft.experience.minibatches import epoch_order
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
     from lightrft.algorithms.policy import PolicyLossFunction
     from lightrft.algorithms.types import TokenLoss
+    from lightrft.experience.maker import StepExperience
     from lightrft.experience.types import ExperienceBatch
     from lightrft.models.types import ActorOutput
     from lightrft.strategy.optimizers import OptimizerStepResult
+    from lightrft.strategy.strategy_base import StrategyBase
     from lightrft.trainer.metrics import StepMetrics
-
-
-class UpdateHost(Protocol):
-    """The part of a strategy that an update needs."""
-
-    world_size: int
-
-    def all_reduce(self, data: Tensor, op: str) -> Tensor:
-        """The reduction over all ranks, on every rank."""
-        ...
-
-    def accumulation(
-        self, num_micro_batches: int, optimizer: Optimizer
-    ) -> AbstractContextManager[None]:
-        """Micro batches of one optimizer step; losses inside are shares of the batch loss."""
-        ...
-
-    def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
-        """Accumulates gradients."""
-        ...
-
-    def optimizer_step(
-        self, optimizer: Optimizer, model: nn.Module, scheduler: LRScheduler | None, name: str
-    ) -> OptimizerStepResult | None:
-        """Acts on the last micro batch."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +62,61 @@ class LossSettings:
     value_clip: float | None = 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateModels:
+    """What one step trains, and the moving average that follows the actor."""
+
+    actor: TrainedModel
+    critic: TrainedModel | None = None
+    ema_model: nn.Module | None = None
+    ema_beta: float = 0.992
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How often and in which order a step's optimizer batches are visited.
+
+    Args:
+        num_epochs: Visits of each.
+        seed, step: Fix the order.
+    """
+
+    num_epochs: int
+    seed: int
+    step: int
+
+
+def update_models(
+    step: StepExperience,
+    models: UpdateModels,
+    *,
+    strategy: StrategyBase,
+    settings: LossSettings,
+    schedule: Schedule,
+    metrics: StepMetrics,
+) -> None:
+    """All optimizer steps of one experience; every rank takes equally many."""
+    for epoch in range(schedule.num_epochs):
+        for index in epoch_order(
+            step.plan.num_minibatches, seed=schedule.seed, step=schedule.step, epoch=epoch
+        ):
+            batch = select_experience(step.batch, step.rows_of_minibatch(index))
+            policy_update(
+                batch, models.actor, strategy=strategy, settings=settings, metrics=metrics
+            )
+            if models.critic is not None:
+                value_update(
+                    batch, models.critic, strategy=strategy, settings=settings, metrics=metrics
+                )
+            if models.ema_model is not None:
+                strategy.moving_average(models.actor.model, models.ema_model, beta=models.ema_beta)
+
+
 def policy_update(
     batch: ExperienceBatch,
     actor: TrainedModel,
     *,
-    host: UpdateHost,
+    strategy: StrategyBase,
     settings: LossSettings,
     metrics: StepMetrics,
 ) -> None:
@@ -100,18 +125,18 @@ def policy_update(
     loss = policy + kl_loss_coef KL - entropy_coef H, all aggregated with the same Z, which is
     summed over ranks before the first backward: the step does not depend on micro batches.
     """
-    normalizer = _normalizer(batch, host, settings)
+    normalizer = _normalizer(batch, strategy, settings)
     slices = micro_slices(0, len(batch.advantages), settings.micro_batch_size)
     result = None
-    with host.accumulation(len(slices), actor.optimizer):
+    with strategy.accumulation(len(slices), actor.optimizer):
         for rows in slices:
             micro = select_experience(batch, rows)
             loss = _policy_share(micro, actor.model, normalizer, settings, metrics)
-            host.backward(loss, actor.model, actor.optimizer)
-            result = host.optimizer_step(
+            strategy.backward(loss, actor.model, actor.optimizer)
+            result = strategy.optimizer_step(
                 actor.optimizer, actor.model, actor.scheduler, name=actor.name
             )
-    metrics.add_mean("policy_loss", 0.0, 1.0 / host.world_size)
+    metrics.add_mean("policy_loss", 0.0, 1.0 / strategy.world_size)
     _record_step(actor.name, result, metrics)
 
 
@@ -119,33 +144,33 @@ def value_update(
     batch: ExperienceBatch,
     critic: TrainedModel,
     *,
-    host: UpdateHost,
+    strategy: StrategyBase,
     settings: LossSettings,
     metrics: StepMetrics,
 ) -> None:
     """One optimizer step of the critic, aggregated like the policy's."""
-    normalizer = _normalizer(batch, host, settings)
+    normalizer = _normalizer(batch, strategy, settings)
     slices = micro_slices(0, len(batch.advantages), settings.micro_batch_size)
     result = None
-    with host.accumulation(len(slices), critic.optimizer):
+    with strategy.accumulation(len(slices), critic.optimizer):
         for rows in slices:
             micro = select_experience(batch, rows)
             loss = _value_share(micro, critic.model, normalizer, settings, metrics)
-            host.backward(loss, critic.model, critic.optimizer)
-            result = host.optimizer_step(
+            strategy.backward(loss, critic.model, critic.optimizer)
+            result = strategy.optimizer_step(
                 critic.optimizer, critic.model, critic.scheduler, name=critic.name
             )
-    metrics.add_mean("critic_loss", 0.0, 1.0 / host.world_size)
+    metrics.add_mean("critic_loss", 0.0, 1.0 / strategy.world_size)
     _record_step(critic.name, result, metrics)
 
 
-def _normalizer(batch: ExperienceBatch, host: UpdateHost, settings: LossSettings) -> Tensor:
+def _normalizer(batch: ExperienceBatch, strategy: StrategyBase, settings: LossSettings) -> Tensor:
     local = local_normalizer(
         batch.rollouts.response_mask,
         settings.aggregation,
         max_response_tokens=settings.max_response_tokens,
     )
-    return host.all_reduce(local, "sum")
+    return strategy.all_reduce(local, "sum")
 
 
 def _policy_share(

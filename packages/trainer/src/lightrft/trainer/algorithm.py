@@ -1,0 +1,139 @@
+"""From the options of a trainer to its loss, estimator and sampling; names are checked here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightrft.algorithms import (
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    build_advantage_estimator,
+    build_policy_loss,
+    get_policy_loss,
+)
+from lightrft.algorithms.lookup import lookup
+from lightrft.engines.types import SamplingParams
+from lightrft.experience.assemble import AdvantageSettings
+from lightrft.experience.maker import MakerSettings
+from lightrft.experience.scoring import OverlongPenalty
+from lightrft.trainer.ppo_config import PPOConfig
+from lightrft.trainer.updates import LossSettings
+
+if TYPE_CHECKING:
+    from lightrft.algorithms import AdvantageEstimator
+    from lightrft.algorithms.policy import PolicyLossFunction
+
+
+def check_algorithm(config: PPOConfig, *, has_critic: bool, has_reference: bool) -> None:
+    """Checks all names and what the algorithm needs.
+
+    Raises:
+        ValueError: An unknown name (the message lists the known ones), or a model is missing.
+    """
+    lookup(AGGREGATIONS, config.loss_agg_mode, kind="loss aggregation")
+    lookup(KL_ESTIMATORS, config.kl_estimator, kind="KL estimator")
+    policy_loss_of(config)
+    estimator = estimator_of(config)
+    if estimator.needs_critic and not has_critic:
+        raise ValueError(
+            f"advantage_estimator {config.advantage_estimator!r} needs a critic: pass one, or "
+            "choose group_norm, rloo, reinforce++ or another estimator without a critic"
+        )
+    if estimator.needs_groups and config.n_samples_per_prompt < 2:
+        raise ValueError(
+            f"advantage_estimator {config.advantage_estimator!r} compares the samples of one "
+            f"prompt: n_samples_per_prompt must be at least 2, got {config.n_samples_per_prompt}"
+        )
+    if config.use_kl_loss and not has_reference:
+        raise ValueError(
+            "use_kl_loss needs a reference model: pass initial_model and init_kl_coef > 0, or "
+            "leave use_kl_loss out"
+        )
+
+
+def policy_loss_of(config: PPOConfig) -> PolicyLossFunction:
+    """The named loss with its clip bounds.
+
+    `eps_clip_low` and `eps_clip_high` win over `eps_clip`; an `eps_clip` at its default leaves
+    the loss the bounds of its paper.
+    """
+    default = PPOConfig().eps_clip
+    symmetric = None if config.eps_clip == default else config.eps_clip
+    entry = get_policy_loss(config.policy_loss)
+    bounds = {
+        "clip_low": symmetric if config.eps_clip_low is None else config.eps_clip_low,
+        "clip_high": symmetric if config.eps_clip_high is None else config.eps_clip_high,
+    }
+    given = {name: value for name, value in bounds.items() if value is not None}
+    refused = [name for name in given if name not in entry.options]
+    if refused:
+        raise ValueError(
+            f"policy_loss {config.policy_loss!r} has no clip range: leave eps_clip, eps_clip_low "
+            f"and eps_clip_high at their defaults (its options are {sorted(entry.options)})"
+        )
+    return build_policy_loss(config.policy_loss, given)
+
+
+def estimator_of(config: PPOConfig) -> AdvantageEstimator:
+    """The named advantage estimator."""
+    return build_advantage_estimator(config.advantage_estimator, {})
+
+
+def loss_settings(config: PPOConfig, *, kl_coef: float) -> LossSettings:
+    """What an update minimises when the KL term weighs `kl_coef`."""
+    return LossSettings(
+        policy_loss=policy_loss_of(config),
+        aggregation=config.loss_agg_mode,
+        max_response_tokens=config.generate_max_len,
+        micro_batch_size=config.micro_train_batch_size,
+        kl_loss_coef=kl_coef if config.use_kl_loss else 0.0,
+        kl_estimator=config.kl_estimator,
+        entropy_coef=config.entropy_coef,
+        value_clip=config.value_clip or None,
+    )
+
+
+def advantage_settings(config: PPOConfig, *, kl_coef: float) -> AdvantageSettings:
+    """How rewards become advantages when the KL term weighs `kl_coef`."""
+    estimator = estimator_of(config)
+    return AdvantageSettings(
+        estimator=estimator,
+        whitens=estimator.whitens or config.advantages_norm,
+        advantage_clip=config.advantage_clip,
+        gamma=config.gamma,
+        lambd=config.lambd,
+        kl_reward_coef=0.0 if config.use_kl_loss else kl_coef,
+        kl_estimator=config.kl_estimator,
+    )
+
+
+def sampling_params(config: PPOConfig) -> SamplingParams:
+    """How the responses of training are drawn."""
+    return SamplingParams(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_tokens=config.generate_max_len,
+        n=config.n_samples_per_prompt,
+        seed=config.seed,
+    )
+
+
+def maker_settings(config: PPOConfig, *, pad_token_id: int) -> MakerSettings:
+    """How experience is made."""
+    penalty = None
+    if config.overlong_buffer:
+        penalty = OverlongPenalty(
+            max_tokens=config.generate_max_len,
+            buffer_tokens=config.overlong_buffer_len,
+            factor=config.overlong_buffer_penalty_factor,
+        )
+    return MakerSettings(
+        sampling_params=sampling_params(config),
+        train_batch_size=config.train_batch_size,
+        micro_rollout_batch_size=config.micro_rollout_batch_size,
+        pad_token_id=pad_token_id,
+        seed=config.seed,
+        overlong_penalty=penalty,
+        sleep_engine=config.enable_engine_sleep,
+    )

@@ -1,0 +1,84 @@
+"""Checks of what a trainer is built from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lightrft.strategy.prepared import PreparedModel
+from lightrft.trainer.updates import TrainedModel
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from lightrft.rewards.types import RewardFunction
+    from lightrft.strategy.strategy_base import StrategyBase
+
+
+def check_processor(processor: object | None, *, is_needed: bool) -> None:
+    """Raises an AssertionError if a processor is needed and missing."""
+    if is_needed and processor is None:
+        raise AssertionError(
+            "a vision-language trainer needs processor=: got None; pass the model's processor "
+            "(transformers.AutoProcessor)"
+        )
+
+
+def check_engine_group(strategy: StrategyBase) -> None:
+    """Raises an AssertionError if no rank group of positive size hosts an engine."""
+    size = strategy.config.engine_tp_size
+    if size <= 0:
+        raise AssertionError(
+            f"engine_tp_size must be positive: got {size}; set --engine_tp_size 1 or more"
+        )
+
+
+def trained_model(
+    name: str,
+    model: nn.Module | PreparedModel,
+    optimizer: Optimizer | None,
+    scheduler: LRScheduler | None,
+) -> TrainedModel:
+    """A model with its optimizer, given apart or as a PreparedModel.
+
+    Raises:
+        ValueError: The model or its optimizer is missing.
+    """
+    module: nn.Module | None
+    if isinstance(model, PreparedModel):
+        module = model.model
+        optimizer, scheduler = optimizer or model.optimizer, scheduler or model.scheduler
+    else:
+        module = model
+    if module is None or optimizer is None:
+        missing = "model" if module is None else "optimizer"
+        raise ValueError(
+            f"the {name} has no {missing}: pass what strategy.prepare_models_and_optimizers "
+            f"returned, or {name}_optim="
+        )
+    return TrainedModel(name, module, optimizer, scheduler)
+
+
+def reward_of(
+    reward_model: RewardFunction | None, reward_fn: RewardFunction | None
+) -> RewardFunction:
+    """The reward function: `reward_fn`, else `reward_model`.
+
+    Raises:
+        ValueError: Neither is given.
+        TypeError: It is a torch module or a list, which cannot score text.
+    """
+    chosen: object = reward_model if reward_fn is None else reward_fn
+    if chosen is None:
+        raise ValueError(
+            "the trainer needs a reward: pass reward_model= (lightrft.rewards.build_reward)"
+        )
+    if isinstance(chosen, nn.Module | list | tuple):
+        raise TypeError(
+            "the reward must be one object with score(prompts, responses, labels, columns): got "
+            f"{type(chosen).__name__}; wrap reward models in such an object, see "
+            "lightrft.rewards.RewardFunction"
+        )
+    return reward_model if reward_fn is None else reward_fn  # type: ignore[return-value]

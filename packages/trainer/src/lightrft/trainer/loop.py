@@ -1,0 +1,72 @@
+"""Steps, evaluations and checkpoints in their order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Cadence:
+    """How long a run is and what happens on the way; counted in steps (rollout and update).
+
+    Args:
+        num_steps: Steps of the whole run, those before a resume included.
+        eval_steps: Steps between evaluations; -1 evaluates at both ends only.
+        save_steps: Steps between checkpoints; -1 writes one at the end only.
+    """
+
+    num_steps: int
+    eval_steps: int = -1
+    save_steps: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class LoopResult:
+    """What a run ended with.
+
+    Args:
+        num_steps: Completed steps, those before a resume included.
+        first_eval: Metrics of the evaluation before the first step of this process; empty
+            without evaluation prompts, or after a resume.
+        last_eval: Metrics of the last evaluation.
+        last_metrics: Metrics of the last step; empty if there was none.
+    """
+
+    num_steps: int
+    first_eval: dict[str, float]
+    last_eval: dict[str, float]
+    last_metrics: dict[str, float]
+
+
+def run_loop(trainer: SPMDPPOTrainerBase, cadence: Cadence) -> LoopResult:
+    """Trains until `cadence.num_steps` steps are complete."""
+    first_eval: dict[str, float] = {}
+    last_eval: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    if trainer.state.num_steps == 0:
+        first_eval = last_eval = trainer.evaluate()
+        if first_eval:
+            trainer.log_metrics(0, first_eval)
+    while trainer.state.num_steps < cadence.num_steps:
+        step = trainer.state.num_steps + 1
+        trainer.make_experience()
+        metrics = trainer.ppo_train(step)
+        is_last = step == cadence.num_steps
+        if is_last or _is_due(step, cadence.eval_steps):
+            last_eval = trainer.evaluate()
+        trainer.log_metrics(step, {**metrics, **last_eval} if _is_fresh(step, cadence) else metrics)
+        if is_last or _is_due(step, cadence.save_steps):
+            trainer.save_checkpoint()
+    return LoopResult(trainer.state.num_steps, first_eval, last_eval, metrics)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _is_fresh(step: int, cadence: Cadence) -> bool:
+    return step == cadence.num_steps or _is_due(step, cadence.eval_steps)
