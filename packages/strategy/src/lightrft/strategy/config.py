@@ -4,63 +4,41 @@ from __future__ import annotations
 
 import copy
 import difflib
-import functools
-import re
-import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Literal, Self, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Literal, Self
+
+from lightrft.strategy.config_fields import (
+    PUBLIC_NAMES,
+    SECRET_WORDS,
+    ConfigError,
+    accepts,
+    check_field,
+    coerce,
+    default_of,
+    is_number,
+    option,
+    shown,
+    type_hints,
+)
 
 if typing.TYPE_CHECKING:
     from argparse import Namespace
 
-T = TypeVar("T")
+__all__ = [
+    "ENGINE_TYPES",
+    "PUBLIC_NAMES",
+    "SECRET_WORDS",
+    "ConfigError",
+    "EngineType",
+    "StrategyConfig",
+    "option",
+]
+
 EngineType = Literal["vllm", "sglang", "hf", "fake", "auto"]
 ENGINE_TYPES: tuple[str, ...] = typing.get_args(EngineType)
-SECRET_WORDS = ("key", "token", "secret", "password", "passwd", "credential", "wandb")
-# Column names and labels, not secrets.
-PUBLIC_NAMES = frozenset(
-    {"input_key", "label_key", "images_key", "reference_key"}
-    | {"wandb_project", "wandb_run_name", "wandb_group", "wandb_org"}
-)
 _NO_DEFAULT = object()
-
-
-class ConfigError(ValueError):
-    """One or more configuration values are wrong; the message lists all of them."""
-
-
-def option(
-    default: T,
-    text: str,
-    *,
-    group: str,
-    choices: tuple[object, ...] | None = None,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    above: float | None = None,
-) -> T:
-    """A dataclass field that carries its own help, group and legal values.
-
-    Args:
-        default: Value when nothing is given.
-        text: One sentence of help.
-        group: Heading under which the option is listed.
-        choices: All legal values, or None.
-        at_least, at_most: Inclusive bounds of a number.
-        above: Exclusive lower bound of a number.
-    """
-    metadata = {
-        "help": text,
-        "group": group,
-        "choices": choices,
-        "at_least": at_least,
-        "at_most": at_most,
-        "above": above,
-    }
-    made: T = field(default=default, metadata=metadata)
-    return made
 
 
 @dataclass(kw_only=True)
@@ -256,13 +234,13 @@ class StrategyConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with the values, one line per problem; empty if nothing is."""
-        hints = _type_hints(type(self))
+        hints = type_hints(type(self))
         found = []
         for entry in fields(self):
             if entry.name != "extra_args":
-                found += _check_field(entry, self.__dict__[entry.name], hints[entry.name])
+                found += check_field(entry, self.__dict__[entry.name], hints[entry.name])
         betas = self.adam_betas
-        if isinstance(betas, tuple) and not all(_is_number(b) and 0 <= b < 1 for b in betas):
+        if isinstance(betas, tuple) and not all(is_number(b) and 0 <= b < 1 for b in betas):
             found.append(f"adam_betas: got {betas!r}, expected two numbers in [0, 1)")
         return found
 
@@ -311,14 +289,14 @@ class StrategyConfig:
         given = _as_dict(args)
         if given.pop("disable_engine_sleep", False):
             given["enable_engine_sleep"] = False
-        hints = _type_hints(cls)
+        hints = type_hints(cls)
         known: dict[str, object] = {}
         extras: dict[str, object] = {}
         for name, value in given.items():
             if name == "extra_args" or name not in hints:
                 extras[name] = value
-            elif value is not None or _accepts(None, hints[name]):
-                known[name] = _coerce(value, hints[name])
+            elif value is not None or accepts(None, hints[name]):
+                known[name] = coerce(value, hints[name])
         nested = extras.pop("extra_args", None)
         if isinstance(nested, Mapping):
             extras = {**nested, **extras}
@@ -359,22 +337,16 @@ class StrategyConfig:
             if entry.name == "extra_args":
                 continue
             value = self.__dict__[entry.name]
-            mark = " " if value == _default_of(entry) else "*"
-            line = f" {mark} {entry.name} = {_shown(entry.name, value)}"
+            mark = " " if value == default_of(entry) else "*"
+            line = f" {mark} {entry.name} = {shown(entry.name, value)}"
             groups.setdefault(str(entry.metadata.get("group", "other")), []).append(line)
         if self.extra_args:
-            groups["extra"] = [f"   {k} = {_shown(k, v)}" for k, v in self.extra_args.items()]
+            groups["extra"] = [f"   {k} = {shown(k, v)}" for k, v in self.extra_args.items()]
         return "\n".join(f"[{name}]\n" + "\n".join(lines) for name, lines in groups.items())
 
     def print_config_summary(self) -> None:
         """Writes `summary` to standard output."""
         print(self.summary())  # noqa: T201
-
-
-@functools.cache
-def _type_hints(cls: type[StrategyConfig]) -> dict[str, object]:
-    known = {entry.name for entry in fields(cls)}
-    return {k: v for k, v in typing.get_type_hints(cls).items() if k in known}
 
 
 def _as_dict(args: Namespace | Mapping[str, object] | StrategyConfig) -> dict[str, object]:
@@ -388,88 +360,3 @@ def _as_dict(args: Namespace | Mapping[str, object] | StrategyConfig) -> dict[st
         raise TypeError(
             f"expected a Namespace, a mapping or a StrategyConfig, got {type(args).__name__}"
         ) from None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _accepts(value: object, hint: object) -> bool:
-    """Whether a value has the annotated type; ints are floats, bools are not ints."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(_accepts(value, part) for part in arguments)
-    if origin is Literal:
-        return value in arguments
-    if origin is tuple:
-        if not isinstance(value, tuple):
-            return False
-        if len(arguments) == 2 and arguments[1] is Ellipsis:
-            return all(_accepts(item, arguments[0]) for item in value)
-        return len(value) == len(arguments) and all(map(_accepts, value, arguments))
-    if hint is float:
-        return _is_number(value)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    target = origin or hint
-    return isinstance(value, target) if isinstance(target, type) else True
-
-
-def _coerce(value: object, hint: object) -> object:
-    """Parsers and TOML give lists and ints where tuples and floats are meant."""
-    if isinstance(value, list) and not _accepts(value, hint):
-        value = tuple(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    return value
-
-
-def _describe_type(hint: object) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
-
-
-def _check_field(entry: Field[object], value: object, hint: object) -> list[str]:
-    if not _accepts(value, hint):
-        kind = type(value).__name__
-        return [f"{entry.name}: got {value!r} ({kind}), expected {_describe_type(hint)}"]
-    rules = entry.metadata
-    choices = rules.get("choices")
-    if choices is not None and value not in choices:
-        near = difflib.get_close_matches(str(value), [str(c) for c in choices], n=1)
-        hint_text = f" (did you mean {near[0]!r}?)" if near else ""
-        return [f"{entry.name}: got {value!r}, expected one of {list(choices)}{hint_text}"]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return []
-    bounds = [
-        text
-        for limit, is_ok, text in (
-            (rules.get("at_least"), lambda x: value >= x, ">= {}"),
-            (rules.get("above"), lambda x: value > x, "> {}"),
-            (rules.get("at_most"), lambda x: value <= x, "<= {}"),
-        )
-        if limit is not None and not is_ok(limit)
-        for text in (text.format(limit),)
-    ]
-    return [f"{entry.name}: got {value!r}, expected {' and '.join(bounds)}"] if bounds else []
-
-
-def _default_of(entry: Field[object]) -> object:
-    return None if entry.default is MISSING else entry.default
-
-
-def _is_secret(name: str) -> bool:
-    lowered = name.lower()
-    return lowered not in PUBLIC_NAMES and any(word in lowered for word in SECRET_WORDS)
-
-
-def _shown(name: str, value: object) -> str:
-    """The value as text; strings under secret names and passwords in addresses are hidden."""
-    if isinstance(value, str):
-        if _is_secret(name) and value:
-            return "***"
-        return re.sub(r"//[^/@\s]+@", "//***@", repr(value))
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k}: {_shown(f'{name}.{k}', v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_shown(name, item) for item in value) + "]"
-    return repr(value)

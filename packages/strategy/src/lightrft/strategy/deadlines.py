@@ -96,7 +96,7 @@ def _arm_last_resort() -> None:
     if _stack:
         nearest = min(deadline.expires for deadline in _stack) - time.monotonic()
         faulthandler.dump_traceback_later(
-            max(0.001, nearest) + _LAST_RESORT_SECONDS, exit=True, file=sys.__stderr__
+            max(0.001, nearest) + _LAST_RESORT_SECONDS, exit=True, file=sys.__stderr__ or sys.stderr
         )
 
 

@@ -96,7 +96,7 @@ def as_sampling_params(given: object) -> SamplingParams:
         hints = [f"{name} (did you mean {hit[0]}?)" if hit else name for name, hit in near.items()]
         raise ValueError(f"unknown sampling parameters: {', '.join(hints)}; known: {known}")
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-    return SamplingParams(**values)
+    return dataclasses.replace(SamplingParams(), **values)  # type: ignore[arg-type]
 
 
 def text_requests(items: Sequence[PromptItem], first_id: int) -> list[GenerationRequest]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from lightrft.strategy.config import StrategyConfig
 
 if TYPE_CHECKING:
-    from lightrft.strategy.strategy_base import Arguments, StrategyBase
+    from lightrft.strategy.prepared import Arguments
+    from lightrft.strategy.strategy_base import StrategyBase
 
 
 def get_strategy(args: Arguments) -> StrategyBase:

@@ -20,8 +20,9 @@ from lightrft.strategy.optimizers import (
     parameter_groups,
 )
 from lightrft.strategy.parameter_source import ParameterSource, module_parameter_source
+from lightrft.strategy.prepared import AnyModel, Arguments, PreparedModel
 from lightrft.strategy.process_groups import resolve_shard_size
-from lightrft.strategy.strategy_base import Arguments, PreparedModel, StrategyBase
+from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.whole_model import load_whole_model, save_whole_model
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class FakeStrategy(StrategyBase):
     def _barrier_all(cls) -> None:
         return
 
-    def create_optimizer(self, model: nn.Module, **kwargs: object) -> Optimizer:
+    def create_optimizer(self, model: AnyModel, **kwargs: object) -> Optimizer:
         """AdamW; biases and norm gains are not decayed. See `StrategyBase.create_optimizer`."""
         settings = AdamSettings.read(kwargs, self.config)
         groups = parameter_groups(
@@ -118,7 +119,7 @@ class FakeStrategy(StrategyBase):
         return PreparedModel(self.prepare_model(model, is_training=True), optimizer, scheduler)
 
     def backward(
-        self, loss: Tensor, model: nn.Module, optimizer: Optimizer, **kwargs: object
+        self, loss: Tensor, model: AnyModel, optimizer: Optimizer, **kwargs: object
     ) -> None:
         """Adds the gradients of one micro-batch; see `StrategyBase.backward`."""
         del model
@@ -129,7 +130,7 @@ class FakeStrategy(StrategyBase):
     def optimizer_step(
         self,
         optimizer: Optimizer,
-        model: nn.Module,
+        model: AnyModel,
         scheduler: LRScheduler | None,
         name: str = "model",
         **kwargs: object,
@@ -156,7 +157,7 @@ class FakeStrategy(StrategyBase):
 
     def save_ckpt(
         self,
-        model: nn.Module,
+        model: AnyModel,
         save_dir: str,
         tag: str | None = None,
         max_num: int = 3,
@@ -191,7 +192,7 @@ class FakeStrategy(StrategyBase):
 
     def load_ckpt(
         self,
-        model: nn.Module,
+        model: AnyModel,
         load_dir: str,
         tag: str | None = None,
         load_module_strict: bool = True,
@@ -224,16 +225,16 @@ class FakeStrategy(StrategyBase):
         self._mark_engine_stale()
         return str(folder), checkpoint.client_state()
 
-    def save_model(self, model: nn.Module, tokenizer: object | None, output_dir: str) -> None:
+    def save_model(self, model: AnyModel, tokenizer: object | None, output_dir: str) -> None:
         """Writes the model in Hugging Face format; see `StrategyBase.save_model`."""
         save_whole_model(self.unwrap_model(model), tokenizer, Path(output_dir))
 
-    def load_model(self, model: nn.Module, path: str, strict: bool = True) -> None:
+    def load_model(self, model: AnyModel, path: str, strict: bool = True) -> None:
         """Reads full weights; see `StrategyBase.load_model`."""
         load_whole_model(self.unwrap_model(model), Path(path), strict=strict)
         self._mark_engine_stale()
 
-    def parameter_source(self, model: nn.Module) -> ParameterSource:
+    def parameter_source(self, model: AnyModel) -> ParameterSource:
         """Every parameter, whole; see `StrategyBase.parameter_source`."""
         return module_parameter_source(self.unwrap_model(model))
 

@@ -14,14 +14,15 @@ def has_media(media: Media | None) -> bool:
     """Whether anything but None is in a flat or nested list."""
     if media is None:
         return False
-    return any(
-        any(inner is not None for inner in item) if _is_list(item) else item is not None
-        for item in media
-    )
+    return any(inner is not None for item in media for inner in _as_group(item))
 
 
-def _is_list(item: object) -> bool:
+def _is_group(item: object) -> bool:
     return isinstance(item, list | tuple)
+
+
+def _as_group(item: object) -> Media:
+    return item if isinstance(item, list | tuple) else [item]
 
 
 def _grouped(
@@ -35,7 +36,7 @@ def _grouped(
         )
     groups: list[Media] = []
     for i, item in enumerate(media):
-        group: Media = item if isinstance(item, list | tuple) else [item]
+        group = _as_group(item)
         present = [m for m in group if m is not None]
         if counts is not None and counts[i] not in (len(group), len(present)):
             raise ValueError(
@@ -71,7 +72,7 @@ def group_media(
         if counts is not None and any(counts):
             raise ValueError(f"{kind}_num asks for {sum(counts)} {kind}, but none were given")
         return [[] for _ in range(num_prompts)]
-    if counts is None or any(_is_list(item) for item in media):
+    if counts is None or any(_is_group(item) for item in media):
         return _grouped(media, counts, num_prompts, kind)
     if sum(counts) != len(media):
         if len(media) == num_prompts:

@@ -187,7 +187,8 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     ]
     if not norms:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    return total
 
 
 def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
