@@ -112,6 +112,10 @@ class BucketBroadcaster:
         self.num_payload_collectives = 0
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)
+        self._shard_starts = {
+            spec.name: spec.shards[self._rank if len(spec.shards) > 1 else 0][0]
+            for spec in layout.specs
+        }
         self._buffers = buffers
         self._device = torch.device(device)
 
@@ -171,13 +175,12 @@ class BucketBroadcaster:
     def _pack(
         self, bucket: Bucket, out: Tensor, sources: ShardSource, add_local: AddLocal | None
     ) -> None:
-        shard_starts = {spec.name: self._shard_start(spec.shards) for spec in self.layout.specs}
         parts, offsets, dtypes = [], [], []
         for segment in bucket.segments:
             start, stop = segment.ranges[self._rank if len(segment.ranges) > 1 else 0]
             if start == stop:
                 continue
-            first = shard_starts[segment.name]
+            first = self._shard_starts[segment.name]
             shard = sources(segment.name).detach()
             if shard.numel() < stop - first:
                 raise ValueError(
@@ -193,9 +196,6 @@ class BucketBroadcaster:
             offsets.append(segment.byte_offset)
             dtypes.append(segment.dtype)
         pack(parts, out, offsets, dtypes)
-
-    def _shard_start(self, shards: tuple[tuple[int, int], ...]) -> int:
-        return shards[self._rank if len(shards) > 1 else 0][0]
 
 
 def _pieces(bucket: Bucket, slot: _Slot) -> tuple[BucketPiece, ...]:

@@ -1,0 +1,118 @@
+"""Buckets that arrive hold the tensors that were sent, at one collective for each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightrft.kernels import BucketBroadcaster, BucketLayout, TensorSpec
+from lightrft.strategy.testing import run_multiprocess
+
+
+def full_tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"embed": (37, 16), "norm": (16,), "up": (50, 16), "bias": (1,), "empty": (0, 4)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def plan(kinds: dict[str, str], world: int, bucket_bytes: int, dtype: torch.dtype) -> BucketLayout:
+    specs = []
+    for name, tensor in full_tensors().items():
+        numel = tensor.numel()
+        # Uneven on purpose: row shards of the last rank are shorter, as with FSDP2.
+        step = -(-numel // world)
+        shards = {
+            "local": ((0, numel),),
+            "gather": tuple(
+                (min(step * r, numel), min(step * (r + 1), numel)) for r in range(world)
+            ),
+            "owner": tuple((0, numel) if r == world - 1 else (0, 0) for r in range(world)),
+        }[kinds[name]]
+        specs.append(TensorSpec(name, tuple(tensor.shape), dtype, shards))
+    return BucketLayout.plan(specs, bucket_bytes=bucket_bytes, alignment=16)
+
+
+def shard_source(layout: BucketLayout, rank: int):
+    tensors = full_tensors()
+    shards = {spec.name: spec.shards for spec in layout.specs}
+
+    def source(name: str) -> torch.Tensor:
+        ranges = shards[name]
+        start, stop = ranges[rank if len(ranges) > 1 else 0]
+        return tensors[name].reshape(-1)[start:stop]
+
+    return source
+
+
+def receive(broadcaster: BucketBroadcaster, source, add_local=None) -> dict[str, torch.Tensor]:
+    """What a consumer assembles; NaN where nothing was written."""
+    received = {}
+    whole = set()
+    for filled in broadcaster.gather(source, add_local=add_local):
+        for piece in filled.pieces:
+            numel = torch.Size(piece.shape).numel()
+            flat = received.setdefault(piece.name, torch.full((numel,), float("nan")))
+            part = flat[piece.start : piece.start + piece.tensor.numel()]
+            assert part.isnan().all()
+            part.copy_(piece.tensor)
+            if piece.tensor.numel() == numel:
+                whole.add(piece.name)
+        for segment in filled.bucket.segments:
+            # A tensor wholly inside one bucket must come as one piece.
+            assert not segment.is_whole or segment.name in whole
+    return received
+
+
+def add_position(name: str, start: int, values: torch.Tensor) -> None:
+    values += torch.arange(start, start + values.numel()) / 1000
+
+
+def check(broadcaster: BucketBroadcaster, rank: int, dtype: torch.dtype) -> None:
+    layout = broadcaster.layout
+    received = receive(broadcaster, shard_source(layout, rank))
+    with_update = receive(broadcaster, shard_source(layout, rank), add_position)
+    for name, tensor in full_tensors().items():
+        flat = tensor.reshape(-1)
+        assert torch.equal(received[name], flat.to(dtype).float()), name
+        added = flat + torch.arange(flat.numel()) / 1000
+        assert torch.equal(with_update[name], added.to(dtype).float()), name
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 1000, 10**6])
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_local_buckets_need_no_process_group(bucket_bytes, buffers):
+    kinds = dict.fromkeys(full_tensors(), "local")
+    layout = plan(kinds, 1, bucket_bytes, torch.bfloat16)
+    broadcaster = BucketBroadcaster(layout, None, buffers=buffers)
+    check(broadcaster, 0, torch.bfloat16)
+    assert broadcaster.num_payload_collectives == 0
+
+
+def exchange(rank: int, world: int) -> None:
+    mixed = {"embed": "gather", "norm": "owner", "up": "gather", "bias": "local", "empty": "gather"}
+    dist.init_process_group("gloo")
+    for kinds in (mixed, dict.fromkeys(mixed, "gather"), dict.fromkeys(mixed, "owner")):
+        for dtype in (torch.float32, torch.bfloat16):
+            for bucket_bytes, buffers in ((500, 2), (2000, 1), (10**6, 2)):
+                layout = plan(kinds, world, bucket_bytes, dtype)
+                broadcaster = BucketBroadcaster(layout, dist.group.WORLD, buffers=buffers)
+                check(broadcaster, rank, dtype)
+                num_moving = sum(bucket.kind != "local" for bucket in layout.buckets)
+                assert broadcaster.num_payload_collectives == 2 * num_moving
+
+
+@pytest.mark.multiprocess
+def test_every_rank_receives_all_tensors():
+    run_multiprocess(exchange, 3)
+
+
+def test_wrong_sizes_are_refused():
+    layout = plan(dict.fromkeys(full_tensors(), "gather"), 2, 1000, torch.float32)
+    with pytest.raises(ValueError, match="planned for 2 ranks: got a group of 1"):
+        BucketBroadcaster(layout, None)
+    local = plan(dict.fromkeys(full_tensors(), "local"), 1, 1000, torch.float32)
+    with pytest.raises(ValueError, match="buffers"):
+        BucketBroadcaster(local, None, buffers=0)
+    with pytest.raises(ValueError, match="shard of 'embed' must have at least"):
+        next(BucketBroadcaster(local, None).gather(lambda name: torch.zeros(3)))

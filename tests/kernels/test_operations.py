@@ -1,0 +1,161 @@
+"""Hash, pack and unpack: the definition in Python integers; native code equals torch bitwise."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from lightrft.kernels import combine_hashes, hash_tensor, pack, unpack
+from lightrft.kernels.weight_bucket.native import load_extension
+
+MASK = 2**64 - 1
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int8]
+DTYPES += [torch.uint8, torch.float8_e4m3fn]
+BIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@pytest.fixture(params=["torch", "native"])
+def impl(request):
+    if request.param == "native" and load_extension() is None:
+        pytest.skip("the C++ extension is not built")
+    return request.param
+
+
+def mix64(x: int) -> int:
+    z = (x + 0x9E3779B97F4A7C15) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def slow_hash(tensor: torch.Tensor, start: int = 0) -> int:
+    size = tensor.element_size()
+    bits = tensor.reshape(-1).view(BIT_DTYPES[size]).tolist()
+    total = sum(mix64((b & (2 ** (8 * size) - 1)) ^ mix64(start + i)) for i, b in enumerate(bits))
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(BIT_DTYPES[tensor.element_size()])
+
+
+def awkward_floats() -> torch.Tensor:
+    """Random bit patterns, all exponents, NaNs with payloads, infinities, ties, subnormals."""
+    generator = torch.Generator().manual_seed(0)
+    random_bits = torch.randint(-(2**31), 2**31, (2**18,), generator=generator)
+    half_range = torch.arange(0x33000000, 0x48000000, 9973)
+    nans = torch.arange(0x7F800000 - 5000, 0x80000000, 99991)
+    edges = torch.tensor([0, 0x7F800000, 0x477FEFFF, 0x477FF000, 0x33000000, 0x33000001])
+    patterns = torch.cat([random_bits, half_range, nans, edges])
+    return torch.cat([patterns, patterns - 2**31]).to(torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_hash_equals_its_definition_in_python_integers(dtype, impl):
+    torch.manual_seed(1)
+    tensor = (torch.randn(7, 43) * 50).to(dtype)
+    assert hash_tensor(tensor, impl=impl) == slow_hash(tensor)
+    assert hash_tensor(tensor, start=2**40 + 3, impl=impl) == slow_hash(tensor, 2**40 + 3)
+
+
+def test_hash_is_additive_over_ranges_and_across_chunks(impl):
+    torch.manual_seed(2)
+    tensor = torch.randn(2**18 * 2 + 77).bfloat16()
+    cuts = [0, 5, 2**16 - 1, 2**18 + 1, 2**19, tensor.numel()]
+    parts = [hash_tensor(tensor[a:b], start=a, impl=impl) for a, b in itertools.pairwise(cuts)]
+    assert combine_hashes(parts) == hash_tensor(tensor, impl=impl, num_threads=3)
+    assert combine_hashes(parts) == combine_hashes(reversed(parts))
+
+
+def test_hash_notices_a_swap_a_bit_and_a_shifted_position(impl):
+    tensor = torch.arange(1000, dtype=torch.float32)
+    expected = hash_tensor(tensor, impl=impl)
+    swapped = tensor.clone()
+    swapped[[3, 4]] = swapped[[4, 3]]
+    flipped = tensor.clone()
+    bits(flipped)[500] ^= 1
+    negative_zero = tensor.clone()
+    negative_zero[0] = -0.0
+    for other in (swapped, flipped, negative_zero):
+        assert hash_tensor(other, impl=impl) != expected
+    assert hash_tensor(tensor, start=1, impl=impl) != expected
+
+
+def test_hash_of_strided_empty_and_scalar_tensors(impl):
+    matrix = torch.randn(5, 8)
+    assert hash_tensor(matrix.T, impl=impl) == slow_hash(matrix.T.contiguous())
+    assert hash_tensor(torch.empty(0), impl=impl) == 0
+    assert hash_tensor(torch.tensor(2.5), impl=impl) == slow_hash(torch.tensor([2.5]))
+    assert combine_hashes([]) == 0
+    assert combine_hashes([2**63 - 1, 1]) == -(2**63)
+
+
+def test_hash_refuses_what_it_cannot_hash():
+    with pytest.raises(ValueError, match="complex64"):
+        hash_tensor(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="got -1"):
+        hash_tensor(torch.zeros(2), start=-1)
+    with pytest.raises(
+        ValueError, match="unknown impl 'fast': expected one of auto, native, torch"
+    ):
+        hash_tensor(torch.zeros(2), impl="fast")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_packed_casts_are_bitwise_those_of_torch(dtype, num_threads, impl):
+    source = awkward_floats()
+    out = torch.zeros(source.numel() * 2 + 64, dtype=torch.uint8)
+    pack([source], out, [32], [dtype], impl=impl, num_threads=num_threads)
+    assert torch.equal(bits(out[32:-32].view(dtype)), bits(source.to(dtype)))
+    assert not out[:32].any()
+    assert not out[-32:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_pattern_widens_as_in_torch(dtype, impl):
+    source = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    out = torch.zeros(source.numel() * 4, dtype=torch.uint8)
+    pack([source], out, [0], [torch.float32], impl=impl)
+    assert torch.equal(bits(out.view(torch.float32)), bits(source.float()))
+
+
+def test_pack_then_unpack_returns_every_tensor(impl):
+    torch.manual_seed(3)
+    sources = [torch.randn(n).to(d) for n, d in ((5, DTYPES[0]), (0, DTYPES[2]), (4099, DTYPES[3]))]
+    offsets = [16, 64, 128]
+    dtypes = [tensor.dtype for tensor in sources]
+    out = torch.zeros(40000, dtype=torch.uint8)
+    pack(sources, out, offsets, dtypes, impl=impl)
+    outs = [torch.empty_like(tensor) for tensor in sources]
+    unpack(out, offsets, outs, impl=impl)
+    for source, result in zip(sources, outs, strict=True):
+        assert torch.equal(source, result)
+
+
+def test_casts_without_native_code_fall_back_to_torch():
+    source = torch.randn(33, dtype=torch.float64)
+    out = torch.zeros(132, dtype=torch.uint8)
+    pack([source], out, [0], [torch.float32])
+    assert torch.equal(out.view(torch.float32), source.float())
+    if load_extension() is not None:
+        with pytest.raises(RuntimeError, match="these casts"):
+            pack([source], out, [0], [torch.float32], impl="native")
+
+
+def test_pack_refuses_bad_arguments():
+    out = torch.zeros(64, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"segment \[60, 68\) lies outside the bucket of 64 bytes"):
+        pack([torch.zeros(2)], out, [60], [torch.float32])
+    with pytest.raises(ValueError, match="multiple of 4 bytes: got 2"):
+        pack([torch.zeros(2)], out, [2], [torch.float32])
+    with pytest.raises(ValueError, match="must be contiguous"):
+        pack([torch.zeros(2, 4).T], out, [0], [torch.float32])
+    with pytest.raises(ValueError, match="1 sources, 2 offsets, 1 dtypes"):
+        pack([torch.zeros(2)], out, [0, 8], [torch.float32])
+    with pytest.raises(ValueError, match="1-D uint8"):
+        unpack(torch.zeros(64), [0], [torch.zeros(1)])
+    with pytest.raises(ValueError, match="got 2 and 1"):
+        unpack(out, [0, 4], [torch.zeros(1)])
