@@ -103,6 +103,26 @@ class Checkpoint:
         """What the caller gave to `save_ckpt` as `client_state`."""
         return load_state(self.path / CLIENT_STATE_NAME)
 
+    def require_strategy(self, name: str, *, world_size: int | None = None) -> None:
+        """Check who wrote it.
+
+        Raises:
+            CheckpointError: Another strategy wrote it, or another number of ranks than
+                `world_size` (None: any number).
+        """
+        written = self.manifest
+        if written.strategy != name:
+            raise CheckpointError(
+                f"{self.path} was written by {written.strategy}, not by {name}: resume with the "
+                "same backend, or start from a model written by save_model"
+            )
+        if world_size is not None and written.world_size != world_size:
+            raise CheckpointError(
+                f"{self.path} was written by {written.world_size} ranks and can only be loaded by "
+                f"as many with {name}: got {world_size}; start as many ranks, or start from a "
+                "model written by save_model"
+            )
+
     def restore_rng(self, rank: int) -> bool:
         """Set this process's generators to those of `rank`; False if there are none."""
         state_file = rng_file(self.path, rank)

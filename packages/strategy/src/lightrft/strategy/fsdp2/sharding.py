@@ -1,0 +1,300 @@
+"""Dividing a model into FSDP2 units and its parameters over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Shard
+
+from lightrft.strategy.fsdp2.source import chunk_ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Children under these names hold a vision tower (Qwen-VL, LLaVA, Gemma 3, InternVL ...).
+VISION_NAMES = ("visual", "vision_tower", "vision_model", "vision_encoder")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingPlan:
+    """How one model is sharded.
+
+    Args:
+        mesh: 1-D (shard) or 2-D (replicate, shard).
+        device: Where buffers live.
+        param_dtype: Dtype in which shards are stored.
+        compute_dtype: Dtype of gathered parameters in forward and backward.
+        reshard_after_forward: Whether gathered parameters are freed after the forward pass.
+        offloads_to_cpu: Whether shards, gradients and optimizer states live on the CPU.
+        keeps_vision_whole: Whether the vision tower stays in the root unit, so that ranks without
+            images reach the same collectives as ranks with some.
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
+    param_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    reshard_after_forward: bool = True
+    offloads_to_cpu: bool = False
+    keeps_vision_whole: bool = False
+
+    def mixed_precision(self) -> MixedPrecisionPolicy:
+        """Gradients are reduced in float32 whatever the compute dtype."""
+        if self.compute_dtype == torch.float32:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
+
+    def offload(self) -> OffloadPolicy:
+        """Where shards live between uses."""
+        if not self.offloads_to_cpu:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+
+
+def find_blocks(module: nn.Module, *, keeps_vision_whole: bool = False) -> list[nn.Module]:
+    """The modules that become FSDP2 units of their own, outermost of each kind, in forward order.
+
+    Blocks are the instances of the classes that the transformers models inside name in
+    `_no_split_modules`; without such names, the elements of lists of two or more modules of one
+    class. Embeddings, and modules that share a parameter with the rest, stay in the root unit.
+
+    Args:
+        module: The whole model.
+        keeps_vision_whole: Leave vision towers to the root unit.
+    """
+    names = _unsplittable_names(module)
+    excluded = _vision_modules(module) if keeps_vision_whole else set()
+    blocks: list[nn.Module] = []
+    inside: set[nn.Module] = set(excluded)
+    for candidate in module.modules():
+        if candidate in inside or candidate is module or isinstance(candidate, nn.Embedding):
+            continue
+        found = [candidate] if type(candidate).__name__ in names else []
+        if not names and isinstance(candidate, nn.ModuleList) and _is_repeated(candidate):
+            found = list(candidate)
+        for block in found:
+            inside.update(block.modules())
+            blocks.append(block)
+    return [block for block in blocks if _owns_its_parameters(block, module)]
+
+
+def _unsplittable_names(module: nn.Module) -> set[str]:
+    from transformers import PreTrainedModel
+
+    names: set[str] = set()
+    for child in module.modules():
+        if isinstance(child, PreTrainedModel):
+            names.update(child._no_split_modules or ())
+    return names
+
+
+def _vision_modules(module: nn.Module) -> set[nn.Module]:
+    return {
+        inner
+        for name, child in module.named_modules()
+        if name.rsplit(".", 1)[-1] in VISION_NAMES
+        for inner in child.modules()
+    }
+
+
+def _is_repeated(modules: nn.ModuleList) -> bool:
+    has_parameters = all(next(child.parameters(), None) is not None for child in modules)
+    return len(modules) >= 2 and len({type(child) for child in modules}) == 1 and has_parameters
+
+
+def _owns_its_parameters(block: nn.Module, module: nn.Module) -> bool:
+    inside = set(block.modules())
+    own = {id(parameter) for parameter in block.parameters()}
+    outside = {
+        id(parameter)
+        for child in module.modules()
+        if child not in inside
+        for parameter in child.parameters(recurse=False)
+    }
+    return bool(own) and not own & outside
+
+
+def shard_module(module: nn.Module, plan: ShardingPlan) -> nn.Module:
+    """Shard a model in place: every block is a unit, all else (tied head included) the root unit.
+
+    Parameters that are on the meta device on some rank are filled with those of rank 0, which must
+    have real ones.
+
+    Raises:
+        ValueError: Rank 0 has parameters on the meta device.
+    """
+    full = _full_values_of_rank_0(module)
+    _cast_parameters(module, plan.param_dtype)
+    options = {
+        "mesh": plan.mesh,
+        "reshard_after_forward": plan.reshard_after_forward,
+        "mp_policy": plan.mixed_precision(),
+        "offload_policy": plan.offload(),
+    }
+    for block in find_blocks(module, keeps_vision_whole=plan.keeps_vision_whole):
+        fully_shard(block, **options)  # type: ignore[call-overload]
+    # The root is resharded too: its parameters are then shards whenever no forward pass runs.
+    fully_shard(module, **options)  # type: ignore[call-overload]
+    if full is None:
+        _move_buffers(module, plan.device)
+    else:
+        storage = torch.device("cpu") if plan.offloads_to_cpu else plan.device
+        module.to_empty(device=storage)
+        _move_buffers(module, plan.device)
+        _fill_from_rank_0(module, full)
+    return module
+
+
+def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    # Not module.to(dtype): buffers, such as rotary frequencies, keep theirs.
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+def _full_values_of_rank_0(module: nn.Module) -> dict[str, Tensor] | None:
+    """None if every rank has real values; else rank 0's values by name, and {} elsewhere."""
+    is_meta = any(parameter.is_meta for parameter in module.parameters())
+    # int, not bool: MAX is the logical or.
+    flag = torch.tensor(int(is_meta))
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    if not flag.item():
+        return None
+    is_first = dist.get_rank() == 0
+    outcome = [is_meta if is_first else None]
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[0]:
+        raise ValueError(
+            "rank 0 must hold real weights: only other ranks may build models on the meta device"
+        )
+    return {name: value.detach() for name, value in _named_values(module)} if is_first else {}
+
+
+def _named_values(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    # Buffers that are not saved (rotary frequencies) are included: they too must be filled.
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+@torch.no_grad()
+def _fill_from_rank_0(module: nn.Module, full: Mapping[str, Tensor]) -> None:
+    for name, target in list(_named_values(module)):
+        device = target.device_mesh.device_type if isinstance(target, DTensor) else target.device
+        if dist.get_rank() == 0:
+            value = full[name].to(device, target.dtype).contiguous()
+        else:
+            value = torch.empty(target.shape, dtype=target.dtype, device=device)
+        dist.broadcast(value, src=0)
+        local, start, stop = local_rows(target.detach())
+        local.copy_(value[start:stop] if target.dim() else value)
+
+
+def local_rows(tensor: Tensor) -> tuple[Tensor, int, int]:
+    """This rank's part of a tensor, and which rows of the whole it is.
+
+    Returns:
+        (local tensor, first row, row after the last); a whole tensor is its own part, and a
+        scalar has rows 0 to 0.
+
+    Raises:
+        ValueError: It is sharded along another dimension than its first.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor, 0, (tensor.shape[0] if tensor.dim() else 0)
+    shard_dims = [d for d, place in enumerate(tensor.placements) if not place.is_replicate()]
+    if len(shard_dims) > 1 or any(tensor.placements[d] != Shard(0) for d in shard_dims):
+        raise ValueError(f"expected a tensor sharded along dimension 0, got {tensor.placements}")
+    local = tensor.to_local()
+    if not shard_dims:
+        return local, 0, tensor.shape[0]
+    rows = chunk_ranges((tensor.shape[0],), tensor.device_mesh.size(shard_dims[0]))
+    return local, *rows[tensor.device_mesh.get_local_rank(shard_dims[0])]
+
+
+def is_written_by(tensor: Tensor, rank: int) -> bool:
+    """Whether this rank is the one that writes its part into a checkpoint."""
+    if not isinstance(tensor, DTensor):
+        return rank == 0
+    coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())
+    replicas = [
+        place
+        for place, layout in zip(coordinate, tensor.placements, strict=True)
+        if layout.is_replicate()
+    ]
+    return not any(replicas)
+
+
+def gradient_norm(parameters: Iterable[Tensor]) -> float:
+    """Global 2-norm of sharded gradients; the same number on every rank. Collective.
+
+    Each replica of a hybrid mesh contributes its share, so that one sum over all ranks serves.
+    """
+    total: Tensor | None = None
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        num_replicas = 1
+        if isinstance(gradient, DTensor):
+            sizes = gradient.device_mesh.shape
+            for size, place in zip(sizes, gradient.placements, strict=True):
+                num_replicas *= size if place.is_replicate() else 1
+            gradient = gradient.to_local()
+        else:
+            num_replicas = dist.get_world_size()
+        square = torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
+        square = square / num_replicas
+        total = square if total is None else total + square.to(total.device)
+    if total is None:
+        total = torch.zeros((), dtype=torch.float64)
+    if dist.get_backend() == "nccl" and total.device.type == "cpu":
+        total = total.cuda()
+    dist.all_reduce(total)
+    return float(total.sqrt().item())
+
+
+def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply every gradient, shard by shard."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = parameter.grad
+            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
+
+
+def full_value(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank. Collective for a sharded one."""
+    whole = tensor.detach()
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole
+
+
+def as_fsdp(module: nn.Module) -> FSDPModule:
+    """The module as an FSDP2 root.
+
+    Raises:
+        ValueError: It has not been sharded.
+    """
+    if not isinstance(module, FSDPModule):
+        raise ValueError(
+            f"{type(module).__name__} is not sharded: call strategy.prepare_model(model, "
+            "is_training=True), or prepare_models_and_optimizers, first"
+        )
+    return module

@@ -1,0 +1,186 @@
+"""Model, optimizer and schedule of an FSDP2 run as files, shard by shard."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightrft.strategy.checkpoint_manifest import CheckpointError
+from lightrft.strategy.client_state import load_state, save_state
+from lightrft.strategy.fsdp2.shard_files import ShardReader, write_shards
+from lightrft.strategy.fsdp2.sharding import full_value, local_rows
+from lightrft.strategy.fsdp2.source import reshard_modules
+from lightrft.strategy.gathered_model import WeightFiles, as_saved, check_names
+from lightrft.strategy.parameter_source import tied_parameter_names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+logger = logging.getLogger(__name__)
+
+MODEL_FOLDER = "model"
+OPTIMIZER_FOLDER = "optimizer"
+GROUPS_NAME = "optimizer_groups"
+SCHEDULER_NAME = "scheduler"
+
+
+def module_state(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers by name, sharing storage; tied ones under their first name."""
+    reshard_modules(module)
+    tied = tied_parameter_names(module)
+    return {name: value for name, value in module.state_dict().items() if name not in tied}
+
+
+def save_module(folder: Path, module: nn.Module, *, rank: int) -> None:
+    """Write this rank's shards of a model."""
+    write_shards(folder / MODEL_FOLDER, module_state(module), rank=rank)
+
+
+@torch.no_grad()
+def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
+    """Read shards into a model, whatever number of ranks wrote them.
+
+    Raises:
+        RuntimeError: With `strict`, if names are missing or unexpected.
+        CheckpointError: A shape differs.
+    """
+    reader = ShardReader(folder / MODEL_FOLDER)
+    state = module_state(module)
+    names, note = check_names(set(state), reader.names, source=str(folder), strict=strict)
+    if note is not None:
+        logger.warning(note)
+    for name in sorted(names):
+        reader.read_into(name, state[name])
+
+
+@torch.no_grad()
+def load_full_weights(path: Path, module: nn.Module, *, strict: bool) -> None:
+    """Read a Hugging Face checkpoint; each rank reads only the rows it holds.
+
+    Raises:
+        FileNotFoundError: There are no weights.
+        RuntimeError: A shape differs, or with `strict` names are missing or unexpected.
+    """
+    files = WeightFiles(path, module)
+    state = module_state(module)
+    found = files.names - set(tied_parameter_names(module))
+    names, note = check_names(set(state), found, source=str(path), strict=strict)
+    if note is not None:
+        logger.warning(note)
+    for name in sorted(names):
+        target = state[name]
+        if files.shape(name) != tuple(target.shape):
+            raise RuntimeError(
+                f"{name} has shape {files.shape(name)} in {path}, expected {tuple(target.shape)}"
+            )
+        local, start, stop = local_rows(target)
+        local.copy_(files.rows(name, start, stop))
+
+
+def gather_module(module: nn.Module, dtype: torch.dtype, *, keeps: bool) -> dict[str, Tensor]:
+    """Full CPU values, one parameter in flight at a time. Collective.
+
+    Args:
+        module: The wrapped module.
+        dtype: Of the floating point values returned.
+        keeps: Whether this rank wants them; the others return {}.
+    """
+    full: dict[str, Tensor] = {}
+    for name, value in module_state(module).items():
+        whole = full_value(value)
+        if keeps:
+            full[name] = as_saved(whole, dtype)
+    return full
+
+
+def save_optimizer(folder: Path, module: nn.Module, optimizer: Optimizer, *, rank: int) -> None:
+    """Write this rank's shards of the optimizer's states, and the groups' numbers."""
+    names = _parameter_names(module)
+    tensors: dict[str, Tensor] = {}
+    groups: list[dict[str, object]] = []
+    for group in optimizer.param_groups:
+        group_names = [names[id(parameter)] for parameter in group["params"]]
+        numbers = {key: value for key, value in group.items() if key != "params"}
+        groups.append({"names": group_names, "numbers": numbers})
+        for name, parameter in zip(group_names, group["params"], strict=True):
+            for key, value in optimizer.state[parameter].items():
+                tensors[f"{key}/{name}"] = value
+    write_shards(folder / OPTIMIZER_FOLDER, tensors, rank=rank)
+    if rank == 0:
+        save_state(folder / GROUPS_NAME, {"groups": groups})
+
+
+@torch.no_grad()
+def load_optimizer(folder: Path, module: nn.Module, optimizer: Optimizer) -> None:
+    """Read states and the groups' numbers.
+
+    Raises:
+        CheckpointError: There is no optimizer in the checkpoint, or its groups hold other
+            parameters.
+    """
+    if not (folder / f"{GROUPS_NAME}.json").is_file():
+        raise CheckpointError(
+            f"{folder} holds no optimizer: load it with load_optimizer_states=False"
+        )
+    saved = load_state(folder / GROUPS_NAME)["groups"]
+    names = _parameter_names(module)
+    own = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    if not isinstance(saved, list) or [group["names"] for group in saved] != own:
+        raise CheckpointError(
+            f"{folder} holds an optimizer of other parameters or other groups: create it as in the "
+            "run that was saved, or load with load_optimizer_states=False"
+        )
+    reader = ShardReader(folder / OPTIMIZER_FOLDER)
+    keys: dict[str, list[str]] = {}
+    for stored in sorted(reader.names):
+        key, name = stored.split("/", 1)
+        keys.setdefault(name, []).append(key)
+    for group, saved_group in zip(optimizer.param_groups, saved, strict=True):
+        group.update(saved_group["numbers"])
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            state: dict[str, Tensor] = {}
+            for key in keys.get(name, []):
+                state[key] = _empty_state(key, parameter, group, reader.dtype_of(f"{key}/{name}"))
+                reader.read_into(f"{key}/{name}", state[key])
+            optimizer.state[parameter] = state
+
+
+def _empty_state(
+    key: str, parameter: Tensor, group: Mapping[str, object], dtype: torch.dtype
+) -> Tensor:
+    if key != "step":
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    # torch's AdamW keeps its counter on the CPU unless a fused kernel reads it.
+    is_on_device = bool(group.get("fused")) or bool(group.get("capturable"))
+    return torch.zeros((), dtype=dtype, device=parameter.device if is_on_device else "cpu")
+
+
+def _parameter_names(module: nn.Module) -> dict[int, str]:
+    reshard_modules(module)
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def save_scheduler(folder: Path, scheduler: LRScheduler) -> None:
+    """Write a schedule's position."""
+    save_state(folder / SCHEDULER_NAME, scheduler.state_dict())
+
+
+def load_scheduler(folder: Path, scheduler: LRScheduler) -> None:
+    """Read a schedule's position.
+
+    Raises:
+        CheckpointError: The checkpoint has none.
+    """
+    if not (folder / f"{SCHEDULER_NAME}.json").is_file():
+        raise CheckpointError(
+            f"{folder} holds no scheduler: load it with load_lr_scheduler_states=False"
+        )
+    scheduler.load_state_dict(load_state(folder / SCHEDULER_NAME))
