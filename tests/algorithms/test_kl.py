@@ -1,0 +1,123 @@
+"""KL estimators and controllers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lightrft.algorithms import KL_ESTIMATORS, AdaptiveKlController, FixedKlController, estimate_kl
+
+WORKED = {  # tokens, token-mean gradient
+    "k1": ([0.2, 0.2, -0.4, -0.2, -0.4, 0.5], [1 / 6] * 6),
+    "k2": ([0.02, 0.02, 0.08, 0.02, 0.08, 0.125],
+           [0.033333, 0.033333, -0.066667, -0.033333, -0.066667, 0.083333]),
+    "k3": ([0.018731, 0.018731, 0.091825, 0.021403, 0.091825, 0.106531],
+           [0.030212, 0.030212, -0.081971, -0.0369, -0.081971, 0.065578]),
+    "k3_is": ([0.025284, 0.016948, 0.167316, 0.011746, 0.050394, 0.353694],
+              [0.044995, 0.030161, -0.121475, -0.018294, -0.036587, 0.276676]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_worked_numbers_with_nan_in_the_padding(name: str, worked) -> None:
+    p = worked.new.clone().requires_grad_(True)
+    kl = estimate_kl(p, worked.ref, worked.mask, estimator=name, old_logprobs=worked.old)
+    (kl.sum() / 6).backward()
+    tokens, grad = WORKED[name]
+    assert kl[worked.mask].tolist() == pytest.approx(tokens, abs=1e-6)
+    assert p.grad[worked.mask].tolist() == pytest.approx(grad, abs=1e-6)
+    assert kl[~worked.mask].tolist() == [0.0, 0.0]
+    assert p.grad[~worked.mask].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_equals_numpy_on_random_rows(name: str, ragged) -> None:
+    batch = ragged(1)
+    d, ratio = batch.new - batch.ref, np.exp(batch.new - batch.old)
+    k3 = np.exp(-d) - 1 + d
+    expected = {"k1": d, "k2": d**2 / 2, "k3": k3, "k3_is": ratio * k3}[name] * batch.mask
+    arguments = [torch.tensor(x) for x in (batch.new, batch.ref, batch.mask)]
+    kl = estimate_kl(*arguments, estimator=name, old_logprobs=torch.tensor(batch.old))
+    np.testing.assert_allclose(kl.numpy(), expected, atol=1e-12)
+
+
+def _exact_gradient(estimator: str, behaviour: torch.Tensor, through_ratio: bool) -> torch.Tensor:
+    """Expected gradient of a loss over a 3-way softmax, by enumeration of the actions."""
+    logits = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log().requires_grad_(True)
+    ref = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    logp = torch.log_softmax(logits, -1)[None]
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    old = behaviour.log()[None]
+    kl = estimate_kl(logp, ref[None], mask, estimator=estimator, old_logprobs=old)
+    if not through_ratio:
+        kl = kl * (logp - old).exp().detach()
+    (grad,) = torch.autograd.grad((behaviour * kl).sum(), logits)
+    return grad
+
+
+def test_what_each_estimator_optimises_as_a_loss() -> None:
+    policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    other = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
+    forward, reverse = [0.346243, -0.220389, -0.125854], [0.3, -0.2, -0.1]
+    for behaviour in (policy, other):
+        assert _exact_gradient("k1", behaviour, False).tolist() == pytest.approx([0] * 3, abs=1e-9)
+        assert _exact_gradient("k2", behaviour, False).tolist() == pytest.approx(forward, abs=1e-6)
+        assert _exact_gradient("k3", behaviour, False).tolist() == pytest.approx(reverse, abs=1e-6)
+        is_gradient = _exact_gradient("k3_is", behaviour, True)
+        assert is_gradient.tolist() == pytest.approx(forward, abs=1e-6)
+
+
+def test_pointwise_gradient_of_k3_is_is_ratio_times_difference(ragged) -> None:
+    batch = ragged(2)
+    new, ref, old = (torch.tensor(x) for x in (batch.new, batch.ref, batch.old))
+    new.requires_grad_(True)
+    mask = torch.tensor(batch.mask)
+    kl = estimate_kl(new, ref, mask, estimator="k3_is", old_logprobs=old)
+    (grad,) = torch.autograd.grad(kl.sum(), new)
+    expected = torch.where(mask, (new - old).exp() * (new - ref), 0.0)
+    torch.testing.assert_close(grad, expected)
+
+
+def test_float32_k3_near_zero_keeps_its_digits_and_far_away_stays_finite() -> None:
+    new = torch.tensor([[-1.0001, -120.0, -0.1]])
+    ref = torch.tensor([[-1.0, -0.1, -120.0]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    kl = estimate_kl(new, ref, mask, estimator="k3")
+    d = (new.double() - ref.double())[0, 0]
+    assert kl[0, 0].item() == pytest.approx(float(torch.expm1(-d) + d), rel=2e-2)
+    assert torch.isfinite(kl).all()
+
+
+def test_half_precision_inputs_are_computed_in_float32(ragged) -> None:
+    batch = ragged(4)
+    new, ref = torch.tensor(batch.new).bfloat16(), torch.tensor(batch.ref).bfloat16()
+    mask = torch.tensor(batch.mask)
+    kl = estimate_kl(new, ref, mask, estimator="k1")
+    assert kl.dtype == torch.float32
+    torch.testing.assert_close(kl, torch.where(mask, new.float() - ref.float(), 0.0))
+
+
+def test_missing_old_logprobs_and_unknown_names_are_errors(worked) -> None:
+    with pytest.raises(ValueError, match="k3_is' needs old_logprobs"):
+        estimate_kl(worked.new, worked.ref, worked.mask, estimator="k3_is")
+    with pytest.raises(ValueError, match="expected one of k1, k2, k3, k3_is"):
+        estimate_kl(worked.new, worked.ref, worked.mask, estimator="k9")
+
+
+def test_adaptive_controller_follows_the_target_within_its_clip() -> None:
+    controller = AdaptiveKlController(coef=0.2, target=6.0, horizon=10000)
+    coefs = []
+    for kl in (3.0, 6.6, 12.0):
+        controller = controller.update(kl, num_samples=256)
+        coefs.append(controller.coef)
+    assert coefs == pytest.approx([0.198976, 0.199485379, 0.200506744], abs=1e-9)
+
+
+def test_controllers_refuse_nonsense_and_fixed_stays() -> None:
+    fixed = FixedKlController(0.1)
+    assert fixed.update(99.0, num_samples=5) == fixed
+    with pytest.raises(ValueError, match="must be positive"):
+        AdaptiveKlController(0.1, target=0.0)
+    with pytest.raises(ValueError, match="must be finite"):
+        AdaptiveKlController(0.1, target=1.0).update(float("nan"), num_samples=1)
