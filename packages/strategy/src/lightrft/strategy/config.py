@@ -287,19 +287,19 @@ class StrategyConfig:
             twin.extra_args = dict(args.extra_args)
             return twin
         given = _as_dict(args)
+        nested = given.pop("extra_args", None)
+        if isinstance(nested, Mapping):
+            given = {**nested, **given}
         if given.pop("disable_engine_sleep", False):
             given["enable_engine_sleep"] = False
         hints = type_hints(cls)
         known: dict[str, object] = {}
         extras: dict[str, object] = {}
         for name, value in given.items():
-            if name == "extra_args" or name not in hints:
+            if name not in hints:
                 extras[name] = value
             elif value is not None or accepts(None, hints[name]):
                 known[name] = coerce(value, hints[name])
-        nested = extras.pop("extra_args", None)
-        if isinstance(nested, Mapping):
-            extras = {**nested, **extras}
         return cls(**known, extra_args=extras)  # type: ignore[arg-type]
 
     def get_extra_arg(self, name: str, default: object = _NO_DEFAULT) -> object:
@@ -353,7 +353,7 @@ def _as_dict(args: Namespace | Mapping[str, object] | StrategyConfig) -> dict[st
     if isinstance(args, Mapping):
         return dict(args)
     if isinstance(args, StrategyConfig):
-        return {**args.extra_args, **{e.name: args.__dict__[e.name] for e in fields(args)}}
+        return {entry.name: args.__dict__[entry.name] for entry in fields(args)}
     try:
         return dict(vars(args))
     except TypeError:

@@ -1,0 +1,136 @@
+"""Command-line flags made from the fields of a configuration."""
+
+from __future__ import annotations
+
+import types
+import typing
+from dataclasses import Field, fields
+from typing import TYPE_CHECKING
+
+from lightrft.strategy.config import StrategyConfig
+from lightrft.strategy.config_fields import type_hints
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+    from collections.abc import Callable, Collection
+
+# The flags that a parser of a training program gets unless it asks for more or fewer.
+LIBRARY_FLAGS: tuple[str, ...] = (
+    "engine_tp_size",
+    "engine_mem_util",
+    "engine_type",
+    "enable_engine_sleep",
+    "fsdp",
+    "zero_stage",
+    "fsdp_cpu_offload",
+    "adam_offload",
+    "sp_size",
+    "packing_samples",
+    "use_mp_opt",
+    "fused_linear_logprob",
+    "chunk_size",
+    "log_dir",
+    "plot_every",
+    "mixed_mm_data",
+    "bf16",
+    "micro_train_batch_size",
+    "train_batch_size",
+    "micro_rollout_batch_size",
+    "rm_use_engine",
+    "rm_engine_cudagraph",
+)
+
+
+def add_arguments(
+    parser: ArgumentParser,
+    *,
+    config_type: type[StrategyConfig] = StrategyConfig,
+    names: Collection[str] | None = LIBRARY_FLAGS,
+) -> ArgumentParser:
+    """Adds flags with the defaults of a configuration; the parser's own flags are left alone.
+
+    A Boolean gets `--name` and, unless its default is False, `--no_name`; sleeping of the engine
+    has the pair `--enable_engine_sleep`, `--disable_engine_sleep`.
+
+    Args:
+        parser: Gets one group of flags per group of options.
+        config_type: Where names, types, defaults and help come from.
+        names: Fields to add; None adds all that a flag can express.
+
+    Returns:
+        The parser.
+
+    Raises:
+        ValueError: A name is not a field of the configuration.
+    """
+    entries = {entry.name: entry for entry in fields(config_type)}
+    unknown = sorted(set(names or ()) - set(entries))
+    if unknown:
+        raise ValueError(f"{config_type.__name__} has no fields {unknown}")
+    groups = {}
+    for name, entry in entries.items():
+        is_wanted = names is None or name in names
+        if not is_wanted or _has_flag(parser, name) or _argument_type(config_type, name) is None:
+            continue
+        title = str(entry.metadata.get("group", "other"))
+        if title not in groups:
+            groups[title] = parser.add_argument_group(f"{title} options")
+        _add_flag(groups[title].add_argument, config_type, entry)
+    return parser
+
+
+def _has_flag(parser: ArgumentParser, name: str) -> bool:
+    known = parser._option_string_actions
+    return f"--{name}" in known or any(action.dest == name for action in parser._actions)
+
+
+def _alternatives(hint: object) -> list[object]:
+    """The types of an optional or union annotation, without None."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [part for part in typing.get_args(hint) if part is not type(None)]
+    return [hint]
+
+
+def _argument_type(config_type: type[StrategyConfig], name: str) -> object | None:
+    """The type that a flag of this field parses into; None if no flag can express it."""
+    kinds = _alternatives(type_hints(config_type)[name])
+    for kind in (str, int, float, bool):
+        if kind in kinds:
+            return kind
+    return next((k for k in kinds if typing.get_origin(k) is tuple), None)
+
+
+def _add_flag(
+    add: Callable[..., object], config_type: type[StrategyConfig], entry: Field[object]
+) -> None:
+    kind = _argument_type(config_type, entry.name)
+    default = entry.default
+    text = f"{entry.metadata.get('help', '')} (default: {default})".replace("%", "%%")
+    if kind is bool:
+        _add_switch(add, entry.name, default, text)
+        return
+    choices = entry.metadata.get("choices")
+    shared: dict[str, object] = {"dest": entry.name, "default": default, "help": text}
+    if choices is not None:
+        shared["choices"] = [choice for choice in choices if choice is not None]
+    if typing.get_origin(kind) is tuple:
+        items = typing.get_args(kind)
+        is_open = len(items) == 2 and items[1] is Ellipsis
+        shared |= {"type": items[0], "nargs": "*" if is_open else len(items)}
+    else:
+        shared["type"] = kind
+    add(f"--{entry.name}", **shared)
+
+
+def _add_switch(add: Callable[..., object], name: str, default: object, text: str) -> None:
+    add(f"--{name}", dest=name, action="store_true", default=default, help=text)
+    if default is not False:
+        stem, _, rest = name.partition("_")
+        opposite = f"disable_{rest}" if stem == "enable" else f"no_{name}"
+        add(
+            f"--{opposite}",
+            dest=name,
+            action="store_false",
+            default=default,
+            help=f"Opposite of --{name}.",
+        )

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightrft.strategy.config import StrategyConfig
+from lightrft.strategy.optimizers import (
+    AdamSettings,
+    clip_gradients,
+    cosine_with_min_lr,
+    cosine_with_min_lr_factor,
+    gradient_norm,
+    parameter_groups,
+)
+
+
+def test_cosine_equals_the_worked_example_and_stays_at_the_floor():
+    expected = [0, 0.5, 1, 0.965746, 0.868198, 0.722208, 0.55, 0.377792, 0.231802, 0.134254, 0.1]
+    expected += [0.1, 0.1, 0.1]
+    found = [
+        cosine_with_min_lr_factor(s, num_warmup_steps=2, num_training_steps=10, min_lr_ratio=0.1)
+        for s in range(len(expected))
+    ]
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("max_steps", "ratio"), [(10, 0.11), (100, 0.03), (7, 0.0), (1, 1.0)])
+def test_schedule_of_an_optimizer(max_steps, ratio):
+    parameter = nn.Parameter(torch.ones(2, 2))
+    optimizer = torch.optim.SGD([parameter], lr=4.0)
+    schedule = cosine_with_min_lr(optimizer, max_steps=max_steps, warmup_ratio=ratio)
+    num_warmup = math.ceil(max_steps * ratio)
+    for step in range(max_steps + 3):
+        if step < num_warmup:
+            factor = step / num_warmup
+        else:
+            progress = min(1.0, (step - num_warmup) / max(1, max_steps - num_warmup))
+            factor = 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(4.0 * factor)
+        optimizer.step()
+        schedule.step()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.norm1 = nn.LayerNorm(3)
+        self.ln_q = nn.RMSNorm(3)
+        self.proj = nn.Linear(3, 5)
+        self.frozen = nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+        self.proj.weight = self.embed.weight
+
+
+def test_matrices_are_decayed_once_and_vectors_are_not():
+    block = Block()
+    decayed, exempt = parameter_groups(block.named_parameters(remove_duplicate=False), 0.1)
+    assert decayed["weight_decay"] == 0.1
+    assert exempt["weight_decay"] == 0.0
+    assert [p is block.embed.weight for p in decayed["params"]] == [True]
+    names = {"norm1.weight", "norm1.bias", "ln_q.weight", "proj.bias"}
+    expected = {id(p) for n, p in block.named_parameters() if n in names}
+    assert {id(p) for p in exempt["params"]} == expected
+
+
+def test_logical_shape_decides_for_flat_shards():
+    flat = nn.Parameter(torch.zeros(6))
+    (group,) = parameter_groups([("w", flat)], 0.1, shapes={"w": (2, 3)})
+    assert group["weight_decay"] == 0.1
+
+
+def test_nothing_to_train_is_an_error():
+    with pytest.raises(ValueError, match="requires gradients"):
+        parameter_groups(nn.Linear(2, 2).requires_grad_(False).named_parameters(), 0.0)
+
+
+def test_worked_adamw_step():
+    # theta <- theta (1 - lr wd) - lr m / (sqrt v + eps): 1 (1 - .01) - .1 = .89, without decay .9
+    matrix = nn.Parameter(torch.ones(1, 1))
+    vector = nn.Parameter(torch.ones(1))
+    groups = parameter_groups([("matrix", matrix), ("vector", vector)], 0.1)
+    optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-12)
+    for parameter in (matrix, vector):
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    assert matrix.item() == pytest.approx(0.89)
+    assert vector.item() == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6])
+def test_clipping_is_by_the_global_norm(max_norm):
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5))]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    before = torch.cat([p.grad.reshape(-1).double() for p in parameters])
+    norm = gradient_norm(parameters)
+    clip_gradients(parameters, norm, max_norm)
+    after = torch.cat([p.grad.reshape(-1).double() for p in parameters])
+    expected = before.norm()
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+    scale = min(1.0, max_norm / expected.item()) if max_norm else 1.0
+    torch.testing.assert_close(after, before * scale, rtol=1e-5, atol=0)
+
+
+def test_adam_settings():
+    config = StrategyConfig(actor_learning_rate=3e-4, l2=0.2)
+    assert AdamSettings.read({}, config) == AdamSettings(3e-4, (0.9, 0.95), 1e-8, 0.2)
+    found = AdamSettings.read({"lr": 1, "betas": [0, 0.5], "weight_decay": 0}, config)
+    assert found == AdamSettings(1.0, (0.0, 0.5), 1e-8, 0.0)
+    with pytest.raises(TypeError, match="learning_rate"):
+        AdamSettings.read({"learning_rate": 1.0}, config)
