@@ -110,7 +110,7 @@ def test_flags_follow_their_rows():
 
 
 def test_a_failure_of_one_rank_is_raised_on_all():
-    with pytest.raises(RuntimeError, match="rank 1 could not make its samples: reward broke"):
+    with pytest.raises(RuntimeError, match="rank 1 could not score its samples: reward broke"):
         exchange([scored(0)], ListGatherer(["reward broke"]))
     with pytest.raises(KeyError, match="mine"):
         exchange(KeyError("mine"), ListGatherer([tabulate([scored(0)])]))

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from lightrft.rewards.errors import RewardError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -149,7 +151,7 @@ def exchange(scored: Sequence[ScoredRollout] | Exception, strategy: StrategyBase
         strategy: Gathers the objects of all ranks.
 
     Raises:
-        RuntimeError: Another rank failed; every rank raises, so that none waits for it.
+        RewardError: Another rank failed; every rank raises, so that none waits for it.
         Exception: This rank failed: its own exception.
     """
     outcome: SampleTable | str = str(scored) if isinstance(scored, Exception) else tabulate(scored)
@@ -159,7 +161,7 @@ def exchange(scored: Sequence[ScoredRollout] | Exception, strategy: StrategyBase
     failures = [(rank, item) for rank, item in enumerate(outcomes) if isinstance(item, str)]
     if failures:
         rank, text = failures[0]
-        raise RuntimeError(f"rank {rank} could not make its samples: {text}")
+        raise RewardError(f"rank {rank} could not score its samples: {text}")
     return merge([table for table in outcomes if isinstance(table, SampleTable)])
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightrft.experience.types import Rollout, ScoredRollout
+from lightrft.rewards.errors import RewardError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +53,7 @@ def score_rollouts(
     `ScoredRollout.reward` includes the penalty.
 
     Raises:
-        RuntimeError: The function returned another number of results, or a value that is not
+        RewardError: The function returned another number of results, or a value that is not
             finite; a failed reward is never replaced by a number.
     """
     if not rollouts:
@@ -64,7 +65,7 @@ def score_rollouts(
         _columns(rollouts),
     )
     if len(results) != len(rollouts):
-        raise RuntimeError(
+        raise RewardError(
             f"the reward function must return one result per response: got {len(results)} for "
             f"{len(rollouts)} responses"
         )
@@ -87,7 +88,7 @@ def _columns(rollouts: Sequence[Rollout]) -> dict[str, list[object]]:
 
 def _check_finite(rollout: Rollout, reward: float) -> None:
     if not math.isfinite(reward):
-        raise RuntimeError(
+        raise RewardError(
             f"rewards must be finite numbers: got {reward!r} for prompt {rollout.prompt.id} and "
             f"the response {rollout.response_text[:200]!r}; fix the reward function"
         )

@@ -1,0 +1,41 @@
+"""Trainers, their options, and whole runs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightrft.trainer.assembly import RunSummary as RunSummary
+    from lightrft.trainer.assembly import run_training as run_training
+    from lightrft.trainer.config import TrainConfig as TrainConfig
+    from lightrft.trainer.loggers import MetricsLogger as MetricsLogger
+    from lightrft.trainer.metrics import StepMetrics as StepMetrics
+    from lightrft.trainer.ppo_config import PPOConfig as PPOConfig
+    from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer as SPMDPPOTrainer
+    from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainerBase as SPMDPPOTrainerBase
+    from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL as SPMDPPOTrainerVL
+
+_MODULES = {
+    "MetricsLogger": "loggers",
+    "PPOConfig": "ppo_config",
+    "RunSummary": "assembly",
+    "SPMDPPOTrainer": "spmd_ppo_trainer",
+    "SPMDPPOTrainerBase": "spmd_ppo_trainer",
+    "SPMDPPOTrainerVL": "spmd_ppo_trainer",
+    "StepMetrics": "metrics",
+    "TrainConfig": "config",
+    "run_training": "assembly",
+}
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -13,7 +13,8 @@ from lightrft.trainer.config_files import read_toml, write_toml
 from lightrft.trainer.config_unavailable import UNAVAILABLE, unavailable_problems
 
 POLICY_LOSS_NAMES = (
-    "ppo", "dapo", "dr_grpo", "gspo", "gspo-token", "gmpo", "cpgd", "cispo", "sapo", "reinforce",
+    "ppo", "clipped", "dapo", "dr_grpo", "gspo", "gspo-token", "gmpo", "cpgd", "cispo", "sapo",
+    "reinforce",
 )  # fmt: skip
 ADVANTAGE_ESTIMATOR_NAMES = (
     "group_norm", "grpo", "gae", "rloo", "reinforce", "reinforce++", "reinforce_baseline",

@@ -39,7 +39,7 @@ def write_toml(config: StrategyConfig, path: Path, *, leave_out: Collection[str]
     for field in fields(config):
         value = getattr(config, field.name)
         group = field.metadata.get("group")
-        if group is None or value is None or field.name in leave_out or _is_secret(field.name):
+        if group is None or value is None or field.name in leave_out or is_secret(field.name):
             continue
         groups.setdefault(group, []).append(f"{field.name} = {format_toml(value)}")
     text = "\n\n".join("\n".join([f"# {group}", *lines]) for group, lines in groups.items())
@@ -71,7 +71,8 @@ def format_toml(value: object) -> str:
     raise TypeError(f"no TOML literal for {value!r} of type {type(value).__name__}")
 
 
-def _is_secret(name: str) -> bool:
+def is_secret(name: str) -> bool:
+    """Whether the value of an option of this name must not be written anywhere."""
     return name not in PUBLIC_NAMES and any(word in name for word in SECRET_WORDS)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Protocol
+import math
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,21 +61,45 @@ class ConsoleLogger:
         """Has nothing pending."""
 
 
-class JsonLinesLogger:
-    """Appends one JSON object a step: {"step": 3, "policy_loss": ...}."""
+class JsonLinesFile:
+    """A file of JSON objects, one a line, opened at the first line and flushed after each."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._file: TextIO | None = None
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes and flushes the line of a step, so that a killed run keeps it."""
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+    def append(self, entry: Mapping[str, object]) -> None:
+        """Writes one line, so that a killed run keeps it."""
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
+        """Closes the file; a later line opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class JsonLinesLogger:
+    """Appends one JSON object a step: {"step": 3, "policy_loss": ...}.
+
+    Numbers that JSON does not have (NaN, infinity) become null.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lines = JsonLinesFile(path)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the line of a step."""
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._lines.append({"step": step, **values})
+
+    def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        self._lines.close()
 
 
 class LoggerGroup:

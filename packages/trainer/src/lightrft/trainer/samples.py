@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
+
+from lightrft.trainer.loggers import JsonLinesFile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,19 +25,17 @@ class SampleLog:
     """
 
     def __init__(self, path: Path, *, num_samples: int = 8) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._lines = JsonLinesFile(path)
         self._num_samples = num_samples
 
     def log(self, step: int, scored: Sequence[ScoredRollout]) -> None:
-        """Writes and flushes the samples of a step."""
+        """Writes the samples of a step."""
         for item in scored[: self._num_samples]:
-            self._file.write(json.dumps(_as_line(step, item), ensure_ascii=False) + "\n")
-        self._file.flush()
+            self._lines.append(_as_line(step, item))
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        self._lines.close()
 
 
 def _as_line(step: int, item: ScoredRollout) -> dict[str, object]:
