@@ -1,0 +1,253 @@
+"""Advantage estimators: worked numbers, properties of groups, whitening once over all ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lightrft.algorithms import (
+    ADVANTAGE_ESTIMATORS,
+    Moments,
+    RowAdvantageInputs,
+    TokenAdvantageInputs,
+    build_advantage_estimator,
+    estimate_row_advantages,
+    estimate_token_advantages,
+    masked_moments,
+    spread_row_advantages,
+    token_rewards,
+    whiten,
+)
+from lightrft.algorithms.advantages.groups import group_has_signal
+
+REWARDS = [1.0, 0.0, 0.5, 1.0]
+LENGTHS = [4, 2, 6, 3]
+GROUP_ESTIMATORS = [name for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.needs_groups]
+
+WORKED = [
+    ("group_norm", {}, [0.783348, -1.30558, -0.261116, 0.783348]),
+    ("grpo", {}, [0.783348, -1.30558, -0.261116, 0.783348]),
+    ("group_norm", {"eps": 1e-4}, [0.783186, -1.30531, -0.261062, 0.783186]),
+    ("dr_grpo", {}, [0.375, -0.625, -0.125, 0.375]),
+    ("reinforce_baseline", {}, [0.375, -0.625, -0.125, 0.375]),
+    ("rloo", {}, [0.5, -0.833333, -0.166667, 0.5]),
+    ("opo", {}, [0.333333, -0.666667, -0.166667, 0.333333]),
+    ("cpgd", {}, [0.783348, -1.30558, -0.261116, 0.783348]),
+    ("cpgd", {"weighting": "centre"}, [0.375, -0.625, -0.125, 0.375]),
+]
+
+
+def _inputs(rewards, groups=None, lengths=None, **more) -> RowAdvantageInputs:
+    n = len(rewards)
+    return RowAdvantageInputs(
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        group_ids=torch.tensor([0] * n if groups is None else groups),
+        lengths=torch.tensor([1] * n if lengths is None else lengths),
+        **more,
+    )
+
+
+def _estimate(name: str, inputs: RowAdvantageInputs, options=None) -> torch.Tensor:
+    return estimate_row_advantages(build_advantage_estimator(name, options or {}), inputs)
+
+
+def _mask(lengths) -> torch.Tensor:
+    return torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
+
+
+@pytest.mark.parametrize(("name", "options", "expected"), WORKED)
+def test_worked_numbers(name: str, options, expected) -> None:
+    result = _estimate(name, _inputs(REWARDS, lengths=LENGTHS), options)
+    assert result.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_every_registered_estimator_is_covered_here() -> None:
+    covered = {name for name, _, _ in WORKED} | {"gae", "reinforce", "reinforce++", "remax"}
+    assert covered == set(ADVANTAGE_ESTIMATORS)
+
+
+def test_remax_subtracts_the_greedy_reward() -> None:
+    inputs = _inputs(REWARDS, groups=[0, 1, 2, 3], greedy_rewards=torch.full((4,), 0.5).double())
+    assert _estimate("remax", inputs).tolist() == [0.5, -0.5, 0.0, 0.5]
+    with pytest.raises(ValueError, match="needs greedy_rewards"):
+        _estimate("remax", _inputs(REWARDS))
+
+
+def test_clip_filter_makes_up_for_constant_groups_up_to_three() -> None:
+    inputs = _inputs([*REWARDS, 1, 1, 1, 1], groups=[0] * 4 + [1] * 4)
+    result = _estimate("cpgd", inputs, {"weighting": "clip_filter"})
+    assert result.tolist() == pytest.approx([0.75, -1.25, -0.25, 0.75, 0, 0, 0, 0])
+    many = _inputs([*REWARDS, *[1.0] * 12], groups=[0] * 4 + [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6])
+    capped = _estimate("cpgd", many, {"weighting": "clip_filter"})
+    assert capped[:4].tolist() == pytest.approx([3 * x for x in (0.375, -0.625, -0.125, 0.375)])
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_permuting_interleaved_groups_permutes_the_advantages(name: str) -> None:
+    rng = np.random.default_rng(0)
+    rewards, lengths = rng.normal(size=24), rng.integers(1, 9, 24)
+    groups = np.repeat([7, 3, 90, -2, 5, 11], 4)
+    order = rng.permutation(24)
+    straight = _estimate(name, _inputs(rewards, groups, lengths))
+    shuffled = _estimate(name, _inputs(rewards[order], groups[order], lengths[order]))
+    torch.testing.assert_close(shuffled, straight[torch.tensor(order)], atol=1e-12, rtol=0)
+    for group in np.unique(groups):
+        alone = _estimate(name, _inputs(rewards[groups == group], lengths=lengths[groups == group]))
+        torch.testing.assert_close(straight[torch.tensor(groups == group)], alone)
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("reward", [0.7, 0.1, 1e6 + 0.1])
+def test_a_constant_group_gets_exactly_zero_in_float32(name: str, reward: float) -> None:
+    for n in (2, 3, 5, 7, 8, 16):
+        inputs = RowAdvantageInputs(
+            torch.full((n,), reward), torch.zeros(n, dtype=torch.long), torch.arange(1, n + 1)
+        )
+        assert _estimate(name, inputs).tolist() == [0.0] * n
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_one_completion_per_prompt_is_an_error(name: str) -> None:
+    with pytest.raises(ValueError, match=r"group 4 has a single completion.*at least 2"):
+        _estimate(name, _inputs([1.0, 0.0, 1.0], groups=[1, 1, 4]))
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_rows_without_a_score_get_zero_and_do_not_move_the_baseline(name: str) -> None:
+    scored = torch.tensor([True, True, False, True, True, False, False, True])
+    rewards = [*REWARDS[:2], float("nan"), *REWARDS[2:], 1e9, -1e9, 3.0]
+    inputs = _inputs(rewards, [0, 0, 0, 0, 0, 0, 1, 1], [4, 2, 9, 6, 3, 9, 1, 1], is_scored=scored)
+    result = _estimate(name, inputs)
+    assert result[~scored].tolist() == [0.0, 0.0, 0.0]
+    expected = _estimate(name, _inputs(REWARDS, lengths=LENGTHS))
+    torch.testing.assert_close(result[[0, 1, 3, 4]], expected)
+    assert result[7] == 0.0  # alone with its score
+
+
+def test_a_reward_that_is_not_finite_is_an_error() -> None:
+    with pytest.raises(ValueError, match="rewards must be finite: row 1 has nan"):
+        _estimate("rloo", _inputs([1.0, float("nan")]))
+
+
+def test_group_norm_has_mean_zero_and_std_one_and_rloo_rescales_dr_grpo() -> None:
+    rng = np.random.default_rng(1)
+    rewards, groups = rng.normal(size=12), np.repeat([0, 1, 2], 4)
+    norm = _estimate("group_norm", _inputs(rewards, groups)).reshape(3, 4)
+    torch.testing.assert_close(norm.mean(1), torch.zeros(3).double(), atol=1e-12, rtol=0)
+    torch.testing.assert_close(norm.std(1), torch.ones(3).double(), atol=1e-5, rtol=0)
+    centred = _estimate("dr_grpo", _inputs(rewards, groups))
+    torch.testing.assert_close(_estimate("rloo", _inputs(rewards, groups)), centred * 4 / 3)
+    torch.testing.assert_close(_estimate("opo", _inputs(rewards, groups)), centred)
+
+
+def test_dynamic_sampling_keeps_groups_with_unequal_scores() -> None:
+    scores = torch.tensor([1.0, 1.0, 0.0, 0.7, 0.7, 0.7])
+    groups = torch.tensor([5, 2, 2, 9, 9, 9])
+    assert group_has_signal(scores, groups).tolist() == [False, True, True, False, False, False]
+
+
+# ---- token-level estimators and whitening
+
+
+def test_reinforce_plus_plus_worked_numbers(worked) -> None:
+    kl = worked.old - worked.ref
+    shaped = token_rewards(torch.tensor([1.0, 0.0]).double(), worked.mask, kl=kl, kl_coef=0.1)
+    estimator = build_advantage_estimator("reinforce++", {})
+    result = estimate_token_advantages(estimator, TokenAdvantageInputs(shaped, worked.mask))
+    moments = masked_moments(result.advantages, worked.mask)
+    assert moments.mean.item() == pytest.approx(0.701667, abs=1e-6)
+    white = whiten(result.advantages, worked.mask, moments.mean, moments.std())
+    expected = [0.743909, 0.721922, 0.787884, 0.56801, -1.43285, -1.388875]
+    assert white[worked.mask].tolist() == pytest.approx(expected, abs=1e-6)
+    sample = whiten(result.advantages, worked.mask, moments.mean, moments.std(ddof=1))
+    expected = [0.679093, 0.659021, 0.719237, 0.518519, -1.308007, -1.267863]
+    assert sample[worked.mask].tolist() == pytest.approx(expected, abs=1e-6)
+    assert white[~worked.mask].tolist() == [0.0, 0.0]
+
+
+def test_reinforce_plus_plus_baseline_whitens_over_tokens() -> None:
+    lengths = [*LENGTHS, 2, 2, 3, 3]
+    rows = _estimate(
+        "reinforce_baseline", _inputs([*REWARDS, 1, 1, 1, 1], [0] * 4 + [1] * 4, lengths)
+    )
+    mask = _mask(lengths)
+    tokens = spread_row_advantages(rows, mask).advantages
+    moments = masked_moments(tokens, mask)
+    white = whiten(tokens, mask, moments.mean, moments.std())[:, 0]
+    expected = [1.288804, -2.393494, -0.552345, 1.288804, *[-0.092057] * 4]
+    assert white.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_gae_whitened_worked_numbers() -> None:
+    shaped = torch.tensor([[0.0, 0.0, 0.0, 1.0]]).double()
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    values = torch.tensor([[0.5, 0.4, 0.3, 0.2]]).double()
+    estimator = build_advantage_estimator("gae", {})
+    assert estimator.needs_critic
+    inputs = TokenAdvantageInputs(shaped, mask, values, gamma=0.9, lambd=0.8)
+    result = estimate_token_advantages(estimator, inputs)
+    moments = masked_moments(result.advantages, mask)
+    white = whiten(result.advantages, mask, moments.mean, moments.std())
+    expected = [-1.210889, -0.555915, 0.307246, 1.459557]
+    assert white[0].tolist() == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(ValueError, match="needs the critic's values"):
+        estimate_token_advantages(estimator, TokenAdvantageInputs(shaped, mask))
+
+
+def test_whitening_does_not_depend_on_the_split_over_ranks(ragged) -> None:
+    batch = ragged(3, rows=6)
+    values, mask = torch.tensor(batch.advantages).float(), torch.tensor(batch.mask)
+    whole = masked_moments(values, mask)
+    parts = [masked_moments(values[i : i + 2], mask[i : i + 2]).sums for i in (0, 2, 4)]
+    summed = Moments(torch.stack(parts).sum(0))
+    expected = whiten(values, mask, whole.mean, whole.std())
+    torch.testing.assert_close(whiten(values, mask, summed.mean, summed.std()), expected)
+    assert expected[mask].mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert expected[mask].std(unbiased=False).item() == pytest.approx(1.0, abs=1e-6)
+    local = masked_moments(values[:2], mask[:2])
+    other = whiten(values[:2], mask[:2], local.mean, local.std())
+    assert (other - expected[:2]).abs().max() > 0.01  # local moments would be seen
+
+
+def test_whitening_a_constant_or_a_single_token_is_finite() -> None:
+    mask = torch.tensor([[True, True, False]])
+    constant = torch.tensor([[0.7, 0.7, float("nan")]])
+    moments = masked_moments(constant, mask)
+    white = whiten(constant, mask, moments.mean, moments.std())
+    torch.testing.assert_close(white, torch.zeros(1, 3), atol=1e-6, rtol=0)
+    one = masked_moments(constant, torch.tensor([[True, False, False]]))
+    assert one.std(ddof=1).item() == 1.0
+    none = masked_moments(constant, torch.zeros(1, 3, dtype=torch.bool))
+    assert (none.mean.item(), none.std().item()) == (0.0, 1.0)
+
+
+def test_rows_spread_over_their_tokens_with_and_without_kl(worked) -> None:
+    rows = torch.tensor([1.0, -0.5]).double()
+    plain = spread_row_advantages(rows, worked.mask).advantages
+    assert plain.tolist() == [[1.0] * 4, [-0.5, -0.5, 0, 0]]
+    kl = torch.ones(2, 4).double()
+    shaped = spread_row_advantages(rows, worked.mask, kl=kl, kl_coef=0.1).advantages
+    assert shaped[0].tolist() == pytest.approx([0.6, 0.7, 0.8, 0.9])
+
+
+def test_only_some_estimators_ask_for_whitening() -> None:
+    whitened = {name for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.whitens}
+    assert whitened == {"gae", "reinforce++", "reinforce_baseline"}
+    assert ADVANTAGE_ESTIMATORS["grpo"] == ADVANTAGE_ESTIMATORS["group_norm"]
+
+
+def test_wrong_kind_unknown_name_and_unknown_option_are_errors() -> None:
+    with pytest.raises(ValueError, match="call estimate_token_advantages"):
+        _estimate("gae", _inputs(REWARDS))
+    with pytest.raises(ValueError, match="call estimate_row_advantages"):
+        estimate_token_advantages(
+            build_advantage_estimator("grpo", {}),
+            TokenAdvantageInputs(torch.ones(1, 1), torch.ones(1, 1).bool()),
+        )
+    with pytest.raises(ValueError, match="did you mean 'reinforce"):
+        build_advantage_estimator("reinforce+", {})
+    with pytest.raises(ValueError, match="'rloo' has no option 'eps'"):
+        build_advantage_estimator("rloo", {"eps": 1e-3})
+    with pytest.raises(ValueError, match="centre, clip_filter, std"):
+        _estimate("cpgd", _inputs(REWARDS), {"weighting": "x"})

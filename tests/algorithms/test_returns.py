@@ -1,0 +1,98 @@
+"""Token rewards, returns and generalised advantage estimation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lightrft.algorithms import token_rewards
+from lightrft.algorithms.returns import discounted_returns, generalized_advantages
+
+VALUES = torch.tensor([[0.5, 0.4, 0.3, 0.2]]).double()
+REWARDS = torch.tensor([[0.0, 0.0, 0.0, 1.0]]).double()
+ALL = torch.ones(1, 4, dtype=torch.bool)
+
+
+def _gae(gamma: float, lambd: float, mask: torch.Tensor = ALL):
+    return generalized_advantages(REWARDS, VALUES, mask, gamma=gamma, lambd=lambd)
+
+
+def test_gae_worked_numbers() -> None:
+    result = _gae(0.9, 0.8)
+    assert result.advantages[0].tolist() == pytest.approx([0.00279, 0.19832, 0.456, 0.8], abs=1e-6)
+    assert result.returns[0].tolist() == pytest.approx([0.50279, 0.59832, 0.756, 1.0], abs=1e-6)
+
+
+def test_gae_with_lambda_one_equals_discounted_return_minus_value() -> None:
+    returns = discounted_returns(REWARDS, ALL, gamma=0.9)
+    torch.testing.assert_close(_gae(0.9, 1.0).advantages, returns - VALUES)
+    assert _gae(0.9, 1.0).advantages[0].tolist() == pytest.approx([0.229, 0.41, 0.6, 0.8])
+
+
+def test_gae_with_lambda_zero_is_the_one_step_error() -> None:
+    assert _gae(0.9, 0.0).advantages[0].tolist() == pytest.approx([-0.14, -0.13, -0.12, 0.8])
+
+
+def test_gae_carries_over_masked_tokens_inside_a_response() -> None:
+    mask = torch.tensor([[True, True, False, True]])
+    result = _gae(0.9, 0.8, mask)
+    assert result.advantages[0].tolist() == pytest.approx([0.11632, 0.356, 0.0, 0.8], abs=1e-6)
+    assert result.returns[0].tolist() == pytest.approx([0.61632, 0.756, 0.0, 1.0], abs=1e-6)
+
+
+@pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (0.9, 0.8), (0.0, 0.5), (1.0, 0.0)])
+def test_gae_and_returns_equal_a_loop_over_the_sampled_tokens(gamma, lambd, ragged) -> None:
+    batch = ragged(2)
+    mask, noisy = torch.tensor(batch.mask), torch.tensor(batch.values)
+    noisy[~mask] = float("nan")  # the padding must not leak in
+    rewards = torch.tensor(batch.rewards)
+    result = generalized_advantages(rewards, noisy, mask, gamma=gamma, lambd=lambd)
+    returns = discounted_returns(rewards, mask, gamma=gamma)
+    for i in range(len(batch.mask)):
+        tokens = np.nonzero(batch.mask[i])[0]
+        advantage = following = value = 0.0
+        for t in reversed(tokens):
+            delta = batch.rewards[i, t] + gamma * value - batch.values[i, t]
+            advantage = delta + gamma * lambd * advantage
+            following = batch.rewards[i, t] + gamma * following
+            value = batch.values[i, t]
+            assert result.advantages[i, t].item() == pytest.approx(advantage, abs=1e-12)
+            assert result.returns[i, t].item() == pytest.approx(advantage + value, abs=1e-12)
+            assert returns[i, t].item() == pytest.approx(following, abs=1e-12)
+    for tensor in (result.advantages, result.returns, returns):
+        assert (tensor[~mask] == 0).all()
+
+
+def test_discounts_outside_the_unit_interval_are_errors() -> None:
+    with pytest.raises(ValueError, match="gamma must lie in"):
+        discounted_returns(REWARDS, ALL, gamma=1.5)
+    with pytest.raises(ValueError, match="lambd must lie in"):
+        _gae(0.9, -0.1)
+
+
+def test_the_reward_lands_on_the_last_sampled_token_and_kl_on_every_one(worked) -> None:
+    kl = worked.old - worked.ref
+    shaped = token_rewards(torch.tensor([1.0, 0.0]).double(), worked.mask, kl=kl, kl_coef=0.1)
+    expected = [0.01, -0.03, 0.1, 0.96, -0.02, 0.07]
+    assert shaped[worked.mask].tolist() == pytest.approx(expected, abs=1e-9)
+    assert shaped[~worked.mask].tolist() == [0.0, 0.0]
+    for gamma, numbers in (
+        (1.0, [1.04, 1.03, 1.06, 0.96, 0.05, 0.07]),
+        (0.9, [0.76384, 0.8376, 0.964, 0.96, 0.043, 0.07]),
+    ):
+        returns = discounted_returns(shaped, worked.mask, gamma=gamma)
+        assert returns[worked.mask].tolist() == pytest.approx(numbers, abs=1e-9)
+
+
+def test_the_reward_skips_masked_tokens_and_empty_rows() -> None:
+    mask = torch.tensor([[True, False, True, False], [False] * 4, [False, True, False, False]])
+    shaped = token_rewards(torch.tensor([1.0, 5.0, -2.0]), mask)
+    assert shaped.tolist() == [[0, 0, 1, 0], [0, 0, 0, 0], [0, -2, 0, 0]]
+
+
+def test_a_kl_weight_needs_a_kl_and_may_not_be_negative() -> None:
+    with pytest.raises(ValueError, match="kl_coef must be >= 0"):
+        token_rewards(torch.ones(1), ALL, kl_coef=0.1)
+    with pytest.raises(ValueError, match="kl_coef must be >= 0"):
+        token_rewards(torch.ones(1), ALL, kl=VALUES, kl_coef=-0.1)

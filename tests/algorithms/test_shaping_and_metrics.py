@@ -1,0 +1,91 @@
+"""Reward shaping, running moments and the numbers that describe a step."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from lightrft.algorithms import RunningMoments, overlong_penalty
+from lightrft.algorithms.metrics import (
+    ExplainedVariance,
+    explained_variance,
+    pass_at_k,
+    pass_hat_k,
+)
+from lightrft.algorithms.shaping import clip_rewards
+
+
+def test_overlong_penalty_has_a_slope_and_a_floor() -> None:
+    lengths = torch.tensor([0, 70, 80, 90, 100, 110])
+    for factor in (1.0, 0.5):
+        penalty = overlong_penalty(
+            lengths, max_response_tokens=100, buffer_tokens=20, factor=factor
+        )
+        expected = [factor * x for x in (0, 0, 0, -0.5, -1, -1)]
+        assert penalty.tolist() == pytest.approx(expected)
+    with pytest.raises(ValueError, match="0 < buffer_tokens"):
+        overlong_penalty(lengths, max_response_tokens=100, buffer_tokens=0)
+
+
+def test_clip_rewards_says_which_changed() -> None:
+    clipped, changed = clip_rewards(torch.tensor([-3.0, 0.5, 2.0]), limit=2.0)
+    assert clipped.tolist() == [-2.0, 0.5, 2.0]
+    assert changed.tolist() == [True, False, False]
+    with pytest.raises(ValueError, match="must be positive"):
+        clip_rewards(torch.ones(1), limit=0.0)
+
+
+def test_running_moments_equal_those_of_all_rewards_however_they_arrive() -> None:
+    rewards = np.random.default_rng(0).normal(100.0, 0.5, 57)
+    for cuts in ([57], [1, 2, 40, 57], [0, 20, 20, 57]):
+        moments = RunningMoments()
+        for start, stop in itertools.pairwise([0, *cuts]):
+            moments = moments.merge(torch.tensor(rewards[start:stop]))
+        assert moments.count == 57
+        assert moments.mean == pytest.approx(rewards.mean(), rel=1e-12)
+        assert moments.std == pytest.approx(rewards.std(ddof=1), rel=1e-9)
+    batch = torch.tensor(rewards[:5])
+    np.testing.assert_allclose(moments.normalize(batch).numpy(), rewards[:5] / rewards.std(ddof=1))
+    np.testing.assert_allclose(
+        moments.normalize(batch, minus_mean=True).numpy(),
+        (rewards[:5] - rewards.mean()) / rewards.std(ddof=1),
+        rtol=1e-6,
+    )
+
+
+def test_running_moments_of_nothing_one_and_constants_do_not_divide_by_zero() -> None:
+    for rewards in ([], [3.0], [3.0, 3.0]):
+        moments = RunningMoments().merge(torch.tensor(rewards))
+        assert moments.normalize(torch.tensor([2.0])).item() == 2.0
+
+
+def test_pass_at_k_equals_counting_all_subsets() -> None:
+    for k, expected in ((1, 0.3), (2, 0.533333), (5, 0.916667), (8, 1.0)):
+        assert pass_at_k(num_samples=10, num_correct=3, k=k) == pytest.approx(expected, abs=1e-6)
+    for correct, k in ((0, 2), (2, 3), (5, 1)):
+        subsets = list(itertools.combinations([True] * correct + [False] * (5 - correct), k))
+        any_right = np.mean([any(subset) for subset in subsets])
+        all_right = np.mean([all(subset) for subset in subsets])
+        assert pass_at_k(num_samples=5, num_correct=correct, k=k) == pytest.approx(any_right)
+        assert pass_hat_k(num_samples=5, num_correct=correct, k=k) == pytest.approx(all_right)
+    with pytest.raises(ValueError, match="1 <= k <= num_samples"):
+        pass_at_k(num_samples=2, num_correct=1, k=3)
+
+
+def test_explained_variance_worked_and_over_ranks(ragged) -> None:
+    values = torch.tensor([[0.5, 0.4, 0.3, 0.2]]).double()
+    returns = torch.tensor([[0.50279, 0.59832, 0.756, 1.0]]).double()
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    assert explained_variance(values, returns, mask).value == pytest.approx(-1.518398, abs=1e-6)
+    assert explained_variance(returns + 1, returns, mask).value == pytest.approx(1.0)
+    assert explained_variance(values, torch.full((1, 4), 0.3), mask).value is None
+    assert explained_variance(values, returns, torch.zeros_like(mask)).value is None
+    batch = ragged(4, rows=6)
+    arguments = [torch.tensor(x) for x in (batch.values, batch.rewards, batch.mask)]
+    parts = [explained_variance(*(x[i : i + 3] for x in arguments)).sums for i in (0, 3)]
+    error = (batch.rewards - batch.values)[batch.mask]
+    expected = 1 - error.var() / batch.rewards[batch.mask].var()
+    assert ExplainedVariance(parts[0] + parts[1]).value == pytest.approx(expected)
