@@ -84,7 +84,7 @@ def _device(config: EngineConfig, module: nn.Module | None) -> torch.device:
 
 
 def _load(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
-    if not Path(model_path).is_dir():
+    if not model_path or not Path(model_path).is_dir():
         raise FileNotFoundError(
             f"the hf engine reads its model from a local directory: {model_path!r} is none; "
             "pass the path of a Hugging Face checkpoint, or a module"

@@ -67,7 +67,9 @@ class HFEngine(LocalEngine):
         self._eos_ids = end_of_sequence_ids(self._model.config, self._model.generation_config)
         self._limits = Limits(
             vocab_size=text_config.vocab_size,
-            max_model_len=config.max_model_len or text_config.max_position_embeddings,
+            max_model_len=config.max_model_len
+            # Models without positions (state space) have no such field.
+            or text_config.to_dict().get("max_position_embeddings"),
         )
 
     @property

@@ -19,7 +19,7 @@ class Text:
     @property
     def _tokenizer(self):  # type: ignore[no-untyped-def]  # noqa: ANN202
         if self._loaded is None:
-            if not Path(self._model_path).is_dir():
+            if not self._model_path or not Path(self._model_path).is_dir():
                 raise FileNotFoundError(
                     "stop strings and prompts given as text need a tokenizer, and "
                     f"{self._model_path!r} is not a directory; set model_path to a checkpoint, or "

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from lightrft import engines
+from lightrft.engines import EngineConfig, build_engine, resolve_engine_type
+from lightrft.engines.factory import ENGINES
+
+
+def test_every_registered_engine_has_its_own_name(tiny_model):
+    for name in ENGINES:
+        assert build_engine(EngineConfig(name, ""), module=tiny_model()).name == name
+
+
+def test_an_unknown_name_lists_the_known_ones_and_the_nearest():
+    with pytest.raises(ValueError, match=r"known: auto, fake, hf; did you mean 'fake'\?"):
+        resolve_engine_type("fakee")
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_a_backend_without_adapter_says_what_to_do(name):
+    if importlib.util.find_spec(name) is None:
+        with pytest.raises(ImportError, match=rf"install lightrft-engines\[{name}\]"):
+            build_engine(EngineConfig(name, ""))
+    else:
+        with pytest.raises(ValueError, match="has the engines fake, hf"):
+            build_engine(EngineConfig(name, ""))
+
+
+def test_auto_takes_hf_without_a_gpu():
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is present")
+    assert resolve_engine_type("auto") == "hf"
+
+
+def test_every_exported_name_exists():
+    for name in engines.__all__:
+        assert getattr(engines, name).__name__ in (name, "Literal")
+    assert list(engines.__all__) == sorted(engines.__all__)
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = engines.nonsense

@@ -1,0 +1,404 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    GenerationConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from lightrft.engines import (
+    EngineConfig,
+    GenerationRequest,
+    MultiModalInputs,
+    SamplingParams,
+    StaleEngineError,
+    WeightPiece,
+)
+from lightrft.engines.hf.engine import HFEngine
+
+CONFIG = EngineConfig("hf", "")
+FAMILIES = [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)]
+
+
+def prompts(*lengths: int) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(tuple(2 + (11 * i + 5 * j) % 90 for j in range(length)), i)
+        for i, length in enumerate(lengths)
+    ]
+
+
+def plain_logprobs(model, completion, temperature=1.0) -> torch.Tensor:
+    """Logprobs of a completion's tokens from one forward without cache or padding."""
+    ids = torch.tensor([completion.prompt_token_ids + completion.output_token_ids])
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    logprobs = (logits.float() / temperature).log_softmax(-1).gather(-1, ids[0, 1:, None])
+    return logprobs[len(completion.prompt_token_ids) - 1 :, 0]
+
+
+def greedy_generate(model, request: GenerationRequest, max_tokens: int) -> tuple[int, ...]:
+    ids = torch.tensor([request.prompt_token_ids])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False
+    )
+    return tuple(output[0, ids.shape[1] :].tolist())
+
+
+def largest_error(model, completions, temperature=1.0) -> float:
+    return max(
+        (plain_logprobs(model, c, temperature) - torch.tensor(c.output_logprobs)).abs().max().item()
+        for c in completions
+    )
+
+
+# Decoding
+
+
+@pytest.mark.parametrize(("family", "is_tied"), FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(tiny_model, family, is_tied):
+    model = tiny_model(family, is_tied=is_tied)
+    engine = HFEngine(CONFIG, module=model)
+    requests = prompts(5, 1, 9, 5)
+    params = SamplingParams(max_tokens=24, temperature=0)
+    for request, completion in zip(requests, engine.generate(requests, params), strict=True):
+        assert completion.output_token_ids == greedy_generate(model, request, 24)
+
+
+@pytest.mark.parametrize(("family", "is_tied"), FAMILIES)
+@pytest.mark.parametrize("lengths", [(6, 6, 6), (5, 1, 12, 2)])
+def test_logprobs_are_those_of_a_plain_forward(tiny_model, family, is_tied, lengths):
+    model = tiny_model(family, is_tied=is_tied)
+    engine = HFEngine(CONFIG, module=model)
+    for temperature in (1.0, 0.7):
+        params = SamplingParams(max_tokens=20, n=3, temperature=temperature)
+        completions = engine.generate(prompts(*lengths), params)
+        assert largest_error(model, completions, temperature) < 1e-5
+
+
+def test_a_planted_weight_error_moves_logprobs(tiny_model):
+    """Positive control: what the comparisons above would see."""
+    model = tiny_model()
+    engine = HFEngine(CONFIG, module=model)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data.T.contiguous()
+    completions = engine.generate(prompts(5, 3), SamplingParams(max_tokens=10))
+    assert largest_error(model, completions) > 1e-2
+
+
+def test_long_completions_cross_blocks_of_steps(tiny_model):
+    model = tiny_model()
+    engine = HFEngine(CONFIG, module=model)
+    params = SamplingParams(max_tokens=150, n=2, ignore_eos=True)
+    for lengths in ((4, 4), (3, 8)):
+        completions = engine.generate(prompts(*lengths), params)
+        assert {len(c.output_token_ids) for c in completions} == {150}
+        assert largest_error(model, completions) < 1e-5
+
+
+def test_rows_that_end_at_different_times_do_not_disturb_the_others(tiny_model):
+    model = tiny_model()
+    engine = HFEngine(CONFIG, module=model)
+    requests = [
+        GenerationRequest(r.prompt_token_ids, r.request_id, max_tokens=3 + 5 * r.request_id)
+        for r in prompts(4, 7, 2, 9, 4, 4, 1)
+    ]
+    completions = engine.generate(requests, SamplingParams(n=3, stop_token_ids=(3, 30, 60)))
+    lengths = [len(c.output_token_ids) for c in completions]
+    assert len(set(lengths)) > 8
+    assert largest_error(model, completions) < 1e-5
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 100])
+def test_micro_batches_change_nothing(tiny_model, micro_batch_size):
+    model = tiny_model()
+    params = SamplingParams(max_tokens=12, n=2)
+    requests = prompts(7, 2, 5, 2)
+    expected = HFEngine(CONFIG, module=model).generate(requests, params)
+    config = EngineConfig("hf", "", micro_batch_size=micro_batch_size)
+    completions = HFEngine(config, module=model).generate(requests, params)
+    for one, other in zip(expected, completions, strict=True):
+        assert one.request_id == other.request_id
+        assert one.output_token_ids == other.output_token_ids
+        assert one.output_logprobs == pytest.approx(other.output_logprobs, abs=1e-5)
+
+
+def test_requests_with_equal_prompts_are_still_drawn_apart(tiny_model):
+    engine = HFEngine(CONFIG, module=tiny_model())
+    requests = [GenerationRequest((5, 6, 7), i) for i in range(6)]
+    completions = engine.generate(requests, SamplingParams(max_tokens=8, ignore_eos=True))
+    assert len({c.output_token_ids for c in completions}) == 6
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_other_attention_implementations_agree(tiny_model, attention):
+    model = tiny_model()
+    config = EngineConfig("hf", "", options={"attn_implementation": attention})
+    engine = HFEngine(config, module=model)
+    completions = engine.generate(prompts(5, 2, 7), SamplingParams(max_tokens=10, n=2))
+    assert largest_error(model, completions) < 1e-5
+
+
+def test_bfloat16_logprobs_are_close_to_a_bfloat16_forward(tiny_model):
+    model = tiny_model()
+    engine = HFEngine(EngineConfig("hf", "", dtype="bfloat16"), module=model)
+    assert {p.dtype for p in engine.parameter_manifest()} == {torch.bfloat16}
+    completions = engine.generate(prompts(5, 2), SamplingParams(max_tokens=10, n=2))
+    assert largest_error(engine.native, completions) < 0.1
+
+
+def test_a_failing_model_is_reported_not_sampled(tiny_model):
+    model = tiny_model()
+    engine = HFEngine(CONFIG, module=model)
+    engine.native.model.norm.weight.data.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="request 0: the model's logits are not finite"):
+        engine.generate(prompts(3), SamplingParams(max_tokens=3))
+
+
+# Models whose cache cannot be padded or cut
+
+
+def sliding_model() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        use_sliding_window=True,
+        sliding_window=6,
+        max_window_layers=1,
+        initializer_range=0.1,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def test_a_sliding_window_model_decodes_whole_batches_and_warns_once(caplog):
+    model = sliding_model()
+    with caplog.at_level(logging.WARNING, logger="lightrft.engines"):
+        engine = HFEngine(CONFIG, module=model)
+        HFEngine(CONFIG, module=model)
+    assert sum("finished rows stay" in r.message for r in caplog.records) <= 1
+    requests = prompts(9, 4, 9, 2)
+    greedy = engine.generate(requests, SamplingParams(max_tokens=14, temperature=0))
+    for request, completion in zip(requests, greedy, strict=True):
+        assert completion.output_token_ids == greedy_generate(model, request, 14)
+    sampled = engine.generate(requests, SamplingParams(max_tokens=14, n=2))
+    assert [c.request_id for c in sampled] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert largest_error(model, sampled) < 1e-5
+
+
+def test_a_state_space_model_decodes_whole_batches():
+    torch.manual_seed(0)
+    config = MambaConfig(
+        vocab_size=97, hidden_size=32, state_size=4, num_hidden_layers=2, eos_token_id=1
+    )
+    model = MambaForCausalLM(config).eval()
+    engine = HFEngine(CONFIG, module=model)
+    completions = engine.generate(prompts(5, 3, 5), SamplingParams(max_tokens=8, n=2))
+    assert largest_error(model, completions) < 1e-4
+
+
+# Stopping
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """One character a token, the special ones included."""
+    words = ["␀", "␄", *(chr(ord("!") + i) for i in range(94)), " "]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="␀", eos_token="␄", unk_token="?"
+    )
+
+
+def test_stop_strings_end_a_completion_where_their_last_token_falls(tiny_model, tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    engine = HFEngine(EngineConfig("hf", str(tmp_path)))
+    free = SamplingParams(max_tokens=30, n=4, ignore_eos=True)
+    text_of = [
+        "".join(word_tokenizer().convert_ids_to_tokens(c.output_token_ids))
+        for c in engine.generate(prompts(4, 2), free)
+    ]
+    stop = text_of[0][10:12]
+    params = SamplingParams(max_tokens=30, n=4, ignore_eos=True, stop=(stop, "never in it"))
+    for text, completion in zip(text_of, engine.generate(prompts(4, 2), params), strict=True):
+        place = text.find(stop)
+        expected = 30 if place < 0 else place + 2
+        assert len(completion.output_token_ids) == expected
+        assert completion.finish_reason == ("length" if place < 0 else "stop")
+    late = SamplingParams(max_tokens=30, min_tokens=20, ignore_eos=True, stop=(stop,))
+    assert len(engine.generate(prompts(4), late)[0].output_token_ids) >= 20
+
+
+def test_stop_strings_without_a_tokenizer_say_what_to_do(tiny_model):
+    engine = HFEngine(CONFIG, module=tiny_model())
+    with pytest.raises(FileNotFoundError, match="need a tokenizer.*use stop_token_ids"):
+        engine.generate(prompts(3), SamplingParams(stop=("x",), max_tokens=4))
+
+
+def test_a_prompt_may_be_given_as_text(tiny_model, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    engine = HFEngine(EngineConfig("hf", str(tmp_path)))
+    request = GenerationRequest((), 4, prompt_text='"#$')
+    (completion,) = engine.generate([request], SamplingParams(max_tokens=2))
+    assert completion.prompt_token_ids == (3, 4, 5)
+
+
+def test_every_end_of_sequence_id_of_the_generation_config_stops(tiny_model):
+    model = tiny_model()
+    model.generation_config = GenerationConfig(eos_token_id=list(range(2, 97, 3)))
+    engine = HFEngine(CONFIG, module=model)
+    completions = engine.generate(prompts(3, 4), SamplingParams(max_tokens=40, n=5))
+    ends = {c.output_token_ids[-1] for c in completions if c.finish_reason == "stop"}
+    assert ends
+    assert all(e == 1 or e % 3 == 2 for e in ends)
+
+
+# Requests
+
+
+def test_images_are_refused_by_a_text_model(tiny_model):
+    engine = HFEngine(CONFIG, module=tiny_model())
+    request = GenerationRequest((3,), 12, multi_modal=MultiModalInputs(images=("img",)))
+    with pytest.raises(ValueError, match="request 12 has images or videos"):
+        engine.generate([request], SamplingParams())
+
+
+def test_token_ids_outside_the_vocabulary_are_refused(tiny_model):
+    engine = HFEngine(CONFIG, module=tiny_model())
+    with pytest.raises(ValueError, match=r"request 2 .* got 3 .. 97, expected 0 .. 96"):
+        engine.generate([GenerationRequest((3, 97), 2)], SamplingParams(max_tokens=3))
+
+
+def test_the_models_own_length_is_the_default_limit(tiny_model):
+    engine = HFEngine(CONFIG, module=tiny_model())
+    with pytest.raises(ValueError, match="max_model_len 256"):
+        engine.generate(prompts(250), SamplingParams(max_tokens=7))
+    assert len(engine.generate(prompts(250), SamplingParams(max_tokens=6))) == 1
+
+
+def test_score_of_short_sequences(tiny_model):
+    engine = HFEngine(CONFIG, module=tiny_model())
+    assert engine.score([]) == []
+    assert engine.score([5]) == [0.0]
+
+
+# Weights
+
+
+def test_the_engine_has_storage_of_its_own(tiny_model):
+    model = tiny_model(is_tied=True)
+    engine = HFEngine(CONFIG, module=model)
+    theirs = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    ours = {p.untyped_storage().data_ptr() for p in engine.native.parameters()}
+    assert not theirs & ours
+    assert not any(p.requires_grad for p in engine.native.parameters())
+    assert all(p.requires_grad for p in model.parameters())
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_building_an_engine_leaves_generator_and_default_dtype_alone(tiny_model, tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    state = torch.random.get_rng_state()
+    HFEngine(EngineConfig("hf", "", dtype="bfloat16"), module=model)
+    HFEngine(EngineConfig("hf", str(tmp_path), dtype="bfloat16"))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_checkpoint_gives_the_same_engine_as_its_module(tiny_model, tmp_path):
+    model = tiny_model(is_tied=True)
+    model.save_pretrained(tmp_path)
+    one, other = HFEngine(CONFIG, module=model), HFEngine(EngineConfig("hf", str(tmp_path)))
+    assert one.parameter_manifest() == other.parameter_manifest()
+    assert one.hash_parameters() == other.hash_parameters()
+    params = SamplingParams(max_tokens=6, n=2)
+    assert one.generate(prompts(4, 2), params) == other.generate(prompts(4, 2), params)
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tiny_model, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 parameters \(first: model.norm.weight\)"):
+        HFEngine(EngineConfig("hf", str(tmp_path)))
+
+
+def test_sharded_parameters_must_be_sent_before_the_first_token(tiny_model):
+    source = tiny_model()
+    values = {n: p.detach().clone() for n, p in source.named_parameters()}
+    module = tiny_model()
+    sharded = [n for n, _ in module.named_parameters() if "mlp" in n]
+    for name in sharded:
+        # What ZeRO-3 leaves of a parameter between forwards.
+        module.get_parameter(name).data = torch.empty(0)
+    engine = HFEngine(CONFIG, module=module)
+    with pytest.raises(StaleEngineError, match=f"{len(sharded)} parameters hold no weights"):
+        engine.generate(prompts(3), SamplingParams(max_tokens=2))
+    engine.begin_weight_update()
+    engine.load_weights(
+        WeightPiece(n, tuple(values[n].shape), 0, values[n].reshape(-1)) for n in sharded
+    )
+    engine.finish_weight_update()
+    engine.reset_caches()
+    completions = engine.generate(prompts(3), SamplingParams(max_tokens=8))
+    assert largest_error(source, completions) < 1e-5
+
+
+def test_level_two_sleep_frees_the_storage(tiny_model):
+    engine = HFEngine(CONFIG, module=tiny_model())
+    engine.sleep(2)
+    assert sum(p.untyped_storage().nbytes() for p in engine.native.parameters()) == 0
+    engine.wake_up()
+    shapes = {n: tuple(p.shape) for n, p in engine.native.named_parameters()}
+    assert shapes == {p.name: p.shape for p in engine.parameter_manifest()}
+
+
+def test_wrong_configurations_say_what_is_expected(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match="unknown options of the hf engine: speed; known: attn"):
+        HFEngine(EngineConfig("hf", "", options={"speed": 1}), module=tiny_model())
+    with pytest.raises(ValueError, match="unknown dtype 'int8'"):
+        HFEngine(EngineConfig("hf", "", dtype="int8"), module=tiny_model())
+    with pytest.raises(FileNotFoundError, match="is none; pass the path"):
+        HFEngine(EngineConfig("hf", str(tmp_path / "absent")))
+    with pytest.raises(TypeError, match=r"pass the inner model of a wrapper \(actor.model\)"):
+        HFEngine(CONFIG, module=nn.ModuleList([tiny_model()]))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_weights_move_to_the_host_and_back(tiny_model):
+    model = tiny_model()
+    config = EngineConfig("hf", "", options={"device": "cuda"})
+    engine = HFEngine(config, module=model)
+    params = SamplingParams(max_tokens=20, n=4)
+    before = engine.generate(prompts(5, 2, 9), params)
+    assert largest_error(model, before) < 1e-3
+    hashes = engine.hash_parameters()
+    engine.sleep(1)
+    assert {p.device.type for p in engine.native.parameters()} == {"cpu"}
+    engine.wake_up()
+    assert {p.device.type for p in engine.native.parameters()} == {"cuda"}
+    assert engine.hash_parameters() == hashes
+    assert engine.generate(prompts(5, 2, 9), params) == before
