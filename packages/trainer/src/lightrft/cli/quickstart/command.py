@@ -1,0 +1,200 @@
+"""`lightrft quickstart`: the whole chain on a laptop, from an untrained model to a better one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.init_model import require_empty
+from lightrft.cli.launch import become_only_process, is_worker
+from lightrft.cli.names import did_you_mean
+from lightrft.cli.parser import Parser, at_least
+from lightrft.cli.quickstart.addition import HELD_OUT_SEED, write_additions
+from lightrft.cli.quickstart.recipe import ESTIMATORS, STRATEGIES, Recipe, training_config
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable, Sequence
+
+    from lightrft.trainer.assembly import RunSummary
+
+DESCRIPTION = """\
+Make a tiny language model, teach it additions by a teacher who mostly forgets the carry, and let
+reinforcement learning find out that remembering it pays. Needs two CPU cores and two minutes.
+"""
+DEFAULT_DIRECTORY = "lightrft_quickstart"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft quickstart --help`.
+
+    Raises:
+        UsageError: Arguments that cannot be carried out.
+    """
+    recipe, directory = parse(argv)
+    directory.mkdir(parents=True, exist_ok=True)
+    seconds = {}
+    print(f"[1/3] imitation: {recipe.num_warm_start_steps} steps of a careless teacher", flush=True)
+    started = time.perf_counter()
+    prepare(recipe, directory)
+    seconds["warm_start"] = time.perf_counter() - started
+
+    print(f"[2/3] reinforcement: {recipe.num_steps} steps of {recipe.algorithm}", flush=True)
+    started = time.perf_counter()
+    outcome = reinforce(recipe, directory)
+    seconds["reinforcement"] = time.perf_counter() - started
+
+    summary = summarise(recipe, directory, outcome, seconds)
+    print(f"[3/3] {closing_words(summary, directory)}")
+    return ExitCode.OK
+
+
+def parse(argv: Sequence[str]) -> tuple[Recipe, Path]:
+    """The recipe and the folder of the run, which is new or empty.
+
+    Raises:
+        UsageError: Unknown names, or the folder holds something.
+    """
+    options = build_parser().parse_args(argv)
+    for flag, name, known in (
+        ("--algorithm", options.algorithm, ESTIMATORS),
+        ("--strategy", options.strategy, STRATEGIES),
+    ):
+        if name not in known:
+            raise UsageError(f"{flag}: got {name!r}{did_you_mean(name, known)}")
+    if is_worker():
+        raise UsageError("quickstart runs in one process: start it without torchrun")
+    directory = Path(options.output_dir) if options.output_dir else unused_directory()
+    require_empty(directory)
+    recipe = Recipe(
+        algorithm=options.algorithm,
+        strategy=options.strategy,
+        seed=options.seed,
+        num_steps=options.steps,
+        num_warm_start_steps=options.warm_start_steps,
+        num_eval_prompts=options.eval_prompts,
+        num_threads=options.threads,
+    )
+    return recipe, directory
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `lightrft quickstart`."""
+    default = Recipe()
+    parser = Parser(prog="lightrft quickstart", description=DESCRIPTION, allow_abbrev=False)
+    names = ", ".join
+    parser.add_argument(
+        "--algorithm",
+        default=default.algorithm,
+        help=f"{names(ESTIMATORS)}. Default: {default.algorithm}.",
+    )
+    parser.add_argument(
+        "--strategy",
+        default=default.strategy,
+        help=f"{names(STRATEGIES)}; the first start of deepspeed compiles for a minute or two. "
+        f"Default: {default.strategy}.",
+    )
+    parser.add_argument(
+        "--output_dir", metavar="DIR", help=f"New or empty folder. Default: {DEFAULT_DIRECTORY}."
+    )
+    for flag, value, lowest, text in (
+        ("--seed", default.seed, 0, "Fixes every random number."),
+        ("--steps", default.num_steps, 1, "Steps of reinforcement."),
+        ("--warm_start_steps", default.num_warm_start_steps, 1, "Steps of imitation."),
+        ("--eval_prompts", default.num_eval_prompts, 1, "Held-out sums to judge by."),
+        ("--threads", default.num_threads, 1, "CPU threads."),
+    ):
+        parser.add_argument(
+            flag,
+            default=value,
+            type=at_least(lowest),
+            metavar="N",
+            help=f"{text} Default: {value}.",
+        )
+    return parser
+
+
+def unused_directory() -> Path:
+    """The default folder, numbered if it holds a run already."""
+    names = (DEFAULT_DIRECTORY, *(f"{DEFAULT_DIRECTORY}_{number}" for number in range(2, 1000)))
+    return next((Path(name) for name in names if not Path(name).exists()), Path(names[0]))
+
+
+def prepare(recipe: Recipe, directory: Path) -> None:
+    """Write the data, the reward function and the warm-started model into `directory`."""
+    import torch
+
+    from lightrft.cli.quickstart import boxed_sum
+    from lightrft.cli.quickstart.tiny_model import build_model, build_tokenizer, write_checkpoint
+    from lightrft.cli.quickstart.warm_start import WarmStart, imitate
+
+    torch.set_num_threads(recipe.num_threads)
+    data = directory / "data"
+    data.mkdir()
+    write_additions(data / "train.jsonl", recipe.num_prompts, seed=recipe.seed, held_out=False)
+    write_additions(data / "eval.jsonl", recipe.num_eval_prompts, seed=HELD_OUT_SEED, held_out=True)
+    shutil.copyfile(boxed_sum.__file__, directory / "reward.py")
+
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, seed=recipe.seed)
+    settings = WarmStart(num_steps=recipe.num_warm_start_steps, seed=recipe.seed)
+    imitate(model, tokenizer, settings, show_loss)
+    write_checkpoint(model, tokenizer, directory / "warm_start")
+
+
+def show_loss(step: int, loss: float) -> None:
+    """A line for every hundredth step of imitation."""
+    if step % 100 == 0:
+        print(f"  imitation step {step:>4}  loss {loss:.4f}", flush=True)
+
+
+def reinforce(recipe: Recipe, directory: Path) -> RunSummary:
+    """Train in `directory` on the path of `lightrft train`."""
+    from lightrft.trainer.assembly import run_training
+
+    become_only_process()
+    return run_training(training_config(recipe, directory))
+
+
+def summarise(
+    recipe: Recipe, directory: Path, outcome: RunSummary, seconds: dict[str, float]
+) -> dict[str, object]:
+    """Add what the quick start knows to the run's `summary.json`, and return all of it."""
+    path = directory / "summary.json"
+    summary: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
+    summary |= {
+        "algorithm": recipe.algorithm,
+        "strategy": recipe.strategy,
+        "seed": recipe.seed,
+        "accuracy_before": outcome.first_eval["eval/reward"],
+        "accuracy_after": outcome.last_eval["eval/reward"],
+        "seconds": {**seconds, "total": sum(seconds.values())},
+        "versions": installed_versions(("lightrft-trainer", "torch", "transformers", "deepspeed")),
+    }
+    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return summary
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Versions by name of those packages that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def closing_words(summary: dict[str, object], directory: Path) -> str:
+    """What came of it, and what to do next."""
+    return (
+        f"held-out accuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}\n"
+        f"  model {directory / 'model'}, numbers {directory / 'summary.json'}\n"
+        f"  next: edit {directory / 'reward.py'}, then\n"
+        f"  lightrft train --config {directory / 'config.toml'} --output_dir another_run"
+    )

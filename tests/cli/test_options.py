@@ -1,0 +1,107 @@
+"""Flags and TOML files become one configuration."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightrft.cli.errors import UsageError
+from lightrft.cli.options import merge_options, normalise, unknown_flags
+from lightrft.cli.train import build_parser
+from lightrft.cli.values import convert
+
+
+def parse(*arguments, files=()):
+    parsed, unknown = build_parser().parse_known_args(normalise(arguments))
+    flags = vars(parsed)
+    del flags["config"], flags["nproc_per_node"]
+    config, problems = merge_options(files, flags)
+    return config, unknown_flags(unknown) + problems
+
+
+def test_flags_become_values_of_their_type():
+    config, problems = parse(
+        "--temperature", "0.5", "--max_steps", "3", "--max_samples", "1e3", "--kl_target", "none",
+        "--reward_fn", "boxed_math", "r.py:f", "--adam_betas", "0.8", "0.9", "--bf16", "--fsdp",
+        "--engine_args", "max_num_seqs=4", "enforce_eager=true", "name=x", "--pretrain", "12",
+        "--critic_pretrain", "m",
+    )  # fmt: skip
+    assert problems == []
+    assert (config.temperature, config.max_steps, config.max_samples) == (0.5, 3, 1000)
+    assert config.kl_target is None
+    assert config.reward_fn == ("boxed_math", "r.py:f")
+    assert config.adam_betas == (0.8, 0.9)
+    assert config.bf16 is True
+    assert config.fsdp is True
+    assert config.engine_args == {"max_num_seqs": 4, "enforce_eager": True, "name": "x"}
+    assert (config.pretrain, config.critic_pretrain) == ("12", "m")
+
+
+def test_booleans_have_a_negative_form():
+    config, problems = parse("--no_verify_weight_sync", "--no_bf16", "--disable_engine_sleep")
+    assert problems == []
+    assert (config.verify_weight_sync, config.bf16, config.enable_engine_sleep) == (False,) * 3
+
+
+def test_hyphens_and_equals_signs_are_the_same_flag():
+    config, problems = parse(
+        "--reward-fn", "a-b.py:f", "--output-dir=some-where=x", "--top-k", "-1"
+    )
+    assert problems == []
+    assert config.reward_fn == ("a-b.py:f",)
+    assert config.output_dir == "some-where=x"
+    assert config.top_k == -1
+
+
+def test_later_files_win_and_flags_win_over_files(tmp_path):
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text("temperature = 1\nmax_steps = 1\ntop_k = 1\n")
+    second.write_text("max_steps = 2\ntop_k = 2\nreward_fn = ['gsm8k']\n")
+    config, problems = parse("--top_k", "3", files=(first, second))
+    assert problems == []
+    assert (config.temperature, config.max_steps, config.top_k) == (1.0, 2, 3)
+    assert isinstance(config.temperature, float)
+    assert config.reward_fn == ("gsm8k",)
+
+
+def test_problems_of_flags_and_files_come_together(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text("tempratur = 1\nmax_steps = 'many'\nlora_rank = 8\n")
+    problems = "\n".join(parse("--foo", "1", "--topp", "2", files=(file,))[1])
+    for text in ("tempratur", "max_steps", "lora_rank is not available", "foo", "top_p"):
+        assert text in problems
+
+
+def test_words_without_a_flag_are_named():
+    assert parse("some", "words")[1] == [
+        "unexpected argument 'some'",
+        "unexpected argument 'words'",
+    ]
+
+
+def test_a_missing_file_is_a_usage_error(tmp_path):
+    with pytest.raises(UsageError, match="no such file"):
+        merge_options([tmp_path / "none.toml"], {})
+
+
+@pytest.mark.parametrize(
+    ("text", "hint", "value"),
+    [
+        ("1e6", int, 1_000_000),
+        ("1.5", int, "1.5"),
+        ("many", int, "many"),
+        ("inf", float, float("inf")),
+        ("inf", int, "inf"),
+        ("nan", int, "nan"),
+        ("None", int | None, None),
+        ("None", str, "None"),
+        ("8", str | int | None, 8),
+        (True, float, True),
+        (3, float, 3.0),
+        ([1, 2], tuple[float, float], (1.0, 2.0)),
+        (["a"], str, ["a"]),
+    ],
+)
+def test_values_that_fit_are_converted_and_others_left_to_the_configuration(text, hint, value):
+    made = convert(text, hint)
+    assert made == value
+    assert type(made) is type(value)

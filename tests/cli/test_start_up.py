@@ -1,0 +1,57 @@
+"""`lightrft` starts fast and says what it can do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lightrft.cli.main import COMMANDS, main, usage
+
+SECONDS = 0.3
+HEAVY = ("torch", "transformers", "numpy", "pydantic", "datasets")
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["--version"], ["train", "--help"], ["quickstart", "--help"]]
+)
+def test_help_needs_no_heavy_package_and_little_time(argv):
+    code = (
+        "import sys; from lightrft.cli.main import main; code = main(sys.argv[1:]); "
+        f"loaded = [name for name in {HEAVY!r} if name in sys.modules]; "
+        "sys.exit(f'loaded {loaded}' if loaded else code)"
+    )
+    seconds = []
+    for _ in range(5):  # the fastest counts: other processes may be running
+        started = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False
+        )
+        seconds.append(time.perf_counter() - started)
+        assert done.returncode == 0, done.stderr
+        assert "lightrft" in done.stdout
+        if seconds[-1] < SECONDS:
+            break
+    assert min(seconds) < SECONDS
+
+
+def test_the_help_lists_every_command(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out.rstrip("\n")
+    assert text == usage()
+    assert all(name in text for name in COMMANDS)
+
+
+def test_version_is_that_of_the_distribution(capsys):
+    assert main(["--version"]) == 0
+    name, number = capsys.readouterr().out.split()
+    assert name == "lightrft"
+    assert number[0].isdigit()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(capsys, command):
+    assert main([command, "--help"]) == 0
+    assert f"usage: lightrft {command}" in capsys.readouterr().out

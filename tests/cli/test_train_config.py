@@ -1,0 +1,210 @@
+"""The record of training options: rules, files, and agreement with what carries them out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from itertools import product
+
+import pytest
+
+from lightrft.cli.options import available_fields
+from lightrft.strategy.config import ConfigError
+from lightrft.trainer import config_checks
+from lightrft.trainer.config import TrainConfig, unknown_name
+from lightrft.trainer.config_checks import batch_problems
+from lightrft.trainer.config_files import format_toml, is_secret
+from lightrft.trainer.config_unavailable import UNAVAILABLE
+
+# The flags that LightRFT's main example and its library are known to take.
+FLAGS = """
+engine_tp_size engine_mem_util enable_engine_sleep packing_samples sp_size fsdp use_mp_opt
+fsdp_cpu_offload log_dir plot_every rm_use_engine rm_engine_cudagraph mixed_mm_data
+fused_linear_logprob chunk_size engine_type text_only save_path save_steps save_hf_ckpt
+disable_ds_ckpt save_trajectories num_trajectories_to_save mark_high_entropy_tokens
+trajectory_analysis print_replay_buffer_stats logging_steps eval_steps ckpt_path max_ckpt_num
+max_ckpt_mem load_checkpoint dynamic_sampling overlong_buffer overlong_buffer_len
+overlong_buffer_penalty_factor num_episodes rollout_batch_size micro_rollout_batch_size max_epochs
+prompt_max_len generate_max_len max_len max_samples max_norm l2 ptx_coef eps_clip loss_agg_mode
+use_gspo normalize_advantages use_sequence_rewards value_clip lambd gamma micro_train_batch_size
+train_batch_size normalize_reward_for_critic top_p temperature use_fire first_token_temperature
+freeze_prefix freezing_actor_steps n_samples_per_prompt save_value_network actor_learning_rate
+critic_learning_rate lr_warmup_ratio kl_target init_kl_coef kl_estimator adam_betas
+reward_running_norm reward_running_norm_minus_mean reward_clip advantages_norm advantage_clip seed
+local_rank zero_stage gradient_checkpointing bf16 enable_ema zpg adam_offload actor_init_on_gpu
+flash_attn aux_loss_coef grad_accum_dtype overlap_comm gradient_checkpointing_use_reentrant
+disable_fast_tokenizer disable_logprobs_flashattn no_shard_vit meta_init initial_model_shard_size
+advantage_estimator use_kl_loss use_cpg_loss high_entropy_token_ratio load_in_4bit lora_rank
+lora_alpha target_modules lora_dropout pretrain reward_pretrain remote_rm_url critic_pretrain
+value_head_prefix prompt_data prompt_data_probs prompt_split eval_data eval_split max_eval_samples
+pretrain_data pretrain_data_probs pretrain_split input_key images_key reference_key label_key
+input_template apply_chat_template system_prompt limit_mm_image_per_prompt use_wandb wandb_org
+wandb_group wandb_project wandb_run_name use_tensorboard use_ms
+"""
+
+
+def test_every_documented_flag_is_an_option_or_refused_with_a_reason():
+    options = {entry.name for entry in available_fields()}
+    missing = [name for name in FLAGS.split() if name not in options | set(UNAVAILABLE)]
+    assert missing == []
+    assert options.isdisjoint(UNAVAILABLE)
+    assert all(reason and "\n" not in reason for reason in UNAVAILABLE.values())
+
+
+def test_every_option_has_help_and_a_group():
+    for entry in available_fields():
+        assert entry.metadata["help"].endswith("."), entry.name
+        assert entry.metadata["group"], entry.name
+
+
+def test_choices_are_those_of_the_registries():
+    from lightrft.algorithms import ADVANTAGE_ESTIMATORS, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
+    from lightrft.engines.factory import ENGINES
+    from lightrft.strategy.optimizers import LR_SCHEDULES
+
+    choices = {entry.name: entry.metadata.get("choices") for entry in available_fields()}
+    assert set(choices["policy_loss"]) == set(POLICY_LOSSES)
+    assert set(choices["advantage_estimator"]) == set(ADVANTAGE_ESTIMATORS)
+    assert set(choices["loss_agg_mode"]) == set(AGGREGATIONS)
+    assert set(choices["kl_estimator"]) <= set(KL_ESTIMATORS)
+    assert set(choices["lr_scheduler"]) == set(LR_SCHEDULES)
+    assert set(choices["engine_type"]) - {"auto"} == set(ENGINES) - {"fake"}
+    needs_groups = {name for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.needs_groups}
+    assert set(config_checks.GROUP_ESTIMATORS) == needs_groups
+    without_range = {name for name, loss in POLICY_LOSSES.items() if "clip_low" not in loss.options}
+    assert set(config_checks.LOSSES_WITHOUT_CLIP_RANGE) == without_range
+
+
+def test_the_trainers_options_are_options_of_the_run_with_the_same_defaults():
+    from lightrft.trainer.ppo_config import PPOConfig
+
+    options = {entry.name: entry.default for entry in fields(TrainConfig)}
+    own = {entry.name: entry.default for entry in fields(PPOConfig)}
+    del own["ema_beta"]  # enable_ema is not available on the command line
+    assert {name: options.get(name, "absent") for name in own} == own
+
+
+def test_saved_options_come_back(tmp_path):
+    config = TrainConfig(
+        pretrain='a "quoted"\tpath\\n',
+        adam_betas=(0.8, 0.9),
+        reward_fn=("boxed_math", "r.py:f"),
+        engine_args={"max_num_seqs": 4, "enforce_eager": True, "a b": "x"},
+        bf16=False,
+        max_steps=3,
+        top_p=0.5,
+        system_prompt="ü\n☃",
+        apply_chat_template=True,
+    )
+    config.save(tmp_path / "deep" / "config.toml")
+    assert TrainConfig.load(tmp_path / "deep" / "config.toml") == config
+    assert TrainConfig.load(tmp_path / "deep" / "config.toml") != TrainConfig()
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["config.toml"]
+
+
+def test_control_characters_survive_toml(tmp_path):
+    text = "".join(map(chr, range(1, 0x100))) + "\U0001f600"
+    TrainConfig(pretrain=text).save(tmp_path / "c.toml")
+    assert TrainConfig.load(tmp_path / "c.toml").pretrain == text
+
+
+def test_toml_has_no_literal_for_an_object():
+    with pytest.raises(TypeError, match="no TOML literal"):
+        format_toml(object())
+
+
+def test_no_option_that_is_written_looks_like_a_secret():
+    assert not any(is_secret(entry.name) for entry in available_fields())
+    assert all(map(is_secret, ("wandb_api_key", "hub_token", "db_password")))
+
+
+def test_all_problems_are_reported_at_once():
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(
+            rollout_batch_size=-3,
+            temperature="warm",
+            n_samples_per_prompt=1,
+            top_k=0,
+            system_prompt="x",
+            use_kl_loss=True,
+            init_kl_coef=0.0,
+            policy_loss="gmpo",
+            eps_clip=0.3,
+            input_template="no slot \\boxed{}",
+            dynamic_sampling=True,
+        )
+    text = str(caught.value)
+    for name in (
+        "rollout_batch_size", "temperature", "n_samples_per_prompt", "top_k", "system_prompt",
+        "use_kl_loss", "gmpo", "input_template", "dynamic_sampling is not available",
+    ):  # fmt: skip
+        assert name in text
+
+
+def test_near_names_are_suggested():
+    assert "rollout_batch_size" in unknown_name("rolout_batch_size")
+    assert "--reward_fn" in unknown_name("reward_pretrain")
+    with pytest.raises(ConfigError, match="did you mean 'group_norm'"):
+        TrainConfig(advantage_estimator="grup_norm")
+
+
+def test_unknown_key_in_a_file_is_named_with_the_file(tmp_path):
+    (tmp_path / "run.toml").write_text("temprature = 0.5\n")
+    with pytest.raises(ConfigError, match=r"run\.toml: unknown option 'temprature'.*temperature"):
+        TrainConfig.load(tmp_path / "run.toml")
+
+
+def test_paths_follow_the_output_directory_unless_given():
+    assert str(TrainConfig(output_dir="run").checkpoint_dir) == "run/checkpoints"
+    assert str(TrainConfig(output_dir="run").model_dir) == "run/model"
+    assert str(TrainConfig(output_dir="run", ckpt_path="c").checkpoint_dir) == "c"
+
+
+def test_idle_options_are_named_and_defaults_are_not():
+    assert TrainConfig(fsdp=True).ineffective_options() == []
+    idle = TrainConfig(lambd=0.5, kl_horizon=5, eval_steps=2, chunk_size=9).ineffective_options()
+    assert [line.split()[0] for line in idle] == ["lambd", "kl_horizon", "eval_steps", "chunk_size"]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "group", "train", "micro", "ranks"),
+    list(product([1, 6, 16, 20], [1, 8], [4, 12, 64, 100], [1, 3], [1, 2])),
+)
+def test_batch_sizes_are_legal_exactly_if_nothing_is_reported(prompts, group, train, micro, ranks):
+    config = TrainConfig(
+        rollout_batch_size=prompts,
+        n_samples_per_prompt=group,
+        train_batch_size=train,
+        micro_train_batch_size=micro,
+        advantage_estimator="reinforce++",
+    )
+    found = batch_problems(config, ranks)
+    is_legal = (
+        prompts % ranks == 0
+        and train % (micro * ranks) == 0
+        and (prompts * group) % train == 0
+        and prompts * group > 0
+    )
+    assert (found == []) == is_legal
+
+
+def test_batch_problem_shows_all_numbers_and_legal_neighbours():
+    config = TrainConfig(rollout_batch_size=10, n_samples_per_prompt=8, train_batch_size=48)
+    (line,) = batch_problems(config, 2)
+    for number in ("10 * 8 = 80", "train_batch_size 48"):
+        assert number in line
+    assert "legal train_batch_size: 40 or 80" in line
+    assert "legal rollout_batch_size: 6 or 12" in line
+    for change in (
+        {"train_batch_size": 40}, {"train_batch_size": 80}, {"rollout_batch_size": 6},
+        {"rollout_batch_size": 12},
+    ):  # fmt: skip
+        values = {
+            "rollout_batch_size": 10, "n_samples_per_prompt": 8, "train_batch_size": 48, **change,
+        }  # fmt: skip
+        assert batch_problems(TrainConfig(**values), 2) == []
+
+
+def test_processes_must_be_shared_by_whole_sequence_groups():
+    (line,) = batch_problems(TrainConfig(sp_size=2), 3)
+    assert re.search(r"sp_size.*2.*3", line)
