@@ -1,0 +1,83 @@
+"""Reading rows, and saying where a bad one stands."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightrft.datasets import DataError, read_rows
+
+ROWS = [{"input": "one\u2028two", "n": 1}, {"input": "three", "n": None}]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_the_three_formats_hold_the_same_rows(name: str, write) -> None:
+    path = write(name, ROWS)
+    rows = read_rows(path)
+    assert [dict(row.columns) for row in rows] == ROWS
+    places = (
+        [f"{path}:1", f"{path}:2"] if name == "a.jsonl" else [f"{path}, row {i}" for i in (1, 2)]
+    )
+    assert [row.location for row in rows] == places
+
+
+def test_a_separator_inside_a_string_does_not_end_a_line(write) -> None:
+    path = write("a.jsonl", '{"input": "one\u2028two\x85"}\n\n{"input": "x"}')
+    assert [row.columns["input"] for row in read_rows(path)] == ["one\u2028two\x85", "x"]
+    assert [row.location for row in read_rows(path)] == [f"{path}:1", f"{path}:3"]
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_row(write) -> None:
+    for name, text in (("a.jsonl", '\ufeff{"input": "x"}\n'), ("a.json", '\ufeff[{"input": "x"}]')):
+        assert read_rows(write(name, text))[0].columns == {"input": "x"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"input": "x"}\n{"input": "y",}\n', r"jsonl:2: not valid JSON \(.*column 15"),
+        ("a.jsonl", '{"input": "x"}\n["y"]\n', r"a\.jsonl:2: expected an object.*got a list"),
+        ("a.jsonl", '{"input": "x"}\n3\n', r"a\.jsonl:2: expected an object.*got a number"),
+        ("a.jsonl", "\n\n", "holds no rows"),
+        ("a.json", '{"input": "x"}', r"json: expected a list of objects, got an object.*\.jsonl"),
+        ("a.json", '[{"input": "x"}, "y"]', r"a\.json, row 2: expected an object.*got a string"),
+        ("a.json", "[]", "holds no rows"),
+        ("a.json", '[\n{"input": }]', r"a\.json: not valid JSON \(.*line 2"),
+        ("a.parquet", "not parquet", "is not a readable Parquet file"),
+        ("a.csv", "input\nx\n", r"unknown file format '\.csv'.*\.jsonl, \.json, \.parquet"),
+    ],
+)  # fmt: skip
+def test_bad_content_is_located(name: str, content: str, message: str, write) -> None:
+    path = write(name, content)
+    with pytest.raises(DataError, match=message):
+        read_rows(path)
+
+
+def test_bytes_that_are_not_utf8_are_located(tmp_path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"input": "x"}\n{"input": "\xff"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:2 is not UTF-8: invalid start byte at byte 11"):
+        read_rows(path)
+
+
+def test_a_missing_file_says_that_only_local_files_are_read(tmp_path) -> None:
+    with pytest.raises(DataError, match=r"none\.jsonl does not exist.*local files only"):
+        read_rows(tmp_path / "none.jsonl")
+
+
+def test_a_folder_holds_splits_in_one_file_or_several(write, tmp_path) -> None:
+    write("d/train-00000-of-2.parquet", [{"input": "a"}])
+    write("d/train-00001-of-2.parquet", [{"input": "b"}])
+    write("d/test.jsonl", [{"input": "c"}])
+    assert [row.columns["input"] for row in read_rows(tmp_path / "d")] == ["a", "b"]
+    assert [row.columns["input"] for row in read_rows(tmp_path / "d", split="test")] == ["c"]
+    with pytest.raises(
+        DataError, match=r"no split 'eval'.*eval\.jsonl.*found test\.jsonl, train-0"
+    ):
+        read_rows(tmp_path / "d", split="eval")
+
+
+def test_gsm8k_reads_whole(test_data) -> None:
+    rows = read_rows(test_data / "gsm8k", split="test")
+    assert len(rows) == 1319
+    assert set(rows[-1].columns) == {"question", "answer"}
+    assert rows[-1].location.endswith("test.jsonl:1319")
