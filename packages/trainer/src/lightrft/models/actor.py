@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from lightrft.models.head import HeadLaw, LinearLogprobHead
+from lightrft.models.head import LinearLogprobHead
+from lightrft.models.head_law import read_head_law
 from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.types import ActorOutput, EntropyMode
@@ -37,7 +38,8 @@ class Actor(nn.Module):
         chunk_size: Columns of the vocabulary the fused head computes at a time.
 
     Raises:
-        ValueError: The model has no linear output projection.
+        ValueError: The model has no linear output projection, or changes its logits after it in a
+            way that is not known here.
     """
 
     is_actor = True
@@ -143,11 +145,3 @@ def run_trunk(
     )
     hidden: Tensor = output.last_hidden_state
     return hidden
-
-
-def read_head_law(config: PretrainedConfig) -> HeadLaw:
-    """What the configuration says a model does to its logits after the projection."""
-    fields = config.get_text_config().to_dict()
-    scale = float(fields.get("logit_scale") or 1.0) / float(fields.get("logits_scaling") or 1.0)
-    softcap = fields.get("final_logit_softcapping")
-    return HeadLaw(scale=scale, softcap=None if softcap is None else float(softcap))

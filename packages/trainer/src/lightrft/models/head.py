@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, overload
 
 import torch.nn.functional as F
@@ -11,27 +10,8 @@ from torch import Tensor, nn
 from lightrft.kernels import Workspace, linear_logprob
 
 if TYPE_CHECKING:
+    from lightrft.models.head_law import HeadLaw
     from lightrft.models.types import EntropyMode
-
-
-@dataclass(frozen=True, slots=True)
-class HeadLaw:
-    """What a model does to its logits after the projection.
-
-    Args:
-        scale: Factor on the logits.
-        softcap: cap * tanh(logits / cap), or None.
-    """
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.softcap is not None and self.scale != 1.0:
-            raise ValueError(
-                f"a model with both a softcap ({self.softcap}) and a logit scale ({self.scale}) "
-                "is not supported: their order is not defined"
-            )
 
 
 class LinearLogprobHead(nn.Module):

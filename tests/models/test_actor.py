@@ -1,0 +1,214 @@
+"""The actor equals the transformers model it wraps, whichever head it uses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    FalconH1Config,
+    Gemma2Config,
+    GraniteConfig,
+)
+
+from lightrft.models import Actor, load_causal_lm
+from lightrft.models.head_law import read_head_law
+
+TINY = {
+    "vocab_size": 70,
+    "hidden_size": 32,
+    "head_dim": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def make_batch(num_rows=3, width=11, seed=0, vocab=256):
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = torch.randint(1, vocab, (num_rows, width), generator=generator)
+    lengths = torch.tensor([width, width - 4, 2])[:num_rows]
+    attention_mask = torch.arange(width) < lengths[:, None]
+    upstream = torch.randn(2, num_rows, width, generator=generator)
+    return token_ids.masked_fill(~attention_mask, 0), attention_mask, upstream
+
+
+def slow_logprobs(model, token_ids, attention_mask, temperature):
+    """float64 log_softmax of transformers' own logits, row by row and without padding."""
+    logprobs = torch.zeros(token_ids.shape, dtype=torch.float64)
+    entropy = torch.zeros(token_ids.shape, dtype=torch.float64)
+    for row, length in enumerate(attention_mask.sum(1).tolist()):
+        tokens = token_ids[row : row + 1, :length]
+        log_p = torch.log_softmax(model(tokens).logits[0, :-1].double() / temperature, -1)
+        logprobs[row, 1:length] = log_p.gather(1, tokens[0, 1:, None])[:, 0]
+        entropy[row, 1:length] = -(log_p.exp() * log_p).sum(1)
+    return logprobs, entropy
+
+
+def gradients(module, outputs, upstream):
+    loss = sum((o.double() * g).sum() for o, g in zip(outputs, upstream, strict=True))
+    named = dict(module.named_parameters())
+    return dict(zip(named, torch.autograd.grad(loss, named.values()), strict=True))
+
+
+def relative_difference(got, want):
+    total = sum((got[n].double() - want[n].double()).square().sum() for n in want).sqrt()
+    return float(total / sum(w.double().square().sum() for w in want.values()).sqrt())
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_values_and_gradients_equal_transformers(checkpoint, is_fused, temperature):
+    token_ids, attention_mask, upstream = make_batch()
+    actor = Actor.from_pretrained(checkpoint, fused_linear_logprob=is_fused, chunk_size=100)
+    output = actor(token_ids, attention_mask, temperature=temperature, entropy="grad")
+    model = load_causal_lm(checkpoint)
+    expected = slow_logprobs(model, token_ids, attention_mask, temperature)
+    assert output.logprobs.dtype == torch.float32
+    assert (output.logprobs - expected[0]).abs().max() < 2e-5
+    assert (output.entropy - expected[1]).abs().max() < 2e-5
+    got = gradients(actor.model, (output.logprobs, output.entropy), upstream)
+    want = gradients(model, expected, upstream)
+    assert set(got) == set(want)
+    assert relative_difference(got, want) < 2e-6
+
+
+def test_a_transposed_projection_is_noticed(checkpoint):
+    # Positive control for the equalities above.
+    token_ids, attention_mask, _ = make_batch()
+    actor = Actor.from_pretrained(checkpoint)
+    before = actor(token_ids, attention_mask).logprobs
+    with torch.no_grad():
+        weight = actor.model.model.layers[0].self_attn.q_proj.weight
+        weight.copy_(weight.T.clone())
+    assert (actor(token_ids, attention_mask).logprobs - before).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
+def test_scored_mask_selects_and_zeroes(checkpoint, is_fused):
+    token_ids, attention_mask, upstream = make_batch()
+    actor = Actor.from_pretrained(checkpoint, fused_linear_logprob=is_fused)
+    everything = actor(token_ids, attention_mask, entropy="grad")
+    scored = attention_mask.clone()
+    scored[:, :3] = False
+    output = actor(token_ids, attention_mask, scored_mask=scored, entropy="grad")
+    assert torch.allclose(output.logprobs, everything.logprobs * scored, atol=2e-6)
+    assert not output.logprobs[~scored].any()
+    assert not output.entropy[~scored].any()
+    masked = [g * scored for g in upstream]
+    got = gradients(actor, (output.logprobs, output.entropy), upstream)
+    want = gradients(actor, (everything.logprobs, everything.entropy), masked)
+    assert relative_difference(got, want) < 2e-6
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
+def test_nothing_to_score_still_gives_every_parameter_a_zero_gradient(checkpoint, is_fused):
+    # Ranks without tokens must reach the same collectives in the backward pass as the others.
+    token_ids, attention_mask, _ = make_batch()
+    actor = Actor.from_pretrained(checkpoint, fused_linear_logprob=is_fused)
+    for mask in (attention_mask, torch.zeros_like(attention_mask)):
+        output = actor(token_ids, mask, scored_mask=torch.zeros_like(mask), entropy="grad")
+        actor.zero_grad()
+        (output.logprobs.sum() + output.entropy.sum()).backward()
+        for name, parameter in actor.named_parameters():
+            assert parameter.grad is not None, name
+            assert not parameter.grad.any(), name
+
+
+def test_padding_and_the_other_rows_do_not_matter(checkpoint):
+    token_ids, attention_mask, _ = make_batch()
+    actor = Actor.from_pretrained(checkpoint)
+    batch = actor(token_ids, attention_mask).logprobs
+    alone = actor(token_ids[1:2, :7], attention_mask[1:2, :7]).logprobs
+    assert torch.allclose(batch[1, :7], alone[0], atol=2e-6)
+    left = actor(token_ids[1:2].roll(4, 1), attention_mask[1:2].roll(4, 1)).logprobs
+    assert torch.allclose(left[0, 4:], alone[0], atol=2e-6)
+
+
+def test_names_and_checkpoints_stay_those_of_transformers(checkpoint, tmp_path):
+    token_ids, attention_mask, _ = make_batch()
+    plain = load_causal_lm(checkpoint)
+    actor = Actor.from_pretrained(checkpoint)
+    assert list(actor.model.state_dict()) == list(plain.state_dict())
+    assert [n for n, _ in actor.model.named_parameters()] == [
+        n for n, _ in plain.named_parameters()
+    ]
+    with torch.no_grad():
+        actor.model.get_input_embeddings().weight[7] += 1
+        actor.model.get_output_embeddings().weight[9] -= 1
+    is_tied = actor.config.tie_word_embeddings
+    shared = actor.model.get_output_embeddings().weight is actor.model.get_input_embeddings().weight
+    assert shared == is_tied
+    actor.model.save_pretrained(tmp_path)
+    loaded = Actor.from_pretrained(str(tmp_path))
+    expected = actor(token_ids, attention_mask).logprobs
+    assert torch.equal(loaded(token_ids, attention_mask).logprobs, expected)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(token_ids).logits, actor.model(token_ids).logits)
+
+
+def test_entropy_modes(checkpoint):
+    token_ids, attention_mask, _ = make_batch()
+    actor = Actor.from_pretrained(checkpoint)
+    assert actor(token_ids, attention_mask).entropy is None
+    value = actor(token_ids, attention_mask, entropy="value").entropy
+    assert not value.requires_grad
+    assert torch.equal(value, actor(token_ids, attention_mask, entropy="grad").entropy)
+
+
+def test_gradient_checkpointing_changes_no_gradient(checkpoint):
+    token_ids, attention_mask, upstream = make_batch()
+    actor = Actor.from_pretrained(checkpoint).train()
+    want = gradients(actor, [actor(token_ids, attention_mask).logprobs], upstream[:1])
+    actor.gradient_checkpointing_enable()
+    got = gradients(actor, [actor(token_ids, attention_mask).logprobs], upstream[:1])
+    assert relative_difference(got, want) < 1e-6
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma2Config(**TINY, final_logit_softcapping=1.5),
+        CohereConfig(**{k: v for k, v in TINY.items() if k != "head_dim"}, logit_scale=0.25),
+        GraniteConfig(**{k: v for k, v in TINY.items() if k != "head_dim"}, logits_scaling=3.0),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_models_that_change_their_logits_after_the_projection(config, is_fused):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    token_ids, attention_mask, upstream = make_batch(vocab=70)
+    expected = slow_logprobs(model, token_ids, attention_mask, 0.7)
+    want = gradients(model, expected, upstream)
+    law = read_head_law(config)
+    assert law.scale != 1 or law.softcap is not None
+    actor = Actor(model, fused_linear_logprob=is_fused)
+    output = actor(token_ids, attention_mask, temperature=0.7, entropy="grad")
+    assert (output.logprobs - expected[0]).abs().max() < 2e-5
+    got = gradients(actor.model, (output.logprobs, output.entropy), upstream)
+    assert relative_difference(got, want) < 5e-6
+
+
+def test_unknown_scaling_and_heads_are_refused():
+    with pytest.raises(ValueError, match="'falcon_h1' scales its logits"):
+        read_head_law(FalconH1Config(lm_head_multiplier=0.5))
+    model = AutoModelForCausalLM.from_config(Gemma2Config(**TINY))
+    actor = Actor(model)
+    with pytest.raises(ValueError, match="linear output projection: got LinearLogprobHead"):
+        Actor(actor.model)
+
+
+def test_bfloat16_scores_in_float32(checkpoint):
+    token_ids, attention_mask, _ = make_batch()
+    actor = Actor.from_pretrained(checkpoint, dtype="bfloat16")
+    output = actor(token_ids, attention_mask)
+    assert output.logprobs.dtype == torch.float32
+    wide = Actor.from_pretrained(checkpoint)(token_ids, attention_mask)
+    assert (output.logprobs - wide.logprobs).abs().max() < 0.2

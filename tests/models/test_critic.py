@@ -1,0 +1,68 @@
+"""Values come from the hidden state before each token, zero at first."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModel
+
+from lightrft.models import Critic
+
+
+def make_batch():
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(0, 256, (2, 9), generator=generator)
+    return token_ids, torch.arange(9) < torch.tensor([[9], [5]])
+
+
+def randomise_head(critic):
+    torch.manual_seed(3)
+    with torch.no_grad():
+        critic.value_head.weight.normal_()
+        critic.value_head.bias.fill_(0.5)
+
+
+def test_values_are_zero_at_first_but_learn(checkpoint):
+    critic = Critic.from_pretrained(checkpoint)
+    values = critic(*make_batch())
+    assert not values.any()
+    values.sum().backward()
+    assert critic.value_head.weight.grad.abs().sum() > 0
+
+
+def test_value_before_token_t_sees_only_the_tokens_before_it(checkpoint):
+    token_ids, attention_mask = make_batch()
+    critic = Critic.from_pretrained(checkpoint)
+    randomise_head(critic)
+    values = critic(token_ids, attention_mask)
+    assert values.dtype == torch.float32
+    assert not values[:, 0].any()
+    assert not values[~attention_mask].any()
+    trunk = AutoModel.from_pretrained(checkpoint)
+    for row, length in ((0, 9), (1, 5)):
+        hidden = trunk(token_ids[row : row + 1, :length]).last_hidden_state[0]
+        expected = hidden @ critic.value_head.weight[0] + 0.5
+        assert torch.allclose(values[row, 1:length], expected[:-1], atol=1e-5)
+    changed = token_ids.clone()
+    changed[0, 4] = (changed[0, 4] + 1) % 256
+    moved = (critic(changed, attention_mask) != values)[0]
+    assert not moved[:5].any()
+    assert moved[5:].all()
+
+
+def test_save_and_load_keeps_the_value_head(checkpoint, tmp_path):
+    critic = Critic.from_pretrained(checkpoint)
+    randomise_head(critic)
+    critic.save_pretrained(tmp_path)
+    loaded = Critic.from_pretrained(str(tmp_path))
+    assert torch.equal(loaded(*make_batch()), critic(*make_batch()))
+
+
+def test_gradient_checkpointing_changes_no_gradient(checkpoint):
+    critic = Critic.from_pretrained(checkpoint).train()
+    randomise_head(critic)
+    parameters = list(critic.parameters())
+    want = torch.autograd.grad(critic(*make_batch()).square().sum(), parameters)
+    critic.gradient_checkpointing_enable()
+    got = torch.autograd.grad(critic(*make_batch()).square().sum(), parameters)
+    for value, reference in zip(got, want, strict=True):
+        assert torch.allclose(value, reference, rtol=1e-5, atol=1e-6)

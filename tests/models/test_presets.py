@@ -1,0 +1,63 @@
+"""Tiny models are what their recipe says, and their tokenizer survives a round trip."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightrft.models import byte_level_tokenizer, load_causal_lm, load_tokenizer, write_tiny_model
+
+
+def test_every_byte_is_its_own_token_id():
+    tokenizer = byte_level_tokenizer()
+    text = "plain, ünïcode \u4e2d\u6587 \U0001f600\n\t\x00 two  spaces"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+
+
+def test_special_tokens_are_single_ids_after_the_bytes(checkpoint):
+    tokenizer = load_tokenizer(checkpoint)
+    names = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+    assert tokenizer("".join(names))["input_ids"] == [256, 257, 258, 259, 260]
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (256, 257)
+    assert tokenizer.decode([104, 105, 257], skip_special_tokens=True) == "hi"
+
+
+def test_chat_template(checkpoint):
+    tokenizer = load_tokenizer(checkpoint)
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert prompt == "<|system|>s<|user|>u<|assistant|>"
+    messages.append({"role": "assistant", "content": "a"})
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert whole == prompt + "a<|end|>"
+
+
+def test_model_has_the_shape_and_spread_of_its_recipe(checkpoint):
+    model = load_causal_lm(checkpoint)
+    assert model.config.hidden_size == 128
+    assert model.config.head_dim == 32
+    assert model.config.vocab_size % 64 != 0
+    assert model.config.eos_token_id == 257
+    assert model.get_input_embeddings().weight.std().item() == pytest.approx(0.1, rel=0.05)
+
+
+def test_the_seed_alone_fixes_the_weights(tmp_path):
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        write_tiny_model(tmp_path / name, "tiny-qwen3", seed)
+    assert torch.equal(state, torch.get_rng_state())
+    a, b, c = (load_file(tmp_path / name / "model.safetensors") for name in "abc")
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert any(not torch.equal(a[key], c[key]) for key in a)
+
+
+def test_bad_presets_are_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match="unknown preset 'big': expected one of tiny-llama, tiny-q"
+    ):
+        write_tiny_model(tmp_path, "big")
+    with pytest.raises(ValueError, match="at least 261: got 100"):
+        write_tiny_model(tmp_path, "tiny-llama", vocab_size=100)
