@@ -34,6 +34,8 @@ def folder(tmp_path, monkeypatch):
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         (model / name).write_text("{}")
     write(tmp_path / "good.jsonl", *GOOD_ROWS)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "metrics.jsonl").touch()
     (tmp_path / "reward.py").write_text("def f(responses):\n    return [0.0 for _ in responses]\n")
     return tmp_path
 

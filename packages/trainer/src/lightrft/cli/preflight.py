@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightrft.datasets.files import read_rows
 from lightrft.datasets.render import PromptFormat, render
+from lightrft.engines.factory import resolve_engine_type
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -35,7 +36,23 @@ def check_paths(config: TrainConfig) -> list[str]:
         problems.append("--prompt_data is missing: give a JSONL, JSON or Parquet file")
     if not config.reward_fn:
         problems.append("--reward_fn is missing: give boxed_math, gsm8k or FILE.py:FUNCTION")
-    return problems
+    if (Path(config.output_dir) / "metrics.jsonl").exists() and not config.load_checkpoint:
+        problems.append(
+            f"--output_dir: {config.output_dir} holds another run: give a new folder, or "
+            "--load_checkpoint to continue that run"
+        )
+    return problems + engine_problems(config.engine_type)
+
+
+def engine_problems(name: str) -> list[str]:
+    """Why an engine asked for by name cannot start here; "auto" always finds one."""
+    if name == "auto":
+        return []
+    try:
+        resolve_engine_type(name)
+    except (ImportError, ValueError) as err:
+        return [f"--engine_type: {err}"]
+    return []
 
 
 def model_problems(flag: str, name: str) -> list[str]:
