@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PERCENTILES = (50, 80, 95)
+MAX_BARS = 40
+PLOT_WIDTH, PLOT_HEIGHT = 600, 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +55,14 @@ class GenLenAnalyser:
 
     Args:
         plot_every: Interval in steps; 0 or less switches the analyser off.
-        log_dir: Folder for `gen_len_step_{step}.json` and `.png`; None writes nothing.
+        log_dir: Folder for `gen_len_step_{step}.json` and `.svg`; None writes nothing.
         group: Ranks to collect from; None is all.
-
-    Raises:
-        RuntimeError: Pictures were asked for but matplotlib is not installed.
     """
 
     def __init__(self, *, plot_every: int, log_dir: str | None, group: Group = None) -> None:
         self.plot_every = plot_every
         self.log_dir = None if log_dir is None else Path(log_dir)
         self.group = group
-        wants_files = plot_every > 0 and log_dir is not None
-        if wants_files and importlib.util.find_spec("matplotlib") is None:
-            raise RuntimeError(
-                "plot_every and log_dir need matplotlib: install it (pip install matplotlib) or "
-                "set plot_every to 0"
-            )
 
     def is_due(self, step: int) -> bool:
         """Whether `collect` does anything at this step; equal on all ranks."""
@@ -96,25 +88,45 @@ class GenLenAnalyser:
             return None
         found = LengthStatistics.of(everything)
         if writes_files and self.log_dir is not None:
-            self._write(self.log_dir, everything, found, step)
+            self.log_dir.mkdir(parents=True, exist_ok=True)
+            stem = self.log_dir / f"gen_len_step_{step}"
+            record = {"step": step, **asdict(found), "lengths": everything}
+            stem.with_suffix(".json").write_text(json.dumps(record), encoding="utf-8")
+            title = f"generated tokens per completion, step {step}, mean {found.mean_length:.1f}"
+            stem.with_suffix(".svg").write_text(draw_histogram(everything, title), encoding="utf-8")
         return found
 
-    def _write(
-        self, folder: Path, lengths: Sequence[int], found: LengthStatistics, step: int
-    ) -> None:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
 
-        folder.mkdir(parents=True, exist_ok=True)
-        stem = folder / f"gen_len_step_{step}"
-        record = {"step": step, **asdict(found), "lengths": list(lengths)}
-        stem.with_suffix(".json").write_text(json.dumps(record), encoding="utf-8")
-        # A figure without pyplot belongs to nobody, so it is freed with this scope.
-        figure = Figure(figsize=(6, 4))
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        axes.hist(lengths, bins=min(50, max(1, len(set(lengths)))))
-        axes.set_xlabel("generated tokens")
-        axes.set_ylabel("completions")
-        axes.set_title(f"step {step}: mean {found.mean_length:.1f}")
-        figure.savefig(stem.with_suffix(".png"))
+def draw_histogram(lengths: Sequence[int], title: str) -> str:
+    """A histogram as SVG text, with at most 40 bars.
+
+    Args:
+        lengths: At least one number.
+        title: Written above the bars.
+    """
+    counts, edges = np.histogram(np.asarray(lengths), bins=min(MAX_BARS, len(set(lengths))))
+    width = PLOT_WIDTH / len(counts)
+    tallest = int(counts.max())
+    bars = [
+        f'<rect x="{i * width:.2f}" y="{PLOT_HEIGHT * (1 - count / tallest):.2f}" '
+        f'width="{0.95 * width:.2f}" height="{PLOT_HEIGHT * count / tallest:.2f}">'
+        f"<title>{edges[i]:.0f} to {edges[i + 1]:.0f}: {count}</title></rect>"
+        for i, count in enumerate(counts.tolist())
+    ]
+    labels = [
+        f'<text x="0" y="-10">{title}</text>',
+        f'<text x="-5" y="10" text-anchor="end">{tallest}</text>',
+        f'<text x="0" y="{PLOT_HEIGHT + 18}">{edges[0]:.0f}</text>',
+        f'<text x="{PLOT_WIDTH}" y="{PLOT_HEIGHT + 18}" text-anchor="end">{edges[-1]:.0f}</text>',
+    ]
+    box = f"-60 -30 {PLOT_WIDTH + 80} {PLOT_HEIGHT + 60}"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" font-family="sans-serif" '
+            'font-size="12" fill="#4472a8">',
+            *bars,
+            *labels,
+            "</svg>",
+            "",
+        ]
+    )

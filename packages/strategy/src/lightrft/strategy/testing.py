@@ -66,10 +66,6 @@ def _run_rank(
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
     )
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
     try:
         value = _load_function(*function)(rank, world_size, *args)
         # Pickled here, by value: torch's own pickler would pass handles to shared memory that
@@ -80,8 +76,11 @@ def _run_rank(
         reply.close()
         # A peer may wait in a collective, so an orderly shutdown could wait for it.
         os._exit(1)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if "torch.distributed" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _collect(

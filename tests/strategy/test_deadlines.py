@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lightrft.strategy.deadlines import HANG_EXIT_CODE, peer_phases, phase
+
+HANGING = """
+import time
+from lightrft.strategy.deadlines import phase
+with phase("outer", 60):
+    with phase("quick", 30):
+        pass
+    with phase("generate", 0.5):
+        time.sleep(30)
+"""
+# A lock held without the GIL being released: `faulthandler`'s timer must still fire.
+STUCK_WITH_THE_GIL = """
+import lightrft.strategy.deadlines as deadlines
+import re
+deadlines._LAST_RESORT_SECONDS = 0.5
+with deadlines.phase("generate", 0.5):
+    re.match(r"(a+)+$", "a" * 40 + "b")
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def test_expired_phase_ends_the_process_and_names_itself():
+    begin = time.monotonic()
+    done = run(HANGING)
+    assert done.returncode == HANG_EXIT_CODE == 7
+    assert "rank 0 spent more than 0.5 s in phase 'generate'" in done.stderr
+    assert "time.sleep" in done.stderr or "<module>" in done.stderr
+    assert time.monotonic() - begin < 60
+
+
+def test_interpreter_that_holds_the_gil_is_ended_too():
+    done = run(STUCK_WITH_THE_GIL)
+    assert done.returncode != 0
+    assert "Timeout" in done.stderr
+
+
+def test_finished_phases_leave_nothing_behind():
+    with phase("a", 0.2), phase("b", 0.2):
+        pass
+    time.sleep(0.5)
+    assert peer_phases() == []
+
+
+def test_exceptions_pass():
+    with pytest.raises(KeyError), phase("a", 60):
+        raise KeyError("x")
+
+
+def test_deadline_must_be_positive():
+    with pytest.raises(ValueError, match="positive"), phase("a", 0):
+        pass

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from lightrft.strategy.testing import RankFailure, run_multiprocess
+
+pytestmark = pytest.mark.multiprocess
+
+
+def report(rank, world_size, factor):
+    assert os.environ["RANK"] == os.environ["LOCAL_RANK"] == str(rank)
+    assert os.environ["WORLD_SIZE"] == str(world_size)
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+    return rank * factor
+
+
+def fail_on_one(rank, world_size):
+    if rank == 1:
+        raise ZeroDivisionError("planted")
+    time.sleep(60)
+
+
+def hang(rank, world_size):
+    time.sleep(60)
+
+
+def die(rank, world_size):
+    os._exit(9)
+
+
+def test_results_come_by_rank():
+    assert run_multiprocess(report, 2, args=(10,)) == [0, 10]
+
+
+def test_failure_of_one_rank_ends_all_and_shows_its_traceback():
+    begin = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        run_multiprocess(fail_on_one, 2)
+    assert "ZeroDivisionError: planted" in str(caught.value)
+    assert "--- rank 1 ---" in str(caught.value)
+    assert time.monotonic() - begin < 40
+
+
+def test_deadline_is_kept():
+    begin = time.monotonic()
+    with pytest.raises(RankFailure, match="did not finish before the deadline"):
+        run_multiprocess(hang, 1, timeout_seconds=6)
+    assert time.monotonic() - begin < 20
+
+
+def test_death_without_traceback_is_reported():
+    with pytest.raises(RankFailure, match="exit code 9"):
+        run_multiprocess(die, 1)
