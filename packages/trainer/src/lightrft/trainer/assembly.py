@@ -23,6 +23,8 @@ from lightrft.trainer.samples import SampleLog
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
     from torch.utils.data import DataLoader
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from lightrft.strategy.prepared import PreparedModel
     from lightrft.strategy.strategy_base import StrategyBase
     from lightrft.trainer.config import TrainConfig
+    from lightrft.trainer.loggers import MetricsLogger
     from lightrft.trainer.loop import LoopResult
 
 METRICS_FILE = "metrics.jsonl"
@@ -87,11 +90,15 @@ class RunModels:
     reference: nn.Module | None
 
 
-def run_training(config: TrainConfig) -> RunSummary:
+def run_training(config: TrainConfig, *, loggers: Sequence[MetricsLogger] = ()) -> RunSummary:
     """Trains as one process of a run, whose rank is in the environment.
 
     Everything a user can get wrong is checked first. The folder `config.output_dir` gets
     config.toml, metrics.jsonl, samples.jsonl, checkpoints/, model/ and summary.json.
+
+    Args:
+        config: What to do.
+        loggers: Further receivers of metrics on the first rank.
 
     Raises:
         ConfigError: Options that cannot be run.
@@ -104,7 +111,7 @@ def run_training(config: TrainConfig) -> RunSummary:
         inputs = read_inputs(config)
         stack.callback(inputs.reward.close)
         strategy = stack.enter_context(get_strategy(config))
-        trainer, loader = build_trainer(config, inputs, strategy)
+        trainer, loader = build_trainer(config, inputs, strategy, loggers=loggers)
         stack.callback(trainer.close)
         num_resumed = _start(config, trainer, strategy)
         result = trainer.fit(prompts_dataloader=loader)
@@ -148,7 +155,11 @@ def run_options(config: TrainConfig) -> PPOConfig:
 
 
 def build_trainer(
-    config: TrainConfig, inputs: RunInputs, strategy: StrategyBase
+    config: TrainConfig,
+    inputs: RunInputs,
+    strategy: StrategyBase,
+    *,
+    loggers: Sequence[MetricsLogger] = (),
 ) -> tuple[SPMDPPOTrainer, DataLoader[Prompt]]:
     """Models, engine, trainer and the loader of this rank's prompts."""
     loader = strategy.setup_dataloader(
@@ -174,6 +185,7 @@ def build_trainer(
         loggers=(
             ConsoleLogger(strategy.print, every=config.logging_steps),
             JsonLinesLogger(folder / METRICS_FILE),
+            *loggers,
         ),
         sample_log=SampleLog(folder / SAMPLES_FILE),
         ckpt_path=str(config.checkpoint_dir),
