@@ -1,0 +1,210 @@
+"""The same completions give the same losses, gradients and weights on every strategy."""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from lightrft.datasets.types import Prompt
+from lightrft.engines.factory import ENGINES
+from lightrft.engines.fake import FakeEngine
+from lightrft.rewards.types import RewardResult
+from lightrft.strategy.testing import run_multiprocess
+
+NUM_STEPS = 3
+NUM_PROMPTS = 4
+GROUP_SIZE = 4
+VOCAB = 36
+
+
+class ReplayEngine(FakeEngine):
+    """Replays completions of unequal lengths that depend on nothing but the request."""
+
+    def weights_copy(self) -> dict[str, np.ndarray]:
+        return {name: t.detach().numpy().copy() for name, t in self._weights.tensors.items()}
+
+
+def scripted(request, sample_index):
+    rng = random.Random(1000 * request.request_id + sample_index)
+    tokens = [rng.randrange(7, VOCAB) for _ in range(rng.randint(1, 12))]
+    return tokens, [-1.5] * len(tokens)
+
+
+class LengthReward:
+    """Rewards that differ within a group and need no worker process."""
+
+    name = "length"
+    needs_labels = False
+
+    def score(self, prompts, responses, labels, columns):
+        return [RewardResult(float(sum(map(ord, r)) % 7) / 7) for r in responses]
+
+    def close(self):
+        pass
+
+
+class CharacterTokenizer:
+    pad_token_id = 0
+
+    def decode(self, token_ids, skip_special_tokens=True):
+        return "".join(chr(32 + int(t)) for t in token_ids)
+
+    def batch_decode(self, rows, skip_special_tokens=True):
+        return [self.decode(row) for row in rows]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one strategy computed: per step token losses, gradient norms and final weights."""
+
+    token_losses: list[np.ndarray]
+    grad_norms: list[float]
+    weight_norms: list[float]
+    weights: dict[str, np.ndarray]
+    ratio_max: float
+
+
+def tiny_actor():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from lightrft.models import Actor
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=37, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=128,
+        initializer_range=0.05, tie_word_embeddings=False, bos_token_id=None, eos_token_id=1,
+        pad_token_id=0,
+    )  # fmt: skip
+    return Actor(Qwen3ForCausalLM(config))
+
+
+def arguments(backend: str) -> Namespace:
+    return Namespace(
+        fsdp=backend == "fsdp",
+        zero_stage=int(backend[-1]) if backend.startswith("zero") else 2,
+        seed=3, max_norm=0.5, bf16=False, micro_train_batch_size=2, train_batch_size=8,
+        micro_rollout_batch_size=3, rollout_batch_size=NUM_PROMPTS,
+        n_samples_per_prompt=GROUP_SIZE, generate_max_len=16, actor_learning_rate=3e-4,
+        lr_warmup_ratio=0.0, lr_scheduler="constant", init_kl_coef=0.0, use_kl_loss=False,
+        advantage_estimator="dr_grpo", loss_agg_mode="token-mean", policy_loss="recorded",
+        engine_type="fake", engine_args={"vocab_size": 37, "eos_token_id": -1},
+        enable_engine_sleep=False, pretrain=None, plot_every=-1,
+    )  # fmt: skip
+
+
+def record_losses(rows: list):
+    """Adds a policy loss to the registry that also keeps the loss of every token."""
+    from lightrft.algorithms.policy import POLICY_LOSSES, PolicyLoss
+
+    def recorded(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high):
+        from lightrft.algorithms.policy.clipped import clipped_policy_loss
+
+        loss = clipped_policy_loss(
+            logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high
+        )
+        for row in range(len(mask)):
+            kept = mask[row]
+            key = (int(kept.sum()), round(float(old_logprobs[row][kept].double().sum()), 2))
+            rows.append((key, loss.loss[row][kept].detach().numpy().copy()))
+        return loss
+
+    options = {"clip_low": 0.2, "clip_high": 0.2}
+    POLICY_LOSSES["recorded"] = PolicyLoss(recorded, "token-mean", options)
+
+
+def build_strategy(backend: str):
+    from lightrft.strategy import get_fake_strategy, get_strategy
+
+    args = arguments(backend)
+    return get_fake_strategy(args) if backend == "fake" else get_strategy(args)
+
+
+def train(rank: int, world_size: int, backend: str) -> tuple:
+    from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
+
+    ENGINES["fake"] = lambda config, *, module=None: _replay(config, module)
+    rows: list = []
+    record_losses(rows)
+    strategy = build_strategy(backend)
+    actor, _, _, _ = strategy.prepare_models_and_optimizers(
+        tiny_actor(), None, None, None, strategy.args, 2 * NUM_STEPS
+    )
+    strategy.setup_inference_engine(strategy.args, engine_type="fake", actor=actor)
+    trainer = SPMDPPOTrainer(
+        strategy, actor, None, LengthReward(), tokenizer=CharacterTokenizer(), loggers=[]
+    )
+    prompts = [
+        Prompt(i, f"p{i}", tuple(7 + (3 * i + j) % 29 for j in range(2 + i)))
+        for i in range(NUM_PROMPTS)
+    ]
+    losses, grad_norms, weight_norms, ratio_max = [], [], [], 0.0
+    for step in range(NUM_STEPS):
+        rows.clear()
+        trainer.make_experience(prompts[rank::world_size])
+        metrics = trainer.ppo_train(step)
+        losses.append(list(rows))
+        grad_norms.append(metrics["grad_norm"])
+        ratio_max = max(ratio_max, metrics["ratio_max"])
+        weights = strategy.inference_engine.weights_copy()
+        weight_norms.append(float(np.sqrt(sum((w.astype(float) ** 2).sum() for w in weights.values()))))
+    return losses, grad_norms, weight_norms, weights, ratio_max
+
+
+def _replay(config, module):
+    engine = ReplayEngine.for_module(config, module)
+    engine._script = scripted
+    return engine
+
+
+def gather(results: list[tuple]) -> Trace:
+    """Joins the rows of all ranks in an order that does not depend on ranks."""
+    per_step = []
+    for step in range(NUM_STEPS):
+        rows = sorted((row for losses, *_ in results for row in losses[step]), key=lambda r: r[0])
+        per_step.append(np.concatenate([values for _, values in rows]))
+    _, grad_norms, weight_norms, weights, ratio_max = results[0]
+    return Trace(per_step, grad_norms, weight_norms, weights, ratio_max)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Trace:
+    trace = gather([run_multiprocess(train, 1, timeout_seconds=120, args=("fake",))[0]])
+    assert trace.ratio_max > 1.01  # the second mini-batch of a step sees a moved policy
+    assert all(norm > 0 for norm in trace.grad_norms)
+    return trace
+
+
+def assert_equal(actual: Trace, expected: Trace) -> None:
+    for mine, theirs in zip(actual.token_losses, expected.token_losses, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(actual.grad_norms, expected.grad_norms, rtol=1e-5)
+    np.testing.assert_allclose(actual.weight_norms, expected.weight_norms, rtol=1e-5)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_fsdp2_equals_one_process(world_size, expected):
+    actual = run_multiprocess(train, world_size, timeout_seconds=120, args=("fsdp",))
+    assert_equal(gather(actual), expected)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_equals_one_process(stage, world_size, expected):
+    actual = run_multiprocess(train, world_size, timeout_seconds=240, args=(f"zero{stage}",))
+    assert_equal(gather(actual), expected)
+
+
+def test_the_comparison_catches_a_planted_difference(expected):
+    off = [values + 1e-4 for values in expected.token_losses]
+    planted = Trace(off, expected.grad_norms, expected.weight_norms, expected.weights, 0.0)
+    with pytest.raises(AssertionError):
+        assert_equal(planted, expected)
