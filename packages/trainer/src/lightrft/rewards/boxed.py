@@ -8,7 +8,9 @@ from fractions import Fraction
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
 _HASHES = re.compile(r"####\s*([^\n]+)")
-_DECORATION = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\$", "$", " ", "\n", "\t")
+_DECORATION = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\$", "$")
+# Spaces that separate nothing: `1 2` and `1 1/2` keep theirs.
+_SPACE = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
 
 
 def last_boxed(text: str) -> str | None:
@@ -39,11 +41,16 @@ def normalize(text: str) -> str:
     """The answer without spacing, currency signs and a final full stop."""
     for piece in _DECORATION:
         text = text.replace(piece, "")
-    return text.removesuffix(".")
+    return _SPACE.sub("", text).removesuffix(".")
 
 
 def quick_match(answer: str, gold: str) -> bool | None:
-    """True or False where the answers are equal as text or both plain numbers; else None."""
+    """True or False where the answers are equal as text or both plain numbers; else None.
+
+    An empty answer equals nothing.
+    """
+    if not answer.strip():
+        return False
     if normalize(answer) == normalize(gold) != "":
         return True
     if answer.endswith("%") != gold.endswith("%"):

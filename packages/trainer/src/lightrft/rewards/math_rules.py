@@ -20,6 +20,7 @@ from lightrft.rewards.types import RewardResult
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+MAX_ANSWER_CHARACTERS = 1000
 _MEMORY_BYTES = 4 << 30
 _TASK = WorkerTask("lightrft.rewards.math_task", "MathGrader", memory_bytes=_MEMORY_BYTES)
 
@@ -40,9 +41,16 @@ class MathRule:
 
 
 def _boxed_gold(label: str) -> str:
-    gold = (last_boxed(label) or label).strip()
+    boxed = last_boxed(label)
+    gold = label.strip() if boxed is None else boxed
     if not gold:
         raise ValueError("the label is empty")
+    if boxed is None and ("####" in gold or "\n" in gold):
+        # A worked solution equals no answer: every reward would be 0.
+        raise ValueError(
+            "expected a final answer or text with \\boxed{...}, got a worked solution "
+            f"{gold[-60:]!r}; for the '#### number' of GSM8K use the reward gsm8k"
+        )
     return gold
 
 
@@ -67,7 +75,7 @@ class MathReward:
 
     Equal text and plain numbers are decided here; everything else by math-verify in worker
     processes. An answer that the grader cannot decide within the deadline scores 0 and counts in
-    the component `timeout`.
+    the component `timeout`; one of more than 1000 characters is no final answer and scores 0.
 
     Args:
         rule: Where the answers stand.
@@ -98,8 +106,10 @@ class MathReward:
         undecided: list[tuple[int, str, str]] = []
         for index, (response, label) in enumerate(zip(responses, labels, strict=True)):
             answer, gold = self._rule.find_answer(response), self._gold(index, label)
-            match = False if answer is None else quick_match(answer, gold)
-            if answer is not None and match is None:
+            if answer is None or len(answer) > MAX_ANSWER_CHARACTERS:
+                continue
+            match = quick_match(answer, gold)
+            if match is None:
                 undecided.append((index, answer, gold))
             outcomes[index] = bool(match)
         for index, outcome in self._grade_all(undecided):

@@ -106,7 +106,7 @@ class UserReward:
         except WorkerTimeoutError as err:
             raise RewardError(
                 f"reward function {self._spelling} did not return within {self._seconds:g} s for "
-                f"{len(responses)} responses: make it faster or raise --reward_timeout_seconds"
+                f"{len(responses)} responses: make it faster or raise the reward timeout"
             ) from err
         except WorkerFailedError as err:
             raise self._error("failed", err) from err

@@ -1,0 +1,61 @@
+"""Choosing and combining rewards."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightrft.rewards import REWARDS, CombinedReward, RewardResult, RewardSettings, build_reward
+from lightrft.strategy.config import ConfigError
+
+
+class Constant:
+    needs_labels = False
+
+    def __init__(self, name: str, reward: float, components: dict[str, float]) -> None:
+        self.name, self.result, self.is_closed = name, RewardResult(reward, components), False
+
+    def score(self, prompts, responses, labels, columns):
+        return [self.result] * len(responses)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_the_sum_is_weighted_and_components_are_not() -> None:
+    one = Constant("one", 1.0, {"one": 1.0, "timeout": 0.0})
+    two = Constant("two", -4.0, {"two": -4.0, "timeout": 1.0})
+    with CombinedReward([one, two], [2.0, 0.5]) as reward:
+        results = reward.score(["p"] * 2, ["a", "b"], [None] * 2, {})
+    assert [result.reward for result in results] == [0.0, 0.0]
+    assert results[0].components == {"one": 1.0, "timeout": 0.0, "two": -4.0, "two/timeout": 1.0}
+    assert one.is_closed
+    assert two.is_closed
+    assert reward.name == "one+two"
+
+
+def test_every_registered_reward_scores_a_right_and_a_wrong_answer() -> None:
+    for name in REWARDS:
+        with build_reward([name], weights=[0.5]) as reward:
+            assert reward.needs_labels
+            results = reward.score(["p"] * 2, [r"\boxed{4}", r"\boxed{5}"], ["4", "4"], {})
+        assert [result.reward for result in results] == [0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "message"),
+    [
+        ([], None, "no reward: set --reward_fn to boxed_math, gsm8k or FILE.py:FUNCTION"),
+        (["gsm8"], None, "unknown reward function 'gsm8'.*did you mean 'gsm8k'"),
+        (["gsm8k", "gsm8k"], None, "must differ"),
+        (["gsm8k"], [1.0, 2.0], "expected 1 finite numbers"),
+        (["gsm8k"], [float("nan")], "expected 1 finite numbers"),
+    ],
+)
+def test_wrong_choices(names, weights, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_reward(names, weights=weights)
+
+
+def test_deadlines_must_be_positive() -> None:
+    with pytest.raises(ConfigError, match="must be positive"):
+        RewardSettings(timeout_seconds=0)
