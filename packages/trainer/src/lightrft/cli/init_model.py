@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightrft.cli.console import hide_progress_bars
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.names import did_you_mean
 from lightrft.cli.parser import Parser, at_least
@@ -42,6 +43,7 @@ def run(argv: Sequence[str]) -> int:
 
     from lightrft.models.presets import write_tiny_model
 
+    hide_progress_bars()
     write_tiny_model(directory, preset, options.seed)
     print(f"wrote {preset} with seed {options.seed} to {directory}")
     return ExitCode.OK

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightrft.cli.console import hide_progress_bars
 from lightrft.cli.errors import ExitCode, run_guarded
 from lightrft.cli.launch import become_only_process, is_worker, launch
 from lightrft.cli.options import add_options, merge_options, normalise, unknown_flags
@@ -65,6 +66,7 @@ def train(config: TrainConfig) -> int:
     """Train as one of the processes of a run, whose rank is in the environment."""
     from lightrft.trainer.assembly import run_training
 
+    hide_progress_bars()
     run_training(config)
     return ExitCode.OK
 

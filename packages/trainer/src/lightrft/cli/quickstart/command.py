@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightrft.cli.console import hide_progress_bars
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.init_model import require_empty
 from lightrft.cli.launch import become_only_process, is_worker
 from lightrft.cli.names import did_you_mean
 from lightrft.cli.parser import Parser, at_least
 from lightrft.cli.quickstart.addition import HELD_OUT_SEED, write_additions
+from lightrft.cli.quickstart.display import LiveReward
 from lightrft.cli.quickstart.recipe import ESTIMATORS, STRATEGIES, Recipe, training_config
 
 if TYPE_CHECKING:
@@ -134,6 +137,7 @@ def prepare(recipe: Recipe, directory: Path) -> None:
     from lightrft.cli.quickstart.tiny_model import build_model, build_tokenizer, write_checkpoint
     from lightrft.cli.quickstart.warm_start import WarmStart, imitate
 
+    hide_progress_bars()
     torch.set_num_threads(recipe.num_threads)
     data = directory / "data"
     data.mkdir()
@@ -155,11 +159,16 @@ def show_loss(step: int, loss: float) -> None:
 
 
 def reinforce(recipe: Recipe, directory: Path) -> RunSummary:
-    """Train in `directory` on the path of `lightrft train`."""
+    """Train in `directory` on the path of `lightrft train`; its own lines go to `run.log`."""
     from lightrft.trainer.assembly import run_training
 
     become_only_process()
-    return run_training(training_config(recipe, directory))
+    live = LiveReward(sys.stdout, num_steps=recipe.num_steps)
+    with (
+        (directory / "run.log").open("w", encoding="utf-8") as log,
+        contextlib.redirect_stdout(log),
+    ):
+        return run_training(training_config(recipe, directory), loggers=[live])
 
 
 def summarise(
