@@ -368,7 +368,7 @@ def test_an_engine_marked_stale_waits_for_verified_weights(engine):
 
 def test_a_parameter_written_in_part_is_named_and_blocks_the_engine(engine):
     values = random_weights(engine, 1)
-    name = list(values)[0]
+    name = next(iter(values))
     flat = values[name].reshape(-1)
     engine.begin_weight_update()
     engine.load_weights([WeightPiece(name, tuple(values[name].shape), 1, flat[1:])])
@@ -383,7 +383,7 @@ def test_a_parameter_written_in_part_is_named_and_blocks_the_engine(engine):
 
 def test_overlapping_pieces_do_not_hide_a_gap(engine):
     values = random_weights(engine, 1)
-    name = list(values)[0]
+    name = next(iter(values))
     flat, shape = values[name].reshape(-1), tuple(values[name].shape)
     half = flat.numel() // 2
     engine.begin_weight_update()
@@ -506,10 +506,20 @@ def test_an_aliased_engine_sees_the_callers_changes(engine):
     assert engine.hash_parameters() == {n: hash_tensor(v) for n, v in values.items()}
 
 
+def test_an_update_after_an_alias_leaves_the_callers_tensors_alone(engine):
+    shared, sent = random_weights(engine, 1), random_weights(engine, 2)
+    assert engine.alias_weights(shared)
+    kept = {n: hash_tensor(v) for n, v in shared.items()}
+    first, *_ = whole_pieces(sent)
+    update(engine, [first])
+    assert {n: hash_tensor(v) for n, v in shared.items()} == kept
+    assert engine.hash_parameters() == {**kept, first.name: hash_tensor(first.tensor)}
+
+
 def test_tensors_that_do_not_fit_are_not_aliased(engine):
     values = random_weights(engine, 1)
     hashes = engine.hash_parameters()
-    name = list(values)[0]
+    name = next(iter(values))
     assert not engine.alias_weights({n: v for n, v in values.items() if n != name})
     assert not engine.alias_weights({**values, name: values[name].double()})
     assert not engine.alias_weights({**values, name: values[name][1:]})

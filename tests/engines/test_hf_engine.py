@@ -4,9 +4,11 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     GenerationConfig,
     MambaConfig,
@@ -250,7 +252,7 @@ def test_stop_strings_end_a_completion_where_their_last_token_falls(tiny_model, 
 
 def test_stop_strings_without_a_tokenizer_say_what_to_do(tiny_model):
     engine = HFEngine(CONFIG, module=tiny_model())
-    with pytest.raises(FileNotFoundError, match="need a tokenizer.*use stop_token_ids"):
+    with pytest.raises(FileNotFoundError, match=r"need a tokenizer.*use stop_token_ids"):
         engine.generate(prompts(3), SamplingParams(stop=("x",), max_tokens=4))
 
 
@@ -365,6 +367,18 @@ def test_sharded_parameters_must_be_sent_before_the_first_token(tiny_model):
     engine.reset_caches()
     completions = engine.generate(prompts(3), SamplingParams(max_tokens=8))
     assert largest_error(source, completions) < 1e-5
+
+
+def test_a_module_sharded_by_fsdp_gives_its_architecture(tiny_model):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = fully_shard(tiny_model(is_tied=True))
+        engine = HFEngine(CONFIG, module=module)
+        assert type(engine.native) is Qwen3ForCausalLM
+        with pytest.raises(StaleEngineError, match="hold no weights"):
+            engine.score([3, 4])
+    finally:
+        dist.destroy_process_group()
 
 
 def test_level_two_sleep_frees_the_storage(tiny_model):

@@ -74,7 +74,7 @@ class LocalEngine(RolloutEngine):
 
     def begin_weight_update(self) -> None:
         """Opens an update."""
-        self._weights.transaction.begin()
+        self._weights.begin()
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
         """Copies pieces into the parameters."""

@@ -52,6 +52,14 @@ class ParameterStore:
         """The tensors that own their storage, by name."""
         return self._parameters
 
+    def begin(self) -> None:
+        """Opens an update; storage shared with the trainer is replaced by copies first."""
+        self.transaction.begin()
+        if self.is_aliased:
+            for parameter in self._parameters.values():
+                parameter.data = parameter.data.clone()
+            self.is_aliased = False
+
     @torch.no_grad()
     def load(self, pieces: Iterable[WeightPiece]) -> None:
         """Writes pieces into storage; see `RolloutEngine.load_weights`."""

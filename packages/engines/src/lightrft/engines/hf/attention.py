@@ -32,15 +32,13 @@ def grouped_attention(
     """Attention with the queries that share a key head as the rows of one product.
 
     With one new token a row, the query heads of a key head can take the place of the sequence
-    dimension. Other calls go to the sdpa implementation of transformers.
+    dimension. Other calls, and those with a position bias, go to transformers' own sdpa.
 
     Args:
         module: The attention layer.
         query: [rows, heads, new, head_dim].
         key, value: [rows, kv_heads, seq, head_dim].
         attention_mask: [rows, 1, new, seq] additive or bool, or None.
-        scaling: Factor of the scores; None is head_dim ** -0.5.
-        position_bias: Added to the scores by some models.
         kwargs: What else transformers passes on.
 
     Returns:
@@ -49,15 +47,9 @@ def grouped_attention(
     rows, heads, num_new, _ = query.shape
     kv_heads = key.shape[1]
     if num_new != 1 or position_bias is not None:
+        kwargs |= {"scaling": scaling, "position_bias": position_bias}
         output: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=scaling,
-            position_bias=position_bias,
-            **kwargs,
+            module, query, key, value, attention_mask, **kwargs
         )
         return output
     attended = torch.nn.functional.scaled_dot_product_attention(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -107,15 +108,7 @@ def _rebuild(module: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
             f"the hf engine needs a transformers model: got {type(module).__name__}; "
             "pass the inner model of a wrapper (actor.model)"
         )
-    # Sharding swaps a module's class for a subclass made on the fly; the architecture is the
-    # class that transformers defines.
-    architecture = next(
-        kind
-        for kind in type(module).__mro__
-        if issubclass(kind, PreTrainedModel)
-        and kind.__module__ != "torch.distributed.fsdp"
-        and not kind.__name__.startswith("FSDP")
-    )
+    architecture = _architecture(type(module))
     hf_config = copy.deepcopy(module.config)
     hf_config.dtype = dtype
     with no_init_weights(), _default_dtype(dtype):
@@ -123,6 +116,12 @@ def _rebuild(module: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
     model.tie_weights()
     model.generation_config = copy.deepcopy(module.generation_config)
     return model
+
+
+def _architecture(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The class that defines a model: sharding swaps it for a subclass made on the fly."""
+    mro: list[type[PreTrainedModel]] = [c for c in kind.__mro__ if issubclass(c, PreTrainedModel)]
+    return next(c for c in mro if not issubclass(c, FSDPModule))
 
 
 @contextmanager

@@ -113,6 +113,11 @@ class _Progress:
     def num_rows(self) -> int:
         return self.row_ids.numel()
 
+    @property
+    def dead_share(self) -> float:
+        """Finished rows among those still in the batch."""
+        return 1 - self.num_alive / self.num_rows
+
     def record(self, stops: torch.Tensor | None, num_tokens: int) -> bool:
         """Marks rows that stop or reach their limit; True if any did."""
         ends = stops
@@ -179,8 +184,7 @@ def decode(
         if progress.record(stops, step + 1):
             if progress.num_alive == 0:
                 break
-            num_dead = progress.num_rows - progress.num_alive
-            if forward.can_drop_rows and num_dead >= _DROP_SHARE * progress.num_rows:
+            if forward.can_drop_rows and progress.dead_share >= _DROP_SHARE:
                 alive = progress.drop_finished()
                 forward.keep(alive)
                 tokens, numbers = tokens[alive], numbers[:, alive]
