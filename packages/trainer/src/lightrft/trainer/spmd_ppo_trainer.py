@@ -231,6 +231,8 @@ class SPMDPPOTrainerBase:
             )
         metrics = StepMetrics()
         record_experience(step, metrics, kl_estimator=self.config.kl_estimator)
+        if self.initial_model is not None:
+            metrics.add_max("kl_coef", self._kl_coef)
         with _stopwatch(metrics, "train_seconds"):
             self._move_optimizers(self.strategy.maybe_load_optimizer)
             for model in self._models():
@@ -255,7 +257,7 @@ class SPMDPPOTrainerBase:
             stream=self._stream,
             kl=reduced.get("kl_per_response"),
         )
-        reduced |= {"global_step": global_steps, "kl_coef": self._kl_coef}
+        reduced["global_step"] = global_steps
         return finished_metrics(step, reduced, self.strategy.last_weight_sync)
 
     def _move_optimizers(self, move: Callable[[Optimizer], Optimizer]) -> None:

@@ -1,0 +1,187 @@
+import numpy as np
+import pytest
+import torch
+
+from lightrft.algorithms import RunningMoments, build_advantage_estimator
+from lightrft.experience.assemble import (
+    AdvantageSettings,
+    RewardShaping,
+    assemble,
+    shape_rewards,
+)
+from lightrft.experience.collate import collate
+from lightrft.experience.exchange import SampleTable
+from lightrft.experience.types import PolicyOutputs
+
+
+class Alone:
+    """All collectives of one rank."""
+
+    def all_reduce(self, data, op):
+        assert op == "sum"
+        return data
+
+
+class Peer:
+    """Adds what another rank would have sent."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def all_reduce(self, data, op):
+        return data + self.other
+
+
+def make_table(lengths, rewards, *, group_size=4, masked=()):
+    rows = len(lengths)
+    return SampleTable(
+        sample_ids=np.arange(rows),
+        group_ids=np.arange(rows) // group_size,
+        prompt_lengths=np.full(rows, 2),
+        response_lengths=np.array(lengths),
+        token_ids=np.arange(2 * rows + sum(lengths)),
+        rollout_logprobs=np.zeros(sum(lengths), dtype=np.float32),
+        rewards=np.array(rewards, dtype=np.float64),
+        component_names=(),
+        components=np.zeros((rows, 0)),
+        is_truncated=np.zeros(rows, dtype=bool),
+        is_masked=np.isin(np.arange(rows), masked),
+        is_comparable=np.ones(rows, dtype=bool),
+        weights_versions=np.zeros(rows, dtype=np.int64),
+    )
+
+
+def settings(name, **options):
+    estimator = build_advantage_estimator(name, {})
+    return AdvantageSettings(
+        estimator=estimator, **{"whitens": estimator.whitens, "gamma": 1.0, **options}
+    )
+
+
+def run(table, rows, how, *, strategy=None, ref=None, old=None, values=None):
+    index = np.array(rows)
+    batch = collate(table.take(index), pad_token_id=0, temperature=1.0, device=torch.device("cpu"))
+    shape = batch.token_ids.shape
+    zeros = torch.zeros(shape)
+    outputs = PolicyOutputs(
+        zeros if old is None else old(shape),
+        None if ref is None else ref(shape),
+        None if values is None else values(shape),
+        None,
+    )
+    result = assemble(
+        table,
+        torch.from_numpy(index),
+        batch,
+        outputs,
+        rewards=torch.from_numpy(table.rewards),
+        greedy_rewards=None,
+        settings=how,
+        strategy=strategy or Alone(),
+    )
+    return result, batch.response_mask
+
+
+def per_row(result, mask):
+    return [result.advantages[i][mask[i]].tolist() for i in range(len(mask))]
+
+
+def test_group_advantages_use_rows_of_other_ranks():
+    table = make_table([3, 1, 2, 4], [1.0, 0.0, 0.5, 1.0])
+    result, mask = run(table, [3, 1], settings("group_norm"))
+    expected = [0.783348, -1.30558]  # formulas: (R - mean) / (std + 1e-6)
+    for row, value in zip(per_row(result, mask), expected, strict=True):
+        np.testing.assert_allclose(row, value, rtol=1e-5)
+
+
+def test_kl_in_the_reward_is_a_return_to_go():
+    table = make_table([3, 3, 3, 3], [1.0, 0.0, 0.5, 1.0])
+    how = settings("dr_grpo", kl_reward_coef=0.1, kl_estimator="k1")
+    old = torch.linspace(-1, 1, 20).reshape(4, 5)
+    result, mask = run(
+        table, [0, 1, 2, 3], how, old=lambda shape: old, ref=lambda shape: torch.zeros(shape)
+    )
+    for row, centred in enumerate([0.375, -0.625, -0.125, 0.375]):
+        penalty = 0.1 * old[row, 2:].double()
+        expected = [centred - float(penalty[t:].sum()) for t in range(3)]
+        np.testing.assert_allclose(result.advantages[row][mask[row]], expected, atol=1e-6)
+
+
+def test_whitening_uses_the_tokens_of_all_ranks_once():
+    table = make_table([3, 1, 2, 4], [1.0, -0.5, 0.25, 3.0], group_size=1)
+    how = settings("reinforce++")
+    tokens = np.repeat(table.rewards, table.response_lengths)
+    mean, std = tokens.mean(), tokens.std()
+    other = np.repeat(table.rewards[2:], table.response_lengths[2:])
+    sums = torch.tensor([len(other), other.sum(), (other**2).sum()], dtype=torch.float64)
+    result, mask = run(table, [0, 1], how, strategy=Peer(sums))
+    for row, reward in zip(per_row(result, mask), table.rewards[:2], strict=True):
+        np.testing.assert_allclose(row, (reward - mean) / std, rtol=1e-5)
+    alone, _ = run(table, [0, 1], how)
+    assert not torch.allclose(alone.advantages, result.advantages)
+
+
+def test_a_group_estimator_is_not_whitened_again():
+    table = make_table([3, 1, 2, 4], [1.0, 0.0, 0.5, 1.0])
+    plain, mask = run(table, [0, 1, 2, 3], settings("group_norm"))
+    whitened, _ = run(table, [0, 1, 2, 3], settings("group_norm", whitens=True))
+    assert float(plain.advantages[mask].double().mean()) == pytest.approx(0.36556, abs=1e-5)
+    assert float(whitened.advantages[mask].double().mean()) == pytest.approx(0, abs=1e-6)
+
+
+def test_gae_uses_values_gamma_and_lambda():
+    table = make_table([4], [1.0], group_size=1)
+    values = torch.tensor([[0, 0, 0.5, 0.4, 0.3, 0.2]])
+    how = settings("gae", whitens=False, gamma=0.9, lambd=0.8)
+    result, mask = run(table, [0], how, values=lambda shape: values)
+    np.testing.assert_allclose(per_row(result, mask)[0], [0.00279, 0.19832, 0.456, 0.8], atol=1e-5)
+    np.testing.assert_allclose(
+        result.returns[0][mask[0]], [0.50279, 0.59832, 0.756, 1.0], atol=1e-5
+    )
+
+
+def test_an_excluded_row_has_no_advantage_and_no_vote():
+    table = make_table([2, 2, 2, 2], [1.0, 0.0, 0.5, 100.0], masked=[3])
+    result, mask = run(table, [0, 1, 2, 3], settings("dr_grpo"))
+    assert not mask[3].any()
+    assert result.advantages[3].abs().sum() == 0
+    np.testing.assert_allclose(
+        [row[0] for row in per_row(result, mask)[:3]], [0.5, -0.5, 0.0], atol=1e-6
+    )
+
+
+def test_advantages_are_clipped_and_must_be_finite():
+    table = make_table([2, 2, 2, 2], [1.0, 0.0, 0.5, 9.0])
+    result, _ = run(table, [0, 1, 2, 3], settings("dr_grpo", advantage_clip=0.5))
+    assert result.advantages.abs().max() == 0.5
+    how = settings("dr_grpo", kl_reward_coef=0.1, kl_estimator="k1")
+    with pytest.raises(RuntimeError, match=r"samples \[2"):
+        run(
+            table,
+            [2, 1],
+            how,
+            old=lambda shape: torch.full(shape, -1.0).index_fill(0, torch.tensor([0]), torch.nan),
+            ref=lambda shape: torch.zeros(shape),
+        )
+
+
+def test_rewards_are_normalised_by_all_rewards_so_far_then_clipped():
+    rng = np.random.default_rng(0)
+    shaping = RewardShaping(moments=RunningMoments(), minus_mean=True, clip=1.0)
+    seen = []
+    for _ in range(3):
+        rewards = rng.normal(3, 2, 8)
+        seen = [*seen, *rewards]
+        shaped = shape_rewards(make_table([1] * 8, rewards), shaping)
+        expected = (rewards - np.mean(seen)) / np.std(seen, ddof=1)
+        np.testing.assert_allclose(shaped.rewards, expected.clip(-1, 1), rtol=1e-9)
+        assert shaped.is_clipped.tolist() == (abs(expected) > 1).tolist()
+        shaping = shaped.shaping
+
+
+def test_without_shaping_rewards_are_untouched():
+    table = make_table([1, 1], [5.0, -7.0])
+    shaped = shape_rewards(table, RewardShaping())
+    assert shaped.rewards.tolist() == [5.0, -7.0]
+    assert not shaped.is_clipped.any()
+    assert shaped.shaping == RewardShaping()

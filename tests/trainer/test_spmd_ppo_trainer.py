@@ -1,0 +1,260 @@
+import math
+
+import pytest
+import torch
+
+from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, SPMDPPOTrainerVL
+
+ALWAYS = {
+    "policy_loss", "entropy", "ratio_mean", "ratio_max", "clip_fraction_low", "clip_fraction_high",
+    "approx_kl", "grad_norm", "actor_lr", "logprob_diff_mean", "logprob_diff_max",
+    "weights_version", "engine_hash", "rollout_seconds", "train_seconds", "weight_sync_seconds",
+    "step_seconds", "tokens_per_second", "reward", "reward_std", "reward/vowels", "reward/lower",
+    "response_length", "response_length_max", "truncated_share", "constant_group_share",
+}  # fmt: skip
+
+
+def distance(left, right):
+    return math.sqrt(
+        sum(float((left[n] - right[n]).detach().double().square().sum()) for n in left)
+    )
+
+
+def norm(weights):
+    return math.sqrt(sum(float(w.double().square().sum()) for w in weights.values()))
+
+
+def test_two_steps_change_the_model_and_the_engine_follows(build_world):
+    world = build_world()
+    before = world.weights()
+    for step in range(2):
+        world.trainer.make_experience()
+        metrics = world.trainer.ppo_train(step)
+        assert set(metrics) >= ALWAYS
+        assert all(isinstance(value, int | float) for value in metrics.values())
+        assert metrics["weights_version"] == step + 1
+        assert metrics["logprob_diff_max"] < 1e-4
+        assert metrics["ratio_mean"] == pytest.approx(1, abs=0.2)
+        assert metrics["num_samples"] == 16
+    assert distance(before, world.weights()) > 1e-3 * norm(before)
+    engine = world.strategy.inference_engine.hash_parameters()
+    report = world.strategy.last_weight_sync
+    assert engine
+    assert metrics["engine_hash"] == report.engine_hash
+
+
+def test_critic_and_reference_add_their_metrics(build_world):
+    world = build_world(with_critic=True, with_reference=True, advantage_estimator="gae")
+    critic = {n: p.detach().clone() for n, p in world.trainer.critic.named_parameters()}
+    world.trainer.make_experience()
+    metrics = world.trainer.ppo_train()
+    assert {"critic_loss", "critic_lr", "critic_grad_norm", "kl", "kl_coef"} <= set(metrics)
+    assert metrics["kl"] == pytest.approx(0, abs=1e-9)
+    assert metrics["critic_loss"] > 0
+    after = dict(world.trainer.critic.named_parameters())
+    assert distance(critic, after) > 0
+    world.trainer.make_experience()
+    assert world.trainer.ppo_train()["kl"] > 1e-6
+
+
+def test_without_a_critic_there_is_no_critic_loss(build_world):
+    world = build_world()
+    world.trainer.make_experience()
+    assert not any(name.startswith(("critic", "kl")) for name in world.trainer.ppo_train())
+
+
+@pytest.mark.parametrize("options", [{}, {"use_kl_loss": True, "entropy_coef": 0.01}])
+def test_the_step_does_not_depend_on_the_micro_batch_size(build_world, options):
+    results = []
+    for micro in (1, 2, 4, 8):
+        world = build_world(
+            with_reference=bool(options),
+            with_critic=True,
+            micro_train_batch_size=micro,
+            micro_rollout_batch_size=micro,
+            loss_agg_mode="token-mean",
+            max_epochs=2,
+            **options,
+        )
+        world.trainer.make_experience()
+        metrics = world.trainer.ppo_train()
+        results.append((world.weights(), metrics))
+    reference, expected = results[-1]
+    start = build_world().weights()
+    update = distance(start, reference)
+    for weights, metrics in results[:-1]:
+        assert distance(weights, reference) < 1e-3 * update
+        for name in ("policy_loss", "grad_norm", "approx_kl", "entropy", "critic_loss"):
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
+def test_a_wrong_share_would_be_noticed(build_world):
+    """Positive control of the test above: the mean of local means differs."""
+    updates = []
+    for mode in ("token-mean", "seq-mean-token-mean"):
+        world = build_world(loss_agg_mode=mode, generate_max_len=12)
+        start = world.weights()
+        world.trainer.make_experience()
+        world.trainer.ppo_train()
+        updates.append((start, world.weights()))
+    (start, first), (_, second) = updates
+    assert distance(first, second) > 1e-2 * distance(start, first)
+
+
+def test_samples_do_not_depend_on_how_prompts_are_batched(build_world):
+    """Requests are numbered over the run, so a prompt keeps its random numbers."""
+    world = build_world()
+    world.trainer.make_experience()
+    table = world.trainer._experience.table
+    again = build_world()
+    again.trainer.make_experience()
+    assert again.trainer._experience.table.token_ids.tolist() == table.token_ids.tolist()
+    again.trainer.ppo_train()
+    again.trainer.make_experience()
+    assert again.trainer._experience.table.token_ids.tolist() != table.token_ids.tolist()
+
+
+def test_ppo_train_needs_fresh_experience(build_world):
+    world = build_world()
+    with pytest.raises(RuntimeError, match="make_experience"):
+        world.trainer.ppo_train()
+    world.trainer.make_experience()
+    world.trainer.ppo_train()
+    with pytest.raises(RuntimeError, match="make_experience"):
+        world.trainer.ppo_train()
+
+
+def test_make_experience_takes_prompts_of_the_caller(build_world):
+    world = build_world(prompts_dataloader=None)
+    with pytest.raises(ValueError, match="prompts_dataloader"):
+        world.trainer.make_experience()
+    batch = world.trainer.make_experience(world.prompts[:2])
+    assert len(batch.advantages) == 8
+    with pytest.raises(ValueError, match="multiple of train_batch_size"):
+        world.trainer.make_experience(world.prompts[:3])
+
+
+def test_order_of_one_update(build_world):
+    world = build_world()
+    calls = []
+    for name in ("maybe_load_optimizer", "maybe_offload_optimizer", "update_engine_weights"):
+        original = getattr(world.strategy, name)
+        setattr(
+            world.strategy,
+            name,
+            lambda *a, original=original, name=name: calls.append(name) or original(*a),
+        )
+    original_step = world.strategy.optimizer_step
+    world.strategy.optimizer_step = lambda *a, **k: (
+        calls.append("optimizer_step") or original_step(*a, **k)
+    )
+    world.trainer.make_experience()
+    world.trainer.ppo_train()
+    assert calls == [
+        "maybe_load_optimizer",
+        *["optimizer_step"] * 4,
+        "maybe_offload_optimizer",
+        "update_engine_weights",
+    ]
+
+
+def test_a_vision_trainer_asks_for_its_processor_first(build_world):
+    with pytest.raises(AssertionError, match="processor"):
+        SPMDPPOTrainerVL(None, None)
+    with pytest.raises(AssertionError, match="processor"):
+        SPMDPPOTrainer(None, None, VLM=True)
+    world = build_world(trainer_class=SPMDPPOTrainerVL, processor=object())
+    world.trainer.make_experience()
+    assert "policy_loss" in world.trainer.ppo_train()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"eps_clp": 0.1}, TypeError, "eps_clip"),
+        ({"loss_agg_mode": "mean"}, ValueError, "token-mean"),
+        ({"policy_loss": "ppoo"}, ValueError, "dapo"),
+        ({"advantage_estimator": "grop"}, ValueError, "grpo"),
+        ({"kl_estimator": "k9"}, ValueError, "k3"),
+        ({"advantage_estimator": "gae"}, ValueError, "critic"),
+        ({"n_samples_per_prompt": 1, "train_batch_size": 4}, ValueError, "at least 2"),
+        ({"train_batch_size": 6}, ValueError, "nearest legal"),
+        ({"use_kl_loss": True}, ValueError, "reference"),
+        ({"policy_loss": "gmpo", "eps_clip": 0.1}, ValueError, "clip range"),
+        ({"dynamic_sampling": True}, ValueError, "dynamic_sampling"),
+        ({"max_epochs": 0}, ValueError, "max_epochs"),
+    ],
+)
+def test_wrong_arguments_are_named(build_world, keywords, error, message):
+    with pytest.raises(error, match=message):
+        build_world(**keywords)
+
+
+def test_what_is_missing_is_named(build_world):
+    world = build_world()
+    parts = (world.strategy, world.trainer.actor)
+    with pytest.raises(ValueError, match="actor has no optimizer"):
+        SPMDPPOTrainer(*parts)
+    optimizer = {"actor_optim": world.trainer.actor_optim}
+    with pytest.raises(ValueError, match="tokenizer"):
+        SPMDPPOTrainer(*parts, **optimizer)
+    with pytest.raises(ValueError, match="reward"):
+        SPMDPPOTrainer(*parts, **optimizer, tokenizer=world.trainer.tokenizer)
+    with pytest.raises(TypeError, match="wrap reward models"):
+        SPMDPPOTrainer(
+            *parts, None, world.trainer.actor, **optimizer, tokenizer=world.trainer.tokenizer
+        )
+
+
+def test_engine_tp_size_must_be_positive(build_world):
+    world = build_world()
+    world.strategy.config.engine_tp_size = 0
+    with pytest.raises(AssertionError, match="engine_tp_size"):
+        SPMDPPOTrainer(world.strategy, world.trainer.actor)
+
+
+@pytest.mark.parametrize(
+    "loss", ["ppo", "dapo", "gspo", "gspo-token", "gmpo", "cpgd", "cispo", "sapo", "reinforce"]
+)
+def test_every_policy_loss_trains(build_world, loss):
+    world = build_world(policy_loss=loss)
+    before = world.weights()
+    world.trainer.make_experience()
+    metrics = world.trainer.ppo_train()
+    assert math.isfinite(metrics["policy_loss"])
+    assert metrics["grad_norm"] > 0
+    assert distance(before, world.weights()) > 0
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    ["reinforce", "reinforce++", "reinforce_baseline", "rloo", "dr_grpo", "cpgd", "opo", "remax"],
+)
+def test_every_estimator_trains(build_world, estimator):
+    world = build_world(advantage_estimator=estimator)
+    batch = world.trainer.make_experience()
+    assert torch.isfinite(batch.advantages).all()
+    assert batch.advantages.abs().sum() > 0
+    assert world.trainer.ppo_train()["grad_norm"] > 0
+
+
+def test_use_gspo_is_the_policy_loss_of_that_name(build_world):
+    results = []
+    for keywords in ({"use_gspo": True}, {"policy_loss": "gspo"}, {}):
+        world = build_world(**keywords)
+        world.trainer.make_experience()
+        results.append(world.trainer.ppo_train()["grad_norm"])
+    assert results[0] == results[1]
+    assert results[0] != results[2]
+
+
+def test_moving_average_follows_the_actor(build_world, tiny_model):
+    from lightrft.models import Actor
+
+    average = Actor.from_pretrained(tiny_model)
+    world = build_world(ema_model=average, ema_beta=0.5)
+    before = world.weights()
+    world.trainer.make_experience()
+    world.trainer.ppo_train()
+    moved = dict(average.named_parameters())
+    assert 0 < distance(before, moved) < distance(before, world.weights())

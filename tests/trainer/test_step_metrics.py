@@ -1,0 +1,99 @@
+import numpy as np
+import pytest
+
+from lightrft.engines.fake import FakeEngine
+from lightrft.engines.types import EngineConfig
+from lightrft.experience.exchange import SampleTable
+from lightrft.trainer.step_metrics import constant_group_share, table_metrics
+
+
+def table(rewards, group_ids, lengths, *, masked=(), truncated=(), components=None):
+    rows = len(rewards)
+    names = tuple(components or ())
+    return SampleTable(
+        sample_ids=np.arange(rows),
+        group_ids=np.array(group_ids),
+        prompt_lengths=np.full(rows, 3),
+        response_lengths=np.array(lengths),
+        token_ids=np.zeros(3 * rows + sum(lengths), dtype=np.int64),
+        rollout_logprobs=np.zeros(sum(lengths), dtype=np.float32),
+        rewards=np.array(rewards, dtype=np.float64),
+        component_names=names,
+        components=np.array([components[n] for n in names]).T if names else np.zeros((rows, 0)),
+        is_truncated=np.isin(np.arange(rows), truncated),
+        is_masked=np.isin(np.arange(rows), masked),
+        is_comparable=np.ones(rows, dtype=bool),
+        weights_versions=np.zeros(rows, dtype=np.int64),
+    )
+
+
+def test_rewards_lengths_and_shares():
+    metrics = table_metrics(
+        table(
+            [1.0, 0.0, 0.5, 0.5],
+            [0, 0, 1, 1],
+            [4, 2, 6, 0],
+            truncated=[2],
+            components={"format": [1.0, np.nan, 0.0, 0.5], "none": [np.nan] * 4},
+        )
+    )
+    assert metrics["reward"] == 0.5
+    assert metrics["reward_std"] == pytest.approx(np.std([1, 0, 0.5, 0.5]))
+    assert (metrics["reward_min"], metrics["reward_max"]) == (0.0, 1.0)
+    assert (metrics["response_length"], metrics["response_length_max"]) == (3.0, 6.0)
+    assert metrics["truncated_share"] == 0.25
+    assert metrics["constant_group_share"] == 0.5
+    assert metrics["reward/format"] == 0.5
+    assert "reward/none" not in metrics
+
+
+def test_excluded_rows_are_counted_and_left_out():
+    metrics = table_metrics(table([1.0, 99.0], [0, 0], [2, 50], masked=[1]))
+    assert metrics["reward_max"] == 1.0
+    assert metrics["response_length_max"] == 2
+    assert metrics["masked_share"] == 0.5
+    assert set(table_metrics(table([1.0], [0], [1], masked=[0]))) == {"num_samples", "masked_share"}
+
+
+def test_constant_groups_are_told_by_equality_not_by_rounding():
+    assert constant_group_share(table([0.7] * 8, [0] * 8, [1] * 8)) == 1.0
+    assert constant_group_share(table([0.7, 0.7 + 1e-12], [0, 0], [1, 1])) == 0.0
+
+
+def scripted_world(build_world, tiny_model, responses):
+    """A trainer whose engine says what the test wants: tokens by request and sample."""
+    world = build_world(generate_max_len=4)
+    actor = world.strategy.unwrap_model(world.trainer.actor).model
+    engine = FakeEngine(
+        EngineConfig("fake", tiny_model, options={"vocab_size": 300, "eos_token_id": 257}),
+        script=lambda request, index: (responses[(request.request_id * 4 + index) % 5], None),
+        parameters=dict(actor.named_parameters()),
+    )
+    world.strategy.inference_engine = engine
+    world.strategy.update_engine_weights(world.trainer.actor)
+    return world
+
+
+def test_tokens_of_the_engine_are_the_tokens_that_are_trained_on(build_world, tiny_model):
+    end, pad = 257, 256
+    responses = [(97, 98, end), (97, 98, 99, 100), (97, end, 98, 99), (pad, pad, end), (end,)]
+    world = scripted_world(build_world, tiny_model, responses)
+    batch = world.trainer.make_experience()
+    rollouts = batch.rollouts
+    for row, sample_id in enumerate(rollouts.sample_ids.tolist()):
+        sampled = rollouts.token_ids[row][rollouts.response_mask[row]].tolist()
+        assert tuple(sampled) == responses[sample_id % 5]
+    metrics = world.trainer.ppo_train()
+    truncated = [len(responses[i % 5]) == 4 for i in range(16)]
+    assert metrics["truncated_share"] == pytest.approx(sum(truncated) / 16)
+    assert metrics["logprob_diff_max"] > 0.1  # the scripted engine's law is another: it shows
+
+
+def test_an_engine_that_says_nothing_trains_nothing_and_breaks_nothing(build_world, tiny_model):
+    world = scripted_world(build_world, tiny_model, [()] * 5)
+    before = world.weights()
+    world.trainer.make_experience()
+    metrics = world.trainer.ppo_train()
+    assert metrics["policy_loss"] == 0.0
+    assert metrics["response_length"] == 0.0
+    assert all(weight.equal(before[name]) for name, weight in world.weights().items())

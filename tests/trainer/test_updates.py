@@ -1,0 +1,290 @@
+import math
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from lightrft.algorithms import build_policy_loss
+from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
+from lightrft.models.types import ActorOutput
+from lightrft.strategy.optimizers import OptimizerStepResult
+from lightrft.trainer.metrics import StepMetrics
+from lightrft.trainer.updates import LossSettings, TrainedModel, policy_update, value_update
+
+ROWS, SEQ, VOCAB = 8, 9, 11
+
+
+class TablePolicy(torch.nn.Module):
+    """Logits depend on the previous token only: easy to recompute by hand."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.table = torch.nn.Parameter(torch.randn(VOCAB, VOCAB, generator=generator).double())
+
+    def forward(
+        self, token_ids, attention_mask, *, scored_mask, temperature, entropy, model_inputs
+    ):
+        logits = self.table[token_ids[:, :-1]] / temperature
+        logprobs = logits.log_softmax(-1)
+        chosen = logprobs.gather(-1, token_ids[:, 1:, None]).squeeze(-1)
+        spread = -(logprobs.exp() * logprobs).sum(-1)
+        pad = torch.zeros(len(token_ids), 1, dtype=logits.dtype)
+        return ActorOutput(
+            torch.cat([pad, chosen], 1),
+            torch.cat([pad, spread], 1) if entropy == "grad" else None,
+        )
+
+
+class TableCritic(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.linspace(-1, 1, VOCAB, dtype=torch.float64))
+
+    def forward(self, token_ids, attention_mask, *, model_inputs):
+        pad = torch.zeros(len(token_ids), 1, dtype=torch.float64)
+        return torch.cat([pad, self.table[token_ids[:, :-1]]], 1)
+
+
+class ManyRanks:
+    """Accumulates gradients of one rank as the strategies do; Z of all ranks is given."""
+
+    def __init__(self, world_size, total):
+        self.world_size = world_size
+        self.total = total
+        self.calls = []
+
+    def all_reduce(self, data, op):
+        self.calls.append("all_reduce")
+        return self.total
+
+    @contextmanager
+    def accumulation(self, num_micro_batches, optimizer):
+        self.left = num_micro_batches
+        yield
+        assert self.left == 0
+
+    def backward(self, loss, model, optimizer):
+        self.calls.append("backward")
+        # Multiplied by the ranks over which gradients are averaged, then averaged.
+        (loss * self.world_size / self.world_size).backward()
+
+    def optimizer_step(self, optimizer, model, scheduler, name):
+        self.left -= 1
+        return OptimizerStepResult(1.0, False, 0.1) if self.left == 0 else None
+
+    def all_gather(self, data):
+        return data
+
+
+def experience(seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal():
+        return torch.randn(ROWS, SEQ, generator=generator).double()
+
+    lengths = torch.randint(0, SEQ - 1, (ROWS,), generator=generator)
+    lengths[0], lengths[1] = 0, SEQ - 2  # an empty and a long response
+    positions = torch.arange(SEQ)[None]
+    response_mask = (positions >= 2) & (positions < 2 + lengths[:, None])
+    attention_mask = positions < 2 + lengths[:, None]
+    token_ids = torch.randint(0, VOCAB, (ROWS, SEQ), generator=generator)
+    old = normal() * 0.3 - math.log(VOCAB)
+    rollouts = RolloutBatch(
+        token_ids,
+        attention_mask,
+        response_mask,
+        torch.zeros(ROWS, SEQ),
+        torch.zeros(ROWS),
+        torch.arange(ROWS),
+        torch.arange(ROWS),
+        {},
+        0.7,
+    )
+    outputs = PolicyOutputs(old, normal() - math.log(VOCAB), normal(), None)
+    return ExperienceBatch(rollouts, outputs, normal(), normal())
+
+
+def rows_of(batch, rows):
+    from lightrft.experience.collate import select_experience
+
+    return select_experience(batch, rows)
+
+
+def slow_weight(mode, batch, row, constant):
+    """Weight of one token's loss in the value over the whole batch."""
+    lengths = batch.rollouts.response_mask.sum(1).tolist()
+    filled = sum(length > 0 for length in lengths)
+    return {
+        "token-mean": 1 / sum(lengths),
+        "seq-mean-token-sum": 1 / filled,
+        "seq-mean-token-mean": 1 / (filled * max(lengths[row], 1)),
+        "seq-mean-token-sum-norm": 1 / (filled * constant),
+    }[mode]
+
+
+def slow_normalizer(mode, batch, constant):
+    lengths = batch.rollouts.response_mask.sum(1)
+    filled = int((lengths > 0).sum())
+    tokens = int(lengths.sum())
+    return {
+        "token-mean": tokens,
+        "seq-mean-token-sum": filled,
+        "seq-mean-token-mean": filled,
+        "seq-mean-token-sum-norm": filled * constant,
+    }[mode]
+
+
+def slow_policy_loss(policy, batch, mode, *, kl_coef, entropy_coef, constant):
+    """One token after the other, straight from the definitions."""
+    total = torch.zeros((), dtype=torch.float64)
+    pg = torch.zeros((), dtype=torch.float64)
+    rollouts, outputs = batch.rollouts, batch.outputs
+    for row in range(ROWS):
+        weight = slow_weight(mode, batch, row, constant)
+        for t in range(SEQ):
+            if not rollouts.response_mask[row, t]:
+                continue
+            logits = policy.table[rollouts.token_ids[row, t - 1]] / rollouts.temperature
+            law = logits.log_softmax(-1)
+            p = law[rollouts.token_ids[row, t]]
+            ratio = (p - outputs.old_logprobs[row, t]).exp()
+            a = batch.advantages[row, t]
+            loss = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.28) * a)
+            pg = pg + weight * loss
+            d = p - outputs.ref_logprobs[row, t]
+            kl = (-d).exp() - 1 + d
+            entropy = -(law.exp() * law).sum()
+            total = total + weight * (loss + kl_coef * kl - entropy_coef * entropy)
+    return total, pg
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
+)
+@pytest.mark.parametrize(("world_size", "micro"), [(1, 1), (1, 3), (1, 8), (2, 3), (4, 1)])
+def test_gradient_and_loss_equal_the_definition_for_any_split(mode, world_size, micro):
+    batch, constant = experience(4), 5
+    reference = TablePolicy()
+    loss, pg = slow_policy_loss(
+        reference, batch, mode, kl_coef=0.3, entropy_coef=0.2, constant=constant
+    )
+    loss.backward()
+
+    settings = LossSettings(
+        policy_loss=build_policy_loss("ppo", {"clip_low": 0.2, "clip_high": 0.28}),
+        aggregation=mode,
+        max_response_tokens=constant,
+        micro_batch_size=micro,
+        kl_loss_coef=0.3,
+        kl_estimator="k3",
+        entropy_coef=0.2,
+    )
+    z = torch.tensor(float(slow_normalizer(mode, batch, constant)), dtype=torch.float64)
+    policy = TablePolicy()
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    share = ROWS // world_size
+    value = 0.0
+    for rank in range(world_size):
+        strategy = ManyRanks(world_size, z)
+        metrics = StepMetrics()
+        policy_update(
+            rows_of(batch, slice(rank * share, (rank + 1) * share)),
+            TrainedModel("actor", policy, optimizer, None),
+            strategy=strategy,
+            settings=settings,
+            metrics=metrics,
+        )
+        assert strategy.calls.index("all_reduce") < strategy.calls.index("backward")
+        assert strategy.calls.count("all_reduce") == 1
+        # This rank's sum of shares; the metric divides by its 1 / world_size of a step.
+        value += metrics.reduce(strategy)["policy_loss"] / world_size
+    assert value == pytest.approx(float(pg.detach()), rel=1e-6)
+    torch.testing.assert_close(policy.table.grad, reference.table.grad, rtol=1e-6, atol=1e-9)
+
+
+def test_a_lost_normalizer_would_be_noticed():
+    """Positive control: with Z of one rank's rows the loss is another."""
+    batch = experience(4)
+    whole = slow_normalizer("token-mean", batch, 5)
+    part = slow_normalizer("token-mean", rows_of(batch, slice(0, 4)), 5)
+    assert part < 0.9 * whole
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_value_gradient_equals_the_definition(clip):
+    batch = experience(7)
+    reference = TableCritic()
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(ROWS):
+        for t in range(SEQ):
+            if not batch.rollouts.response_mask[row, t]:
+                continue
+            v = reference.table[batch.rollouts.token_ids[row, t - 1]]
+            old, goal = batch.outputs.values[row, t], batch.returns[row, t]
+            error = (v - goal) ** 2
+            if clip is not None:
+                error = torch.maximum(error, (old + (v - old).clamp(-clip, clip) - goal) ** 2)
+            total = total + error / 2
+    total = total / int(batch.rollouts.response_mask.sum())
+    total.backward()
+
+    critic = TableCritic()
+    settings = LossSettings(
+        policy_loss=build_policy_loss("ppo", {}),
+        aggregation="token-mean",
+        max_response_tokens=5,
+        micro_batch_size=3,
+        value_clip=clip,
+    )
+    strategy = ManyRanks(1, batch.rollouts.response_mask.sum().double())
+    metrics = StepMetrics()
+    value_update(
+        batch,
+        TrainedModel("critic", critic, torch.optim.SGD(critic.parameters(), lr=0.1), None),
+        strategy=strategy,
+        settings=settings,
+        metrics=metrics,
+    )
+    assert metrics.reduce(strategy)["critic_loss"] == pytest.approx(float(total), rel=1e-9)
+    torch.testing.assert_close(critic.table.grad, reference.table.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_ratio_metrics_count_tokens():
+    batch = experience(4)
+    policy = TablePolicy()
+    strategy = ManyRanks(1, batch.rollouts.response_mask.sum().double())
+    metrics = StepMetrics()
+    settings = LossSettings(
+        policy_loss=build_policy_loss("ppo", {}),
+        aggregation="token-mean",
+        max_response_tokens=5,
+        micro_batch_size=2,
+    )
+    policy_update(
+        batch,
+        TrainedModel("actor", policy, torch.optim.SGD(policy.parameters(), lr=0.1), None),
+        strategy=strategy,
+        settings=settings,
+        metrics=metrics,
+    )
+    ratios, low, high = [], 0, 0
+    for row in range(ROWS):
+        for t in range(SEQ):
+            if batch.rollouts.response_mask[row, t]:
+                logits = policy.table[batch.rollouts.token_ids[row, t - 1]] / 0.7
+                p = logits.log_softmax(-1)[batch.rollouts.token_ids[row, t]]
+                ratio = float((p - batch.outputs.old_logprobs[row, t]).exp())
+                a = float(batch.advantages[row, t])
+                ratios.append(ratio)
+                low += a < 0 and ratio < 0.8
+                high += a > 0 and ratio > 1.2
+    found = metrics.reduce(strategy)
+    count = len(ratios)
+    assert found["ratio_mean"] == pytest.approx(sum(ratios) / count, rel=1e-6)
+    assert found["ratio_max"] == pytest.approx(max(ratios), rel=1e-6)
+    assert found["clip_fraction_low"] == pytest.approx(low / count)
+    assert found["clip_fraction_high"] == pytest.approx(high / count)
+    expected = sum(r - 1 - math.log(r) for r in ratios) / count
+    assert found["approx_kl"] == pytest.approx(expected, rel=1e-6)
