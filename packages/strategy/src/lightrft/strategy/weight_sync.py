@@ -11,6 +11,7 @@ import torch
 
 from lightrft.kernels import BucketLayout, TensorSpec
 from lightrft.strategy.parameter_source import ParameterSource, SourceParameter
+from lightrft.strategy.prepared import inner_module, wrapped_module
 from lightrft.strategy.weight_accounting import (
     PlannedParameter,
     WeightSyncError,
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from lightrft.engines.base import RolloutEngine
     from lightrft.strategy.config import StrategyConfig
     from lightrft.strategy.distributed import Group
-    from lightrft.strategy.strategy_base import PreparedModel, StrategyBase
+    from lightrft.strategy.prepared import AnyModel
+    from lightrft.strategy.strategy_base import StrategyBase
 
 __all__ = [
     "ParameterSource",
@@ -325,7 +327,7 @@ class WeightSync:
 def sync_engine_weights(
     strategy: StrategyBase,
     engine: RolloutEngine,
-    actor: nn.Module | PreparedModel,
+    actor: AnyModel,
     *,
     allow_alias: bool = True,
 ) -> WeightSyncReport:
@@ -344,8 +346,6 @@ def sync_engine_weights(
     Raises:
         WeightSyncError: The engine does not hold the actor's weights; it then refuses to generate.
     """
-    from lightrft.strategy.strategy_base import PreparedModel
-
     config = strategy.config
     sync = _SYNCS.get(engine)
     if sync is None:
@@ -354,15 +354,13 @@ def sync_engine_weights(
     sync.verify = config.verify_weight_sync
     sync.allow_alias = allow_alias
     sync.world = strategy.world_group
-    model = actor.model if isinstance(actor, PreparedModel) else actor
-    if model is None:
-        raise ValueError("update_engine_weights needs an actor: this PreparedModel has no model")
+    model = wrapped_module(actor)
     source = strategy.parameter_source(model)
     canary = None
     if config.verify_weight_sync:
         canary = actor_canary(
             model,
-            strategy.unwrap_model(model),
+            inner_module(model),
             dtypes=_compute_dtypes(config, engine, source),
             max_length=config.max_len,
             device=strategy.device,

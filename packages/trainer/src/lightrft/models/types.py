@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 EntropyMode = Literal["none", "value", "grad"]
 
 
-@dataclass(frozen=True, slots=True)
+# Without slots: the forward hooks of ZeRO-3 look for tensors by `vars(output)`.
+@dataclass(frozen=True)
 class ActorOutput:
     """Per-token outputs of a policy.
 

@@ -1,0 +1,411 @@
+"""One process: what is sent, what is shared, what stays, and what every sync reports."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from lightrft.engines import EngineConfig, EngineParameter, GenerationRequest, SamplingParams
+from lightrft.engines.fake import FakeEngine
+from lightrft.engines.hf.engine import HFEngine
+from lightrft.kernels import combine_hashes, hash_tensor
+from lightrft.strategy.parameter_source import ModuleSource, module_parameter_source
+from lightrft.strategy.weight_accounting import (
+    WeightSyncError,
+    match_parameters,
+    parameters_to_send,
+)
+from lightrft.strategy.weight_canary import actor_canary, canary_token_ids, score_with_actor
+from lightrft.strategy.weight_sync import WeightSync
+from lightrft.strategy.weight_verification import model_hash, source_hashes
+
+CPU = torch.device("cpu")
+
+
+def tiny_model(*, is_tied: bool = False, seed: int = 0):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        vocab_size=131,
+        initializer_range=0.1,
+        tie_word_embeddings=is_tied,
+        max_position_embeddings=128,
+    )
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(config)
+
+
+def tiny_actor(*, is_tied: bool = False, seed: int = 0):
+    from lightrft.models import Actor
+
+    return Actor(tiny_model(is_tied=is_tied, seed=seed))
+
+
+def hf_engine(*, is_tied: bool = False, dtype: str = "float32") -> HFEngine:
+    config = EngineConfig(engine_type="hf", model_path="", dtype=dtype)
+    return HFEngine(config, module=tiny_model(is_tied=is_tied, seed=99))
+
+
+def canary_of(actor: nn.Module, *dtypes: torch.dtype):
+    return actor_canary(
+        actor, actor, dtypes=dtypes or (torch.float32,), max_length=None, device=CPU
+    )
+
+
+def assert_holds(engine: HFEngine, actor: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    stored = dict(engine.native.named_parameters())
+    expected = dict(actor.model.named_parameters())
+    assert set(stored) == set(expected)
+    for name, parameter in expected.items():
+        assert torch.equal(stored[name], parameter.to(dtype)), name
+
+
+def change_weights(actor: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in actor.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1.0625)
+
+
+def engine_parameter(name: str, *shape: int, **details) -> EngineParameter:
+    return EngineParameter(name=name, shape=shape, dtype=torch.float32, **details)
+
+
+def source_of(**tensors: torch.Tensor) -> ModuleSource:
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        module.register_parameter(name, nn.Parameter(tensor))
+    return module_parameter_source(module)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("bucket_bytes", [20_000, 256 * 2**20])
+def test_the_engine_holds_the_actors_weights_bit_for_bit(is_tied: bool, bucket_bytes: int) -> None:
+    actor, engine = tiny_actor(is_tied=is_tied), hf_engine(is_tied=is_tied)
+    sync = WeightSync(engine, bucket_bytes=bucket_bytes, allow_alias=False)
+    with pytest.raises(AssertionError):
+        assert_holds(engine, actor)
+    first = sync.sync(module_parameter_source(actor), canary=canary_of(actor))
+    assert_holds(engine, actor)
+    change_weights(actor)
+    second = sync.sync(module_parameter_source(actor), canary=canary_of(actor))
+    assert_holds(engine, actor)
+    num_bytes = sum(parameter.numel() * 4 for parameter in actor.parameters())
+    assert (first.weights_version, second.weights_version) == (0, 1)
+    assert engine.weights_version == 1
+    for report in (first, second):
+        assert report.num_bytes == report.num_verified_bytes == num_bytes
+        assert report.num_unverifiable_bytes == report.num_resident_bytes == 0
+        assert report.num_payload_collectives == 0
+        assert report.canary_difference is not None
+        assert report.canary_difference < 2e-5
+        assert not report.is_aliased
+    assert first.engine_hash != second.engine_hash
+    assert first.num_buckets == 1 if bucket_bytes > num_bytes else first.num_buckets > 10
+
+
+def test_weights_are_rounded_once_to_the_engines_dtype() -> None:
+    actor, engine = tiny_actor(), hf_engine(dtype="bfloat16")
+    report = WeightSync(engine).sync(
+        module_parameter_source(actor), canary=canary_of(actor, torch.float32, torch.bfloat16)
+    )
+    assert_holds(engine, actor, torch.bfloat16)
+    assert report.num_bytes == sum(parameter.numel() * 2 for parameter in actor.parameters())
+    assert not report.is_aliased
+    assert 1e-4 < report.canary_difference < 0.3
+
+
+def test_an_engine_that_can_share_storage_copies_nothing() -> None:
+    actor, engine = tiny_actor(is_tied=True), hf_engine(is_tied=True)
+    sync = WeightSync(engine)
+    report = sync.sync(module_parameter_source(actor), canary=canary_of(actor))
+    assert report.is_aliased
+    assert (report.num_bytes, report.num_buckets) == (0, 0)
+    assert report.num_verified_bytes > 0
+    own = dict(actor.model.named_parameters())
+    for name, parameter in engine.native.named_parameters():
+        assert parameter.data_ptr() == own[name].data_ptr(), name
+    # A copying engine reports the same hash: it depends on names and values alone.
+    copied = WeightSync(hf_engine(is_tied=True), allow_alias=False)
+    assert copied.sync(module_parameter_source(actor)).engine_hash == report.engine_hash
+
+
+def test_another_actor_is_honoured_and_a_shared_one_is_never_overwritten() -> None:
+    first, second, engine = tiny_actor(), tiny_actor(seed=5), hf_engine()
+    sync = WeightSync(engine)
+    sync.sync(module_parameter_source(first))
+    before = [parameter.detach().clone() for parameter in first.parameters()]
+    sync.allow_alias = False
+    report = sync.sync(module_parameter_source(second), canary=canary_of(second))
+    assert not report.is_aliased
+    assert_holds(engine, second)
+    assert all(torch.equal(p, b) for p, b in zip(first.parameters(), before, strict=True))
+    change_weights(second)
+    # Positive control for `assert_holds`: storage is not shared any more.
+    with pytest.raises(AssertionError):
+        assert_holds(engine, second)
+
+
+def test_frozen_parameters_are_sent_once_and_again_when_dropped_or_changed() -> None:
+    actor, engine = tiny_actor(), hf_engine()
+    actor.model.model.layers[0].requires_grad_(False)
+    num_frozen_bytes = sum(p.numel() * 4 for p in actor.parameters() if not p.requires_grad)
+    num_bytes = sum(p.numel() * 4 for p in actor.parameters())
+    sync = WeightSync(engine, allow_alias=False)
+
+    def sent(which: nn.Module = actor) -> int:
+        report = sync.sync(module_parameter_source(which))
+        assert_holds(engine, which)
+        assert report.num_verified_bytes == num_bytes
+        return report.num_bytes
+
+    assert sent() == num_bytes
+    change_weights(actor)
+    assert sent() == num_bytes - num_frozen_bytes
+    engine.sleep(level=2)
+    engine.wake_up()
+    assert sent() == num_bytes
+    assert sent() == num_bytes - num_frozen_bytes
+    with torch.no_grad():
+        actor.model.model.layers[0].mlp.up_proj.weight.zero_()
+    num_changed = actor.model.model.layers[0].mlp.up_proj.weight.numel() * 4
+    assert sent() == num_bytes - num_frozen_bytes + num_changed
+    other = tiny_actor(seed=5)
+    other.model.model.layers[0].requires_grad_(False)
+    assert sent(other) == num_bytes
+    assert sent(actor) == num_bytes
+
+
+def test_without_verification_frozen_parameters_follow_the_actors_identity() -> None:
+    actor, engine = tiny_actor(), hf_engine()
+    actor.requires_grad_(False)
+    sync = WeightSync(engine, allow_alias=False, verify=False)
+    assert sync.sync(module_parameter_source(actor)).num_bytes > 0
+    report = sync.sync(module_parameter_source(actor))
+    assert report.num_bytes == report.num_verified_bytes == report.engine_hash == 0
+    assert report.canary_difference is None
+    assert "not verified" in report.summary()
+    del actor
+    gc.collect()
+    other = tiny_actor(seed=5)
+    other.requires_grad_(False)
+    assert sync.sync(module_parameter_source(other)).num_bytes > 0
+    assert_holds(engine, other)
+
+
+def test_an_update_follows_the_engines_protocol_and_sets_the_version_last() -> None:
+    module = nn.Linear(4, 3)
+    engine = FakeEngine.for_module(EngineConfig(engine_type="fake", model_path=""), module)
+    sync = WeightSync(engine, allow_alias=False)
+    report = sync.sync(module_parameter_source(module), canary=None)
+    assert engine.calls == [
+        "begin_weight_update",
+        "load_weights",
+        "finish_weight_update",
+        "reset_caches",
+        "hash_parameters",
+        "set_weights_version",
+    ]
+    assert report.summary().startswith("weights version 0: 0.0 MB in 1 buckets")
+    request = GenerationRequest((5, 6, 7))
+    assert engine.generate([request], SamplingParams(max_tokens=2))[0].weights_version == 0
+
+
+def test_an_engine_with_another_law_is_not_asked_for_the_canary() -> None:
+    actor = tiny_actor()
+    engine = FakeEngine.for_module(
+        EngineConfig(engine_type="fake", model_path=""), actor.model
+    )
+    report = WeightSync(engine).sync(module_parameter_source(actor), canary=canary_of(actor))
+    assert report.canary_difference is None
+    assert "generate" not in engine.calls
+    assert "score" not in engine.calls
+
+
+class OpaqueEngine(FakeEngine):
+    """Says that one parameter cannot be read back."""
+
+    def parameter_manifest(self):
+        return tuple(
+            EngineParameter(p.name, p.shape, p.dtype, verifiable=p.name != "weight")
+            for p in super().parameter_manifest()
+        )
+
+    def hash_parameters(self, names=None):
+        assert names is not None
+        assert "weight" not in names
+        return super().hash_parameters(names)
+
+
+def test_parameters_that_cannot_be_read_back_are_hashed_as_handed_over() -> None:
+    module = nn.Linear(40, 30)
+    engine = OpaqueEngine.for_module(EngineConfig(engine_type="fake", model_path=""), module)
+    sync = WeightSync(engine, allow_alias=False, bucket_bytes=1024)
+    report = sync.sync(module_parameter_source(module))
+    assert report.num_unverifiable_bytes == 40 * 30 * 4
+    assert report.num_verified_bytes == 30 * 4
+    assert report.engine_hash == model_hash(
+        {name: hash_tensor(value) for name, value in module.named_parameters()}
+    )
+    module.requires_grad_(False)
+    assert sync.sync(module_parameter_source(module)).num_resident_bytes == 0
+    resident = sync.sync(module_parameter_source(module))
+    assert resident.num_bytes == 0
+    assert resident.engine_hash == report.engine_hash
+
+
+def test_adapters_are_added_before_rounding_and_verified() -> None:
+    module = nn.Linear(6, 5)
+    delta = torch.randn(30, generator=torch.Generator().manual_seed(0))
+
+    def add_local(name: str, start: int, values: torch.Tensor) -> None:
+        assert values.dtype == torch.float32
+        if name == "weight":
+            values += delta[start : start + values.numel()]
+
+    base = module_parameter_source(module)
+    source = ModuleSource(module, base.entries, add_local=add_local)
+    config = EngineConfig(engine_type="fake", model_path="", dtype="bfloat16")
+    engine = FakeEngine.for_module(config, module)
+    before = module.weight.detach().clone()
+    report = WeightSync(engine).sync(source)
+    assert not report.is_aliased
+    merged = (module.weight.detach() + delta.view(5, 6)).to(torch.bfloat16)
+    assert engine.hash_parameters(["weight"])["weight"] == hash_tensor(merged)
+    assert torch.equal(module.weight, before)
+
+
+def test_what_only_the_trainer_ties_is_sent_under_both_names() -> None:
+    actor, engine = tiny_actor(is_tied=True), hf_engine(is_tied=False)
+    WeightSync(engine).sync(module_parameter_source(actor), canary=canary_of(actor))
+    embedding = actor.model.get_input_embeddings().weight
+    assert torch.equal(engine.native.get_input_embeddings().weight, embedding)
+    assert torch.equal(engine.native.get_output_embeddings().weight, embedding)
+
+
+def test_what_only_the_engine_ties_is_refused() -> None:
+    engine = hf_engine(is_tied=True)
+    with pytest.raises(WeightSyncError, match=r"lm_head\.weight \(tied to .* engine only\)"):
+        WeightSync(engine).sync(module_parameter_source(tiny_actor(is_tied=False)))
+
+
+def test_accounting_names_everything_that_is_missing_unknown_or_of_another_shape() -> None:
+    manifest = (
+        engine_parameter("both", 2, 3),
+        engine_parameter("only_engine", 4),
+        engine_parameter("transposed", 2, 3),
+        engine_parameter("second_name", 2, 3, tied_to="both"),
+    )
+    source = source_of(
+        both=torch.zeros(2, 3), transposed=torch.zeros(3, 2), only_trainer=torch.zeros(1)
+    )
+    with pytest.raises(WeightSyncError) as caught:
+        match_parameters(manifest, source.parameters(), source.tied_names)
+    assert caught.value.check == "accounting"
+    assert set(caught.value.names) == {"only_engine", "only_trainer", "transposed"}
+    assert "shape (3, 2) in the trainer, (2, 3) in the engine" in str(caught.value)
+
+
+def test_a_fused_engine_layer_is_sent_whole() -> None:
+    manifest = (
+        engine_parameter("q", 2, 2, fused_with=("k",)),
+        engine_parameter("k", 2, 2, fused_with=("q",)),
+        engine_parameter("alone", 2),
+    )
+    source = source_of(q=torch.zeros(2, 2), k=torch.zeros(2, 2), alone=torch.zeros(2))
+    pairs = match_parameters(manifest, source.parameters(), {})
+    sent = parameters_to_send(pairs, frozenset({"q", "alone"}))
+    assert [pair.name for pair in sent] == ["q", "k"]
+    assert parameters_to_send(pairs, frozenset({"q", "k", "alone"})) == ()
+
+
+class RefusingEngine(FakeEngine):
+    """Fails on the second bucket of the first update."""
+
+    def load_weights(self, pieces) -> None:
+        if self.calls == ["begin_weight_update", "load_weights"]:
+            self.calls.append("refused")
+            raise RuntimeError("out of memory, say")
+        super().load_weights(pieces)
+
+
+def test_after_a_failed_update_the_engine_refuses_to_generate_until_one_succeeds() -> None:
+    module = nn.Linear(40, 30)
+    config = EngineConfig(engine_type="fake", model_path="")
+    engine = RefusingEngine.for_module(config, module)
+    sync = WeightSync(engine, allow_alias=False, bucket_bytes=4096)
+    with pytest.raises(WeightSyncError, match="RuntimeError: out of memory, say") as caught:
+        sync.sync(module_parameter_source(module))
+    assert caught.value.check == "transfer"
+    assert engine.weights_version == -1
+    with pytest.raises(RuntimeError, match="must not generate"):
+        engine.generate([GenerationRequest((1, 2))], SamplingParams(max_tokens=1))
+    assert sync.sync(module_parameter_source(module)).weights_version == 0
+    assert engine.generate([GenerationRequest((1, 2))], SamplingParams(max_tokens=1))
+
+
+def test_source_hashes_are_those_of_the_cast_full_tensors() -> None:
+    module = nn.Linear(6, 5)
+    engine = FakeEngine.for_module(
+        EngineConfig(engine_type="fake", model_path="", dtype="bfloat16"), module
+    )
+    source = module_parameter_source(module)
+    pairs = match_parameters(engine.parameter_manifest(), source.parameters(), {})
+    hashes, replica_hash = source_hashes(pairs, source)
+    assert hashes == {n: hash_tensor(p.to(torch.bfloat16)) for n, p in module.named_parameters()}
+    assert replica_hash == model_hash(hashes)
+
+
+def test_hashes_of_shards_add_up_to_that_of_the_full_tensor() -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    for cuts in ([0, 1000], [0, 1, 500, 1000], [0, 0, 333, 333, 1000]):
+        parts = [
+            hash_tensor(values[a:b], start=a) for a, b in zip(cuts[:-1], cuts[1:], strict=True)
+        ]
+        assert combine_hashes(parts) == hash_tensor(values)
+    assert hash_tensor(values.flip(0)) != hash_tensor(values)
+
+
+def test_model_hash_depends_on_names_and_values_but_not_on_their_order() -> None:
+    hashes = {"a": 1, "b": -2, "c": 2**62}
+    assert model_hash(hashes) == model_hash(dict(reversed(hashes.items())))
+    assert -(2**63) <= model_hash(hashes) < 2**63
+    assert model_hash({}) == 0
+    swapped = {"a": -2, "b": 1, "c": 2**62}
+    assert len({model_hash(h) for h in (hashes, swapped, {**hashes, "c": 0})}) == 3
+
+
+def test_canary_tokens_are_fixed_and_inside_the_vocabulary() -> None:
+    for vocab_size in (5, 97, 131, 151_936):
+        token_ids = canary_token_ids(vocab_size)
+        assert len(token_ids) == 64
+        assert all(0 <= token < vocab_size for token in token_ids)
+        assert token_ids == canary_token_ids(vocab_size)
+    assert len(set(canary_token_ids(151_936))) == 64
+
+
+def test_scoring_leaves_every_module_in_its_mode_and_agrees_with_a_bare_model() -> None:
+    actor = tiny_actor()
+    actor.train()
+    actor.model.model.layers[0].eval()
+    token_ids = (3, 17, 64, 5, 9)
+    scores = score_with_actor(actor, token_ids, device=CPU)
+    assert actor.training
+    assert actor.model.model.layers[1].training
+    assert not actor.model.model.layers[0].training
+    bare = score_with_actor(tiny_model(), token_ids, device=CPU, is_bare=True)
+    assert scores[0] == bare[0] == 0.0
+    torch.testing.assert_close(torch.tensor(scores), torch.tensor(bare), atol=1e-5, rtol=0)
+
+
+def test_a_module_without_a_language_model_has_no_canary() -> None:
+    assert canary_of(nn.Linear(2, 2)) is None
