@@ -184,7 +184,7 @@ class FakeEngine(LocalEngine):
             scripted, given = self._script(request, index)
             tokens = tuple(scripted)[:bound]
             if given is None:
-                fingerprint = self._prefix_cache.setdefault(prompt, self._fingerprint())
+                fingerprint = self._cached_fingerprint(prompt)
                 logprobs = tuple(self._score((*prompt, *tokens), fingerprint)[len(prompt) :])
             else:
                 logprobs = tuple(given)[:bound]
@@ -232,14 +232,14 @@ class FakeEngine(LocalEngine):
         if params.stop:
             raise ValueError("the fake engine has no tokenizer; use stop_token_ids, not stop")
         stop_ids = self._stop_ids(params)
-        fingerprint = self._prefix_cache.setdefault(prompt, self._fingerprint())
+        state = _prefix_states(self._cached_fingerprint(prompt), prompt)[-1:]
         keys = row_keys(params.seed, [request.request_id], [index], device=_CPU)
         numbers = uniforms(keys, 0, bound)
         tokens: list[int] = []
         logprobs: list[float] = []
         for step in range(bound):
-            logits = self._logits(_prefix_states(fingerprint, (*prompt, *tokens))[-1:])
-            token, logprob = draw_tokens(logits, numbers[step], params)
+            token, logprob = draw_tokens(self._logits(state), numbers[step], params)
+            state = mix64(state ^ token)
             tokens.append(int(token))
             logprobs.append(float(logprob))
             if tokens[-1] in stop_ids and step + 1 >= params.min_tokens:
@@ -262,6 +262,11 @@ class FakeEngine(LocalEngine):
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
         """Logits in [0, 4), [states, vocab] float32."""
         return (4 * uniforms(states, 0, self._vocab_size).T).float()
+
+    def _cached_fingerprint(self, prompt: tuple[int, ...]) -> int:
+        if prompt not in self._prefix_cache:
+            self._prefix_cache[prompt] = self._fingerprint()
+        return self._prefix_cache[prompt]
 
     def _fingerprint(self) -> int:
         """A number that changes with any bit of any weight."""

@@ -35,11 +35,10 @@ def grouped_attention(
     dimension. Other calls, and those with a position bias, go to transformers' own sdpa.
 
     Args:
-        module: The attention layer.
         query: [rows, heads, new, head_dim].
         key, value: [rows, kv_heads, seq, head_dim].
         attention_mask: [rows, 1, new, seq] additive or bool, or None.
-        kwargs: What else transformers passes on.
+        module, kwargs: What else transformers passes on.
 
     Returns:
         [rows, new, heads, head_dim], and None for the weights.

@@ -147,6 +147,13 @@ class _Progress:
         self.is_alive = self.is_alive[alive]
         return alive
 
+    def result(
+        self, token_blocks: list[torch.Tensor], logprob_blocks: list[torch.Tensor]
+    ) -> DecodedRows:
+        """What was sampled, from blocks [steps, rows]."""
+        tokens, logprobs = torch.cat(token_blocks), torch.cat(logprob_blocks)
+        return DecodedRows(tokens, logprobs, self.lengths, self.is_stopped)
+
 
 def decode(
     forward: RowForward,
@@ -162,8 +169,7 @@ def decode(
         forward: The model with its prompts.
         keys: [rows] int64, the rows' random keys (`random.row_keys`).
         limits: Most tokens of each row, >= 1.
-        params: The law tokens are drawn from.
-        rule: When rows end.
+        params, rule: The law tokens are drawn from, and when rows end.
     """
     progress = _Progress(keys, limits)
     num_rows, device = len(limits), keys.device
@@ -189,6 +195,4 @@ def decode(
                 forward.keep(alive)
                 tokens, numbers = tokens[alive], numbers[:, alive]
         logits = forward.advance(tokens)
-    return DecodedRows(
-        torch.cat(token_blocks), torch.cat(logprob_blocks), progress.lengths, progress.is_stopped
-    )
+    return progress.result(token_blocks, logprob_blocks)
