@@ -44,7 +44,7 @@ def write(tmp_path):
         if isinstance(rows, str):
             path.write_text(rows, encoding="utf-8")
         elif name.endswith(".parquet"):
-            import pyarrow
+            pyarrow = pytest.importorskip("pyarrow")
             from pyarrow import parquet
 
             parquet.write_table(pyarrow.Table.from_pylist(rows), path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 
@@ -16,9 +17,16 @@ def _scores(reward, responses: list[str], labels: list[str | None]) -> list[floa
     return [result.reward for result in results]
 
 
+def _need_math_verify() -> None:
+    # Not imported here: the trainer's process must do without it.
+    if importlib.util.find_spec("math_verify") is None:
+        pytest.skip("package math-verify is not installed")
+
+
 @pytest.fixture(scope="module")
 def boxed_math():
     """One grader for the module: its start costs seconds."""
+    _need_math_verify()
     with build_reward(["boxed_math"]) as reward:
         yield reward
 
@@ -67,6 +75,7 @@ def test_the_grader_decides_by_value(boxed_math) -> None:
 
 
 def test_an_answer_that_hangs_the_grader_times_out_is_counted_and_harms_no_other() -> None:
+    _need_math_verify()
     reward = MathReward(BOXED_MATH, grading_seconds=2.0, num_workers=1)
     try:
         responses = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{\frac{1}{2}}"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.masking import mask_out, row_lengths
+from lightrft.algorithms.masking import row_lengths
 
 
 def entropy_threshold(entropy: Tensor, response_mask: Tensor, *, ratio: float) -> Tensor:
@@ -65,11 +65,6 @@ def high_entropy_mask_per_sequence(
     order = inside.argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(-1, order, _positions(order))
     return response_mask & (rank < num_kept.unsqueeze(-1))
-
-
-def normalized_entropy(entropy: Tensor, response_mask: Tensor, *, vocab_size: int) -> Tensor:
-    """Entropy as a share of ln(vocab_size), in [0, 1]: [batch, seq], 0 outside the mask."""
-    return mask_out(entropy, response_mask) / torch.log(torch.tensor(float(vocab_size)))
 
 
 def _positions(order: Tensor) -> Tensor:

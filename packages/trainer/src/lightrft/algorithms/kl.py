@@ -54,12 +54,6 @@ def _k3_is(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, old: Tensor | N
 
 KL_ESTIMATORS: dict[str, KlEstimator] = {"k1": _k1, "k2": _k2, "k3": _k3, "k3_is": _k3_is}
 
-KL_WITHOUT_LOSS_GRADIENT = frozenset({"k1"})
-"""Estimators that do nothing as a loss term; a caller should warn."""
-
-KL_UNBIASED_IN_REWARD = frozenset({"k1"})
-"""Estimators whose use in the reward follows the gradient of KL(policy || reference)."""
-
 
 def estimate_kl(
     logprobs: Tensor,

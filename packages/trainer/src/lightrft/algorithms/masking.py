@@ -29,19 +29,9 @@ def row_lengths(mask: Tensor) -> Tensor:
     return mask.sum(dim=-1)
 
 
-def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum over all tokens of the mask; scalar."""
-    return mask_out(values, mask).sum()
-
-
 def masked_row_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Sum over the tokens of every row; [batch]."""
     return mask_out(values, mask).sum(dim=-1)
-
-
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over all tokens of the mask; scalar, 0 if the mask is empty."""
-    return masked_sum(values, mask) / mask.sum().clamp(min=1)
 
 
 def masked_row_mean(values: Tensor, mask: Tensor) -> Tensor:
