@@ -179,7 +179,8 @@ def _reduce_rows(rows: Tensor, op: str) -> Tensor:
         return rows.amax(0)
     if op == "sum":
         return rows.sum(0)
-    return rows.to(torch.float64).sum(0) / rows.shape[0]
+    # The sum first, in the exact type: large integers may cancel.
+    return rows.sum(0).to(torch.float64) / rows.shape[0]
 
 
 def _finish(leaf: Leaf, reduced: Tensor, op: str) -> Leaf:
