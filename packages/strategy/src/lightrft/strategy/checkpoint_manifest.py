@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lightrft.strategy.client_state import load_state, restore_rng_state
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,20 @@ class Checkpoint:
                 f"as many with {name}: got {world_size}; start as many ranks, or start from a "
                 "model written by save_model"
             )
+
+    def require_details(self, details: Mapping[str, int | str]) -> None:
+        """Check what the strategy noted when it saved.
+
+        Raises:
+            CheckpointError: A value differs; the message names it.
+        """
+        for name, wanted in details.items():
+            found = self.manifest.details.get(name)
+            if found != wanted:
+                raise CheckpointError(
+                    f"{self.path} was written with {name} {found}: got {wanted}; use the same, or "
+                    "load only the weights (load_module_only=True)"
+                )
 
     def restore_rng(self, rank: int) -> bool:
         """Set this process's generators to those of `rank`; False if there are none."""

@@ -14,6 +14,7 @@ from lightrft.strategy.fsdp2.sharding import full_value, local_rows
 from lightrft.strategy.fsdp2.source import reshard_modules
 from lightrft.strategy.gathered_model import WeightFiles, as_saved, check_names
 from lightrft.strategy.parameter_source import tied_parameter_names
+from lightrft.strategy.scheduler_files import load_scheduler, save_scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,14 +22,23 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
+
+__all__ = [
+    "gather_module",
+    "load_full_weights",
+    "load_module",
+    "load_optimizer",
+    "load_scheduler",
+    "save_module",
+    "save_optimizer",
+    "save_scheduler",
+]
 
 logger = logging.getLogger(__name__)
 
 MODEL_FOLDER = "model"
 OPTIMIZER_FOLDER = "optimizer"
 GROUPS_NAME = "optimizer_groups"
-SCHEDULER_NAME = "scheduler"
 
 
 def module_state(module: nn.Module) -> dict[str, Tensor]:
@@ -166,21 +176,3 @@ def _empty_state(
 def _parameter_names(module: nn.Module) -> dict[int, str]:
     reshard_modules(module)
     return {id(parameter): name for name, parameter in module.named_parameters()}
-
-
-def save_scheduler(folder: Path, scheduler: LRScheduler) -> None:
-    """Write a schedule's position."""
-    save_state(folder / SCHEDULER_NAME, scheduler.state_dict())
-
-
-def load_scheduler(folder: Path, scheduler: LRScheduler) -> None:
-    """Read a schedule's position.
-
-    Raises:
-        CheckpointError: The checkpoint has none.
-    """
-    if not (folder / f"{SCHEDULER_NAME}.json").is_file():
-        raise CheckpointError(
-            f"{folder} holds no scheduler: load it with load_lr_scheduler_states=False"
-        )
-    scheduler.load_state_dict(load_state(folder / SCHEDULER_NAME))

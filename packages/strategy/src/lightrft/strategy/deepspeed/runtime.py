@@ -1,0 +1,279 @@
+"""The one place that imports DeepSpeed: its start, its engines, its gathered parameters."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from datetime import timedelta
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+
+
+class ZeroOptimizer(Protocol):
+    """What is used of DeepSpeed's optimizer wrappers (stages 1 to 3)."""
+
+    overflow: bool
+    micro_step_id: int
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients of the parameters."""
+
+
+class ZeroEngine(Protocol):
+    """What is used of a `DeepSpeedEngine`."""
+
+    module: nn.Module
+    optimizer: ZeroOptimizer
+
+    def zero_optimization_stage(self) -> int:
+        """0 to 3."""
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are partitioned (stage 3)."""
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Whether the coming backward pass ends an optimizer step."""
+
+    def backward(self, loss: Tensor, *, scale_wrt_gas: bool) -> Tensor:
+        """Adds and reduces gradients."""
+
+    def step(self) -> None:
+        """Clips and updates at a boundary."""
+
+    def zero_grad(self) -> None:
+        """Drops the gradients of the parameters."""
+
+    def get_global_grad_norm(self) -> float | Tensor | None:
+        """Of the last step, before clipping; None in stage 0."""
+
+    def save_checkpoint(
+        self, save_dir: str, tag: str, client_state: dict[str, object], save_latest: bool
+    ) -> bool:
+        """Writes module, masters and optimizer states."""
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str,
+        *,
+        load_module_strict: bool,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, object]:
+        """Reads what `save_checkpoint` wrote."""
+
+
+def start(timeout: timedelta) -> None:
+    """Let DeepSpeed use the process group that exists; idempotent."""
+    if not torch.cuda.is_available():
+        # Says what DeepSpeed would otherwise find out with a warning.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    import deepspeed.comm
+    import deepspeed.ops
+    from deepspeed.accelerator import get_accelerator
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if get_accelerator().device_name() == "cpu":
+        # An all-reduce over shared memory that training never calls; compiling it takes a minute
+        # or two at the first start.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.comm.init_distributed(
+        dist_backend=dist.get_backend(), timeout=timeout, verbose=False, dist_init_required=False
+    )
+
+
+def stop() -> None:
+    """Forget the process group, so that another strategy can start one."""
+    import deepspeed.comm
+
+    if deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
+
+
+def initialize(
+    module: nn.Module, config: Mapping[str, object], optimizer: Optimizer | None = None
+) -> nn.Module:
+    """A DeepSpeed engine around a module.
+
+    Buffers keep their dtype: DeepSpeed would round rotary frequencies to bfloat16.
+
+    Args:
+        module: Changed in place.
+        config: See `engine_config`.
+        optimizer: For training; None for a model that is only evaluated.
+    """
+    import deepspeed
+
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    engine = cast(
+        "nn.Module",
+        deepspeed.initialize(
+            model=module, optimizer=optimizer, config=dict(config), dist_init_required=False
+        )[0],
+    )
+    for name, buffer in module.named_buffers():
+        buffer.data = buffers[name].to(buffer.device)
+    _accept_any_output(engine, module)
+    return engine
+
+
+def _accept_any_output(engine: nn.Module, module: nn.Module) -> None:
+    """Let the module return dataclasses that are registered as pytrees.
+
+    The engine hooks the tensors of tuples, lists and dicts only, and without these hooks its
+    backward pass is not prepared. So the module's output reaches it as a flat list.
+    """
+    specs: list[pytree.TreeSpec] = []
+    is_inside = [False]
+
+    def begin(_: nn.Module, __: tuple[object, ...]) -> None:
+        is_inside[0] = True
+
+    def flatten(_: nn.Module, __: tuple[object, ...], output: object) -> object:
+        if not is_inside[0]:
+            return output
+        leaves, spec = pytree.tree_flatten(output)
+        specs.append(spec)
+        return leaves
+
+    def restore(_: nn.Module, __: tuple[object, ...], output: object) -> object:
+        is_inside[0] = False
+        return pytree.tree_unflatten(cast("list[object]", output), specs.pop())
+
+    engine.register_forward_pre_hook(begin)
+    module.register_forward_hook(flatten)
+    engine.register_forward_hook(restore)
+
+
+def as_engine(module: nn.Module) -> ZeroEngine:
+    """The module as a DeepSpeed engine.
+
+    Raises:
+        ValueError: It is none.
+    """
+    import deepspeed
+
+    if not isinstance(module, deepspeed.DeepSpeedEngine):
+        raise ValueError(
+            f"{type(module).__name__} is no DeepSpeed engine: call strategy.prepare((model, "
+            "optimizer, scheduler)), or prepare_models_and_optimizers, first"
+        )
+    return cast("ZeroEngine", module)
+
+
+def is_engine_module(module: nn.Module) -> bool:
+    """Whether the module is a DeepSpeed engine."""
+    import deepspeed
+
+    return isinstance(module, deepspeed.DeepSpeedEngine)
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """Whether stage 3 (or `zero.Init`) has divided this parameter over ranks."""
+    return "ds_id" in vars(parameter)
+
+
+def full_shape(parameter: Tensor) -> tuple[int, ...]:
+    """The shape of the whole parameter."""
+    return tuple(vars(parameter)["ds_shape"] if is_partitioned(parameter) else parameter.shape)
+
+
+@contextmanager
+def gathered(parameters: Sequence[Tensor], *, modifier_rank: int | None = None) -> Iterator[None]:
+    """Full values of partitioned parameters inside; changes of `modifier_rank` are kept."""
+    import deepspeed
+
+    partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
+    with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=modifier_rank):
+        yield
+
+
+def set_full_value(parameter: nn.Parameter, value: Tensor) -> None:
+    """Set a parameter and its float32 master, if it has one. Collective for partitioned ones.
+
+    Args:
+        parameter: Of a module inside an engine, or of a plain module.
+        value: The full value, equal on all ranks.
+    """
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    with torch.no_grad(), gathered([parameter], modifier_rank=0):
+        parameter.data.copy_(value)
+    master = value.to(parameter.device, torch.float32)
+    if not is_partitioned(parameter):
+        safe_set_full_fp32_param(parameter, master)
+    elif "_z3_optimizer" in vars(parameter):
+        # DeepSpeed cuts the value into equal parts, so the last one needs its padding.
+        from deepspeed.utils import safe_set_local_fp32_param
+
+        safe_set_local_fp32_param(parameter, _partition_of(parameter, master))
+
+
+def discard_gradients(engine: ZeroEngine) -> None:
+    """Forget the micro-batches of an optimizer step that was given up."""
+    engine.zero_grad()
+    if engine.zero_optimization_stage() == 0:
+        return
+    zero = engine.optimizer
+    zero.zero_grad(set_to_none=True)
+    state = vars(zero)
+    # Stage 3 copies instead of adding where this counter is 0; stages 1 and 2 count from -1.
+    is_stage_3 = engine.zero_optimization_partition_weights()
+    zero.micro_step_id = 0 if is_stage_3 else -1
+    if is_stage_3:
+        state["_epilogue_ran_this_backward"] = False
+    for name in () if is_stage_3 else ("averaged_gradients", "all_grad_tensors"):
+        for group in state[name]:
+            state[name][group] = None
+
+
+def _partition_of(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    partition: Tensor = vars(parameter)["ds_tensor"]
+    group = vars(parameter)["ds_process_group"]
+    start = partition.numel() * dist.get_rank(group)
+    padded = torch.zeros(partition.numel(), dtype=value.dtype, device=value.device)
+    own = value.flatten()[start : start + partition.numel()]
+    padded[: own.numel()] = own
+    return padded
+
+
+@contextmanager
+def weights_only_loading() -> Iterator[None]:
+    """Make every `torch.load` inside refuse pickled code, also where DeepSpeed asks for it."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    before = os.environ.get(FORCE_WEIGHTS_ONLY)
+    os.environ[FORCE_WEIGHTS_ONLY] = "1"
+    try:
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    finally:
+        if before is None:
+            del os.environ[FORCE_WEIGHTS_ONLY]
+        else:
+            os.environ[FORCE_WEIGHTS_ONLY] = before
+
+
+def read_full_weights(folder: str, tag: str) -> dict[str, Tensor]:
+    """Full float32 weights of a ZeRO checkpoint, whatever number of ranks wrote it."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with weights_only_loading():
+        state: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(folder, tag)
+    return state
