@@ -29,21 +29,6 @@ def test_no_modality_twins():
     assert not [_name(p) for p in SOURCES if p.stem.endswith("_vl")]
 
 
-def test_public_lists_are_sorted():
-    unsorted = []
-    for path in SOURCES:
-        for node in ast.parse(path.read_text()).body:
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            if any(isinstance(t, ast.Name) and t.id == "__all__" for t in targets):
-                value = node.value
-                assert isinstance(value, ast.List | ast.Tuple | ast.Call), _name(path)
-                if isinstance(value, ast.List | ast.Tuple):
-                    names = [e.value for e in value.elts if isinstance(e, ast.Constant)]
-                    if names != sorted(names, key=str.lower) and names != sorted(names):
-                        unsorted.append(_name(path))
-    assert not unsorted
-
-
 @pytest.mark.parametrize("forbidden", ["torch.distributed", "logging", "os", "pathlib"])
 def test_algorithms_do_no_communication_and_no_io(forbidden):
     offenders = []

@@ -13,11 +13,8 @@ OPTIONAL = ("vllm", "sglang", "deepspeed", "triton", "wandb", "matplotlib", "pef
 
 BLOCKED_IMPORT = """
 import importlib, pkgutil, sys
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {optional!r}:
-            raise ImportError("blocked: " + name)
-sys.meta_path.insert(0, Block())
+for name in {optional!r}:
+    sys.modules[name] = None  # importing it raises ImportError
 for package in {packages!r}:
     module = importlib.import_module("lightrft." + package)
     for name in getattr(module, "__all__", ()):
