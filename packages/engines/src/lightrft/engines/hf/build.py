@@ -61,7 +61,8 @@ def build_model(config: EngineConfig, module: nn.Module | None) -> BuiltModel:
     dtype = _DTYPES[config.dtype]
     attention = config.options.get("attn_implementation")
     device = _device(config, module)
-    with torch.random.fork_rng(), torch.no_grad():
+    # The model is built on the host: with the default, fork_rng would open every GPU.
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         if module is None:
             model, unwritten = _load(config.model_path, dtype), frozenset[str]()
         else:
