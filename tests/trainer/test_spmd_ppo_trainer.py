@@ -258,3 +258,16 @@ def test_moving_average_follows_the_actor(build_world, tiny_model):
     world.trainer.ppo_train()
     moved = dict(average.named_parameters())
     assert 0 < distance(before, moved) < distance(before, world.weights())
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.4])
+def test_old_logprobs_follow_the_law_the_engine_sampled_from(build_world, temperature):
+    world = build_world(temperature=temperature)
+    world.trainer.make_experience()
+    assert world.trainer.ppo_train()["logprob_diff_max"] < 1e-4
+
+
+def test_a_truncated_law_is_not_compared_with_the_full_one(build_world):
+    world = build_world(top_p=0.5)
+    world.trainer.make_experience()
+    assert "logprob_diff_max" not in world.trainer.ppo_train()

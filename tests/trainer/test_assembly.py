@@ -1,0 +1,173 @@
+"""Whole runs: the real strategies, the embedded engine, files on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightrft.rewards import RewardError
+from lightrft.strategy.config import ConfigError
+from lightrft.trainer.config import TrainConfig
+
+REWARD = """
+from pathlib import Path
+
+FUSE = Path(__file__).with_name("fuse")
+
+
+def score(prompts, responses, labels, **columns):
+    assert len(columns["kind"]) == len(labels) == len(prompts)
+    if FUSE.exists():
+        left = int(FUSE.read_text())
+        assert left > 0, "the fuse is blown"
+        FUSE.write_text(str(left - 1))
+    return [sum(ord(c) % 2 for c in r) / max(len(r), 1) for r in responses]
+"""
+
+
+def write_inputs(folder, num_prompts=12):
+    rows = [
+        {"prompt": f"say {'aeiou'[i % 5] * 3}", "answer": "aeiou"[i % 5], "kind": i}
+        for i in range(num_prompts)
+    ]
+    (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    (folder / "eval.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:5]))
+    (folder / "reward.py").write_text(REWARD)
+
+
+def options(folder, model, **changes):
+    values = {
+        "pretrain": model,
+        "prompt_data": str(folder / "train.jsonl"),
+        "eval_data": str(folder / "eval.jsonl"),
+        "input_key": "prompt",
+        "label_key": "answer",
+        "reward_fn": (f"{folder / 'reward.py'}:score",),
+        "output_dir": str(folder / "run"),
+        "fsdp": True,
+        "bf16": False,
+        "engine_type": "hf",
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "train_batch_size": 8,
+        "micro_train_batch_size": 2,
+        "generate_max_len": 8,
+        "prompt_max_len": 32,
+        "init_kl_coef": 0.05,
+        "use_kl_loss": True,
+        "loss_agg_mode": "token-mean",
+        "actor_learning_rate": 1e-3,
+        "critic_learning_rate": 1e-3,
+    }
+    return {**values, **changes}
+
+
+def train_each(rank, world_size, runs):
+    """One process of several runs, one after the other."""
+    from dataclasses import asdict
+
+    from lightrft.trainer.assembly import run_training
+
+    return [asdict(run_training(TrainConfig(**values))) for values in runs]
+
+
+@pytest.fixture
+def only_process(monkeypatch):
+    """The environment of a run with one process: this one."""
+    from lightrft.strategy.testing import find_free_port
+
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**environment, "MASTER_PORT": str(find_free_port())}.items():
+        monkeypatch.setenv(name, value)
+
+
+def read(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def timeless(metrics):
+    return {n: v for n, v in metrics.items() if "second" not in n and n != "weights_version"}
+
+
+@pytest.mark.usefixtures("only_process")
+def test_a_run_leaves_its_files_and_a_broken_one_is_continued(tmp_path, tiny_model):
+    write_inputs(tmp_path)
+    values = options(tmp_path, tiny_model, save_steps=1)
+    (whole,) = train_each(0, 1, [values])
+    run = tmp_path / "run"
+    assert whole["num_steps"] == 3
+    assert {p.name for p in run.iterdir()} >= {
+        "config.toml", "metrics.jsonl", "samples.jsonl", "checkpoints", "summary.json", "model",
+    }  # fmt: skip
+    assert json.loads((run / "summary.json").read_text())["num_steps"] == 3
+    assert whole["first_eval"]["eval/num_prompts"] == 5
+    assert whole["last_metrics"]["policy_loss"] != 0
+    assert [entry["step"] for entry in read(run / "metrics.jsonl")] == [0, 1, 2, 3]
+
+    parts = options(tmp_path, tiny_model, save_steps=1, output_dir=str(tmp_path / "parts"))
+    (tmp_path / "fuse").write_text("4")  # checked at start, evaluation, step 1, step 2
+    with pytest.raises(RewardError, match="fuse is blown"):
+        train_each(0, 1, [parts])
+    (tmp_path / "fuse").unlink()
+    (rest,) = train_each(0, 1, [{**parts, "load_checkpoint": True}])
+    assert rest["num_resumed_steps"] == 2
+    assert timeless(rest["last_metrics"]) == timeless(whole["last_metrics"])
+    assert [entry["step"] for entry in read(tmp_path / "parts" / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.usefixtures("only_process")
+def test_two_processes_train_like_one(tmp_path, tiny_model):
+    from lightrft.strategy.testing import run_multiprocess
+
+    write_inputs(tmp_path)
+    names = ("group_norm", "gae")
+    runs = [
+        [
+            options(
+                tmp_path,
+                tiny_model,
+                advantage_estimator=name,
+                output_dir=f"{tmp_path}/{name}{size}",
+            )
+            for name in names
+        ]
+        for size in (1, 2)
+    ]
+    alone = train_each(0, 1, runs[0])
+    both = run_multiprocess(train_each, 2, timeout_seconds=240.0, args=(runs[1],))
+    for index, name in enumerate(names):
+        first, second = both[0][index], both[1][index]
+        assert timeless(first["last_metrics"]) == timeless(second["last_metrics"])
+        assert first["last_eval"]["eval/reward"] == alone[index]["last_eval"]["eval/reward"]
+        for left, right in zip(
+            read(tmp_path / f"{name}1" / "metrics.jsonl")[1:],
+            read(tmp_path / f"{name}2" / "metrics.jsonl")[1:],
+            strict=True,
+        ):
+            assert set(left) == set(right)
+            assert left["policy_loss"] != 0
+            for metric in set(timeless(left)) - {"engine_hash"}:
+                assert right[metric] == pytest.approx(left[metric], rel=2e-3, abs=2e-5), metric
+
+
+def test_what_a_user_got_wrong_is_said_before_anything_starts(tmp_path, tiny_model):
+    from lightrft.datasets import DataError
+    from lightrft.trainer.assembly import run_training
+
+    write_inputs(tmp_path)
+    for changes, error, message in (
+        ({"pretrain": None}, ConfigError, "--pretrain"),
+        ({"train_batch_size": 6}, ConfigError, "nearest legal"),
+        ({"rollout_batch_size": 16, "train_batch_size": 16}, ConfigError, "12 usable prompts"),
+        ({"reward_fn": ("boxed_mth",)}, ConfigError, "boxed_math"),
+        ({"prompt_data": str(tmp_path / "absent.jsonl")}, DataError, "absent"),
+    ):
+        with pytest.raises(error, match=message):
+            run_training(TrainConfig(**options(tmp_path, tiny_model, **changes)))
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="another run"):
+        run_training(TrainConfig(**options(tmp_path, tiny_model)))
