@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _load(
         return auto_class.from_pretrained(
             path, dtype=torch_dtype, attn_implementation=attn_implementation
         )
-    except (OSError, ValueError, ImportError) as err:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as err:
         raise ModelLoadError(f"cannot load the model {path!r}: {_first_line(err)}") from err
 
 
