@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -222,9 +223,7 @@ def test_an_update_follows_the_engines_protocol_and_sets_the_version_last() -> N
 
 def test_an_engine_with_another_law_is_not_asked_for_the_canary() -> None:
     actor = tiny_actor()
-    engine = FakeEngine.for_module(
-        EngineConfig(engine_type="fake", model_path=""), actor.model
-    )
+    engine = FakeEngine.for_module(EngineConfig(engine_type="fake", model_path=""), actor.model)
     report = WeightSync(engine).sync(module_parameter_source(actor), canary=canary_of(actor))
     assert report.canary_difference is None
     assert "generate" not in engine.calls
@@ -368,9 +367,7 @@ def test_source_hashes_are_those_of_the_cast_full_tensors() -> None:
 def test_hashes_of_shards_add_up_to_that_of_the_full_tensor() -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     for cuts in ([0, 1000], [0, 1, 500, 1000], [0, 0, 333, 333, 1000]):
-        parts = [
-            hash_tensor(values[a:b], start=a) for a, b in zip(cuts[:-1], cuts[1:], strict=True)
-        ]
+        parts = [hash_tensor(values[a:b], start=a) for a, b in itertools.pairwise(cuts)]
         assert combine_hashes(parts) == hash_tensor(values)
     assert hash_tensor(values.flip(0)) != hash_tensor(values)
 

@@ -133,6 +133,9 @@ def check_hf_engine(make_source, actor, wrapped, gather, step, *, is_tied: bool)
             for name, tensor in full.items():
                 assert torch.equal(stored[name], tensor.to(dtype)), name
             is_sharded = source.group is not None
+            # Without shards and with equal dtypes nothing is copied; ZeRO-3 always copies.
+            can_share = source.entries[0].is_aliasable and dtype == torch.float32
+            assert report.is_aliased == can_share
             assert (report.num_payload_collectives > 0) == is_sharded
             if bucket_bytes > 2**20:
                 # One gathering bucket; nothing here is held by a single rank.
@@ -140,9 +143,10 @@ def check_hf_engine(make_source, actor, wrapped, gather, step, *, is_tied: bool)
                 assert report.num_payload_collectives <= 1
             else:
                 # Two neighbouring buckets always exceed one bucket's size.
-                assert report.num_payload_collectives <= 2 * math.ceil(
-                    report.num_bytes / bucket_bytes
-                ) + 1
+                assert (
+                    report.num_payload_collectives
+                    <= 2 * math.ceil(report.num_bytes / bucket_bytes) + 1
+                )
             num_bytes = sum(t.numel() * dtype.itemsize for t in full.values())
             num_frozen = sum(
                 t.numel() * dtype.itemsize
@@ -180,9 +184,7 @@ def fsdp2_rank(rank: int, world_size: int) -> dict[str, object]:
     ranges = check_ranges(source, full, rank)
     check_fake_engine(source, full)
     if world_size % 2 == 0:
-        grid = init_device_mesh(
-            "cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard")
-        )
+        grid = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
         hybrid = OddShapes()
         full = {name: p.detach().clone() for name, p in hybrid.named_parameters()}
         fully_shard(hybrid, mesh=grid)
@@ -191,19 +193,21 @@ def fsdp2_rank(rank: int, world_size: int) -> dict[str, object]:
         assert dist.get_process_group_ranks(source.group) == pair
         check_ranges(source, full, rank % 2)
         check_fake_engine(source, full)
+    alone = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("others", "shard"))["shard"]
     results = []
-    for is_tied in (True, False):
+    for is_tied, used_mesh in ((True, mesh), (False, mesh), (True, alone)):
         actor = tiny_actor(is_tied=is_tied)
         for layer in actor.model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(actor, mesh=mesh)
+            fully_shard(layer, mesh=used_mesh)
+        fully_shard(actor, mesh=used_mesh)
         optimizer = optimizer_of(actor)
 
         def gather(actor=actor):
             return {n: p.detach().full_tensor() for n, p in actor.model.named_parameters()}
 
-        def step(actor=actor, optimizer=optimizer):
-            loss_of(actor, rank).backward()
+        def step(actor=actor, optimizer=optimizer, used_mesh=used_mesh):
+            # Ranks that shard alone are replicas: they must see the same tokens.
+            loss_of(actor, rank if used_mesh is mesh else 0).backward()
             optimizer.step()
 
         results += check_hf_engine(
@@ -259,10 +263,11 @@ def zero_rank(rank: int, world_size: int, stages: tuple[int, ...]) -> dict[str, 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("world_size", [1, 3, pytest.param(2, marks=pytest.mark.slow),
-                                        pytest.param(4, marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize(
+    "world_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4))]
+)
 def test_fsdp2_weights_reach_every_ranks_engine(world_size: int) -> None:
-    ranks = run_multiprocess(fsdp2_rank, world_size, timeout_seconds=120)
+    ranks = run_multiprocess(fsdp2_rank, world_size, timeout_seconds=240)
     assert all(found == ranks[0] for found in ranks)
     if world_size == 3:
         assert ranks[0]["ranges"]["odd"] == ((0, 9), (9, 18), (18, 21))
@@ -273,7 +278,7 @@ def test_fsdp2_weights_reach_every_ranks_engine(world_size: int) -> None:
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_zero_weights_of_every_stage_reach_every_ranks_engine(world_size: int) -> None:
-    ranks = run_multiprocess(zero_rank, world_size, timeout_seconds=200, args=((1, 2, 3),))
+    ranks = run_multiprocess(zero_rank, world_size, timeout_seconds=270, args=((1, 2, 3),))
     assert all(found == ranks[0] for found in ranks)
     if world_size == 2:
         assert ranks[0]["ranges"][1]["odd"] == ((0, 21),)

@@ -1,0 +1,352 @@
+"""Faults planted at their own place; default settings must find each, by the check that can."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from lightrft.engines import EngineConfig, GenerationRequest, SamplingParams, StaleEngineError
+from lightrft.engines.hf.engine import HFEngine
+from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.strategy.parameter_source import ModuleSource
+from lightrft.strategy.testing import run_multiprocess
+from lightrft.strategy.weight_sync import WeightSyncError, WeightSyncReport, sync_engine_weights
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+K_PROJ = "model.layers.0.self_attn.k_proj.weight"
+O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+REQUEST = GenerationRequest((5, 6, 7))
+
+
+def tiny_model(*, seed: int = 0):
+    """As many key heads as query heads, so that q, k and o projections have one square shape."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        vocab_size=503,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        max_position_embeddings=128,
+    )
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(config)
+
+
+def tiny_actor():
+    from lightrft.models import Actor
+
+    return Actor(tiny_model())
+
+
+def start(engine_class: type[HFEngine]) -> HFEngine:
+    return engine_class(EngineConfig(engine_type="hf", model_path=""), module=tiny_model(seed=99))
+
+
+def train_a_little(strategy: FakeStrategy, actor: torch.nn.Module) -> None:
+    optimizer = torch.optim.SGD(actor.parameters(), lr=0.3)
+    tokens = torch.arange(24).view(1, 24)
+    loss = -actor(tokens, torch.ones_like(tokens)).logprobs.mean()
+    strategy.backward(loss, actor, optimizer)
+    strategy.optimizer_step(optimizer, actor, None)
+
+
+class CopyingEngine(HFEngine):
+    """Has storage of its own, as every engine has whose weights are not the trainer's."""
+
+    def alias_weights(self, tensors) -> bool:
+        del tensors
+        return False
+
+
+class PrefixCachingEngine(CopyingEngine):
+    """Keeps the first generated token of each prompt, as a prefix cache keeps its activations."""
+
+    def __init__(self, config, *, module=None) -> None:
+        super().__init__(config, module=module)
+        self.cached = {}
+
+    def generate(self, requests, sampling_params):
+        completions = super().generate(requests, sampling_params)
+        return [
+            self.cached.setdefault(completion.prompt_token_ids, completion)
+            for completion in completions
+        ]
+
+    def reset_caches(self) -> None:
+        super().reset_caches()
+        self.cached.clear()
+
+
+class ForgetsItsCacheEngine(PrefixCachingEngine):
+    """Fault: the prefix cache outlives an update."""
+
+    def reset_caches(self) -> None:
+        HFEngine.reset_caches(self)
+
+
+class NeverResetEngine(CopyingEngine):
+    """Fault: the reset does not reach the engine."""
+
+    def reset_caches(self) -> None:
+        return
+
+
+class EditingEngine(CopyingEngine):
+    """Base of engines whose fault is in what happens to the pieces."""
+
+    def load_weights(self, pieces) -> None:
+        super().load_weights([edited for piece in pieces for edited in self.edit(piece)])
+
+
+class SwapsPiecesEngine(EditingEngine):
+    def edit(self, piece):
+        swapped = {Q_PROJ: K_PROJ, K_PROJ: Q_PROJ}
+        return [dataclasses.replace(piece, name=swapped.get(piece.name, piece.name))]
+
+
+class TransposesPieceEngine(EditingEngine):
+    def edit(self, piece):
+        if piece.name != O_PROJ:
+            return [piece]
+        return [dataclasses.replace(piece, tensor=piece.tensor.view(128, 128).t().reshape(-1))]
+
+
+class DropsPieceEngine(EditingEngine):
+    def edit(self, piece):
+        return [] if piece.name == O_PROJ else [piece]
+
+
+class FlipsOneBitEngine(EditingEngine):
+    def edit(self, piece):
+        if piece.name == O_PROJ:
+            piece.tensor.view(torch.int32)[77] ^= 1
+        return [piece]
+
+
+def sync(strategy: FakeStrategy, engine: HFEngine, actor: torch.nn.Module) -> WeightSyncReport:
+    report = sync_engine_weights(strategy, engine, actor)
+    assert engine.generate([REQUEST], SamplingParams(max_tokens=1))
+    return report
+
+
+class PlantedSource(FakeStrategy):
+    """A strategy that hands out its parameters wrongly once `fault` is set."""
+
+    fault = None
+
+    def parameter_source(self, model):
+        source = super().parameter_source(model)
+        if self.fault is None:
+            return source
+        return ModuleSource(
+            source.owner, tuple(self.fault(source.entries)), None, source.tied_names
+        )
+
+
+def swap_names(entries):
+    swapped = {Q_PROJ: K_PROJ, K_PROJ: Q_PROJ}
+    return [
+        dataclasses.replace(e, checkpoint_name=swapped.get(e.checkpoint_name, e.checkpoint_name))
+        for e in entries
+    ]
+
+
+def transpose_square(entries):
+    return [
+        dataclasses.replace(e, local_shard=e.local_shard.view(128, 128).t().reshape(-1))
+        if e.checkpoint_name == O_PROJ
+        else e
+        for e in entries
+    ]
+
+
+def drop_parameter(entries):
+    return [entry for entry in entries if entry.checkpoint_name != O_PROJ]
+
+
+def rename_parameter(entries):
+    return [
+        dataclasses.replace(e, checkpoint_name="model.layers.0.self_attn.o.weight")
+        if e.checkpoint_name == O_PROJ
+        else e
+        for e in entries
+    ]
+
+
+@pytest.mark.parametrize("engine_class", [HFEngine, CopyingEngine, PrefixCachingEngine])
+def test_without_a_fault_nothing_is_found(engine_class: type[HFEngine]) -> None:
+    actor = tiny_actor()
+    with FakeStrategy() as strategy:
+        engine = start(engine_class)
+        for version in range(3):
+            report = sync(strategy, engine, actor)
+            assert report.weights_version == version
+            assert report.is_aliased == (engine_class is HFEngine)
+            assert report.canary_difference < 2e-5
+            train_a_little(strategy, actor)
+
+
+@pytest.mark.parametrize(
+    ("engine_class", "names"),
+    [
+        (SwapsPiecesEngine, {Q_PROJ, K_PROJ}),
+        (TransposesPieceEngine, {O_PROJ}),
+        (DropsPieceEngine, {O_PROJ}),
+        (FlipsOneBitEngine, {O_PROJ}),
+    ],
+)
+def test_hashes_find_and_name_what_was_changed_on_the_way(
+    engine_class: type[HFEngine], names: set[str]
+) -> None:
+    actor = tiny_actor()
+    with FakeStrategy() as strategy:
+        engine = start(engine_class)
+        with pytest.raises(WeightSyncError) as caught:
+            sync(strategy, engine, actor)
+    assert caught.value.check == "hash"
+    assert set(caught.value.names) == names
+    assert engine.weights_version == -1
+    with pytest.raises(StaleEngineError, match="must not generate"):
+        engine.generate([REQUEST], SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize("engine_class", [HFEngine, CopyingEngine])
+@pytest.mark.parametrize("fault", [swap_names, transpose_square])
+def test_the_canary_finds_what_was_read_under_a_wrong_name_or_order(
+    fault, engine_class: type[HFEngine]
+) -> None:
+    actor = tiny_actor()
+    with PlantedSource() as strategy:
+        engine = start(engine_class)
+        sync(strategy, engine, actor)
+        strategy.fault = fault
+        with pytest.raises(WeightSyncError) as caught:
+            sync(strategy, engine, actor)
+        assert caught.value.check == "canary"
+        assert engine.weights_version == 0
+        with pytest.raises(StaleEngineError, match="must not generate"):
+            engine.generate([REQUEST], SamplingParams(max_tokens=1))
+        strategy.fault = None
+        assert sync(strategy, engine, actor).weights_version == 1
+
+
+@pytest.mark.parametrize("engine_class", [HFEngine, CopyingEngine])
+def test_the_canary_finds_a_source_that_training_left_behind(
+    engine_class: type[HFEngine],
+) -> None:
+    actor = tiny_actor()
+    with PlantedSource() as strategy:
+        engine = start(engine_class)
+        snapshot = [
+            dataclasses.replace(entry, local_shard=entry.local_shard.clone())
+            for entry in strategy.parameter_source(actor).parameters()
+        ]
+        strategy.fault = lambda entries: snapshot
+        sync(strategy, engine, actor)
+        train_a_little(strategy, actor)
+        with pytest.raises(WeightSyncError) as caught:
+            sync(strategy, engine, actor)
+        assert caught.value.check == "canary"
+
+
+@pytest.mark.parametrize(
+    ("fault", "names"),
+    [
+        (drop_parameter, {O_PROJ}),
+        (rename_parameter, {O_PROJ, "model.layers.0.self_attn.o.weight"}),
+    ],
+)
+def test_accounting_finds_missing_parameters_before_anything_is_sent(fault, names) -> None:
+    actor = tiny_actor()
+    with PlantedSource() as strategy:
+        engine = start(CopyingEngine)
+        before = engine.hash_parameters()
+        strategy.fault = fault
+        with pytest.raises(WeightSyncError) as caught:
+            sync(strategy, engine, actor)
+        assert caught.value.check == "accounting"
+        assert set(caught.value.names) == names
+        assert engine.hash_parameters() == before
+
+
+@pytest.mark.parametrize("engine_class", [ForgetsItsCacheEngine, NeverResetEngine])
+def test_a_skipped_cache_reset_is_found(engine_class: type[HFEngine]) -> None:
+    actor = tiny_actor()
+    with FakeStrategy() as strategy:
+        engine = start(engine_class)
+        with pytest.raises(WeightSyncError) as caught:
+            sync(strategy, engine, actor)
+            train_a_little(strategy, actor)
+            sync(strategy, engine, actor)
+        assert caught.value.check == "caches"
+
+
+def fault_on_one_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    from lightrft.strategy.fsdp2.source import fsdp2_parameter_source
+    from lightrft.strategy.parameter_source import module_parameter_source
+    from lightrft.strategy.weight_canary import actor_canary
+    from lightrft.strategy.weight_sync import WeightSync
+
+    dist.init_process_group("gloo")
+
+    class RefusesSecondLoadEngine(CopyingEngine):
+        num_loads = 0
+
+        def load_weights(self, pieces) -> None:
+            self.num_loads += 1
+            if self.num_loads == 2:
+                raise MemoryError("planted")
+            super().load_weights(pieces)
+
+    found = []
+
+    def expect_failure(engine, source, canary=None) -> None:
+        with pytest.raises(WeightSyncError) as caught:
+            WeightSync(engine, bucket_bytes=50_000).sync(source, canary=canary)
+        assert engine.weights_version == -1
+        found.append((caught.value.check, str(caught.value)))
+
+    actor = tiny_actor()
+    sharded = tiny_actor()
+    fully_shard(sharded)
+    canary = actor_canary(
+        sharded, sharded, dtypes=[torch.float32], max_length=None, device=torch.device("cpu")
+    )
+    engines = [RefusesSecondLoadEngine, FlipsOneBitEngine, ForgetsItsCacheEngine]
+    for engine_class in engines[:2]:
+        engine = start(engine_class if rank == 1 else CopyingEngine)
+        expect_failure(engine, fsdp2_parameter_source(sharded), canary)
+    source = module_parameter_source(actor)
+    if rank == 1:
+        source = ModuleSource(source.owner, tuple(drop_parameter(source.entries)))
+    expect_failure(start(CopyingEngine), source)
+    if rank == 1:
+        with torch.no_grad():
+            actor.model.model.norm.weight[3] += 1
+    # A replica that diverged: its own engine holds exactly its weights.
+    expect_failure(start(HFEngine), module_parameter_source(actor))
+    return found
+
+
+@pytest.mark.multiprocess
+def test_a_fault_on_one_rank_ends_the_sync_on_all() -> None:
+    first, second = run_multiprocess(fault_on_one_rank, 2, timeout_seconds=240)
+    checks = ["transfer", "hash", "accounting", "hash"]
+    assert [check for check, _ in first] == checks
+    assert [check for check, _ in second] == checks
+    assert all("on rank 1" in message for _, message in first[:3])
+    assert "MemoryError: planted" in first[0][1]
+    assert O_PROJ in first[1][1]
+    assert O_PROJ in first[2][1]
+    assert "rank(s) [1] hold other weights than rank 0" in first[3][1] == second[3][1]
