@@ -171,3 +171,28 @@ def test_what_a_user_got_wrong_is_said_before_anything_starts(tmp_path, tiny_mod
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="another run"):
         run_training(TrainConfig(**options(tmp_path, tiny_model)))
+
+
+@pytest.mark.deepspeed
+@pytest.mark.usefixtures("only_process")
+def test_deepspeed_and_fsdp_give_the_same_run(tmp_path, tiny_model):
+    write_inputs(tmp_path)
+    backends = {"fsdp": {}, "zero2": {"fsdp": False}, "zero3": {"fsdp": False, "zero_stage": 3}}
+    runs = [
+        options(
+            tmp_path,
+            tiny_model,
+            advantage_estimator="gae",
+            max_steps=2,
+            output_dir=str(tmp_path / name),
+            **changes,
+        )
+        for name, changes in backends.items()
+    ]
+    expected, *others = train_each(0, 1, runs)
+    assert expected["last_metrics"]["policy_loss"] != 0
+    for found in others:
+        assert set(found["last_metrics"]) == set(expected["last_metrics"])
+        for metric, value in timeless(expected["last_metrics"]).items():
+            if metric != "engine_hash":
+                assert found["last_metrics"][metric] == pytest.approx(value, rel=2e-3, abs=2e-5)
