@@ -351,7 +351,7 @@ def test_seed_makes_all_generators_repeat():
     drawn = []
     for _ in range(2):
         strategy.set_seed(3)
-        drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+        drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))  # noqa: NPY002
     assert drawn[0] == drawn[1]
 
 
