@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import fields
 from itertools import product
 
@@ -203,8 +202,3 @@ def test_batch_problem_shows_all_numbers_and_legal_neighbours():
             "rollout_batch_size": 10, "n_samples_per_prompt": 8, "train_batch_size": 48, **change,
         }  # fmt: skip
         assert batch_problems(TrainConfig(**values), 2) == []
-
-
-def test_processes_must_be_shared_by_whole_sequence_groups():
-    (line,) = batch_problems(TrainConfig(sp_size=2), 3)
-    assert re.search(r"sp_size.*2.*3", line)

@@ -60,8 +60,7 @@ def launch(module: str, arguments: Sequence[str], *, nproc_per_node: int) -> int
 
     os.environ[LAUNCHED_BY_LIGHTRFT] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc_per_node)))
-    # The agent reports a failed worker in a page of its own; ours is one line.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _silence_agent()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -82,6 +81,13 @@ def launch(module: str, arguments: Sequence[str], *, nproc_per_node: int) -> int
     finally:
         del os.environ[LAUNCHED_BY_LIGHTRFT]
     return ExitCode.OK
+
+
+def _silence_agent() -> None:
+    """The agent reports a failed worker in a page of its own; ours is one line."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def worker_error(failures: dict[int, ProcessFailure]) -> WorkerError:

@@ -36,7 +36,8 @@ def check_paths(config: TrainConfig) -> list[str]:
         problems.append("--prompt_data is missing: give a JSONL, JSON or Parquet file")
     if not config.reward_fn:
         problems.append("--reward_fn is missing: give boxed_math, gsm8k or FILE.py:FUNCTION")
-    if (Path(config.output_dir) / "metrics.jsonl").exists() and not config.load_checkpoint:
+    metrics = Path(config.output_dir) / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size and not config.load_checkpoint:
         problems.append(
             f"--output_dir: {config.output_dir} holds another run: give a new folder, or "
             "--load_checkpoint to continue that run"

@@ -42,24 +42,10 @@ def run(argv: Sequence[str]) -> int:
     config, nproc_per_node = parse(argv)
     if not is_worker():
         check_data(config)
-        warn_ineffective(config)
         if nproc_per_node > 1:
             return launch("lightrft.cli.train", argv, nproc_per_node=nproc_per_node)
         become_only_process()
     return train(config)
-
-
-def warn_ineffective(config: TrainConfig) -> None:
-    """Name the options that do nothing in the chosen mode.
-
-    Raises:
-        ConfigError: There are some, and --strict is given.
-    """
-    found = config.ineffective_options()
-    if found and config.strict:
-        raise ConfigError("\n".join(found))
-    for text in found:
-        print(f"lightrft train: warning: {text}", file=sys.stderr)
 
 
 def train(config: TrainConfig) -> int:
@@ -86,6 +72,7 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
     if not problems:
         problems += batch_problems(config, int(os.environ.get("WORLD_SIZE", processes)))
         problems += check_paths(config)
+        problems += config.ineffective_options() if config.strict else []
     if problems:
         raise ConfigError("\n".join(problems))
     return config, processes

@@ -259,7 +259,8 @@ def _check_options(config: TrainConfig) -> None:
     config.check_world_size(int(os.environ.get("WORLD_SIZE", "1")))
     metrics = Path(config.output_dir) / METRICS_FILE
     is_first = os.environ.get("RANK", "0") == "0"
-    if is_first and metrics.exists() and not config.load_checkpoint:
+    is_used = metrics.exists() and metrics.stat().st_size > 0
+    if is_first and is_used and not config.load_checkpoint:
         raise ConfigError(
             f"{config.output_dir} holds the metrics of another run: give a new --output_dir, or "
             "--load_checkpoint to continue that run"

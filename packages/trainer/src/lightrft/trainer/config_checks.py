@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
+from operator import eq
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from lightrft.trainer.config import TrainConfig
     from lightrft.trainer.ppo_config import PPOConfig
@@ -30,7 +32,7 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
     estimator, samples = config.advantage_estimator, config.n_samples_per_prompt
     template = config.input_template
     changed_clip_range = _changed(config, "eps_clip", "eps_clip_low", "eps_clip_high")
-    rules = (
+    rules: tuple[tuple[tuple[str, ...], Callable[[], bool], str], ...] = (
         (
             ("advantage_estimator", "n_samples_per_prompt"),
             lambda: estimator in GROUP_ESTIMATORS and samples < 2,
@@ -61,7 +63,7 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
         *(
             (
                 (name,),
-                lambda value=value: value == 0,
+                partial(eq, value, 0),
                 f"{name}: got 0, expected -1 (off) or a number of at least 1",
             )
             for name, value in (
@@ -72,7 +74,9 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
         ),
     )
     return [
-        text for names, is_broken, text in rules if not wrong_fields & set(names) and is_broken()
+        text
+        for names, is_broken, text in rules
+        if set(wrong_fields).isdisjoint(names) and is_broken()
     ]
 
 
@@ -101,34 +105,38 @@ def _changed(config: TrainConfig, *names: str) -> bool:
 
 
 def batch_problems(config: TrainConfig | PPOConfig, world_size: int) -> list[str]:
-    """How the batch sizes fail to fit together on `world_size` processes, one line per rule.
+    """How sizes fail to fit together on `world_size` processes, one line per rule.
 
     A step samples rollout_batch_size * n_samples_per_prompt responses and updates once per
-    train_batch_size of them; each of the world_size / sp_size data-parallel ranks goes through
-    its share in micro-batches of micro_train_batch_size.
+    train_batch_size of them; each process goes through its share in micro-batches of
+    micro_train_batch_size.
     """
-    if world_size % config.sp_size:
-        return [f"sp_size must divide the number of processes: got {config.sp_size}, {world_size}"]
-    ranks = world_size // config.sp_size
     prompts, group_size = config.rollout_batch_size, config.n_samples_per_prompt
     samples, train = prompts * group_size, config.train_batch_size
-    unit = config.micro_train_batch_size * ranks
+    unit = config.micro_train_batch_size * world_size
     legal_train = [size for size in range(unit, samples + 1, unit) if samples % size == 0]
     found = []
-    if prompts % ranks:
+    if world_size % config.engine_tp_size:
         found.append(
-            f"rollout_batch_size must be a multiple of the {ranks} data-parallel processes: got "
-            f"{prompts}; nearest legal: {_either(_multiples(prompts, ranks))}"
+            "engine_tp_size must divide the number of processes: got "
+            f"{config.engine_tp_size} and {world_size}"
+        )
+    if prompts % world_size:
+        found.append(
+            f"rollout_batch_size must be a multiple of the {world_size} processes: got {prompts}; "
+            f"nearest legal: {_either(_multiples(prompts, world_size))}"
         )
     if train % unit:
         nearest = _closest(legal_train, train) or _multiples(train, unit)
         found.append(
             "train_batch_size must be a multiple of micro_train_batch_size * processes: got "
-            f"{train} and {config.micro_train_batch_size} * {ranks} = {unit}; nearest legal "
+            f"{train} and {config.micro_train_batch_size} * {world_size} = {unit}; nearest legal "
             f"train_batch_size: {_either(nearest)}"
         )
     elif samples % train:
-        legal_prompts = _multiples(prompts, math.lcm(train // math.gcd(train, group_size), ranks))
+        legal_prompts = _multiples(
+            prompts, math.lcm(train // math.gcd(train, group_size), world_size)
+        )
         found.append(
             "rollout_batch_size * n_samples_per_prompt must be a multiple of train_batch_size: got "
             f"{prompts} * {group_size} = {samples} samples and train_batch_size {train}; nearest "

@@ -77,9 +77,8 @@ UNAVAILABLE: dict[str, str] = {
     "wandb_run_name": _METRICS,
     "use_tensorboard": _METRICS,
     "use_ms": "models and data are read from local paths",
-    "plot_every": "response lengths are among the metrics",
-    "log_dir": "everything is written to --output_dir",
-    "packing_samples": "rows are padded",
+    "packing_samples": "rows are padded; the results are the same",
+    "sp_size": "sequence parallelism is not available yet; --gradient_checkpointing saves memory",
 }
 
 
