@@ -386,3 +386,45 @@ def test_misspelt_options_are_refused():
         strategy.backward(torch.ones(()), ready, ready.optimizer, retain=True)
     with pytest.raises(TypeError, match="learning_rate"):
         strategy.create_optimizer(ready.model, learning_rate=1.0)
+
+
+class Wrapper(nn.Module):
+    """An actor (child `model`) or a critic (child `trunk` and a head) around a small Llama."""
+
+    def __init__(self, kind: str, seed: int) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        torch.manual_seed(seed)
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+        config = LlamaConfig(
+            vocab_size=50, num_hidden_layers=1, tie_word_embeddings=kind == "model", **sizes
+        )
+        setattr(self, kind, LlamaForCausalLM(config))
+        if kind == "trunk":
+            self.value_head = nn.Linear(32, 1)
+
+
+@pytest.mark.parametrize("kind", ["model", "trunk"])
+def test_saved_models_are_hugging_face_checkpoints(tmp_path, kind):
+    from transformers import AutoModelForCausalLM
+
+    strategy = strategy_with()
+    saved, loaded = Wrapper(kind, 0), Wrapper(kind, 1)
+    assert not torch.equal(weights(saved), weights(loaded))
+    strategy.save_model(saved, None, str(tmp_path))
+    strategy.load_model(loaded, str(tmp_path))
+    assert torch.equal(weights(saved), weights(loaded))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(weights(plain), weights(saved.get_submodule(kind)))
+
+
+def test_load_model_is_strict_about_names(tmp_path):
+    strategy = strategy_with()
+    strategy.save_model(TinyModel(), None, str(tmp_path))
+    bigger = TinyModel(1)
+    bigger.extra = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match=r"extra\.bias"):
+        strategy.load_model(bigger, str(tmp_path))
+    strategy.load_model(bigger, str(tmp_path), strict=False)
+    assert torch.equal(bigger.layers[0].weight, TinyModel(0).layers[0].weight)

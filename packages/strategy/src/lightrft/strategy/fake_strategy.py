@@ -11,6 +11,12 @@ from safetensors.torch import load_file, save_file
 from lightrft.strategy.checkpoints import SaveRequest, find_checkpoint, write_checkpoint
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed import ALONE, Group
+from lightrft.strategy.gathered_model import (
+    WeightFiles,
+    as_saved,
+    check_names,
+    save_gathered_model,
+)
 from lightrft.strategy.optimizers import (
     AdamSettings,
     OptimizerStepResult,
@@ -19,11 +25,14 @@ from lightrft.strategy.optimizers import (
     optimizer_parameters,
     parameter_groups,
 )
-from lightrft.strategy.parameter_source import ParameterSource, module_parameter_source
+from lightrft.strategy.parameter_source import (
+    ParameterSource,
+    module_parameter_source,
+    tied_parameter_names,
+)
 from lightrft.strategy.prepared import AnyModel, Arguments, PreparedModel
 from lightrft.strategy.process_groups import resolve_shard_size
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.strategy.whole_model import load_whole_model, save_whole_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,6 +89,11 @@ class FakeStrategy(StrategyBase):
     def _barrier_all(cls) -> None:
         return
 
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        uses_bf16 = self.config.computes_in_bf16(has_gpu=self.device.type == "cuda")
+        return torch.bfloat16 if uses_bf16 else torch.float32
+
     def create_optimizer(self, model: AnyModel, **kwargs: object) -> Optimizer:
         """AdamW; biases and norm gains are not decayed. See `StrategyBase.create_optimizer`."""
         settings = AdamSettings.read(kwargs, self.config)
@@ -99,7 +113,7 @@ class FakeStrategy(StrategyBase):
         del reshard_after_forward
         resolve_shard_size(shard_size, self.world_size)
         model = model.to(self.device)
-        uses_bf16 = self.config.computes_in_bf16(has_gpu=self.device.type == "cuda")
+        uses_bf16 = self._compute_dtype == torch.bfloat16
         if not is_training:
             model = model.eval().requires_grad_(False)
             return model.to(torch.bfloat16) if uses_bf16 else model
@@ -227,11 +241,26 @@ class FakeStrategy(StrategyBase):
 
     def save_model(self, model: AnyModel, tokenizer: object | None, output_dir: str) -> None:
         """Writes the model in Hugging Face format; see `StrategyBase.save_model`."""
-        save_whole_model(self.unwrap_model(model), tokenizer, Path(output_dir))
+        module = self.unwrap_model(model)
+        tied = tied_parameter_names(module)
+        state = {
+            name: as_saved(value, self._compute_dtype)
+            for name, value in module.state_dict().items()
+            if name not in tied
+        }
+        save_gathered_model(module, state, tokenizer, Path(output_dir))
 
     def load_model(self, model: AnyModel, path: str, strict: bool = True) -> None:
         """Reads full weights; see `StrategyBase.load_model`."""
-        load_whole_model(self.unwrap_model(model), Path(path), strict=strict)
+        module = self.unwrap_model(model)
+        files = WeightFiles(Path(path), module)
+        state = module.state_dict()
+        names, note = check_names(set(state), files.names, source=path, strict=strict)
+        if note is not None:
+            self.print(f"warning: {note}")
+        for name in names:
+            target = state[name]
+            target.copy_(files.rows(name, 0, target.shape[0] if target.dim() else 0))
         self._mark_engine_stale()
 
     def parameter_source(self, model: AnyModel) -> ParameterSource:

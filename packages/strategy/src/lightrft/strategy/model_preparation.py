@@ -267,26 +267,24 @@ class ModelPreparation(TrainingInterface):
         return wrapped_module(model).to(self.device)
 
     @torch.no_grad()
-    def moving_average(
-        self, model: AnyModel, model_ema: AnyModel, beta: float = 0.992, device: str = "cpu"
-    ) -> None:
+    def moving_average(self, model: AnyModel, model_ema: AnyModel, beta: float = 0.992) -> None:
         """Ema <- beta * ema + (1 - beta) * model, for every parameter; call it once per step.
 
         Args:
             model: The trained model.
             model_ema: The average; prepared the same way as the model.
             beta: Weight of the past.
-            device: Where the average lives.
 
         Raises:
-            ValueError: The two models have different parameters.
+            ValueError: The two models have different parameters, or this rank holds none of them.
         """
         source = dict(self.unwrap_model(model).named_parameters())
         target = dict(self.unwrap_model(model_ema).named_parameters())
         if source.keys() != target.keys():
             odd = sorted(source.keys() ^ target.keys())[:3]
             raise ValueError(f"model and average have different parameters, e.g. {odd}")
+        if target and not any(average.numel() for average in target.values()):
+            raise ValueError("the average holds no values on this rank: it is partitioned")
         for name, average in target.items():
             value = source[name].detach().to(average.device, average.dtype)
             average.data.lerp_(value, 1.0 - beta)
-        del device

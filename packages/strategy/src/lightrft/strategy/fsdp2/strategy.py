@@ -228,12 +228,12 @@ class FSDPV2Strategy(StrategyBase):
 
     @torch.no_grad()
     def moving_average(
-        self, model: AnyModel, model_ema: AnyModel, beta: float = 0.992, device: str = "cpu"
+        self, model: AnyModel, model_ema: AnyModel, beta: float = 0.992
     ) -> None:
         """Averages shard by shard; both models must be sharded alike."""
         for wrapped in (model, model_ema):
             reshard_modules(self.unwrap_model(wrapped))
-        super().moving_average(model, model_ema, beta, device)
+        super().moving_average(model, model_ema, beta)
 
     # ------------------------------------------------------------------ memory
 

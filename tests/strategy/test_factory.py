@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+
+import pytest
+
+from lightrft.strategy import FakeStrategy, StrategyBase, StrategyConfig, get_strategy, is_engine
+from lightrft.strategy.testing import run_multiprocess
+
+SETTINGS = {"train_batch_size": 4, "seed": 3, "max_norm": 0.5, "custom": "kept"}
+
+
+def backends() -> list[type[StrategyBase]]:
+    from lightrft.strategy.fsdp2.strategy import FSDPV2Strategy
+
+    found: list[type[StrategyBase]] = [FakeStrategy, FSDPV2Strategy]
+    if _is_installed("deepspeed"):
+        from lightrft.strategy.deepspeed.strategy import DeepspeedStrategy
+
+        found.append(DeepspeedStrategy)
+    return found
+
+
+def _is_installed(package: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(package) is not None
+
+
+def test_all_backends_have_the_same_interface():
+    public = {
+        name: member
+        for name, member in inspect.getmembers(StrategyBase, inspect.isroutine)
+        if not name.startswith("_")
+    }
+    assert {"prepare", "backward", "save_ckpt", "gather_and_generate"} <= set(public)
+    for backend in backends():
+        assert not inspect.isabstract(backend), backend
+        for name, method in public.items():
+            own = inspect.signature(getattr(backend, name)).parameters
+            common = inspect.signature(method).parameters
+            extra = list(own)[len(common) :]
+            assert list(own)[: len(common)] == list(common), (backend, name)
+            assert all(own[p].default is not inspect.Parameter.empty for p in extra)
+            for parameter in common:
+                same = own[parameter].default == common[parameter].default
+                assert same, (backend, name, parameter)
+
+
+def choose(rank, world_size):
+    for given in (
+        argparse.Namespace(fsdp=True, **SETTINGS),
+        {"fsdp": True, **SETTINGS},
+        StrategyConfig.from_args({"fsdp": True, **SETTINGS}),
+    ):
+        strategy = get_strategy(given)
+        assert type(strategy).__name__ == "FSDPV2Strategy"
+        assert strategy.args is given
+        assert (strategy.seed, strategy.max_norm, strategy.accumulated_gradient) == (3, 0.5, 4)
+        assert strategy.config.get_extra_arg("custom") == "kept"
+
+
+def choose_default(rank, world_size):
+    strategy = get_strategy({"zero_stage": 1, **SETTINGS})
+    assert type(strategy).__name__ == "DeepspeedStrategy"
+    assert strategy.config.zero_stage == 1
+
+
+@pytest.mark.multiprocess
+def test_fsdp_is_chosen_from_every_form_of_arguments():
+    run_multiprocess(choose, 1)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.deepspeed
+def test_deepspeed_is_the_default():
+    run_multiprocess(choose_default, 1, timeout_seconds=120)
+
+
+def test_missing_deepspeed_names_the_alternative(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ImportError, match="--fsdp"):
+        get_strategy({})
+
+
+def test_is_engine():
+    assert not is_engine(object())
