@@ -69,7 +69,8 @@ def save_gathered_model(
         values = _under(state, prefix)
         for second, first in tied_parameter_names(pretrained).items():
             values[second] = values[first]
-        pretrained.save_pretrained(folder, state_dict=values)
+        # A copy, because transformers empties the dictionary while it writes.
+        pretrained.save_pretrained(folder, state_dict=dict(values))
         _write_dtype(folder / CONFIG_NAME, values)
         for name, _ in module.named_children() if prefix else ():
             own = _under(state, f"{name}.")

@@ -216,11 +216,18 @@ class TrainingInterface(RankServices, ABC):
         self._accumulations[optimizer] = state
         try:
             yield
+            if state.num_done != num_micro_batches:
+                raise RuntimeError(
+                    f"accumulation left after {state.num_done} of {num_micro_batches} "
+                    "micro-batches: call backward and optimizer_step for each"
+                )
+        except BaseException:
+            # What was accumulated must not leak into the next step.
+            self._discard_gradients(optimizer)
+            raise
         finally:
             del self._accumulations[optimizer]
-        # Reached only without an exception: one in flight must not be replaced by this one.
-        if state.num_done != num_micro_batches:
-            raise RuntimeError(
-                f"accumulation left after {state.num_done} of {num_micro_batches} micro-batches: "
-                "call backward and optimizer_step for each"
-            )
+
+    def _discard_gradients(self, optimizer: Optimizer) -> None:
+        """Drops the gradients of an optimizer step that was given up."""
+        optimizer.zero_grad()

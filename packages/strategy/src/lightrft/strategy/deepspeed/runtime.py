@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -87,6 +88,10 @@ def start(timeout: timedelta) -> None:
     from deepspeed.accelerator import get_accelerator
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed still calls collectives by names that torch 2.13 has renamed.
+    warnings.filterwarnings(
+        "ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning
+    )
     if get_accelerator().device_name() == "cpu":
         # An all-reduce over shared memory that training never calls; compiling it takes a minute
         # or two at the first start.

@@ -145,7 +145,9 @@ class DeepspeedStrategy(StrategyBase):
         model.eval().requires_grad_(False)
         if self.stage == 3 and size > 1:
             with phase("shard a model", self._timeout):
-                return runtime.initialize(model, inference_config(self._settings)).eval()
+                engine = runtime.initialize(model, inference_config(self._settings))
+            engine.eval()
+            return engine
         for parameter in model.parameters():
             parameter.data = parameter.data.to(self.compute_dtype)
         return model.to(self.device)
@@ -183,16 +185,9 @@ class DeepspeedStrategy(StrategyBase):
 
     # ------------------------------------------------------------------ training
 
-    @contextmanager
-    def accumulation(self, num_micro_batches: int, optimizer: Optimizer) -> Iterator[None]:
-        """See `StrategyBase.accumulation`; what was accumulated is dropped if it fails."""
-        try:
-            with super().accumulation(num_micro_batches, optimizer):
-                yield
-        except BaseException:
-            if optimizer in self._engines:
-                runtime.discard_gradients(runtime.as_engine(self._engines[optimizer]))
-            raise
+    def _discard_gradients(self, optimizer: Optimizer) -> None:
+        if optimizer in self._engines:
+            runtime.discard_gradients(runtime.as_engine(self._engines[optimizer]))
 
     def backward(
         self, loss: Tensor, model: AnyModel, optimizer: Optimizer, **kwargs: object
