@@ -152,7 +152,8 @@ def train(rank: int, world_size: int, backend: str) -> tuple:
         grad_norms.append(metrics["grad_norm"])
         ratio_max = max(ratio_max, metrics["ratio_max"])
         weights = strategy.inference_engine.weights_copy()
-        weight_norms.append(float(np.sqrt(sum((w.astype(float) ** 2).sum() for w in weights.values()))))
+        squares = sum(float((w.astype(float) ** 2).sum()) for w in weights.values())
+        weight_norms.append(squares**0.5)
     return losses, grad_norms, weight_norms, weights, ratio_max
 
 
