@@ -168,7 +168,7 @@ def test_what_a_user_got_wrong_is_said_before_anything_starts(tmp_path, tiny_mod
         with pytest.raises(error, match=message):
             run_training(TrainConfig(**options(tmp_path, tiny_model, **changes)))
     (tmp_path / "run").mkdir(exist_ok=True)
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match="another run"):
         run_training(TrainConfig(**options(tmp_path, tiny_model)))
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from lightrft.rewards.types import RewardFunction
     from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.trainer.ppo_config import PPOConfig
 
 
 def check_processor(processor: object | None, *, is_needed: bool) -> None:
@@ -33,6 +34,22 @@ def check_engine_group(strategy: StrategyBase) -> None:
         raise AssertionError(
             f"engine_tp_size must be positive: got {size}; set --engine_tp_size 1 or more"
         )
+
+
+def idle_options(config: PPOConfig, *, has_reference: bool) -> list[str]:
+    """Options that are set and do nothing in this trainer, one sentence each."""
+    rules = (
+        (config.packing_samples, "packing_samples: rows are padded; the results are the same"),
+        (
+            config.kl_target is not None and not has_reference,
+            "kl_target acts only with a reference model and init_kl_coef > 0",
+        ),
+        (
+            config.reward_running_norm_minus_mean and not config.reward_running_norm,
+            "reward_running_norm_minus_mean acts only with reward_running_norm",
+        ),
+    )
+    return [text for applies, text in rules if applies]
 
 
 def trained_model(

@@ -22,6 +22,7 @@ class PPOKeywords(TypedDict, total=False):
 
     seed: int
     sp_size: int
+    engine_tp_size: int
     rollout_batch_size: int
     n_samples_per_prompt: int
     train_batch_size: int
@@ -80,6 +81,7 @@ class PPOConfig:
     loss_agg_mode: str = "seq-mean-token-mean"
     seed: int = 42
     sp_size: int = 1
+    engine_tp_size: int = 1
     rollout_batch_size: int = 512
     n_samples_per_prompt: int = 8
     train_batch_size: int = 128

@@ -79,6 +79,16 @@ class PromptStream:
         return islice(batches, None)
 
 
+def check_lengths(prompts: Sequence[Prompt], max_tokens: int) -> None:
+    """Raises a ValueError that names the prompts with more than `max_tokens` tokens."""
+    too_long = [prompt.id for prompt in prompts if len(prompt.token_ids) > max_tokens]
+    if too_long:
+        raise ValueError(
+            f"{len(too_long)} prompts (rows {too_long[:10]}) exceed prompt_max_len = {max_tokens} "
+            "tokens: leave them out, or raise prompt_max_len"
+        )
+
+
 def batches_per_episode(batches: PromptBatches, *, world_size: int, batch_size: int) -> int:
     """Steps of one whole pass.
 

@@ -14,6 +14,7 @@ from lightrft.trainer.checkpointing import CheckpointStore
 from lightrft.trainer.construction import (
     check_engine_group,
     check_processor,
+    idle_options,
     reward_of,
     trained_model,
 )
@@ -22,7 +23,7 @@ from lightrft.trainer.loggers import ConsoleLogger, LoggerGroup
 from lightrft.trainer.loop import Cadence, run_loop
 from lightrft.trainer.metrics import StepMetrics
 from lightrft.trainer.ppo_config import PPOKeywords, resolve_ppo_config, with_arguments
-from lightrft.trainer.prompts import PromptStream, planned_steps
+from lightrft.trainer.prompts import PromptStream, check_lengths, planned_steps
 from lightrft.trainer.state import initial_state
 from lightrft.trainer.step_metrics import finished_metrics, record_experience
 from lightrft.trainer.updates import Schedule, UpdateModels, update_models
@@ -57,10 +58,8 @@ class SPMDPPOTrainerBase:
             PreparedModel, which brings optimizer and scheduler along.
         critic: The value model likewise, or None.
         reward_model: Scores responses (`lightrft.rewards.RewardFunction`).
-        initial_model: The reference of the KL term, or None.
-        ema_model: Moving average of the actor's weights, or None.
-        actor_optim, critic_optim, actor_scheduler, critic_scheduler: As the strategy prepared
-            them.
+        initial_model, ema_model: Reference of the KL term, moving average of the actor; or None.
+        actor_optim, critic_optim, actor_scheduler, critic_scheduler: As prepared.
         loss_agg_mode: How the losses of tokens become one number.
         use_gspo: Use the policy loss "gspo".
         VLM: The models take images; needs `processor`.
@@ -126,9 +125,8 @@ class SPMDPPOTrainerBase:
         if tokenizer is None:
             raise ValueError("the trainer needs the actor's tokenizer: pass tokenizer=")
         self.initial_model = initial_model if uses_reference else None
-        self.ema_model = ema_model
+        self.ema_model, self.processor = ema_model, processor
         self.tokenizer = tokenizer
-        self.processor = processor
         self.reward_function = reward_of(reward_model, reward_fn)
         self.eval_prompts = eval_prompts
         self.state = initial_state(self.config)
@@ -140,6 +138,8 @@ class SPMDPPOTrainerBase:
             loggers = [ConsoleLogger(strategy.print, every=self.config.logging_steps)]
         self._loggers = LoggerGroup(loggers if strategy.is_rank_0() else ())
         self._maker = self._build_maker()
+        for text in idle_options(self.config, has_reference=uses_reference):
+            strategy.print(f"warning: option without effect: {text}")
 
     # ------------------------------------------------------------------ parts
 
@@ -198,6 +198,7 @@ class SPMDPPOTrainerBase:
         """
         if prompts is None:
             prompts = self._prompt_stream().next_batch()
+        check_lengths(prompts, self.config.prompt_max_len)
         for model in self._models():
             model.eval()
         self._experience = self._maker.make(
