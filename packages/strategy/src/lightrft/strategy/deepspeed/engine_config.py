@@ -77,7 +77,12 @@ def training_config(settings: ZeroSettings) -> dict[str, object]:
 def inference_config(settings: ZeroSettings) -> dict[str, object]:
     """The dictionary for a model that is only evaluated, sharded as in stage 3."""
     config = _base_config(settings)
-    config["zero_optimization"] = {"stage": 3, "memory_efficient_linear": False}
+    config["zero_optimization"] = {
+        "stage": 3,
+        "memory_efficient_linear": False,
+        # No parameter keeps a second, whole copy that a moving average would have to update.
+        "stage3_param_persistence_threshold": 0,
+    }
     return config
 
 

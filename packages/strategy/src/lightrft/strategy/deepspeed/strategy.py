@@ -25,6 +25,7 @@ from lightrft.strategy.deepspeed.engine_config import (
 )
 from lightrft.strategy.deepspeed.source import zero_parameter_source
 from lightrft.strategy.gathered_model import save_gathered_model
+from lightrft.strategy.moving_averages import MovingAverages
 from lightrft.strategy.optimizers import (
     AdamSettings,
     OptimizerStepResult,
@@ -93,6 +94,7 @@ class DeepspeedStrategy(StrategyBase):
             grad_accum_dtype=self.grad_accum_dtype,
             overlap_comm=self.overlap_comm,
         )
+        self._averages = MovingAverages()
         self._engines: weakref.WeakKeyDictionary[Optimizer, nn.Module] = weakref.WeakKeyDictionary()
         self._has_told_offload = False
 
@@ -234,6 +236,12 @@ class DeepspeedStrategy(StrategyBase):
             engine.zero_grad()
         return float(norm)
 
+    def moving_average(self, model: AnyModel, model_ema: AnyModel, beta: float = 0.992) -> None:
+        """Averages shard by shard, in float32; see `StrategyBase.moving_average`."""
+        self._averages.update(
+            self.parameter_source(model), self.parameter_source(model_ema), beta=beta
+        )
+
     # ------------------------------------------------------------------ memory
 
     def maybe_offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -322,6 +330,7 @@ class DeepspeedStrategy(StrategyBase):
             else:
                 checkpoint.require_strategy(type(self).__name__)
                 training_state.load_weights(folder, engine, strict=load_module_strict)
+            self._averages.forget(engine.module)
             self._mark_engine_stale()
             if not load_module_only:
                 if found.scheduler is not None and load_lr_scheduler_states:
@@ -343,7 +352,9 @@ class DeepspeedStrategy(StrategyBase):
 
     def load_model(self, model: AnyModel, path: str, strict: bool = True) -> None:
         """Reads full weights into parameters and masters; see `StrategyBase.load_model`."""
-        training_state.load_full_weights(Path(path), self.unwrap_model(model), strict=strict)
+        module = self.unwrap_model(model)
+        training_state.load_full_weights(Path(path), module, strict=strict)
+        self._averages.forget(module)
         self._mark_engine_stale()
 
 

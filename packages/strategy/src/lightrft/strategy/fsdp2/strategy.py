@@ -30,6 +30,7 @@ from lightrft.strategy.fsdp2.sharding import (
 )
 from lightrft.strategy.fsdp2.source import fsdp2_parameter_source, reshard_modules
 from lightrft.strategy.gathered_model import save_gathered_model
+from lightrft.strategy.moving_averages import MovingAverages
 from lightrft.strategy.optimizers import (
     AdamSettings,
     OptimizerStepResult,
@@ -82,6 +83,7 @@ class FSDPV2Strategy(StrategyBase):
         self.uses_master_weights = self.config.use_mp_opt and uses_bf16
         if self.config.use_mp_opt and not uses_bf16:
             self.print("warning: option without effect: use_mp_opt acts only with bf16")
+        self._averages = MovingAverages()
         self._meshes: dict[int, DeviceMesh] = {}
         self._offloaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -226,14 +228,11 @@ class FSDPV2Strategy(StrategyBase):
         optimizer.zero_grad()
         return OptimizerStepResult(norm, not is_finite, learning_rate)
 
-    @torch.no_grad()
-    def moving_average(
-        self, model: AnyModel, model_ema: AnyModel, beta: float = 0.992
-    ) -> None:
-        """Averages shard by shard; both models must be sharded alike."""
-        for wrapped in (model, model_ema):
-            reshard_modules(self.unwrap_model(wrapped))
-        super().moving_average(model, model_ema, beta)
+    def moving_average(self, model: AnyModel, model_ema: AnyModel, beta: float = 0.992) -> None:
+        """Averages shard by shard, in float32; see `StrategyBase.moving_average`."""
+        self._averages.update(
+            self.parameter_source(model), self.parameter_source(model_ema), beta=beta
+        )
 
     # ------------------------------------------------------------------ memory
 
@@ -325,6 +324,7 @@ class FSDPV2Strategy(StrategyBase):
             checkpoint = find_checkpoint(Path(load_dir), tag, ranks=self._ranks)
             checkpoint.require_strategy(type(self).__name__)
             training_state.load_module(checkpoint.path, module, strict=load_module_strict)
+            self._averages.forget(module)
             self._mark_engine_stale()
             if not load_module_only:
                 if found.optimizer is not None and load_optimizer_states:
@@ -349,7 +349,9 @@ class FSDPV2Strategy(StrategyBase):
 
     def load_model(self, model: AnyModel, path: str, strict: bool = True) -> None:
         """Reads full weights; each rank reads the rows it holds. See `StrategyBase.load_model`."""
-        training_state.load_full_weights(Path(path), self.unwrap_model(model), strict=strict)
+        module = self.unwrap_model(model)
+        training_state.load_full_weights(Path(path), module, strict=strict)
+        self._averages.forget(module)
         self._mark_engine_stale()
 
 

@@ -1,0 +1,331 @@
+"""What is particular to FSDP2: units, meshes, meta tensors, master weights, other rank counts."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+
+from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.strategy.fsdp2.master_weights import MasterWeightsAdamW
+from lightrft.strategy.fsdp2.sharding import find_blocks
+from lightrft.strategy.moving_averages import MovingAverages
+from lightrft.strategy.optimizers import AdamSettings
+from lightrft.strategy.parameter_source import module_parameter_source
+from lightrft.strategy.testing import run_multiprocess
+
+SETTINGS = {
+    "actor_learning_rate": 1e-2,
+    "lr_warmup_ratio": 0.0,
+    "bf16": False,
+    "engine_type": "hf",
+    "timeout_minutes": 2.0,
+}
+VOCAB = 97
+
+
+class Scorer(nn.Module):
+    is_actor = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, token_ids):
+        logits = self.model(input_ids=token_ids, use_cache=False).logits.float()
+        return torch.log_softmax(logits[:, :-1], -1).gather(-1, token_ids[:, 1:, None])[..., 0]
+
+
+def causal_lm(seed: int = 0) -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        max_position_embeddings=64,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def build(seed: int = 0) -> Scorer:
+    return Scorer(causal_lm(seed))
+
+
+def train(strategy, ready, steps, rank: int, world_size: int) -> list[float]:
+    """Losses of the steps; the batch of a step is the same whatever the number of ranks."""
+    losses = []
+    for step in steps:
+        rows = torch.randint(0, VOCAB, (4, 9), generator=torch.Generator().manual_seed(step))
+        own = rows.chunk(world_size)[rank]
+        with strategy.accumulation(1, ready[1]):
+            share = -ready[0](own).sum() / rows[:, 1:].numel()
+            strategy.backward(share, ready[0], ready[1])
+            result = strategy.optimizer_step(ready[1], ready[0], None)
+        losses.append([strategy.all_reduce(share.item(), op="sum"), result.grad_norm])
+    return losses
+
+
+def full_weights(strategy, model) -> list[torch.Tensor]:
+    parts = [p.local_shard.clone() for p in strategy.parameter_source(model).parameters()]
+    return [torch.cat([part.clone() for part in strategy.gather_objects(p)]) for p in parts]
+
+
+def make(world_size: int, **changes):
+    from lightrft.strategy.fsdp2.strategy import FSDPV2Strategy
+
+    return FSDPV2Strategy(1, 1.0, 1, world_size, args={**SETTINGS, **changes})
+
+
+def trained_by(strategy, model, **options):
+    model = strategy.prepare_model(model, is_training=True, **options)
+    return model, strategy.create_optimizer(model, lr=1e-2)
+
+
+def hybrid_cell(strategy, rank, world_size):
+    """Whole copies that exchange gradients, and an optimizer made before sharding."""
+    hybrid = trained_by(strategy, build(), shard_size=1)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    late = strategy.prepare((model, optimizer))
+    return {
+        "hybrid": train(strategy, hybrid, range(3), rank, world_size),
+        "late optimizer": train(strategy, late, range(3), rank, world_size),
+        "is_prepared_once": strategy.prepare_model(hybrid[0]) is hybrid[0],
+        "clamped": train(
+            strategy, trained_by(strategy, build(), shard_size=8), range(1), rank, world_size
+        ),
+    }
+
+
+def meta_cell(strategy, rank, world_size):
+    """Only rank 0 has weights; unsaved buffers must arrive as well."""
+    with strategy.init_model_context(meta_init=True):
+        model = build(seed=rank)
+    is_meta = next(model.parameters()).is_meta
+    ready = trained_by(strategy, model)
+    return {
+        "is_meta": is_meta,
+        "losses": train(strategy, ready, range(3), rank, world_size),
+    }
+
+
+def average_cell(strategy, rank, world_size):
+    ready = trained_by(strategy, build())
+    average = strategy.prepare_model(build())
+    start = full_weights(strategy, average)
+    train(strategy, ready, range(2), rank, world_size)
+    for _ in range(2):
+        strategy.moving_average(ready[0], average, beta=0.9)
+    now = full_weights(strategy, ready[0])
+    found = full_weights(strategy, average)
+    expected = [0.81 * old + 0.19 * new for old, new in zip(start, now, strict=True)]
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+
+
+def offload_cell(rank, world_size):
+    with make(world_size, adam_offload=True) as strategy:
+        ready = trained_by(strategy, build())
+        losses = train(strategy, ready, range(1), rank, world_size)
+        for step in range(1, 3):
+            assert strategy.maybe_load_optimizer(ready[1]) is ready[1]
+            losses += train(strategy, ready, [step], rank, world_size)
+            assert strategy.maybe_offload_optimizer(ready[1]) is ready[1]
+            strategy.maybe_offload_optimizer(ready[1])
+    return losses
+
+
+def low_precision_cell(rank, world_size, folder):
+    """bfloat16 compute, with float32 shards and with master weights; the latter resumed."""
+    results = {}
+    for use_mp_opt in (False, True):
+        with make(world_size, bf16=True, use_mp_opt=use_mp_opt) as strategy:
+            ready = trained_by(strategy, build())
+            dtype = next(ready[0].parameters()).dtype
+            losses = train(strategy, ready, range(4), rank, world_size)
+            target = f"{folder}/bf16-{use_mp_opt}"
+            strategy.save_ckpt(ready[0], target, optimizer=ready[1])
+            expected = train(strategy, ready, range(4, 6), rank, world_size)
+            fresh = trained_by(strategy, build(seed=3))
+            strategy.load_ckpt(fresh[0], target, optimizer=fresh[1])
+            again = train(strategy, fresh, range(4, 6), rank, world_size)
+            results[use_mp_opt] = {
+                "dtype": str(dtype), "losses": losses, "resumes": again == expected,
+            }  # fmt: skip
+    return results
+
+
+def two_rank_program(rank: int, world_size: int, folder: str):
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
+    with make(world_size) as strategy:
+        results = {
+            "hybrid": hybrid_cell(strategy, rank, world_size),
+            "meta": meta_cell(strategy, rank, world_size),
+            "average": average_cell(strategy, rank, world_size),
+        }
+        ready = trained_by(strategy, build())
+        train(strategy, ready, range(2), rank, world_size)
+        strategy.save_ckpt(ready[0], folder, "two", optimizer=ready[1])
+        results["continued"] = train(strategy, ready, range(2, 4), rank, world_size)
+    results["offload"] = offload_cell(rank, world_size)
+    results["low precision"] = low_precision_cell(rank, world_size, folder)
+    return results
+
+
+def one_rank_program(rank: int, world_size: int, folder: str):
+    with make(world_size) as strategy:
+        ready = trained_by(strategy, build(seed=4))
+        strategy.load_ckpt(ready[0], folder, "two", optimizer=ready[1])
+        continued = train(strategy, ready, range(2, 4), rank, world_size)
+        try:
+            other = trained_by(strategy, build().model)
+            strategy.load_ckpt(other[0], folder, "two", optimizer=other[1])
+        except RuntimeError as error:
+            strict = str(error)
+        strategy.load_ckpt(other[0], folder, "two", load_module_strict=False, load_module_only=True)
+        try:
+            strategy.backward(torch.zeros((), requires_grad=True), build(), ready[1])
+        except ValueError as error:
+            unsharded = str(error)
+    return {"continued": continued, "strict": strict, "unsharded": unsharded}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("fsdp2"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder):
+    return run_multiprocess(two_rank_program, 2, timeout_seconds=200, args=(folder,))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with FakeStrategy(1, 1.0, 1, 1, args=SETTINGS) as strategy:
+        model = build()
+        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        return train(strategy, (model, optimizer), range(6), 0, 1)
+
+
+@pytest.mark.multiprocess
+def test_hybrid_meshes_and_late_optimizers_train_like_one_process(two_ranks, expected):
+    for result in two_ranks:
+        cell = result["hybrid"]
+        assert cell["is_prepared_once"]
+        for name in ("hybrid", "late optimizer"):
+            assert cell[name] == [pytest.approx(row, rel=1e-5) for row in expected[:3]], name
+        assert cell["clamped"] == [pytest.approx(expected[0], rel=1e-5)]
+
+
+@pytest.mark.multiprocess
+def test_weights_and_buffers_of_rank_0_reach_models_without_memory(two_ranks, expected):
+    assert [result["meta"]["is_meta"] for result in two_ranks] == [False, True]
+    for result in two_ranks:
+        assert result["meta"]["losses"] == [pytest.approx(r, rel=1e-5) for r in expected[:3]]
+
+
+@pytest.mark.multiprocess
+def test_a_moving_average_follows_shard_by_shard(two_ranks):
+    assert max(result["average"] for result in two_ranks) < 1e-6
+
+
+@pytest.mark.multiprocess
+def test_offloading_in_pairs_and_unpaired_changes_no_bit(two_ranks, expected):
+    for result in two_ranks:
+        assert result["offload"] == [pytest.approx(row, rel=1e-5) for row in expected[:3]]
+
+
+@pytest.mark.multiprocess
+def test_bfloat16_trains_close_to_float32_and_resumes_exactly(two_ranks, expected):
+    for result in two_ranks:
+        for use_mp_opt, cell in result["low precision"].items():
+            assert cell["dtype"] == ("torch.bfloat16" if use_mp_opt else "torch.float32")
+            assert cell["resumes"]
+            for (loss, _), (wanted, _) in zip(cell["losses"], expected, strict=False):
+                assert loss == pytest.approx(wanted, rel=2e-2)
+            assert [loss for loss, _ in cell["losses"]] != [loss for loss, _ in expected[:4]]
+
+
+@pytest.mark.multiprocess
+def test_another_number_of_ranks_continues_a_checkpoint(two_ranks, folder, expected):
+    (found,) = run_multiprocess(one_rank_program, 1, timeout_seconds=120, args=(folder,))
+    assert found["continued"] == [pytest.approx(r, rel=1e-5) for r in two_ranks[0]["continued"]]
+    assert found["continued"] == [pytest.approx(row, rel=1e-5) for row in expected[2:4]]
+    assert "names are missing" in found["strict"]
+    assert "is not sharded" in found["unsharded"]
+
+
+def test_blocks_are_what_the_model_must_not_split():
+    model = build()
+    assert find_blocks(model) == list(model.model.model.layers)
+
+
+def test_blocks_of_unknown_models_are_their_repeated_layers():
+    model = nn.Sequential(
+        nn.Embedding(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 4)
+    )
+    assert find_blocks(model) == list(model[1])
+    model[1][1].weight = model[2].weight
+    assert find_blocks(model) == [model[1][0], model[1][2]]
+
+
+def test_a_vision_tower_stays_whole_on_request():
+    model = nn.Module()
+    model.visual = nn.Module()
+    model.visual.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    assert find_blocks(model) == [*model.visual.blocks, *model.layers]
+    assert find_blocks(model, keeps_vision_whole=True) == list(model.layers)
+
+
+def test_master_weights_keep_updates_that_bfloat16_loses():
+    torch.manual_seed(0)
+    start = torch.randn(64, 8).bfloat16().float()
+    # A steady direction, of which every single step is below half a unit.
+    gradients = 1.0 + 0.5 * torch.randn(50, 64, 8)
+    settings = AdamSettings(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    results = {}
+    for name, dtype in (("exact", torch.float32), ("plain", torch.bfloat16), ("master", None)):
+        weight = nn.Parameter(start.to(dtype or torch.bfloat16))
+        groups = [{"params": [weight], "weight_decay": 0.1}]
+        if dtype is None:
+            optimizer = MasterWeightsAdamW(groups, settings)
+        else:
+            optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+        for gradient in gradients:
+            weight.grad = gradient.to(weight.dtype)
+            optimizer.step()
+        results[name] = weight.detach().float()
+    error = {n: float((results[n] - results["exact"]).norm()) for n in ("plain", "master")}
+    # Half a bfloat16 unit is 2^-9 of the value.
+    assert error["master"] < results["exact"].norm() * 2**-8
+    assert error["master"] < error["plain"] / 2
+
+
+def test_an_average_in_bfloat16_moves_by_less_than_a_unit():
+    model, average = nn.Linear(8, 8), nn.Linear(8, 8)
+    average.load_state_dict(model.state_dict())
+    average.to(torch.bfloat16)
+    before = average.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    sources = module_parameter_source(model), module_parameter_source(average)
+    averages = MovingAverages()
+    for _ in range(100):
+        averages.update(*sources, beta=0.999)
+    moved = (average.weight.float() - before.float()).mean().item()
+    assert moved == pytest.approx(1 - 0.999**100, rel=0.05)
+    with pytest.raises(ValueError, match="same parameters"):
+        averages.update(module_parameter_source(nn.Linear(8, 4)), sources[1], beta=0.9)
+    with pytest.raises(ValueError, match=r"beta must be in \[0, 1\]"):
+        averages.update(*sources, beta=1.5)
