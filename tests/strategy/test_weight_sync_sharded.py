@@ -248,7 +248,7 @@ def zero_rank(rank: int, world_size: int, stages: tuple[int, ...]) -> dict[str, 
         source = zero_parameter_source(engine)
         ranges[stage] = check_ranges(source, full, rank)
         check_fake_engine(source, full)
-        actor = tiny_actor(is_tied=stage == 1)
+        actor = tiny_actor(is_tied=stage == 2)
         engine = start(actor, stage)
 
         def step(engine=engine):
@@ -257,7 +257,7 @@ def zero_rank(rank: int, world_size: int, stages: tuple[int, ...]) -> dict[str, 
 
         results += check_hf_engine(
             lambda engine=engine: zero_parameter_source(engine),
-            actor, engine, lambda actor=actor: gathered(actor.model), step, is_tied=stage == 1,
+            actor, engine, lambda actor=actor: gathered(actor.model), step, is_tied=stage == 2,
         )  # fmt: skip
     return {"ranges": ranges, "results": results}
 
@@ -276,11 +276,20 @@ def test_fsdp2_weights_reach_every_ranks_engine(world_size: int) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_zero_weights_of_every_stage_reach_every_ranks_engine(world_size: int) -> None:
-    ranks = run_multiprocess(zero_rank, world_size, timeout_seconds=270, args=((1, 2, 3),))
+@pytest.mark.parametrize(
+    ("world_size", "stages"),
+    [
+        (2, (2, 3)),
+        pytest.param(2, (0, 1), marks=pytest.mark.slow),
+        pytest.param(1, (1, 2, 3), marks=pytest.mark.slow),
+    ],
+)
+def test_zero_weights_of_every_stage_reach_every_ranks_engine(
+    world_size: int, stages: tuple[int, ...]
+) -> None:
+    ranks = run_multiprocess(zero_rank, world_size, timeout_seconds=270, args=(stages,))
     assert all(found == ranks[0] for found in ranks)
-    if world_size == 2:
-        assert ranks[0]["ranges"][1]["odd"] == ((0, 21),)
+    if stages == (2, 3):
+        assert ranks[0]["ranges"][2]["odd"] == ((0, 21),)
         assert ranks[0]["ranges"][3]["odd"] == ((0, 11), (11, 21))
         assert ranks[0]["ranges"][3]["one_row"] == ((0, 3), (3, 5))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lightrft.engines.base import RolloutEngine
+    from lightrft.strategy.config import StrategyConfig
+    from lightrft.strategy.parameter_source import ParameterSource
 
 CANARY_LENGTH = 64
 # Largest difference of a logprob between trainer and engine. Two float32 forwards of one model
@@ -172,6 +174,17 @@ def actor_canary(
 
     limit = max(CANARY_LIMITS.get(dtype, QUANTISED_LIMIT) for dtype in dtypes)
     return Canary(token_ids, score, limit)
+
+
+def compute_dtypes(
+    config: StrategyConfig, engine: RolloutEngine, source: ParameterSource
+) -> frozenset[torch.dtype]:
+    """The dtypes in which trainer or engine compute."""
+    dtypes = {parameter.dtype for parameter in engine.parameter_manifest()}
+    dtypes.update(parameter.local_shard.dtype for parameter in source.parameters())
+    if config.computes_in_bf16(has_gpu=torch.cuda.is_available()):
+        dtypes.add(torch.bfloat16)
+    return frozenset(dtypes)
 
 
 def score_with_actor(

@@ -7,8 +7,6 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from lightrft.kernels import BucketLayout, TensorSpec
 from lightrft.strategy.parameter_source import ParameterSource, SourceParameter
 from lightrft.strategy.prepared import inner_module, wrapped_module
@@ -18,7 +16,14 @@ from lightrft.strategy.weight_accounting import (
     match_parameters,
     parameters_to_send,
 )
-from lightrft.strategy.weight_canary import Canary, actor_canary, ask_engine, check_answer
+from lightrft.strategy.weight_canary import (
+    Canary,
+    EngineAnswer,
+    actor_canary,
+    ask_engine,
+    check_answer,
+    compute_dtypes,
+)
 from lightrft.strategy.weight_transfer import Transfer, load_buckets, share_weights
 from lightrft.strategy.weight_verification import (
     RankReport,
@@ -34,7 +39,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lightrft.engines.base import RolloutEngine
-    from lightrft.strategy.config import StrategyConfig
     from lightrft.strategy.distributed import Group
     from lightrft.strategy.prepared import AnyModel
     from lightrft.strategy.strategy_base import StrategyBase
@@ -115,7 +119,6 @@ class _Evidence:
 
     engine_hashes: Mapping[str, int]
     canary_difference: float | None = None
-    error: WeightSyncError | None = None
 
 
 class WeightSync:
@@ -174,7 +177,7 @@ class WeightSync:
         transfer = self._transfer(pairs, sent, source)
         verify_start_time = time.perf_counter()
         evidence = self._verify(pairs, hashes, transfer, canary)
-        self._conclude(previous_version, evidence.error, replica_hash)
+        self._conclude(previous_version, transfer.error, replica_hash)
         self._owner = weakref.ref(source.owner)
         self._resident_hashes = {p.name: hashes.get(p.name, 0) for p in pairs if p.source.frozen}
         end_time = time.perf_counter()
@@ -197,13 +200,15 @@ class WeightSync:
     def _match(self, source: ParameterSource) -> tuple[PlannedParameter, ...]:
         """Accounts for every parameter; all ranks fail together, before anything is sent."""
         pairs: tuple[PlannedParameter, ...] = ()
-        error = None
-        try:
+        transfer = Transfer()
+
+        def match() -> None:
+            nonlocal pairs
             manifest = self.engine.parameter_manifest()
             pairs = match_parameters(manifest, source.parameters(), source.tied_names)
-        except WeightSyncError as found:
-            error = found
-        agree(RankReport(error), self.world)
+
+        transfer.attempt(match)
+        agree(RankReport(transfer.error), self.world)
         return pairs
 
     def _select(
@@ -260,18 +265,18 @@ class WeightSync:
         transfer: Transfer,
         canary: Canary | None,
     ) -> _Evidence:
-        """Collects this rank's evidence; raises nothing that other ranks would not raise."""
-        evidence = _Evidence({}, error=transfer.error)
+        """Collects this rank's evidence; its failure goes to `transfer.error`."""
+        evidence = _Evidence({})
         if not self.verify:
             return evidence
-        try:
-            if evidence.error is None:
-                evidence.engine_hashes = self._engine_hashes(pairs, transfer, hashes)
-                check_hashes(hashes, evidence.engine_hashes)
-        except WeightSyncError as error:
-            evidence.error = error
+
+        def compare_hashes() -> None:
+            evidence.engine_hashes = self._engine_hashes(pairs, transfer, hashes)
+            check_hashes(hashes, evidence.engine_hashes)
+
+        transfer.attempt(compare_hashes)
         if canary is not None and self.engine.computes_model:
-            self._score_canary(canary, evidence)
+            evidence.canary_difference = self._score_canary(canary, transfer)
         return evidence
 
     def _engine_hashes(
@@ -291,25 +296,28 @@ class WeightSync:
             found[pair.name] = transfer.handed_hashes.get(pair.name, resident_hash)
         return found
 
-    def _score_canary(self, canary: Canary, evidence: _Evidence) -> None:
+    def _score_canary(self, canary: Canary, transfer: Transfer) -> float | None:
         """Lets engine and trainer score the prompt; every rank runs the trainer's forward."""
-        answer = None
-        try:
-            if evidence.error is None:
-                # The engine computes nothing with weights that have no version. `_conclude` takes
-                # it back if any rank finds a fault.
-                self.engine.set_weights_version(self.engine.weights_version + 1)
-                answer = ask_engine(self.engine, canary)
-        except WeightSyncError as error:
-            evidence.error = error
-        if answer is None:
-            canary.score((*canary.token_ids, canary.token_ids[0]))
-            return
-        expected = canary.score(answer.token_ids)
-        try:
-            evidence.canary_difference = check_answer(canary, expected, answer)
-        except WeightSyncError as error:
-            evidence.error = error
+        answer: EngineAnswer | None = None
+        difference: float | None = None
+
+        def ask() -> None:
+            nonlocal answer
+            # The engine computes nothing with weights that have no version. `_conclude` takes it
+            # back if any rank finds a fault.
+            self.engine.set_weights_version(self.engine.weights_version + 1)
+            answer = ask_engine(self.engine, canary)
+
+        def compare() -> None:
+            nonlocal difference
+            if answer is not None:
+                difference = check_answer(canary, expected, answer)
+
+        transfer.attempt(ask)
+        filler = (*canary.token_ids, canary.token_ids[0])
+        expected = canary.score(filler if answer is None else answer.token_ids)
+        transfer.attempt(compare)
+        return difference
 
     def _conclude(
         self, previous_version: int, error: WeightSyncError | None, replica_hash: int
@@ -361,7 +369,7 @@ def sync_engine_weights(
         canary = actor_canary(
             model,
             inner_module(model),
-            dtypes=_compute_dtypes(config, engine, source),
+            dtypes=compute_dtypes(config, engine, source),
             max_length=config.max_len,
             device=strategy.device,
         )
@@ -371,17 +379,6 @@ def sync_engine_weights(
 
 
 _SYNCS: weakref.WeakKeyDictionary[RolloutEngine, WeightSync] = weakref.WeakKeyDictionary()
-
-
-def _compute_dtypes(
-    config: StrategyConfig, engine: RolloutEngine, source: ParameterSource
-) -> frozenset[torch.dtype]:
-    """The dtypes in which trainer or engine compute."""
-    dtypes = {parameter.dtype for parameter in engine.parameter_manifest()}
-    dtypes.update(parameter.local_shard.dtype for parameter in source.parameters())
-    if config.computes_in_bf16(has_gpu=torch.cuda.is_available()):
-        dtypes.add(torch.bfloat16)
-    return frozenset(dtypes)
 
 
 def _num_bytes(pairs: Sequence[PlannedParameter]) -> int:

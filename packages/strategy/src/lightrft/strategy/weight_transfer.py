@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Transfer:
-    """What one update wrote into an engine, and its first failure.
+    """What one update wrote into an engine, and the first failure on this rank.
 
     Args:
         num_bytes, num_buckets, num_payload_collectives: What was moved.
         is_aliased: Whether the engine shares the trainer's storage instead.
         handed_hashes: Hash of each parameter that cannot be read back, as it was handed over.
         error: The first failure; kept until all ranks can learn of it, because the others wait for
-            this rank in the next bucket's collective.
+            this rank in the next collective.
     """
 
     num_bytes: int = 0
@@ -42,11 +42,13 @@ class Transfer:
     error: WeightSyncError | None = None
 
     def attempt(self, step: Callable[[], None], *, even_after_error: bool = False) -> None:
-        """Runs one step on the engine unless an earlier one failed."""
+        """Runs one step of an update or of its verification unless an earlier one failed."""
         if self.error is not None and not even_after_error:
             return
         try:
             step()
+        except WeightSyncError as err:
+            self.error = self.error or err
         except Exception as err:  # noqa: BLE001 - raised on all ranks by `agree`
             if self.error is None:
                 self.error = WeightSyncError("transfer", f"{type(err).__name__}: {err}")
