@@ -1,0 +1,206 @@
+"""One GRPO step of lightrft and of TRL, interleaved in one process at one thread.
+
+    OMP_NUM_THREADS=1 uv run --group peers pytest benchmarks/test_bench_step.py -s
+
+Same model, prompts, samples, lengths, reward and optimizer; a step is rollout, rewards, update and
+(ours) the verified weight sync. Times are medians of at least 7 rounds, and the figure of merit is
+the ratio.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+NUM_PROMPTS, GROUP_SIZE, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 16, 32
+VOCAB, HIDDEN, NUM_ROUNDS = 512, 64, 9
+RESULTS = Path(__file__).parent / "results"
+
+
+def build_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, VOCAB)}}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+    )
+
+
+def build_model(*, ends_early: bool):
+    """A random model; with `ends_early` about one token in twenty ends the response."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config)
+    if ends_early:
+        with torch.no_grad():
+            hidden = model.model(torch.randint(3, VOCAB, (64, 32))).last_hidden_state
+            mean = hidden.flatten(0, 1).mean(0)
+            target = torch.log(torch.tensor(0.05 * VOCAB))
+            model.lm_head.weight[1] = mean * target / mean.dot(mean)
+    return model
+
+
+def even_words(texts):
+    shares = []
+    for text in texts:
+        words = [word for word in text.split() if word.startswith("w")]
+        shares.append(sum(int(word[1:]) % 2 == 0 for word in words) / max(1, len(words)))
+    return shares
+
+
+class EvenWords:
+    name = "even_words"
+    needs_labels = False
+
+    def score(self, prompts, responses, labels, columns):
+        from lightrft.rewards.types import RewardResult
+
+        return [RewardResult(share) for share in even_words(responses)]
+
+    def close(self):
+        pass
+
+
+def build_ours(model, tokenizer, prompts):
+    """A function that takes one whole step and returns its metrics."""
+    from lightrft.datasets.types import Prompt
+    from lightrft.models import Actor
+    from lightrft.strategy import get_fake_strategy
+    from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
+
+    num_samples = NUM_PROMPTS * GROUP_SIZE
+    args = Namespace(
+        seed=0, max_norm=1.0, bf16=False, train_batch_size=num_samples,
+        micro_train_batch_size=num_samples, micro_rollout_batch_size=num_samples,
+        rollout_batch_size=NUM_PROMPTS, n_samples_per_prompt=GROUP_SIZE,
+        generate_max_len=NEW_TOKENS, prompt_max_len=PROMPT_TOKENS, actor_learning_rate=1e-3,
+        lr_warmup_ratio=0.0, lr_scheduler="constant", init_kl_coef=0.0, engine_type="hf",
+        advantage_estimator="group_norm", loss_agg_mode="token-mean", pretrain=None, plot_every=-1,
+    )  # fmt: skip
+    strategy = get_fake_strategy(args)
+    actor, _, _, _ = strategy.prepare_models_and_optimizers(
+        Actor(model), None, None, None, args, 10_000
+    )
+    strategy.setup_inference_engine(args, engine_type="hf", actor=actor)
+    trainer = SPMDPPOTrainer(strategy, actor, None, EvenWords(), tokenizer=tokenizer, loggers=[])
+    rows = [
+        Prompt(i, text, tuple(tokenizer(text)["input_ids"]))
+        for i, text in enumerate(prompts[:NUM_PROMPTS])
+    ]
+
+    def step(index: int) -> dict[str, float]:
+        trainer.make_experience(rows)
+        return trainer.ppo_train(index)
+
+    return step
+
+
+def time_interleaved(
+    ours, model, tokenizer, prompts
+) -> tuple[list[float], list[float], list[dict]]:
+    """Seconds of each round of TRL and ours, in turn, and our metrics."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    peer_seconds, our_seconds, our_metrics = [], [], []
+
+    class Turns(TrainerCallback):
+        begin = 0.0
+
+        def on_step_begin(self, *_args, **_kwargs):
+            self.begin = time.perf_counter()
+
+        def on_step_end(self, *_args, **_kwargs):
+            peer_seconds.append(time.perf_counter() - self.begin)
+            begin = time.perf_counter()
+            our_metrics.append(ours(len(our_seconds) + 1))
+            our_seconds.append(time.perf_counter() - begin)
+
+    settings = GRPOConfig(
+        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, use_vllm=False,
+        per_device_train_batch_size=NUM_PROMPTS * GROUP_SIZE, gradient_accumulation_steps=1,
+        num_generations=GROUP_SIZE, max_completion_length=NEW_TOKENS, num_iterations=1, beta=0.0,
+        learning_rate=1e-3, max_steps=NUM_ROUNDS + 1, logging_steps=1000, report_to=[],
+        save_strategy="no", temperature=1.0, gradient_checkpointing=False, disable_tqdm=True,
+        seed=0,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda prompts, completions, **_: even_words(completions),
+        args=settings,
+        train_dataset=Dataset.from_list([{"prompt": text} for text in prompts]),
+        processing_class=tokenizer,
+        callbacks=[Turns()],
+    )
+    trainer.train()
+    return peer_seconds[1:], our_seconds[1:], our_metrics[1:]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    torch.set_num_threads(1)
+
+
+@pytest.mark.benchmark(group="grpo-step")
+@pytest.mark.parametrize("lengths", ["equal", "uneven"])
+def test_grpo_step(benchmark, lengths):
+    tokenizer = build_tokenizer()
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(3, VOCAB, (512, PROMPT_TOKENS), generator=generator).tolist()
+    prompts = [" ".join(f"w{i}" for i in row) for row in words]
+    model = build_model(ends_early=lengths == "uneven")
+    ours = build_ours(copy.deepcopy(model), tokenizer, prompts)
+    if importlib.util.find_spec("trl") is None:
+        print("\npeer absent: TRL (uv run --group peers ...)")
+        benchmark.pedantic(ours, args=(1,), rounds=7, warmup_rounds=1)
+        return
+    peer_seconds, our_seconds, metrics = time_interleaved(ours, model, tokenizer, prompts)
+    peer, own = statistics.median(peer_seconds), statistics.median(our_seconds)
+    phases = {
+        name: statistics.median(row[name] for row in metrics)
+        for name in metrics[0]
+        if name.endswith("_seconds")
+    }
+    record = {
+        "lengths": lengths,
+        "trl_seconds": peer,
+        "lightrft_seconds": own,
+        "trl_over_lightrft": peer / own,
+        "rounds": len(our_seconds),
+        "phases": phases,
+        "mean_response_tokens": statistics.mean(row["response_length"] for row in metrics),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, 1 thread used",
+        "torch": torch.__version__,
+    }
+    benchmark.extra_info.update(record)
+    print(f"\n{lengths} lengths: TRL {peer:.3f} s, lightrft {own:.3f} s, ratio {peer / own:.2f}")
+    print("  " + ", ".join(f"{name} {value:.3f}" for name, value in sorted(phases.items())))
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"step_{lengths}.json").write_text(json.dumps(record, indent=2) + "\n")
+    benchmark.pedantic(ours, args=(NUM_ROUNDS + 2,), rounds=3)

@@ -1,0 +1,99 @@
+"""Every command of the README does what the README says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+BASH = [
+    line
+    for block in re.findall(r"```bash\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    for line in block.strip().splitlines()
+]
+
+
+def run(command: str, folder: Path, *extra: str, timeout_seconds: float = 280.0) -> str:
+    """Runs `uv run lightrft ...` with this environment's interpreter, in `folder`."""
+    words = shlex.split(command)
+    assert words[:3] == ["uv", "run", "lightrft"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lightrft.cli.main", *words[3:], *extra],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def command(word: str) -> str:
+    (found,) = [line for line in BASH if word in line]
+    return found
+
+
+def test_readme_has_the_commands_that_are_tested_here():
+    assert [shlex.split(line)[2:4] for line in BASH] == [
+        ["lightrft", "quickstart"],
+        ["pytest"],
+        ["lightrft", "init-model"],
+        ["lightrft", "train"],
+    ]
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    ci = README.with_name(".ci") / "run"
+    assert command("pytest") in ci.read_text().splitlines()
+
+
+def test_own_run(tmp_path):
+    (source,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    (tmp_path / "my_reward.py").write_text(source)
+    rows = [{"input": f"Count to {n}."} for n in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run(command("init-model"), tmp_path)
+    run(command("train"), tmp_path)
+    made = {path.name for path in (tmp_path / "runs" / "first").iterdir()}
+    named = {
+        "config.toml",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "checkpoints",
+        "summary.json",
+        "model",
+    }
+    assert named <= made
+
+
+@pytest.mark.timeout(600)
+def test_quickstart(tmp_path):
+    run(command("quickstart"), tmp_path, "--output_dir", "run", timeout_seconds=580.0)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["accuracy_before"] < 0.4
+    assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.6
+    from transformers import AutoModelForCausalLM
+
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").num_parameters() > 1e5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", pytest.param("deepspeed", marks=pytest.mark.deepspeed)]
+)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_quickstart_rises_for_every_seed_and_strategy(seed, strategy, tmp_path):
+    chosen = ("--output_dir", "run", "--seed", str(seed), "--strategy", strategy)
+    run(command("quickstart"), tmp_path, *chosen, timeout_seconds=880.0)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.6
