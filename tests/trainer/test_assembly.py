@@ -68,8 +68,13 @@ def train_each(rank, world_size, runs):
     """One process of several runs, one after the other."""
     from dataclasses import asdict
 
+    import torch.distributed as dist
+
     from lightrft.trainer.assembly import run_training
 
+    if world_size > 1:
+        # Kept over all runs: to end one and start the next at the same address is a race.
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
     return [asdict(run_training(TrainConfig(**values))) for values in runs]
 
 
