@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightrft.kernels import Workspace, linear_logprob
+from lightrft.kernels import VocabShard, Workspace, linear_logprob
 
 IMPLEMENTATIONS = ["reference", "chunked"]
 
@@ -291,11 +291,16 @@ def test_logprobs_are_never_positive():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"impl": "triton"}, "unknown impl 'triton': expected one of auto, reference, chunked"),
+        ({"impl": "cuda"}, "unknown impl 'cuda': expected one of auto, reference, chunked"),
         ({"entropy": "yes"}, "unknown entropy 'yes': expected one of none, value, grad"),
-        ({"precision": "centred"}, "precision 'centred' is not available"),
-        ({"deterministic": "batch_invariant"}, "'batch_invariant' is not available"),
-        ({"tp": object()}, "vocabulary shards are not available"),
+        ({"precision": "bf16"}, "unknown precision 'bf16': expected one of fp32, centred"),
+        ({"precision": "centred"}, r"hidden and weight in bfloat16: got torch\.float32"),
+        ({"precision": "centred", "impl": "reference"}, "pass precision='fp32'"),
+        ({"deterministic": "batch_invariant", "impl": "chunked"}, "depend on the number of tokens"),
+        ({"deterministic": "batch_invariant", "impl": "reference"}, "pass deterministic=True"),
+        ({"deterministic": "yes"}, "unknown deterministic 'yes'"),
+        ({"impl": "cublas"}, "impl='cublas' is not available here: it needs CUDA tensors"),
+        ({"impl": "reference", "tp": VocabShard(None, 0, 20)}, "pass tp=None"),
         ({"impl": "reference", "workspace": Workspace(8)}, "workspace=None"),
         ({"temperature": 0.0}, "temperature must be positive: got 0.0"),
         ({"temperature": float("nan")}, "temperature must be positive: got nan"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightrft.kernels.hardware import KernelCapabilities, capabilities
     from lightrft.kernels.logprob.dispatch import linear_logprob
-    from lightrft.kernels.logprob.types import LogprobOutput, Workspace
+    from lightrft.kernels.logprob.types import LogprobOutput, VocabShard, Workspace
     from lightrft.kernels.weight_bucket.broadcaster import (
         BucketBroadcaster,
         BucketPiece,
@@ -28,6 +28,7 @@ _MODULES = {
     "LogprobOutput": "logprob.types",
     "Segment": "weight_bucket.layout",
     "TensorSpec": "weight_bucket.layout",
+    "VocabShard": "logprob.types",
     "Workspace": "logprob.types",
     "capabilities": "hardware",
     "combine_hashes": "weight_bucket.reference",
@@ -47,6 +48,7 @@ __all__ = [
     "LogprobOutput",
     "Segment",
     "TensorSpec",
+    "VocabShard",
     "Workspace",
     "capabilities",
     "combine_hashes",

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch import Tensor
 
 EntropyMode = Literal["none", "value", "grad"]
-LogprobImplementation = Literal["auto", "reference", "chunked"]
+LogprobImplementation = Literal["auto", "reference", "chunked", "triton", "cublas"]
+Precision = Literal["fp32", "centred"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +31,43 @@ class LogprobOutput:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """How much of the logits exists at a time.
+    """How much of the logits exists at a time, and where the weight's gradient goes.
 
     Args:
-        chunk_columns: Columns of the vocabulary in one chunk; the work space is
-            4 * tokens * chunk_columns bytes, a few times over.
+        chunk_columns: Columns of the vocabulary in one chunk; the work space is a few times
+            4 * tokens * chunk_columns bytes ("chunked"), or once 2 to 4 bytes for each logit.
+        grad_weight: [vocab, hidden] float32. The backward pass adds the weight's gradient to it,
+            unrounded, and leaves `weight.grad` alone. None: autograd gets it in weight's dtype.
     """
 
     chunk_columns: int = 4096
+    grad_weight: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.chunk_columns < 1:
             raise ValueError(f"chunk_columns must be at least 1: got {self.chunk_columns}")
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """The rows of the output layer that one rank of a tensor-parallel group holds.
+
+    Args:
+        group: The ranks that hold the vocabulary between them; None is the default group.
+        start: First token id of this rank's rows.
+        vocab_size: Tokens in the whole vocabulary; rows of ids from here on are padding.
+    """
+
+    group: dist.ProcessGroup | None
+    start: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.vocab_size < 1:
+            raise ValueError(
+                "expected start >= 0 and vocab_size >= 1: got "
+                f"start={self.start}, vocab_size={self.vocab_size}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +81,15 @@ class LogitsLaw:
 
     temperature: float
     softcap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLayer:
+    """A weight [columns, hidden], its bias [columns] or None, and the law of its logits."""
+
+    weight: Tensor
+    bias: Tensor | None
+    law: LogitsLaw
 
 
 def accumulation_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -74,9 +110,12 @@ def compute_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, law: Log
     Returns:
         [tokens, columns].
     """
-    logits = hidden @ weight.T
-    if bias is not None:
-        logits = logits + bias
+    return apply_law(hidden @ weight.T, bias, law)
+
+
+def apply_law(product: Tensor, bias: Tensor | None, law: LogitsLaw) -> Tensor:
+    """Logits from hidden @ weight.T: [tokens, columns], bias [columns] or None."""
+    logits = product if bias is None else product + bias
     if law.softcap is not None:
         logits = law.softcap * torch.tanh(logits / law.softcap)
     return logits / law.temperature

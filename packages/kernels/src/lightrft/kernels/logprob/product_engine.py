@@ -1,0 +1,179 @@
+"""Logprobs from the library's matrix products: stored a chunk at a time, float32 or centred.
+
+Products of a chunk are laid out [columns, tokens]. Centred, they are stored in bfloat16 after a
+number close to each row's result was subtracted inside the product's epilogue, before rounding:
+what is rounded is small where it matters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightrft.kernels.logprob.autograd import chunks
+from lightrft.kernels.logprob.products import wide_product
+from lightrft.kernels.logprob.rows import (
+    RowStatistics,
+    finish_logits,
+    finish_target_logits,
+    grad_of_logits,
+)
+from lightrft.kernels.logprob.types import accumulation_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lightrft.kernels.logprob.rows import GradRows
+    from lightrft.kernels.logprob.types import OutputLayer
+
+_BLOCK_BYTES = 32 * 2**20
+"""Products stored at a time in the forward pass: they stay in the cache until they are reduced."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductEngine:
+    """Products of whole chunks, then one pass over them.
+
+    Args:
+        chunk_columns: Columns of the vocabulary in one chunk.
+        is_centred: Products in bfloat16, centred; else in float32.
+        uses_triton: The passes over products are Triton kernels; else plain torch.
+    """
+
+    chunk_columns: int
+    is_centred: bool
+    uses_triton: bool
+
+    def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
+        """The common 16-bit dtype of the inputs, else the accumulation dtype."""
+        if hidden.dtype == weight.dtype and hidden.dtype.itemsize == 2:
+            return hidden.dtype
+        return accumulation_dtype(hidden, weight)
+
+    def statistics(
+        self, hidden: Tensor, layer: OutputLayer, targets: Tensor, *, needs_entropy: bool
+    ) -> RowStatistics:
+        """Chunk by chunk of the vocabulary, block by block of tokens."""
+        dtype = self.product_dtype(hidden, layer.weight)
+        hidden = hidden.to(dtype)
+        wanted = target_products(hidden, layer.weight.detach(), targets)
+        centre = wanted.to(torch.bfloat16) if self.is_centred else None
+        target_logits = finish_target_logits(wanted, layer, targets)
+        if self.uses_triton and len(hidden) > 0 and len(layer.weight) > 0:
+            return self._fold_on_chip(
+                hidden, layer, centre, target_logits, needs_entropy=needs_entropy
+            )
+        blocks = []
+        step = self._block_tokens(layer)
+        for first in range(0, len(hidden), step):
+            block = slice(first, first + step)
+            block_centre = None if centre is None else centre[block]
+            rows = RowStatistics.empty(
+                len(hidden[block]), hidden, accumulation_dtype(hidden, layer.weight)
+            )
+            for start, _, chunk in chunks(layer, self.chunk_columns, dtype):
+                products = self.products(hidden[block], chunk, block_centre)
+                rows = rows.merge(self.fold(products, chunk, block_centre, targets[block], start))
+            blocks.append(rows)
+        if not blocks:
+            return RowStatistics.empty(0, hidden, accumulation_dtype(hidden, layer.weight))
+        return RowStatistics(
+            torch.cat([rows.maximum for rows in blocks]),
+            torch.cat([rows.exp_sum for rows in blocks]),
+            torch.cat([rows.weighted_sum for rows in blocks]),
+            target_logits,
+        )
+
+    def grad_logits(self, rows: GradRows, chunk: OutputLayer, first_column: int) -> Tensor:
+        """Recomputes the chunk's products, centred on each row's log of the sum."""
+        centre = None
+        if self.is_centred:
+            log_sum = rows.maximum + rows.log_sum
+            centre = (log_sum * chunk.law.temperature).to(torch.bfloat16)
+        products = self.products(rows.hidden, chunk, centre)
+        return self.grad_of_products(products, rows, chunk, centre, first_column)
+
+    def products(self, hidden: Tensor, chunk: OutputLayer, centre: Tensor | None) -> Tensor:
+        """The products weight @ hidden.T - centre: [columns, tokens]."""
+        if centre is None:
+            return wide_product(chunk.weight, hidden.T)
+        return torch.addmm(-centre, chunk.weight, hidden.T)
+
+    def fold(
+        self, products: Tensor, chunk: OutputLayer, centre: Tensor | None, targets: Tensor,
+        first_column: int,
+    ) -> RowStatistics:  # fmt: skip
+        """Statistics of stored products."""
+        shift = None if centre is None else centre.float()
+        logits = finish_logits(products.T, chunk.bias, shift, chunk.law)
+        return RowStatistics.of_logits(logits, targets, first_column)
+
+    def grad_of_products(
+        self, products: Tensor, rows: GradRows, chunk: OutputLayer, centre: Tensor | None,
+        first_column: int,
+    ) -> Tensor:  # fmt: skip
+        """Gradient of stored products, which may be overwritten: [rows, columns]."""
+        shift = None if centre is None else centre.float()
+        if self.uses_triton:
+            from lightrft.kernels.logprob import triton_launch
+
+            return triton_launch.grad_of_stored_products(
+                products, rows, chunk, shift, first_column
+            ).T
+        logits = finish_logits(products.T, chunk.bias, shift, chunk.law)
+        return grad_of_logits(logits, rows, first_column, chunk.law).to(rows.hidden.dtype)
+
+    def _block_tokens(self, layer: OutputLayer) -> int:
+        columns = min(self.chunk_columns, max(1, len(layer.weight)))
+        itemsize = 2 if self.is_centred else 4
+        return max(128, _BLOCK_BYTES // (columns * itemsize) // 128 * 128)
+
+    def _fold_on_chip(
+        self, hidden: Tensor, layer: OutputLayer, centre: Tensor | None, target_logits: Tensor,
+        *, needs_entropy: bool,
+    ) -> RowStatistics:  # fmt: skip
+        """Products block by block; their statistics go to one table that is merged at the end."""
+        from lightrft.kernels.logprob import triton_launch
+
+        per_chunk = -(-self.chunk_columns // triton_launch.COLUMNS_PER_SPLIT)
+        num_chunks, rest = divmod(len(layer.weight), self.chunk_columns)
+        num_splits = num_chunks * per_chunk + -(-rest // triton_launch.COLUMNS_PER_SPLIT)
+        partials = triton_launch.Partials.allocate(
+            num_splits, len(hidden), hidden, needs_entropy=needs_entropy
+        )
+        shift = None if centre is None else centre.float()
+        step = self._block_tokens(layer)
+        for start, _, chunk in chunks(layer, self.chunk_columns, hidden.dtype):
+            for first in range(0, len(hidden), step):
+                block_centre = None if centre is None else centre[first : first + step]
+                products = self.products(hidden[first : first + step], chunk, block_centre)
+                triton_launch.fold_products(
+                    products, chunk, shift, partials, first_row=first,
+                    first_split=start // self.chunk_columns * per_chunk,
+                )  # fmt: skip
+        return partials.merge(target_logits)
+
+
+def target_products(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """hidden[row] . weight[targets[row]], accumulated in float32; 0 where the target is outside.
+
+    Args:
+        hidden: [tokens, hidden].
+        weight: [columns, hidden].
+        targets: [tokens] int64.
+
+    Returns:
+        [tokens] in the accumulation dtype.
+    """
+    dtype = accumulation_dtype(hidden, weight)
+    out = torch.zeros(len(hidden), dtype=dtype, device=hidden.device)
+    if len(weight) == 0:
+        return out
+    step = 1024  # bounds the widened copies
+    for first in range(0, len(hidden), step):
+        block = slice(first, first + step)
+        rows = weight[targets[block].clamp(0, len(weight) - 1)].to(dtype)
+        out[block] = (hidden[block].to(dtype) * rows).sum(1)
+    return torch.where((targets >= 0) & (targets < len(weight)), out, 0)

@@ -1,0 +1,167 @@
+"""What is kept of a row of logits: four numbers that merge over chunks, splits and ranks.
+
+With M = max z, S = sum exp(z - M) and U = sum exp(z - M) (z - M) over the logits z of a row:
+
+    logprob = (z_target - M) - log S        entropy = log S - U / S
+    dL/dz = gl (onehot - p) - ge p (log p + entropy),  p = exp(z - M - log S)
+
+for upstream gradients gl (of logprobs) and ge (of the entropy).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightrft.kernels.logprob.types import LogitsLaw, OutputLayer, apply_law
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowStatistics:
+    """Reductions over some columns of the vocabulary: [tokens] each.
+
+    Args:
+        maximum: M; -inf where no column was seen.
+        exp_sum: S.
+        weighted_sum: U; not kept up where no entropy is asked for.
+        target_logits: The target's logit, or 0 where the target is not among the columns.
+    """
+
+    maximum: Tensor
+    exp_sum: Tensor
+    weighted_sum: Tensor
+    target_logits: Tensor
+
+    @classmethod
+    def empty(cls, num_tokens: int, like: Tensor, dtype: torch.dtype) -> RowStatistics:
+        """Statistics of no column at all."""
+        zeros = torch.zeros(num_tokens, dtype=dtype, device=like.device)
+        return cls(torch.full_like(zeros, -torch.inf), zeros, zeros, zeros)
+
+    @classmethod
+    def of_logits(cls, logits: Tensor, targets: Tensor, first_column: int) -> RowStatistics:
+        """Statistics of a chunk [tokens, columns] that starts at `first_column`."""
+        maximum = logits.amax(dim=1)
+        shifted = logits - _finite(maximum)[:, None]
+        exponentials = shifted.exp()
+        weighted = torch.where(shifted > -torch.inf, exponentials * shifted, 0).sum(1)
+        columns = targets - first_column
+        is_inside = (columns >= 0) & (columns < logits.shape[1])
+        picked = logits.gather(1, columns.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
+        target_logits = torch.where(is_inside, picked, 0)
+        return cls(maximum, exponentials.sum(1), weighted, target_logits)
+
+    def merge(self, other: RowStatistics) -> RowStatistics:
+        """Statistics of the union of two disjoint sets of columns."""
+        maximum = torch.maximum(self.maximum, other.maximum)
+        reference = _finite(maximum)
+        exp_sum, weighted_sum = torch.zeros_like(maximum), torch.zeros_like(maximum)
+        for part in (self, other):
+            drop = part.maximum - reference
+            scale = drop.exp()
+            # Where a part saw nothing its maximum is -inf and its sums are 0: 0 * -inf is not 0.
+            moved = torch.where(part.exp_sum > 0, drop * part.exp_sum, 0)
+            exp_sum = exp_sum + scale * part.exp_sum
+            weighted_sum = weighted_sum + scale * (part.weighted_sum + moved)
+        return RowStatistics(
+            maximum, exp_sum, weighted_sum, self.target_logits + other.target_logits
+        )
+
+    @property
+    def log_sum(self) -> Tensor:
+        """Logarithm of S."""
+        return self.exp_sum.log()
+
+    @property
+    def logprobs(self) -> Tensor:
+        """Log-probability of the targets; rounding never makes it positive."""
+        return ((self.target_logits - self.maximum) - self.log_sum).clamp(max=0)
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy in nats."""
+        return self.log_sum - self.weighted_sum / self.exp_sum
+
+
+@dataclass(frozen=True, slots=True)
+class GradRows:
+    """What a backward pass knows of the rows that have a gradient.
+
+    Args:
+        hidden: [rows, hidden], in the dtype of the products.
+        targets: [rows] int64 column of the target; outside the weight where it lies elsewhere.
+        maximum, log_sum, logprobs, entropy: [rows] of the whole vocabulary.
+        grad_logprobs, grad_entropy: [rows] upstream gradients, or None.
+    """
+
+    hidden: Tensor
+    targets: Tensor
+    maximum: Tensor
+    log_sum: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+    grad_logprobs: Tensor | None
+    grad_entropy: Tensor | None
+
+
+def grad_of_logits(logits: Tensor, rows: GradRows, first_column: int, law: LogitsLaw) -> Tensor:
+    """Gradient of hidden @ weight.T + bias for one chunk.
+
+    Args:
+        logits: [rows, columns], finished (softcap and temperature applied).
+        rows: The rows.
+        first_column: Column of the vocabulary at which the chunk starts.
+        law: Softcap and temperature.
+
+    Returns:
+        [rows, columns] in the dtype of `logits`.
+    """
+    columns = rows.targets - first_column
+    inside = ((columns >= 0) & (columns < logits.shape[1])).nonzero().squeeze(1)
+    columns = columns[inside]
+    log_probabilities = logits - rows.maximum[:, None] - rows.log_sum[:, None]
+    # The target's own value is exact even where the logits were rounded to 16 bits.
+    log_probabilities[inside, columns] = rows.logprobs[inside]
+    probabilities = log_probabilities.exp()
+    grad = torch.zeros_like(logits)
+    if rows.grad_logprobs is not None:
+        grad -= rows.grad_logprobs[:, None] * probabilities
+        # 1 - p of a near-certain target keeps its digits.
+        grad[inside, columns] = rows.grad_logprobs[inside] * -rows.logprobs[inside].expm1()
+    if rows.grad_entropy is not None:
+        surprise = log_probabilities + rows.entropy[:, None]
+        surprise = torch.where(probabilities > 0, surprise, 0)
+        grad -= rows.grad_entropy[:, None] * probabilities * surprise
+    if law.softcap is not None:
+        grad *= 1 - (logits * (law.temperature / law.softcap)).square()
+    return grad / law.temperature
+
+
+def finish_logits(
+    product: Tensor, bias: Tensor | None, centre: Tensor | None, law: LogitsLaw
+) -> Tensor:
+    """Logits from a product [tokens, columns] from which `centre` [tokens] was subtracted."""
+    wide = product.to(torch.float32) if product.dtype.itemsize < 4 else product
+    if centre is not None:
+        wide = wide + centre[:, None].to(wide.dtype)
+    return apply_law(wide, None if bias is None else bias.to(wide.dtype), law)
+
+
+def finish_target_logits(products: Tensor, layer: OutputLayer, targets: Tensor) -> Tensor:
+    """Logits of the targets from their products [tokens]; 0 where the target is outside."""
+    num_columns = len(layer.weight)
+    is_here = (targets >= 0) & (targets < num_columns)
+    bias = None
+    if layer.bias is not None and num_columns > 0:
+        bias = layer.bias[targets.clamp(0, num_columns - 1)]
+    return torch.where(is_here, finish_logits(products, bias, None, layer.law), 0)
+
+
+def _finite(maximum: Tensor) -> Tensor:
+    """The maximum, or 0 where it is -inf: -inf - -inf is not a number."""
+    return torch.where(maximum > -torch.inf, maximum, 0)

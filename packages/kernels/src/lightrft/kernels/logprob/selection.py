@@ -1,0 +1,234 @@
+"""Which implementation serves a call: what can run, what is asked for, what is remembered."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from lightrft.kernels.logprob.chunked import ChunkedEngine
+from lightrft.kernels.logprob.product_engine import ProductEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from lightrft.kernels.logprob.autograd import LogprobEngine
+    from lightrft.kernels.logprob.types import LogprobImplementation, Precision
+
+Determinism = bool | Literal["batch_invariant"]
+
+_HALVES = (torch.bfloat16, torch.float16)
+_MIN_PRODUCT_HIDDEN = 2048
+"""Below this hidden size a pass over stored products costs too much beside the products."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a call asks for, without its data.
+
+    Args:
+        impl, precision, deterministic: The arguments of `linear_logprob`.
+        has_entropy: Whether the entropy is computed.
+        has_softcap: Whether logits are capped.
+        chunk_columns: Columns of one chunk.
+    """
+
+    impl: LogprobImplementation
+    precision: Precision
+    deterministic: Determinism
+    has_entropy: bool
+    has_softcap: bool
+    chunk_columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeKey:
+    """Calls that share one measured choice: tokens are binned to a power of two."""
+
+    token_bin: int
+    hidden_size: int
+    vocab_size: int
+    dtype: torch.dtype
+    has_entropy: bool
+
+
+class MeasuredChoices:
+    """Remembers, for each shape, which candidate took the least time when first met."""
+
+    def __init__(self) -> None:
+        self._chosen: dict[ShapeKey, int] = {}
+
+    def pick(
+        self,
+        key: ShapeKey,
+        candidates: list[LogprobEngine],
+        measure: Callable[[LogprobEngine], float],
+    ) -> LogprobEngine:
+        """The fastest candidate; `measure` (seconds) is called only the first time.
+
+        Args:
+            key: The shape.
+            candidates: At least one, in the same order at every call.
+            measure: Runs a candidate once or more.
+        """
+        if key not in self._chosen:
+            seconds = [measure(candidate) for candidate in candidates]
+            self._chosen[key] = seconds.index(min(seconds))
+        return candidates[self._chosen[key]]
+
+
+CHOICES = MeasuredChoices()
+
+
+def select_engines(request: Request, hidden: Tensor, weight: Tensor) -> list[LogprobEngine]:
+    """Engines that may serve the call, the preferred one first.
+
+    Raises:
+        ValueError: What is asked for cannot be had here; the message says why.
+    """
+    if request.precision == "centred":
+        return [_centred_engine(request, hidden, weight)]
+    if request.deterministic == "batch_invariant":
+        return [_batch_invariant_engine(request, hidden, weight)]
+    if request.impl == "chunked":
+        return [ChunkedEngine(request.chunk_columns)]
+    if request.impl == "triton":
+        _require(why_not_triton(hidden, weight), "impl='triton'", "'chunked'")
+        return [_triton_engine(request, hidden, weight)]
+    if request.impl == "cublas":
+        _require(why_not_cublas(hidden, weight), "impl='cublas'", "'chunked'")
+        return [_product_engine(request, is_centred=False)]
+    return _automatic(request, hidden, weight)
+
+
+def why_not_triton(hidden: Tensor, weight: Tensor) -> str | None:
+    """Why the Triton kernels cannot serve these tensors here, or None if they can."""
+    if not has_triton():
+        return "Triton is not installed"
+    if hidden.dtype != weight.dtype or hidden.dtype == torch.float64:
+        return (
+            "it needs hidden and weight in one of float32, bfloat16, float16: got "
+            f"{hidden.dtype} and {weight.dtype}"
+        )
+    if not hidden.is_cuda and not _is_interpreted():
+        return (
+            "it needs CUDA tensors; on the CPU it runs only in Triton's interpreter, with "
+            "TRITON_INTERPRET=1 set before the start"
+        )
+    return None
+
+
+def why_not_cublas(hidden: Tensor, weight: Tensor) -> str | None:
+    """Why stored float32 products cannot serve these tensors here, or None if they can."""
+    if not hidden.is_cuda:
+        return "it needs CUDA tensors"
+    if hidden.dtype != weight.dtype or hidden.dtype not in _HALVES:
+        return (
+            "it needs hidden and weight in bfloat16 or float16: got "
+            f"{hidden.dtype} and {weight.dtype}"
+        )
+    return None
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _is_interpreted() -> bool:
+    from lightrft.kernels.logprob import triton_launch
+
+    return triton_launch.is_interpreted()
+
+
+def _automatic(request: Request, hidden: Tensor, weight: Tensor) -> list[LogprobEngine]:
+    """By a fixed rule; more than one engine only where timing may decide."""
+    chunked = ChunkedEngine(request.chunk_columns)
+    if not hidden.is_cuda or hidden.dtype not in _HALVES or hidden.dtype != weight.dtype:
+        return [chunked]
+    products = _product_engine(request, is_centred=False)
+    if why_not_triton(hidden, weight) is not None:
+        return [products]
+    fused = _triton_engine(request, hidden, weight)
+    is_wide = hidden.shape[1] >= _MIN_PRODUCT_HIDDEN
+    ordered: list[LogprobEngine] = [products, fused] if is_wide else [fused, products]
+    return ordered if request.deterministic is False else ordered[:1]
+
+
+def _centred_engine(request: Request, hidden: Tensor, weight: Tensor) -> LogprobEngine:
+    from lightrft.kernels.logprob.self_test import centred_products_are_right
+
+    what = "precision='centred'"
+    reason = None
+    if hidden.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        reason = f"it needs hidden and weight in bfloat16: got {hidden.dtype} and {weight.dtype}"
+    elif request.has_softcap:
+        reason = "softcap needs the logits themselves"
+    elif request.impl not in ("auto", "chunked", "cublas"):
+        reason = f"impl={request.impl!r} is always exact"
+    elif request.impl == "cublas" and not hidden.is_cuda:
+        reason = "impl='cublas' needs CUDA tensors"
+    elif request.deterministic == "batch_invariant":
+        reason = "library products depend on the number of tokens"
+    _require(reason, what, None)
+    if not centred_products_are_right(hidden.device):
+        warnings.warn(
+            "precision='centred' failed its self-test on this machine: the library rounds before "
+            "it adds the bias; float32 products are used",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return _product_engine(request, is_centred=False)
+    return _product_engine(request, is_centred=True)
+
+
+def _batch_invariant_engine(request: Request, hidden: Tensor, weight: Tensor) -> LogprobEngine:
+    what = "deterministic='batch_invariant'"
+    reason = why_not_triton(hidden, weight)
+    if request.impl not in ("auto", "triton"):
+        reason = (
+            f"impl={request.impl!r} uses library products, which depend on the number of tokens"
+        )
+    _require(reason, what, None)
+    return _triton_engine(request, hidden, weight)
+
+
+def _require(reason: str | None, what: str, instead: str | None) -> None:
+    if reason is not None:
+        advice = "" if instead is None else f"; pass impl={instead} or 'auto'"
+        raise ValueError(f"{what} is not available here: {reason}{advice}")
+
+
+def _product_engine(request: Request, *, is_centred: bool) -> LogprobEngine:
+    uses_triton = has_triton() and torch.cuda.is_available()
+    return ProductEngine(request.chunk_columns, is_centred, uses_triton)
+
+
+def _triton_engine(request: Request, hidden: Tensor, weight: Tensor) -> LogprobEngine:
+    from lightrft.kernels.logprob.self_test import working_bulk_tiles
+    from lightrft.kernels.logprob.tiles import forward_tiles, gradient_tiles
+    from lightrft.kernels.logprob.triton_engine import TritonEngine
+
+    is_half = hidden.dtype in _HALVES
+    capability = torch.cuda.get_device_capability(hidden.device) if hidden.is_cuda else (8, 0)
+    # A bulk copy needs 16-byte aligned rows.
+    is_aligned = all(
+        tensor.data_ptr() % 16 == 0 and tensor.stride(0) * tensor.element_size() % 16 == 0
+        for tensor in (hidden, weight)
+    )
+    bulk = None
+    if is_half and is_aligned and capability >= (9, 0):
+        is_plain = not request.has_entropy and not request.has_softcap
+        bulk = working_bulk_tiles(hidden.device, hidden.dtype, is_plain)
+    return TritonEngine(
+        request.chunk_columns,
+        bulk or forward_tiles(capability, is_half=is_half),
+        gradient_tiles(capability, is_half=is_half),
+    )

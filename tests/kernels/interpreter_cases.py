@@ -1,0 +1,210 @@
+# ruff: noqa: E402 - nothing may import Triton before the environment is checked
+"""Triton kernels in Triton's interpreter, on the CPU, against float64.
+
+Run by test_triton.py in a process of its own: TRITON_INTERPRET must be set before Triton is
+imported. bfloat16 stores of the interpreter truncate, so gradients are held to the bound of
+bfloat16 only where the rounding is torch's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_triton.py"
+
+from lightrft.kernels import Workspace, linear_logprob
+from lightrft.kernels.logprob.autograd import LogprobOptions, engine_logprob
+from lightrft.kernels.logprob.product_engine import ProductEngine
+from lightrft.kernels.logprob.tiles import TileConfig
+from lightrft.kernels.logprob.triton_engine import TritonEngine
+from lightrft.kernels.logprob.types import LogitsLaw
+
+# A few big tiles: the interpreter pays for each.
+TILES = TileConfig(128, 256, 64, 4, 2, tiles_per_split=2)
+BULK = TileConfig(128, 256, 64, 4, 2, tiles_per_split=1, uses_tma=True)
+HARD = LogitsLaw(temperature=0.7, softcap=20.0)
+ENGINES = {
+    "fused": TritonEngine(1024, TILES, TILES),
+    "bulk": TritonEngine(1024, BULK, TILES),
+    "products": ProductEngine(1024, is_centred=False, uses_triton=True),
+}
+
+
+def float64_logprob(hidden, weight, bias, targets, law):
+    logits = hidden.double() @ weight.double().T
+    if bias is not None:
+        logits = logits + bias.double()
+    if law.softcap is not None:
+        logits = law.softcap * torch.tanh(logits / law.softcap)
+    log_p = torch.log_softmax(logits / law.temperature, 1)
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
+
+
+def make_inputs(num_tokens, vocab, *, size=72, dtype=torch.float32, spread=3.0):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, size, generator=generator)
+    weight = torch.randn(vocab, size, generator=generator) * (spread / math.sqrt(size))
+    bias = torch.randn(vocab, generator=generator)
+    targets = torch.randint(0, vocab, (num_tokens,), generator=generator)
+    upstream = torch.randn(2, num_tokens, generator=generator)
+    leaves = [t.to(dtype).requires_grad_() for t in (hidden, weight, bias)]
+    return (*leaves, targets, upstream)
+
+
+def relative_error(value, expected):
+    difference = (value.detach().double() - expected.detach().double()).norm()
+    return float(difference / expected.detach().double().norm())
+
+
+def check(engine, num_tokens, vocab, *, law=HARD, dtype=torch.float32, bias=True):
+    hidden, weight, bias_tensor, targets, upstream = make_inputs(num_tokens, vocab, dtype=dtype)
+    leaves = [hidden, weight, bias_tensor] if bias else [hidden, weight]
+    options = LogprobOptions(engine, law, "grad")
+    output = engine_logprob(hidden, weight, bias_tensor if bias else None, targets, options)
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected = float64_logprob(doubles[0], doubles[1], doubles[2] if bias else None, targets, law)
+    for value, reference in zip((output.logprobs, output.entropy), expected, strict=True):
+        assert (value.double() - reference).abs().max() < 5e-5
+        assert (value.double() - reference).abs().mean() < 1e-5
+    if vocab == 1:
+        return
+    outputs = (output.logprobs, output.entropy)
+    got = torch.autograd.grad(
+        sum((o * g).sum() for o, g in zip(outputs, upstream, strict=True)), leaves
+    )
+    want = torch.autograd.grad(
+        sum((o * g).sum() for o, g in zip(expected, upstream, strict=True)), doubles
+    )
+    bound = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
+    for value, reference in zip(got, want, strict=True):
+        assert relative_error(value, reference) < bound
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    ("num_tokens", "vocab"), [(1, 255), (127, 256), (129, 257), (3, 1), (128, 1408)]
+)
+def test_values_and_gradients_equal_float64(name, num_tokens, vocab):
+    check(ENGINES[name], num_tokens, vocab)
+
+
+@pytest.mark.parametrize("name", ["fused", "products"])
+def test_without_bias_softcap_and_temperature(name):
+    check(ENGINES[name], 65, 700, law=LogitsLaw(1.0, None), bias=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ENGINES)
+def test_16_bit_inputs(name, dtype):
+    if name == "bulk" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter multiplies the bits of bfloat16 operands")
+    check(ENGINES[name], 128, 600, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_no_phantom_columns(name):
+    # Columns beyond the vocabulary read as 0 would hold nearly all the probability.
+    hidden, weight, _, targets, _ = make_inputs(16, 300)
+    bias = torch.full((300,), -30.0)
+    options = LogprobOptions(ENGINES[name], LogitsLaw(1.0, None), "value")
+    output = engine_logprob(hidden, weight, bias, targets, options)
+    expected, entropy = float64_logprob(hidden, weight, bias, targets, LogitsLaw(1.0, None))
+    assert (output.logprobs - expected).abs().max() < 5e-5
+    assert (output.entropy - entropy).abs().max() < 5e-5
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("shift", [-150.0, 1e4, -1e4])
+def test_running_maximum_starts_below_every_logit(name, shift):
+    hidden, weight, _, targets, upstream = make_inputs(16, 600)
+    bias = torch.full((600,), shift)
+    options = LogprobOptions(ENGINES[name], LogitsLaw(1.0, None), "grad")
+    output = engine_logprob(hidden, weight, bias, targets, options)
+    expected, entropy = float64_logprob(hidden, weight, None, targets, LogitsLaw(1.0, None))
+    tolerance = max(5e-5, 4 * abs(shift) * 2**-23)
+    assert (output.logprobs - expected).abs().max() < tolerance
+    assert (output.entropy - entropy).abs().max() < tolerance
+    loss = (output.logprobs * upstream[0]).sum() + (output.entropy * upstream[1]).sum()
+    for gradient in torch.autograd.grad(loss, (hidden, weight)):
+        assert gradient.isfinite().all()
+
+
+# The sum of weights, 1 + 1e-6, is itself a multiple of 2^-23; and the interpreter adds columns one
+# by one, where each of those terms is lost.
+@pytest.mark.parametrize(
+    ("name", "certainty", "relative"),
+    [("fused", 1e-3, 0.01), ("fused", 1e-6, 0.1), ("products", 1e-3, 0.01)],
+)
+def test_near_certain_target_keeps_its_gradient(name, certainty, relative):
+    weight = torch.zeros(20, 16, requires_grad=True)
+    hidden = torch.zeros(4, 16)
+    bias = torch.zeros(20)
+    bias[7] = math.log(19 / certainty)
+    bias.requires_grad_()
+    options = LogprobOptions(ENGINES[name], LogitsLaw(1.0, None), "none")
+    output = engine_logprob(hidden, weight, bias, torch.full((4,), 7), options)
+    (gradient,) = torch.autograd.grad(output.logprobs.sum(), bias)
+    assert gradient[7].item() == pytest.approx(4 * certainty, rel=relative)
+
+
+def test_rows_of_a_batch_do_not_depend_on_each_other():
+    hidden, weight, bias, targets, _ = make_inputs(150, 500)
+    whole = linear_logprob(
+        hidden, weight, targets, bias=bias, entropy="value", deterministic="batch_invariant"
+    )
+    for part in (slice(0, 1), slice(3, 80), slice(149, 150)):
+        alone = linear_logprob(
+            hidden[part], weight, targets[part], bias=bias, entropy="value",
+            deterministic="batch_invariant",
+        )  # fmt: skip
+        assert torch.equal(alone.logprobs, whole.logprobs[part])
+        assert torch.equal(alone.entropy, whole.entropy[part])
+
+
+def test_public_function_with_ignored_rows_and_sparse_gradients():
+    hidden, weight, _, targets, upstream = make_inputs(40, 300)
+    targets[::3] = -100
+    upstream[:, :10] = 0
+    results = []
+    for impl in ("triton", "chunked"):
+        output = linear_logprob(
+            hidden, weight, targets, entropy="grad", impl=impl, workspace=Workspace(128)
+        )
+        loss = (output.logprobs * upstream[0]).sum() + (output.entropy * upstream[1]).sum()
+        gradients = torch.autograd.grad(loss, (hidden, weight))
+        results.append((output.logprobs, output.entropy, *gradients))
+    for value, reference in zip(*results, strict=True):
+        assert relative_error(value, reference) < 1e-5
+    assert not results[0][2][::3].any()
+    assert not results[0][2][:10].any()
+
+
+def test_no_row_at_all():
+    hidden, weight, bias, targets, _ = make_inputs(5, 30)
+    output = linear_logprob(
+        hidden, weight, torch.full_like(targets, -100), bias=bias, entropy="grad", impl="triton"
+    )
+    loss = output.logprobs.sum() + output.entropy.sum()
+    assert all(not g.any() for g in torch.autograd.grad(loss, (hidden, weight, bias)))
+
+
+def test_repeated_runs_are_bitwise_equal():
+    hidden, weight, bias, targets, upstream = make_inputs(60, 600)
+    runs = []
+    for _ in range(3):
+        output = linear_logprob(hidden, weight, targets, bias=bias, entropy="grad", impl="triton")
+        loss = (output.logprobs * upstream[0]).sum() + (output.entropy * upstream[1]).sum()
+        gradients = torch.autograd.grad(loss, (hidden, weight, bias))
+        runs.append((output.logprobs, output.entropy, *gradients))
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+def test_float64_is_refused():
+    hidden, weight, _, targets, _ = make_inputs(4, 20, dtype=torch.float64)
+    with pytest.raises(ValueError, match="impl='triton' is not available here: it needs hidden"):
+        linear_logprob(hidden, weight, targets, impl="triton")
