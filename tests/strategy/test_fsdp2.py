@@ -67,11 +67,14 @@ def train(strategy, ready, steps, rank: int, world_size: int) -> list[float]:
     for step in steps:
         rows = torch.randint(0, VOCAB, (4, 9), generator=torch.Generator().manual_seed(step))
         own = rows.chunk(world_size)[rank]
-        with strategy.accumulation(1, ready[1]):
-            share = -ready[0](own).sum() / rows[:, 1:].numel()
-            strategy.backward(share, ready[0], ready[1])
-            result = strategy.optimizer_step(ready[1], ready[0], None)
-        losses.append([strategy.all_reduce(share.item(), op="sum"), result.grad_norm])
+        total = 0.0
+        with strategy.accumulation(len(own), ready[1]):
+            for ids in own.split(1):
+                share = -ready[0](ids).sum() / rows[:, 1:].numel()
+                strategy.backward(share, ready[0], ready[1])
+                result = strategy.optimizer_step(ready[1], ready[0], None)
+                total += share.item()
+        losses.append([strategy.all_reduce(total, op="sum"), result.grad_norm])
     return losses
 
 

@@ -243,12 +243,17 @@ def is_written_by(tensor: Tensor, rank: int) -> bool:
     return not any(replicas)
 
 
-def gradient_norm(parameters: Iterable[Tensor]) -> float:
+def gradient_norm(parameters: Iterable[Tensor], device: torch.device) -> float:
     """Global 2-norm of sharded gradients; the same number on every rank. Collective.
 
     Each replica of a hybrid mesh contributes its share, so that one sum over all ranks serves.
+
+    Args:
+        parameters: Of one optimizer.
+        device: Where the sum is formed; the same kind on every rank, also on one whose shards are
+            empty or offloaded.
     """
-    total: Tensor | None = None
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
@@ -262,12 +267,7 @@ def gradient_norm(parameters: Iterable[Tensor]) -> float:
         else:
             num_replicas = dist.get_world_size()
         square = torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
-        square = square / num_replicas
-        total = square if total is None else total + square.to(total.device)
-    if total is None:
-        total = torch.zeros((), dtype=torch.float64)
-    if dist.get_backend() == "nccl" and total.device.type == "cpu":
-        total = total.cuda()
+        total += square.to(device) / num_replicas
     dist.all_reduce(total)
     return float(total.sqrt().item())
 

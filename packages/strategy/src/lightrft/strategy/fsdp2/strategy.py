@@ -213,7 +213,7 @@ class FSDPV2Strategy(StrategyBase):
         self.maybe_load_optimizer(optimizer)
         learning_rate = float(optimizer.param_groups[0]["lr"])
         parameters = optimizer_parameters(optimizer)
-        norm = gradient_norm(parameters)
+        norm = gradient_norm(parameters, self.device)
         # The norm is one number, summed over all ranks, so all ranks decide alike.
         is_finite = math.isfinite(norm)
         if is_finite:
