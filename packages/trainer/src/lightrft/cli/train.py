@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrft.cli.console import hide_progress_bars
+from lightrft.cli.console import hide_progress_bars, share_processors
 from lightrft.cli.errors import ExitCode, run_guarded
 from lightrft.cli.launch import become_only_process, is_worker, launch
 from lightrft.cli.options import add_options, merge_options, normalise, unknown_flags
@@ -40,6 +40,7 @@ def run(argv: Sequence[str]) -> int:
         DataError: Prompts that cannot be read.
     """
     config, nproc_per_node = parse(argv)
+    share_processors()
     if not is_worker():
         check_data(config)
         if nproc_per_node > 1:

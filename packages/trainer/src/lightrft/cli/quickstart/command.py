@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrft.cli.console import hide_progress_bars
+from lightrft.cli.console import hide_progress_bars, share_processors
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.init_model import require_empty
 from lightrft.cli.launch import become_only_process, is_worker
@@ -41,6 +41,7 @@ def run(argv: Sequence[str]) -> int:
         UsageError: Arguments that cannot be carried out.
     """
     recipe, directory = parse(argv)
+    share_processors()
     directory.mkdir(parents=True, exist_ok=True)
     seconds = {}
     print(f"[1/3] imitation: {recipe.num_warm_start_steps} steps of a careless teacher", flush=True)
