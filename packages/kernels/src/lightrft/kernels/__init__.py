@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightrft.kernels.hardware import KernelCapabilities, capabilities
     from lightrft.kernels.logprob.dispatch import linear_logprob
+    from lightrft.kernels.logprob.fused_loss import linear_policy_loss
+    from lightrft.kernels.logprob.policy_loss import PolicyLossOutput, TokenLossFunction
     from lightrft.kernels.logprob.types import LogprobOutput, VocabShard, Workspace
     from lightrft.kernels.weight_bucket.broadcaster import (
         BucketBroadcaster,
@@ -26,14 +28,17 @@ _MODULES = {
     "FilledBucket": "weight_bucket.broadcaster",
     "KernelCapabilities": "hardware",
     "LogprobOutput": "logprob.types",
+    "PolicyLossOutput": "logprob.policy_loss",
     "Segment": "weight_bucket.layout",
     "TensorSpec": "weight_bucket.layout",
+    "TokenLossFunction": "logprob.policy_loss",
     "VocabShard": "logprob.types",
     "Workspace": "logprob.types",
     "capabilities": "hardware",
     "combine_hashes": "weight_bucket.reference",
     "hash_tensor": "weight_bucket.operations",
     "linear_logprob": "logprob.dispatch",
+    "linear_policy_loss": "logprob.fused_loss",
     "pack": "weight_bucket.operations",
     "unpack": "weight_bucket.operations",
 }
@@ -46,14 +51,17 @@ __all__ = [
     "FilledBucket",
     "KernelCapabilities",
     "LogprobOutput",
+    "PolicyLossOutput",
     "Segment",
     "TensorSpec",
+    "TokenLossFunction",
     "VocabShard",
     "Workspace",
     "capabilities",
     "combine_hashes",
     "hash_tensor",
     "linear_logprob",
+    "linear_policy_loss",
     "pack",
     "unpack",
 ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import torch
 
+from lightrft.kernels.logprob import validation
 from lightrft.kernels.logprob.autograd import LogprobOptions, engine_logprob
 from lightrft.kernels.logprob.reference import reference_logprob
 from lightrft.kernels.logprob.selection import CHOICES, Request, ShapeKey, select_engines
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
 
     from lightrft.kernels.logprob.autograd import LogprobEngine
     from lightrft.kernels.logprob.selection import Determinism
-
-IMPLEMENTATIONS = get_args(LogprobImplementation)
-ENTROPY_MODES = get_args(EntropyMode)
-PRECISIONS = get_args(Precision)
 
 
 def linear_logprob(  # noqa: PLR0913 - one operation with many independent options
@@ -84,16 +81,16 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
         ValueError: A shape, dtype, target or option is invalid or cannot be honoured here; the
             message names it.
     """
-    _validate_tensors(hidden, weight, targets, bias)
-    _validate_options(temperature, softcap, entropy, impl, precision, deterministic)
-    _validate_workspace(workspace, weight)
+    validation.validate_tensors(hidden, weight, targets, bias)
+    validation.validate_options(temperature, softcap, entropy, impl, precision, deterministic)
+    validation.validate_workspace(workspace, weight)
     if impl == "reference":
-        _refuse_with_reference(precision, deterministic, tp, workspace)
+        validation.refuse_with_reference(precision, deterministic, tp, workspace)
     active = (targets != ignore_index).nonzero().squeeze(1)
     num_tokens = len(targets)
     if len(active) < num_tokens:
         hidden, targets = hidden[active], targets[active]
-    _validate_targets(targets, len(weight) if tp is None else tp.vocab_size, ignore_index)
+    validation.validate_targets(targets, len(weight) if tp is None else tp.vocab_size, ignore_index)
     law = LogitsLaw(float(temperature), None if softcap is None else float(softcap))
     layer = OutputLayer(weight, bias, law)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -175,86 +172,3 @@ def _timers() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 def _scatter(values: Tensor, index: Tensor, size: int) -> Tensor:
     return values.new_zeros(size).index_copy(0, index, values)
-
-
-def _validate_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            "expected hidden [tokens, hidden] and weight [vocab, hidden]: got "
-            f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
-        )
-    if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
-        raise ValueError(
-            f"expected targets [{len(hidden)}] int64: got {tuple(targets.shape)} {targets.dtype}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"expected bias [{len(weight)}]: got {tuple(bias.shape)}")
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if tensor is not None and not tensor.is_floating_point():
-            raise ValueError(f"{name} must have a floating dtype: got {tensor.dtype}")
-    if len(weight) == 0:
-        raise ValueError("weight must have at least one row: got an empty vocabulary")
-
-
-def _validate_options(
-    temperature: float,
-    softcap: float | None,
-    entropy: str,
-    impl: str,
-    precision: str,
-    deterministic: bool | str,
-) -> None:
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive: got {temperature}; score T = 0 at T = 1")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive or None: got {softcap}")
-    for name, value, known in (
-        ("entropy", entropy, ENTROPY_MODES),
-        ("impl", impl, IMPLEMENTATIONS),
-        ("precision", precision, PRECISIONS),
-        ("deterministic", deterministic, (True, False, "batch_invariant")),
-    ):
-        if value not in known:
-            names = ", ".join(str(choice) for choice in known)
-            raise ValueError(f"unknown {name} {value!r}: expected one of {names}")
-
-
-def _refuse_with_reference(
-    precision: str, deterministic: bool | str, tp: object, workspace: Workspace | None
-) -> None:
-    for name, value, default in (
-        ("precision", precision, "fp32"),
-        ("tp", tp, None),
-        ("workspace", workspace, None),
-    ):
-        if value != default:
-            raise ValueError(
-                f"impl='reference' is all logits at once on one rank: pass {name}={default!r}"
-            )
-    if deterministic == "batch_invariant":
-        raise ValueError("impl='reference' uses library products: pass deterministic=True")
-
-
-def _validate_workspace(workspace: Workspace | None, weight: Tensor) -> None:
-    if workspace is None or workspace.grad_weight is None:
-        return
-    target = workspace.grad_weight
-    if target.shape != weight.shape or target.dtype != torch.float32:
-        raise ValueError(
-            f"expected workspace.grad_weight {tuple(weight.shape)} float32: got "
-            f"{tuple(target.shape)} {target.dtype}"
-        )
-    if not weight.requires_grad:
-        raise ValueError("workspace.grad_weight needs a weight that requires a gradient")
-
-
-def _validate_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
-    if targets.numel() == 0:
-        return
-    smallest, largest = (int(bound) for bound in torch.aminmax(targets))
-    if smallest < 0 or largest >= vocab_size:
-        wrong = smallest if smallest < 0 else largest
-        raise ValueError(
-            f"targets must lie in [0, {vocab_size}) or equal ignore_index={ignore_index}: "
-            f"got {wrong}"
-        )

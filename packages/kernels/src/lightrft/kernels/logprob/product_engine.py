@@ -47,8 +47,9 @@ class ProductEngine:
     uses_triton: bool
 
     def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
-        """The common 16-bit dtype of the inputs, else the accumulation dtype."""
-        if hidden.dtype == weight.dtype and hidden.dtype.itemsize == 2:
+        """16 bits where the products take them as they are, else the accumulation dtype."""
+        takes_halves = self.is_centred or hidden.is_cuda
+        if takes_halves and hidden.dtype == weight.dtype and hidden.dtype.itemsize == 2:
             return hidden.dtype
         return accumulation_dtype(hidden, weight)
 
@@ -105,8 +106,19 @@ class ProductEngine:
         self, products: Tensor, chunk: OutputLayer, centre: Tensor | None, targets: Tensor,
         first_column: int,
     ) -> RowStatistics:  # fmt: skip
-        """Statistics of stored products."""
+        """Statistics of stored products; without the target's logit where Triton computes them."""
         shift = None if centre is None else centre.float()
+        if self.uses_triton and products.shape[1] > 0:
+            from lightrft.kernels.logprob import triton_launch
+
+            num_splits = -(-len(products) // triton_launch.COLUMNS_PER_SPLIT)
+            partials = triton_launch.Partials.allocate(
+                num_splits, products.shape[1], products, needs_entropy=True
+            )
+            triton_launch.fold_products(
+                products, chunk, shift, partials, first_row=0, first_split=0
+            )
+            return partials.merge(torch.zeros_like(targets, dtype=torch.float32))
         logits = finish_logits(products.T, chunk.bias, shift, chunk.law)
         return RowStatistics.of_logits(logits, targets, first_column)
 

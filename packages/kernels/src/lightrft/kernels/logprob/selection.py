@@ -107,6 +107,17 @@ def select_engines(request: Request, hidden: Tensor, weight: Tensor) -> list[Log
     return _automatic(request, hidden, weight)
 
 
+def select_product_engine(request: Request, hidden: Tensor, weight: Tensor) -> ProductEngine:
+    """The engine that stores products, which a loss inside the output layer needs.
+
+    Raises:
+        ValueError: What is asked for cannot be had here; the message says why.
+    """
+    if request.precision == "centred":
+        return _centred_engine(request, hidden, weight)
+    return _product_engine(request, is_centred=False)
+
+
 def why_not_triton(hidden: Tensor, weight: Tensor) -> str | None:
     """Why the Triton kernels cannot serve these tensors here, or None if they can."""
     if not has_triton():
@@ -162,7 +173,7 @@ def _automatic(request: Request, hidden: Tensor, weight: Tensor) -> list[Logprob
     return ordered if request.deterministic is False else ordered[:1]
 
 
-def _centred_engine(request: Request, hidden: Tensor, weight: Tensor) -> LogprobEngine:
+def _centred_engine(request: Request, hidden: Tensor, weight: Tensor) -> ProductEngine:
     from lightrft.kernels.logprob.self_test import centred_products_are_right
 
     what = "precision='centred'"
@@ -206,7 +217,7 @@ def _require(reason: str | None, what: str, instead: str | None) -> None:
         raise ValueError(f"{what} is not available here: {reason}{advice}")
 
 
-def _product_engine(request: Request, *, is_centred: bool) -> LogprobEngine:
+def _product_engine(request: Request, *, is_centred: bool) -> ProductEngine:
     uses_triton = has_triton() and torch.cuda.is_available()
     return ProductEngine(request.chunk_columns, is_centred, uses_triton)
 

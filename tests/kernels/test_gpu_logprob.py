@@ -1,0 +1,123 @@
+"""linear_logprob on a GPU: every implementation and the whole shape list against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightrft.kernels import Workspace, linear_logprob
+
+pytestmark = pytest.mark.gpu
+IMPLEMENTATIONS = ["chunked", "triton", "cublas", "centred"]
+BIG_VOCABULARIES = [32000, 50257, 128256, 151936, 152064, 262144]
+
+
+def make_inputs(num_tokens, vocab, size, *, dtype=torch.bfloat16, spread=3.0):
+    generator = torch.Generator("cuda").manual_seed(0)
+    options = {"generator": generator, "device": "cuda"}
+    hidden = torch.randn(num_tokens, size, **options).to(dtype)
+    weight = (torch.randn(vocab, size, **options) * (spread / math.sqrt(size))).to(dtype)
+    targets = torch.randint(0, vocab, (num_tokens,), **options)
+    if num_tokens > 0:
+        logits = hidden.float() @ weight.float().T
+        sampled = torch.multinomial(torch.softmax(logits[:, : 2**24], 1), 1, generator=generator)
+        targets = sampled.squeeze(1)
+    upstream = torch.randn(2, num_tokens, **options)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets, upstream
+
+
+def call(impl, hidden, weight, targets, **options):
+    if impl == "centred":
+        return linear_logprob(hidden, weight, targets, precision="centred", **options)
+    return linear_logprob(hidden, weight, targets, impl=impl, **options)
+
+
+def relative_error(value, expected):
+    return float((value.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("num_tokens", [0, 1, 127, 129])
+@pytest.mark.parametrize("vocab", [1, 255, 257, 1408])
+@pytest.mark.parametrize("size", [64, 100])
+def test_small_shapes(impl, num_tokens, vocab, size):
+    check(impl, num_tokens, vocab, size)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("vocab", BIG_VOCABULARIES)
+def test_vocabularies_of_models(impl, vocab):
+    check(impl, 128, vocab, 512)
+
+
+def check(impl, num_tokens, vocab, size):
+    hidden, weight, targets, upstream = make_inputs(num_tokens, vocab, size)
+    output = call(impl, hidden, weight, targets, entropy="grad")
+    doubles = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    exact = linear_logprob(*doubles, targets, entropy="grad", impl="reference")
+    if num_tokens == 0:
+        assert output.logprobs.shape == (0,)
+        return
+    bounds = (3e-2, 2e-3) if impl == "centred" else (5e-5, 1e-5)
+    error = (output.logprobs.double() - exact.logprobs).abs()
+    assert error.max() <= bounds[0]
+    assert error.mean() <= bounds[1]
+    if vocab == 1:
+        return
+    pairs = ((output.logprobs, exact.logprobs, 3e-3), (output.entropy, exact.entropy, 8e-3))
+    for index, (value, reference, bound) in enumerate(pairs):
+        got = torch.autograd.grad(
+            (value * upstream[index]).sum(), (hidden, weight), retain_graph=True
+        )
+        want = torch.autograd.grad((reference * upstream[index]).sum(), doubles, retain_graph=True)
+        for gradient, expected in zip(got, want, strict=True):
+            assert relative_error(gradient, expected) < bound * (1.5 if impl == "centred" else 1)
+
+
+@pytest.mark.parametrize("impl", ["triton", "cublas"])
+def test_more_logits_than_32_bits_count(impl):
+    # N * V = 16384 * 131072 = 2^31.
+    hidden, weight = torch.randn(16384, 64, device="cuda"), torch.randn(131072, 64, device="cuda")
+    hidden, weight = hidden.bfloat16(), (weight * 0.3).bfloat16()
+    targets = torch.randint(0, 131072, (16384,), device="cuda")
+    leaves = (hidden.requires_grad_(), weight.requires_grad_())
+    workspace = Workspace(131072) if impl == "triton" else None
+    output = linear_logprob(*leaves, targets, impl=impl, workspace=workspace)
+    torch.autograd.grad(output.logprobs.sum(), leaves)
+    last = torch.arange(16384 - 32, 16384, device="cuda")
+    logits = hidden[last].double() @ weight.double().T
+    exact = torch.log_softmax(logits, 1).gather(1, targets[last][:, None]).squeeze(1)
+    assert (output.logprobs[last].double() - exact).abs().max() < 5e-5
+
+
+@pytest.mark.parametrize("impl", ["triton", "cublas", "centred"])
+def test_twenty_runs_are_bitwise_equal(impl):
+    hidden, weight, targets, upstream = make_inputs(300, 20000, 512)
+    first = None
+    for _ in range(20):
+        output = call(impl, hidden, weight, targets, entropy="grad")
+        loss = (output.logprobs * upstream[0]).sum() + (output.entropy * upstream[1]).sum()
+        run = (output.logprobs, output.entropy, *torch.autograd.grad(loss, (hidden, weight)))
+        if first is None:
+            first = run
+        assert all(torch.equal(a, b) for a, b in zip(run, first, strict=True))
+
+
+def test_batch_invariant_rows():
+    hidden, weight, targets, _ = make_inputs(500, 20000, 512)
+    whole = linear_logprob(hidden, weight, targets, deterministic="batch_invariant").logprobs
+    for part in (slice(0, 1), slice(3, 180), slice(499, 500)):
+        alone = linear_logprob(
+            hidden[part], weight, targets[part], deterministic="batch_invariant"
+        ).logprobs
+        assert torch.equal(alone, whole[part])
+
+
+def test_measured_choice_serves_and_is_remembered():
+    hidden, weight, targets, _ = make_inputs(256, 5000, 256)
+    exact = linear_logprob(hidden, weight, targets, impl="chunked").logprobs
+    for _ in range(2):
+        output = linear_logprob(hidden, weight, targets, deterministic=False)
+        assert (output.logprobs - exact).abs().max() < 5e-5
