@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ class Scorer(nn.Module):
     def forward(self, token_ids):
         logits = self.model(input_ids=token_ids, use_cache=False).logits.float()
         chosen = token_ids[:, 1:, None]
-        return torch.log_softmax(logits[:, :-1], -1).gather(-1, chosen)[..., 0]
+        return torch.log_softmax(logits[:, :-1], -1).gather(-1, chosen).sum(-1)
 
 
 def build(*, is_tied: bool = True, seed: int = 0) -> Scorer:
@@ -318,22 +319,35 @@ def program(rank: int, world_size: int, backends: tuple[str, ...], folder: str):
 
 
 ZERO = ("zero0", "zero1", "zero2", "zero3")
-SPAWNS = [
-    pytest.param((backends, world_size), marks=marks, id=f"{backends[0]}-{world_size}")
-    for backends, marks in (
-        (("fsdp2",), [pytest.mark.multiprocess]),
-        (ZERO, [pytest.mark.multiprocess, pytest.mark.deepspeed]),
+# Starting a process costs more than all cells, so one per rank runs every backend there is.
+BACKENDS = ("fsdp2", *(ZERO if find_spec("deepspeed") is not None else ()))
+CELLS = [
+    pytest.param(
+        backend,
+        world_size,
+        marks=[pytest.mark.multiprocess, *([pytest.mark.deepspeed] if backend in ZERO else [])],
+        id=f"{backend}-{world_size}",
     )
     for world_size in (1, 2)
+    for backend in ("fsdp2", *ZERO)
 ]
+on_every_backend = pytest.mark.parametrize(("backend", "world_size"), CELLS)
 
 
-@pytest.fixture(scope="module", params=SPAWNS)
-def found(request, tmp_path_factory):
-    """[rank][backend][cell] of one spawn."""
-    backends, world_size = request.param
-    folder = str(tmp_path_factory.mktemp("agree"))
-    return run_multiprocess(program, world_size, timeout_seconds=270, args=(backends, folder))
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """(backend, world size, cell) -> results by rank, of one spawn per world size."""
+    spawned = {}
+
+    def find(backend: str, world_size: int, cell: str):
+        if world_size not in spawned:
+            folder = str(tmp_path_factory.mktemp(f"world{world_size}"))
+            spawned[world_size] = run_multiprocess(
+                program, world_size, timeout_seconds=270, args=(BACKENDS, folder)
+            )
+        return [results[backend][cell] for results in spawned[world_size]]
+
+    return find
 
 
 @pytest.fixture(scope="module")
@@ -342,13 +356,7 @@ def expected():
         return run_cells(strategy, 0, 1, "")
 
 
-def each(found, cell):
-    for rank, by_backend in enumerate(found):
-        for backend, cells in by_backend.items():
-            yield f"{backend} on rank {rank}", cells[cell]
-
-
-def assert_agrees(found: dict[str, object], reference: dict[str, object], where: str) -> None:
+def assert_agrees(found: dict[str, object], reference: dict[str, object]) -> None:
     for key, tolerance in (
         ("losses", {"abs": 1e-6}),
         ("norms", {"rel": 1e-5}),
@@ -358,54 +366,62 @@ def assert_agrees(found: dict[str, object], reference: dict[str, object], where:
         ("reference", {"rel": 1e-5}),
     ):
         if key in reference:
-            assert found[key] == pytest.approx(reference[key], **tolerance), (where, key)
+            assert found[key] == pytest.approx(reference[key], **tolerance), key
 
 
-@pytest.mark.parametrize("cell", ["tied", "untied"])
-def test_losses_norms_and_weights_equal_those_of_one_process(found, expected, cell):
-    for where, result in each(found, cell):
-        assert_agrees(result, expected[cell], where)
+@on_every_backend
+def test_losses_norms_and_weights_equal_those_of_one_process(found, expected, backend, world_size):
+    for cell in ("tied", "untied"):
+        for result in found(backend, world_size, cell):
+            assert_agrees(result, expected[cell])
 
 
 def test_the_comparison_catches_a_wrong_factor(expected):
     wrong = {**expected["tied"], "norms": [2 * norm for norm in expected["tied"]["norms"]]}
     with pytest.raises(AssertionError):
-        assert_agrees(wrong, expected["tied"], "planted")
+        assert_agrees(wrong, expected["tied"])
 
 
-def test_a_nan_on_one_rank_makes_all_ranks_skip_and_leaves_no_trace(found, expected):
+@on_every_backend
+def test_a_nan_on_one_rank_makes_all_ranks_skip_and_leaves_no_trace(
+    found, expected, backend, world_size
+):
     assert expected["skip"]["skips"] == [True, True, True]
-    for where, result in each(found, "skip"):
-        assert result["skips"] == [True, True, True], where
-        assert result["count"] == 1, where
-        assert_agrees(result, expected["skip"], where)
+    for result in found(backend, world_size, "skip"):
+        assert result["skips"] == [True, True, True]
+        assert result["count"] == 1
+        assert_agrees(result, expected["skip"])
 
 
-def test_every_model_is_clipped_by_its_own_norm(found, expected):
-    for where, result in each(found, "two models"):
-        assert_agrees(result, expected["two models"], where)
+@on_every_backend
+def test_every_model_is_clipped_by_its_own_norm(found, expected, backend, world_size):
+    for result in found(backend, world_size, "two models"):
+        assert_agrees(result, expected["two models"])
     small, large = expected["two models"]["norms"][:2]
     assert small < 1.0 < large
 
 
-def test_mean_losses_accumulate_to_their_average(found, expected):
-    for where, result in each(found, "mean loss"):
-        assert_agrees(result, expected["mean loss"], where)
-        assert result["acted"].count(True) == 1, where
-        assert result["acted"][-1], where
+@on_every_backend
+def test_mean_losses_accumulate_to_their_average(found, expected, backend, world_size):
+    for result in found(backend, world_size, "mean loss"):
+        assert_agrees(result, expected["mean loss"])
+        assert result["acted"].count(True) == 1
+        assert result["acted"][-1]
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(found):
-    for where, result in each(found, "checkpoint"):
-        assert result["checks"] == dict.fromkeys(result["checks"], True), where
+@on_every_backend
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(found, backend, world_size):
+    for result in found(backend, world_size, "checkpoint"):
+        assert result["checks"] == dict.fromkeys(result["checks"], True)
         assert result["client_state"] == [1, 0.25, [0.0, 1.0, 2.0]]
         assert result["path"].endswith("global_step1")
 
 
-def test_an_exported_model_is_read_by_transformers_and_by_load_model(found):
-    for where, by_tie in each(found, "export"):
+@on_every_backend
+def test_an_exported_model_is_read_by_transformers_and_by_load_model(found, backend, world_size):
+    for by_tie in found(backend, world_size, "export"):
         for result in by_tie.values():
-            assert result["difference"] < 1e-5, where
-            assert result["changed"] > 1e-3, where
-            assert result["is_equal"], where
-            assert result["norms"][0] == pytest.approx(result["norms"][1], rel=1e-6), where
+            assert result["difference"] < 1e-5
+            assert result["changed"] > 1e-3
+            assert result["is_equal"]
+            assert result["norms"][0] == pytest.approx(result["norms"][1], rel=1e-6)
