@@ -141,7 +141,7 @@ def test_casts_without_native_code_fall_back_to_torch():
     pack([source], out, [0], [torch.float32])
     assert torch.equal(out.view(torch.float32), source.float())
     if load_extension() is not None:
-        with pytest.raises(RuntimeError, match="these casts"):
+        with pytest.raises(RuntimeError, match="this device or cast"):
             pack([source], out, [0], [torch.float32], impl="native")
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightrft.kernels.weight_bucket.operations import pack, unpack
+from lightrft.kernels.weight_bucket.streams import Timeline, make_timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -87,7 +88,8 @@ class BucketBroadcaster:
             layout has only local buckets.
         buffers: Buckets whose memory is held at a time: with 2 the next bucket travels while one
             is used, with 1 it does not.
-        device: Where the buckets lie.
+        device: Where the buckets lie. On a GPU they are filled on a stream of their own; the
+            consumer's stream is ordered after each bucket by an event, and the host never waits.
 
     Raises:
         ValueError: The group's size is not the layout's, or `buffers` < 1.
@@ -130,20 +132,29 @@ class BucketBroadcaster:
             add_local: Called as `add_local(name, start, values)` for every range before it is
                 cast: adds in place to `values` [numel] float32, the elements from `start` on.
         """
+        timeline = make_timeline(self._device)
         slots = deque(self._allocate() for _ in range(self._buffers))
         in_flight: deque[_InFlight] = deque()
         for bucket in self.layout.buckets:
-            in_flight.append(self._launch(bucket, slots.popleft(), sources, add_local))
+            # The slot's last consumer comes before it is packed again.
+            timeline.begin()
+            with timeline.filling():
+                in_flight.append(self._launch(bucket, slots.popleft(), sources, add_local))
             if len(in_flight) == self._buffers:
-                yield from self._finish(in_flight, slots)
+                yield from self._finish(in_flight, slots, timeline)
         while in_flight:
-            yield from self._finish(in_flight, slots)
+            yield from self._finish(in_flight, slots, timeline)
 
-    def _finish(self, in_flight: deque[_InFlight], slots: deque[_Slot]) -> Iterator[FilledBucket]:
+    def _finish(
+        self, in_flight: deque[_InFlight], slots: deque[_Slot], timeline: Timeline
+    ) -> Iterator[FilledBucket]:
         flight = in_flight.popleft()
-        if flight.work is not None:
-            flight.work.wait()
-        yield FilledBucket(flight.bucket, _pieces(flight.bucket, flight.slot))
+        with timeline.filling():
+            if flight.work is not None:
+                flight.work.wait()
+            pieces = _pieces(flight.bucket, flight.slot)
+        timeline.hand_over()
+        yield FilledBucket(flight.bucket, pieces)
         slots.append(flight.slot)
 
     def _allocate(self) -> _Slot:

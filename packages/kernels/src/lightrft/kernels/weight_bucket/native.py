@@ -30,6 +30,7 @@ class Extension(Protocol):
 
     interface_version: int
     has_cuda: bool
+    device_tile_elements: int
 
     def copy_segments(
         self, segments: Sequence[tuple[int, int, int, int, int]], bf16_nan: int, num_threads: int
@@ -40,6 +41,12 @@ class Extension(Protocol):
         self, pointer: int, numel: int, itemsize: int, start: int, num_threads: int
     ) -> int:
         """Hash of `numel` elements at `pointer`, the first of which has index `start`."""
+
+    def launch_segments(
+        self, segments: int, tile_segments: int, num_tiles: int, hashes: int, device: int,
+        stream: int,
+    ) -> None:  # fmt: skip
+        """Runs a table of device segments on a stream; only if `has_cuda`."""
 
 
 @cache
@@ -55,9 +62,10 @@ def load_extension() -> Extension | None:
 
 
 def can_copy(source: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `copy_segments` knows this cast and both ends lie in host memory."""
+    """Whether `copy_segments` knows this cast of a contiguous tensor in host memory."""
     same = source.dtype == dtype
-    return source.device.type == "cpu" and (same or (source.dtype, dtype) in _CAST_CODES)
+    is_host = source.device.type == "cpu" and source.is_contiguous()
+    return is_host and (same or (source.dtype, dtype) in _CAST_CODES)
 
 
 def copy_segments(

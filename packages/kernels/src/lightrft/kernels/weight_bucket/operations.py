@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from lightrft.kernels.weight_bucket import native, reference
+from lightrft.kernels.weight_bucket import cuda, native, reference
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ def hash_tensor(
     Args:
         tensor: Any shape, device and dtype of 1, 2, 4 or 8 bytes; a strided one is copied first.
         start: Index of the first element in the full logical tensor.
-        impl: "native" (C++; host memory), "torch", or "auto"; all give the same number.
+        impl: "native" (C++ or CUDA), "torch", or "auto"; all give the same number.
         num_threads: Threads of the native code; 0 takes torch's.
 
     Returns:
@@ -40,16 +40,18 @@ def hash_tensor(
 
     Raises:
         ValueError: `start` is negative, the dtype has another size, or `impl` is unknown.
-        RuntimeError: "native" was asked for but is not built, or the tensor is not on the host.
+        RuntimeError: "native" was asked for but is not built for the tensor's device.
     """
     if start < 0:
         raise ValueError(f"start must be an index into the full tensor (>= 0): got {start}")
     if tensor.dtype.itemsize > 8 or tensor.is_complex():
         raise ValueError(f"cannot hash {tensor.dtype}: expected a real dtype of 1, 2, 4 or 8 bytes")
-    extension = _choose(impl, fits=tensor.device.type == "cpu")
+    extension = _choose(impl, fits=tensor.device.type == "cpu" or _has_device_code(tensor))
     flat = tensor.detach().contiguous()
     if extension is None:
         return reference.hash_flat(flat, start)
+    if flat.is_cuda:
+        return cuda.hash_flat(extension, flat, start)
     return native.hash_flat(extension, flat, start, num_threads=num_threads)
 
 
@@ -61,16 +63,21 @@ def pack(
     *,
     num_threads: int = 0,
     impl: Implementation = "auto",
+    starts: Sequence[int] | None = None,
+    hashes: Tensor | None = None,
 ) -> None:
     """Casts tensors (round to nearest even) into their places in a bucket.
 
     Args:
-        sources: Contiguous tensors, read in flat order.
+        sources: Read in flat order; contiguous, or matrices whose rows are (a column shard).
         out: [bytes] uint8, contiguous. Bytes between segments are left as they are.
         byte_offsets: Where each tensor goes; a multiple of its new element size.
         dtypes: The dtype each tensor is cast to.
         num_threads: Threads of the native code; 0 takes torch's.
-        impl: "native" (C++; host memory), "torch", or "auto"; all write the same bits.
+        impl: "native" (C++ or CUDA), "torch", or "auto"; all write the same bits.
+        starts: Index of each source's first element in its full tensor, for `hashes`; 0 if None.
+        hashes: [sources] int64, beside `out`: the hash of what was packed of each source is added
+            (`hash_tensor`'s), on a GPU in the same pass over memory.
 
     Raises:
         ValueError: Lengths differ, a tensor is strided, or a segment lies outside `out`.
@@ -81,12 +88,16 @@ def pack(
             f"pack needs one byte offset and dtype per source: got {len(sources)} sources, "
             f"{len(byte_offsets)} offsets, {len(dtypes)} dtypes"
         )
-    flat_sources = [_flat(source.detach(), "source") for source in sources]
+    rows = [_rows(source.detach()) for source in sources]
     places = [
         _place(out, offset, source.numel(), dtype)
-        for source, offset, dtype in zip(flat_sources, byte_offsets, dtypes, strict=True)
+        for source, offset, dtype in zip(rows, byte_offsets, dtypes, strict=True)
     ]
-    _copy(flat_sources, places, impl, num_threads)
+    if hashes is not None and (hashes.shape != (len(rows),) or hashes.dtype != torch.int64):
+        raise ValueError(
+            f"expected hashes [{len(rows)}] int64: got {tuple(hashes.shape)} {hashes.dtype}"
+        )
+    _copy(rows, places, impl, num_threads, starts=starts, hashes=hashes)
 
 
 def unpack(
@@ -123,17 +134,36 @@ def unpack(
 
 
 def _copy(
-    sources: Sequence[Tensor], outs: Sequence[Tensor], impl: Implementation, num_threads: int
+    sources: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    impl: Implementation,
+    num_threads: int,
+    *,
+    starts: Sequence[int] | None = None,
+    hashes: Tensor | None = None,
 ) -> None:
-    fits = all(
+    fits_device = bool(outs) and _has_device_code(outs[0]) and cuda.can_run(sources, outs)
+    fits = fits_device or all(
         native.can_copy(source, out.dtype) and out.device.type == "cpu"
         for source, out in zip(sources, outs, strict=True)
     )
     extension = _choose(impl, fits=fits)
+    if extension is not None and fits_device:
+        cuda.run(extension, sources, outs, starts=starts, hashes=hashes)
+        return
     if extension is None:
         reference.copy_segments(sources, outs)
     else:
         native.copy_segments(extension, sources, outs, num_threads=num_threads)
+    if hashes is not None:
+        for slot, out in enumerate(outs):
+            start = 0 if starts is None else starts[slot]
+            hashes[slot] += hash_tensor(out, start=start, impl=impl, num_threads=num_threads)
+
+
+def _has_device_code(tensor: Tensor) -> bool:
+    extension = native.load_extension()
+    return tensor.is_cuda and extension is not None and extension.has_cuda
 
 
 def _choose(impl: Implementation, *, fits: bool) -> native.Extension | None:
@@ -144,9 +174,16 @@ def _choose(impl: Implementation, *, fits: bool) -> native.Extension | None:
         return None
     extension = native.load_extension()
     if impl == "native" and (extension is None or not fits):
-        reason = "is not built" if extension is None else "handles only host memory and these casts"
-        raise RuntimeError(f"impl='native': the C++ extension {reason}; pass impl='auto'")
+        reason = "is not built" if extension is None else "has no code for this device or cast"
+        raise RuntimeError(f"impl='native': the extension {reason}; pass impl='auto'")
     return extension if fits else None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """A source as it is read: flat, or a matrix with contiguous rows."""
+    if tensor.dim() == 2 and tensor.stride(1) == 1 and not tensor.is_contiguous():
+        return tensor
+    return _flat(tensor, "source")
 
 
 def _flat(tensor: Tensor, role: str) -> Tensor:

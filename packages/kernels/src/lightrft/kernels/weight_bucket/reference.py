@@ -63,6 +63,6 @@ def _shift_right(x: Tensor, num_bits: int) -> Tensor:
 
 
 def copy_segments(sources: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """Casts each flat source into its flat output; arguments are already validated."""
+    """Casts each source into its flat output; arguments are already validated."""
     for source, out in zip(sources, outs, strict=True):
-        out.copy_(source)
+        out.copy_(source if source.dim() == 1 else source.reshape(-1))

@@ -1,0 +1,170 @@
+"""The CUDA weight buckets: what compiles and what the table says here, all values on a GPU."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from lightrft.kernels import (
+    BucketBroadcaster,
+    BucketLayout,
+    TensorSpec,
+    capabilities,
+    hash_tensor,
+    pack,
+)
+from lightrft.kernels.weight_bucket import cuda, reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.parametrize("target", [80, 90, 100])
+def test_device_code_compiles_without_spills(repository, tmp_path, target):
+    source = repository / "packages" / "kernels" / "csrc" / "bucket.cu"
+    process = subprocess.run(
+        [
+            "nvcc", "-std=c++17", "-O3", f"-gencode=arch=compute_{target},code=sm_{target}",
+            "-Xptxas", "-v", "-cubin", "-o", str(tmp_path / "bucket.cubin"), str(source),
+        ],
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    pattern = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    frames = re.findall(pattern, process.stderr)
+    assert len(frames) == 2  # with and without hash
+    assert all(frame == ("0", "0", "0") for frame in frames), process.stderr
+
+
+def run_table(table, sources, outs, tile_elements, starts):
+    """What the kernel does, tile by tile in plain Python: (hashes, how often each out is set)."""
+    hashes = [0] * len(sources)
+    writes = [torch.zeros(out.numel(), dtype=torch.int32) for out in outs]
+    for tile, segment in enumerate(table.tile_segments.tolist()):
+        row = table.segments[segment].tolist()
+        _, _, num_rows, row_elements, source_stride, out_stride, index_stride = row[:7]
+        start, _, first_tile, slot = row[7:11]
+        source = sources[slot].as_strided(
+            (sources[slot].untyped_storage().nbytes() // sources[slot].element_size(),), (1,), 0
+        )
+        origin = sources[slot].storage_offset()
+        first = (tile - first_tile) * tile_elements
+        for i in range(first, min(first + tile_elements, num_rows * row_elements)):
+            y, x = divmod(i, row_elements)
+            out_index = y * out_stride + x
+            outs[slot][out_index] = source[origin + y * source_stride + x]
+            writes[slot][out_index] += 1
+            one = outs[slot][out_index : out_index + 1]
+            hashes[slot] += reference.hash_flat(one, start + y * index_stride + x)
+    return [reference.to_signed(total % 2**64) for total in hashes], writes
+
+
+def test_the_table_covers_every_element_once():
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(13, 24, generator=generator)
+    sources = [matrix[:, 4:15], torch.randn(100, generator=generator), torch.empty(0), matrix[2]]
+    outs = [torch.zeros(source.numel(), dtype=torch.bfloat16) for source in sources]
+    starts = [7, 0, 0, 1000]
+    rows = cuda.segment_rows(sources, outs, starts)
+    assert len(rows) == 3
+    table = cuda.build_table(rows, 32)
+    hashes, writes = run_table(table, sources, outs, 32, starts)
+    for source, out, written in zip(sources, outs, writes, strict=True):
+        assert torch.equal(out, source.reshape(-1).to(torch.bfloat16))
+        assert (written == 1).all()
+    for out, start, value in zip(outs, starts, hashes, strict=True):
+        assert value == hash_tensor(out, start=start)
+
+
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+def test_pack_of_column_shards_with_hashes(impl):
+    generator = torch.Generator().manual_seed(1)
+    matrix = torch.randn(9, 20, generator=generator)
+    sources = [matrix[:, 3:11], matrix[4:], torch.randn(5, generator=generator)]
+    bucket = torch.zeros(1024, dtype=torch.uint8)
+    hashes = torch.tensor([1, 2, 3])
+    starts = [40, 80, 0]
+    dtypes = [torch.bfloat16, torch.float16, torch.float32]
+    pack(sources, bucket, [0, 256, 512], dtypes, impl=impl, starts=starts, hashes=hashes)
+    for slot, (source, offset, dtype) in enumerate(
+        zip(sources, [0, 256, 512], dtypes, strict=True)
+    ):
+        packed = bucket[offset : offset + source.numel() * dtype.itemsize].view(dtype)
+        assert torch.equal(packed, source.to(dtype).reshape(-1))
+        expected = hash_tensor(source.to(dtype), start=starts[slot])
+        assert hashes[slot].item() == reference.to_signed((expected + slot + 1) % 2**64)
+    with pytest.raises(ValueError, match=r"expected hashes \[3\] int64"):
+        pack(sources, bucket, [0, 256, 512], dtypes, hashes=torch.zeros(2, dtype=torch.int64))
+
+
+needs_device_code = pytest.mark.skipif(
+    not (torch.cuda.is_available() and capabilities().cuda_extension), reason="no CUDA extension"
+)
+
+
+@pytest.mark.gpu
+@needs_device_code
+@pytest.mark.parametrize("source_dtype", DTYPES)
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("shift", [0, 1, 3, 8])
+def test_device_pack_equals_torch_bitwise(source_dtype, out_dtype, shift):
+    if source_dtype != out_dtype and torch.float32 not in (source_dtype, out_dtype):
+        pytest.skip("no such cast on the device")
+    torch.manual_seed(0)
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 65504.0, 65520.0, 1e-8, 1e-40])
+    base = torch.cat((special, torch.randn(200_000) * 3)).cuda().to(source_dtype)
+    matrix = base[:199_920].view(357, 560)
+    sources = [base[shift:], base[shift : shift + 5], matrix[:, shift : shift + 101], base[:0]]
+    offsets, position = [], 0
+    for source in sources:
+        offsets.append(position)
+        position += -(-source.numel() * out_dtype.itemsize // 256) * 256 + 16 * shift
+    results = []
+    for impl in ("native", "torch"):
+        bucket = torch.full((position,), 7, dtype=torch.uint8, device="cuda")
+        hashes = torch.zeros(len(sources), dtype=torch.int64, device="cuda")
+        pack(
+            sources, bucket, offsets, [out_dtype] * len(sources), impl=impl,
+            starts=[11, 0, 5, 0], hashes=hashes,
+        )  # fmt: skip
+        results.append((bucket, hashes))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.gpu
+@needs_device_code
+@pytest.mark.parametrize("dtype", [torch.uint8, *DTYPES, torch.float64])
+def test_device_hash_equals_torch(dtype):
+    tensor = (torch.randn(100_003, device="cuda") * 50).to(dtype)
+    for part in (tensor, tensor[1:], tensor[:3], tensor[:0]):
+        expected = hash_tensor(part, start=9, impl="torch")
+        assert hash_tensor(part, start=9, impl="native") == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_buckets_are_not_overwritten_while_their_consumer_is_late(buffers):
+    tensors = {f"w{i}": torch.randn(1000 + i, 257, device="cuda") for i in range(12)}
+    specs = [
+        TensorSpec(name, tuple(t.shape), torch.bfloat16, ((0, t.numel()),))
+        for name, t in tensors.items()
+    ]
+    layout = BucketLayout.plan(specs, bucket_bytes=2**20)
+    broadcaster = BucketBroadcaster(layout, None, buffers=buffers, device="cuda")
+    received = {
+        name: torch.zeros(t.numel(), dtype=torch.bfloat16, device="cuda")
+        for name, t in tensors.items()
+    }
+    for filled in broadcaster.gather(lambda name: tensors[name].view(-1)):
+        torch.cuda._sleep(20_000_000)  # the consumer's stream is late
+        for piece in filled.pieces:
+            received[piece.name][piece.start : piece.start + piece.tensor.numel()].copy_(
+                piece.tensor
+            )
+    for name, tensor in tensors.items():
+        assert torch.equal(received[name], tensor.view(-1).bfloat16()), name
