@@ -179,6 +179,8 @@ def two_rank_program(rank: int, world_size: int, folder: str):
         train(strategy, ready, range(2), rank, world_size)
         strategy.save_ckpt(ready[0], folder, "two", optimizer=ready[1])
         results["continued"] = train(strategy, ready, range(2, 4), rank, world_size)
+    torch.distributed.destroy_process_group()
+    # Each strategy now starts and ends its own group, one after the other in one process.
     results["offload"] = offload_cell(rank, world_size)
     results["low precision"] = low_precision_cell(rank, world_size, folder)
     return results

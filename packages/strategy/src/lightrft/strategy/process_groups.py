@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,9 +12,13 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch.distributed import ProcessGroup
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
+# By address: the connection, and how many groups were started through it.
+_STORES: dict[str, tuple[dist.Store, Iterator[int]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,19 @@ def resolve_device(local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
+def _fresh_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
+    """Where the ranks find each other, without the keys of a group that was destroyed before.
+
+    The connection is kept for the life of the process: a rank that starts its next group early
+    must not meet the dying server of the last one.
+    """
+    if launch.init_method not in _STORES:
+        found = dist.rendezvous(launch.init_method, launch.rank, launch.world_size, timeout=timeout)
+        _STORES[launch.init_method] = (next(iter(found))[0], itertools.count())
+    store, starts = _STORES[launch.init_method]
+    return dist.PrefixStore(f"start_{next(starts)}", store)
+
+
 def start_process_group(timeout: timedelta | None) -> bool:
     """Starts the default process group unless one exists.
 
@@ -99,7 +117,7 @@ def start_process_group(timeout: timedelta | None) -> bool:
     launch = LaunchEnvironment.read()
     dist.init_process_group(
         backend=backend_for_machine(),
-        init_method=launch.init_method,
+        store=_fresh_store(launch, timeout or DEFAULT_TIMEOUT),
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout or DEFAULT_TIMEOUT,
