@@ -35,13 +35,15 @@ class ChunkedEngine:
     def statistics(
         self, hidden: Tensor, layer: OutputLayer, targets: Tensor, *, needs_entropy: bool
     ) -> RowStatistics:
-        """One chunk after another; the entropy's sum is always kept, it costs little here."""
-        del needs_entropy
+        """One chunk after another."""
         dtype = accumulation_dtype(hidden, layer.weight, layer.bias)
         wide = hidden.to(dtype)
         rows = RowStatistics.empty(len(hidden), hidden, dtype)
         for start, _, chunk in chunks(layer, self.chunk_columns, dtype):
-            rows = rows.merge(RowStatistics.of_logits(self._logits(wide, chunk), targets, start))
+            logits = self._logits(wide, chunk)
+            rows = rows.merge(
+                RowStatistics.of_logits(logits, targets, start, needs_entropy=needs_entropy)
+            )
         return rows
 
     def grad_logits(self, rows: GradRows, chunk: OutputLayer, first_column: int) -> Tensor:

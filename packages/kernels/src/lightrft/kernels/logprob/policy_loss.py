@@ -258,7 +258,8 @@ class _Forward:
         num_bytes = 0
         for start, _, chunk in chunks(layer, engine.chunk_columns, dtype):
             products = engine.products(hidden, chunk, centre)
-            statistics = statistics.merge(engine.fold(products, chunk, centre, targets, start))
+            part = engine.fold(products, chunk, centre, targets, start, needs_entropy=True)
+            statistics = statistics.merge(part)
             num_bytes += products.nbytes
             if num_bytes <= options.logits_budget_bytes:
                 kept.append(products)

@@ -76,7 +76,11 @@ class ProductEngine:
             )
             for start, _, chunk in chunks(layer, self.chunk_columns, dtype):
                 products = self.products(hidden[block], chunk, block_centre)
-                rows = rows.merge(self.fold(products, chunk, block_centre, targets[block], start))
+                part = self.fold(
+                    products, chunk, block_centre, targets[block], start,
+                    needs_entropy=needs_entropy,
+                )  # fmt: skip
+                rows = rows.merge(part)
             blocks.append(rows)
         if not blocks:
             return RowStatistics.empty(0, hidden, accumulation_dtype(hidden, layer.weight))
@@ -104,7 +108,7 @@ class ProductEngine:
 
     def fold(
         self, products: Tensor, chunk: OutputLayer, centre: Tensor | None, targets: Tensor,
-        first_column: int,
+        first_column: int, *, needs_entropy: bool,
     ) -> RowStatistics:  # fmt: skip
         """Statistics of stored products; without the target's logit where Triton computes them."""
         shift = None if centre is None else centre.float()
@@ -113,14 +117,14 @@ class ProductEngine:
 
             num_splits = -(-len(products) // triton_launch.COLUMNS_PER_SPLIT)
             partials = triton_launch.Partials.allocate(
-                num_splits, products.shape[1], products, needs_entropy=True
+                num_splits, products.shape[1], products, needs_entropy=needs_entropy
             )
             triton_launch.fold_products(
                 products, chunk, shift, partials, first_row=0, first_split=0
             )
             return partials.merge(torch.zeros_like(targets, dtype=torch.float32))
         logits = finish_logits(products.T, chunk.bias, shift, chunk.law)
-        return RowStatistics.of_logits(logits, targets, first_column)
+        return RowStatistics.of_logits(logits, targets, first_column, needs_entropy=needs_entropy)
 
     def grad_of_products(
         self, products: Tensor, rows: GradRows, chunk: OutputLayer, centre: Tensor | None,

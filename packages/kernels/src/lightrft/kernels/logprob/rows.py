@@ -20,6 +20,8 @@ from lightrft.kernels.logprob.types import LogitsLaw, OutputLayer, apply_law
 if TYPE_CHECKING:
     from torch import Tensor
 
+_VERY_NEGATIVE = -1e30
+
 
 @dataclass(frozen=True, slots=True)
 class RowStatistics:
@@ -44,12 +46,19 @@ class RowStatistics:
         return cls(torch.full_like(zeros, -torch.inf), zeros, zeros, zeros)
 
     @classmethod
-    def of_logits(cls, logits: Tensor, targets: Tensor, first_column: int) -> RowStatistics:
+    def of_logits(
+        cls, logits: Tensor, targets: Tensor, first_column: int, *, needs_entropy: bool
+    ) -> RowStatistics:
         """Statistics of a chunk [tokens, columns] that starts at `first_column`."""
         maximum = logits.amax(dim=1)
         shifted = logits - _finite(maximum)[:, None]
-        exponentials = shifted.exp()
-        weighted = torch.where(shifted > -torch.inf, exponentials * shifted, 0).sum(1)
+        if needs_entropy:
+            exponentials = shifted.exp()
+            # 0 * -inf is not a number, 0 times a very negative number is 0.
+            weighted = shifted.clamp_(min=_VERY_NEGATIVE).mul_(exponentials).sum(1)
+        else:
+            exponentials = shifted.exp_()
+            weighted = torch.zeros_like(maximum)
         columns = targets - first_column
         is_inside = (columns >= 0) & (columns < logits.shape[1])
         picked = logits.gather(1, columns.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
@@ -124,22 +133,31 @@ def grad_of_logits(logits: Tensor, rows: GradRows, first_column: int, law: Logit
     columns = rows.targets - first_column
     inside = ((columns >= 0) & (columns < logits.shape[1])).nonzero().squeeze(1)
     columns = columns[inside]
-    log_probabilities = logits - rows.maximum[:, None] - rows.log_sum[:, None]
-    # The target's own value is exact even where the logits were rounded to 16 bits.
-    log_probabilities[inside, columns] = rows.logprobs[inside]
-    probabilities = log_probabilities.exp()
-    grad = torch.zeros_like(logits)
+    # The target's own value is exact even where the logits were rounded to 16 bits, and 1 - p of
+    # a near-certain target keeps its digits.
+    target_logprobs = rows.logprobs[inside]
+    target_grad = torch.zeros_like(target_logprobs)
     if rows.grad_logprobs is not None:
-        grad -= rows.grad_logprobs[:, None] * probabilities
-        # 1 - p of a near-certain target keeps its digits.
-        grad[inside, columns] = rows.grad_logprobs[inside] * -rows.logprobs[inside].expm1()
-    if rows.grad_entropy is not None:
-        surprise = log_probabilities + rows.entropy[:, None]
-        surprise = torch.where(probabilities > 0, surprise, 0)
-        grad -= rows.grad_entropy[:, None] * probabilities * surprise
+        target_grad -= rows.grad_logprobs[inside] * target_logprobs.expm1()
+    log_probabilities = (logits - rows.maximum[:, None]).sub_(rows.log_sum[:, None])
+    if rows.grad_entropy is None:
+        grad = log_probabilities.exp_()
+        if rows.grad_logprobs is not None:
+            grad *= -rows.grad_logprobs[:, None]
+    else:
+        grad_entropy = rows.grad_entropy
+        surprise = target_logprobs + rows.entropy[inside]
+        target_grad -= grad_entropy[inside] * target_logprobs.exp() * surprise
+        grad = log_probabilities.exp()
+        constant = grad_entropy * rows.entropy
+        if rows.grad_logprobs is not None:
+            constant = constant + rows.grad_logprobs
+        factors = log_probabilities.clamp_(min=_VERY_NEGATIVE).mul_(-grad_entropy[:, None])
+        grad *= factors.sub_(constant[:, None])
+    grad[inside, columns] = target_grad
     if law.softcap is not None:
         grad *= 1 - (logits * (law.temperature / law.softcap)).square()
-    return grad / law.temperature
+    return grad if law.temperature == 1 else grad.div_(law.temperature)
 
 
 def finish_logits(

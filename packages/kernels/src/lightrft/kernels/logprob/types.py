@@ -118,4 +118,4 @@ def apply_law(product: Tensor, bias: Tensor | None, law: LogitsLaw) -> Tensor:
     logits = product if bias is None else product + bias
     if law.softcap is not None:
         logits = law.softcap * torch.tanh(logits / law.softcap)
-    return logits / law.temperature
+    return logits if law.temperature == 1 else logits / law.temperature
