@@ -11,6 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Counts that change from call to call: code that depended on them would be compiled again.
+COUNTS = (
+    "num_rows", "num_columns", "num_splits", "first_column", "row_start", "total_rows",
+    "split_start", "total_splits",
+)  # fmt: skip
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 
 
@@ -91,7 +96,7 @@ def _product_tile(
     return product
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def forward_partials(
     hidden, weight, bias, partials, num_rows, num_columns, size, num_splits, stride_h, stride_w,
     scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -131,7 +136,7 @@ def forward_partials(
     _store_partial(partials, plane, offsets, is_row, maximum, exp_sum, weighted_sum, NEEDS_ENTROPY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def forward_partials_tma(
     hidden, weight, bias, partials, num_rows, num_columns, size, num_splits, num_programs,
     scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -175,7 +180,7 @@ def forward_partials_tma(
             tl.store(partials + 2 * plane + offsets, tl.sum(terms, 1), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def merge_partials(
     partials, maximum_out, exp_sum_out, weighted_sum_out, num_rows, num_splits,
     NEEDS_ENTROPY: tl.constexpr, BLOCK_ROWS: tl.constexpr,
@@ -207,7 +212,7 @@ def merge_partials(
     tl.store(weighted_sum_out + rows, weighted_sum, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def target_products(
     hidden, weight, targets, out, num_rows, num_columns, size, stride_h, stride_w,
     BLOCK_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -230,7 +235,7 @@ def target_products(
     tl.store(out + rows, tl.sum(total, 1), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def fold_products(
     products, bias, centre, partials, num_rows, num_columns, stride, scale, softcap,
     row_start, total_rows, split_start, total_splits,
@@ -295,7 +300,7 @@ def _gradient(
     return grad * scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def grad_products(
     hidden, weight, bias, targets, maximum, log_sum, logprobs, entropy, grad_logprobs,
     grad_entropy, out, num_rows, num_columns, size, first_column, stride_h, stride_w, stride_out,
@@ -342,7 +347,7 @@ def grad_products(
     tl.store(pointers, grad.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def grad_of_stored_products(
     products, bias, centre, targets, maximum, log_sum, logprobs, entropy, grad_logprobs,
     grad_entropy, out, num_rows, num_columns, first_column, stride, scale, softcap,

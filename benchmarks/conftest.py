@@ -1,0 +1,32 @@
+"""Makes harness.py importable, keeps host names out of results and adds versions to them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pytest_benchmark_update_machine_info(config, machine_info) -> None:
+    machine_info.pop("node", None)
+    machine_info["torch"] = torch.__version__
+    machine_info["threads"] = torch.get_num_threads()
+    machine_info["gpu"] = (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else "none: not measured on a GPU"
+    )
+    for package in ("triton", "lightrft-kernels", "liger-kernel", "trl", "cut-cross-entropy"):
+        try:
+            machine_info[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            machine_info[package] = "absent"

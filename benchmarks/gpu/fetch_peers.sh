@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Downloads peers that are pure Python into benchmarks/gpu/wheels (ignored by git), for run_all.sh on
+# a machine without a network. Needs a network and pip; installs nothing.
+set -euo pipefail
+cd "$(dirname "$0")"
+mkdir -p wheels
+for peer in "liger-kernel==0.8.5" "cut-cross-entropy==25.1.1" "trl==1.16.0"; do
+  python3 -m pip download --quiet --no-deps --only-binary :all: --dest wheels "$peer" \
+    || echo "not to be had: $peer"
+done
+ls wheels

@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one command and under nine minutes: builds the extension, runs the
+# gpu tests and both kernel benchmarks, writes results and a short table.
+#
+#   benchmarks/gpu/run_all.sh [RESULTS_FOLDER]      (default: $OUT, else benchmarks/results/gpu)
+#
+# Needs python3 with torch >= 2.11, pytest, pytest-benchmark, pybind11, cmake and ninja, and nvcc;
+# no network. Wheels in benchmarks/gpu/wheels (see fetch_peers.sh) are put on the path if present.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+root="$PWD"
+results="${1:-${OUT:-benchmarks/results/gpu}}"
+mkdir -p "$results"
+results="$(cd "$results" && pwd)"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}" CUBLAS_WORKSPACE_CONFIG=":4096:8"
+python="${PYTHON:-python3}"
+failed=0
+
+note() { printf '\n=== %s (%ss)\n' "$1" "$SECONDS"; }
+
+note "extension"
+build="${TMPDIR:-/tmp}/lightrft-gpu-build"
+site="$build/site"
+mkdir -p "$build/cmake" "$site"
+# A copy of the sources with the extension beside them: the working tree stays as it is.
+for package in kernels strategy engines; do
+  cp -r "packages/$package/src/lightrft" "$site/" || exit 1
+done
+if pybind="$("$python" -m pybind11 --cmakedir 2>/dev/null)"; then
+  cmake -G Ninja -S packages/kernels -B "$build/cmake" -DCMAKE_BUILD_TYPE=Release \
+    -DLIGHTRFT_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=native -Dpybind11_DIR="$pybind" \
+    -DPython_EXECUTABLE="$(command -v "$python")" >"$results/build.log" 2>&1 \
+    && ninja -C "$build/cmake" >>"$results/build.log" 2>&1 \
+    && cp "$build"/cmake/_native*.so "$site/lightrft/kernels/" \
+    || { echo "the extension did not build; see build.log"; failed=1; }
+else
+  echo "pybind11 is missing: the extension is not built, torch serves the buckets"
+  failed=1
+fi
+path="$site"
+for wheel in "$root"/benchmarks/gpu/wheels/*.whl; do
+  [ -e "$wheel" ] && path="$path:$wheel"  # pure Python wheels can be imported as they are
+done
+export PYTHONPATH="$path${PYTHONPATH:+:$PYTHONPATH}"
+"$python" - <<'PYTHON' || exit 1
+import torch
+from lightrft.kernels import capabilities
+print(torch.__version__, capabilities())
+assert torch.cuda.is_available(), "no GPU"
+PYTHON
+
+# The project's own settings name plugins that this machine may lack.
+cat >"$build/pytest.ini" <<'INI'
+[pytest]
+addopts = --import-mode=importlib
+markers =
+    gpu
+    multiprocess
+    triton
+    slow
+INI
+
+note "gpu tests"
+timeout 200 "$python" -m pytest -c "$build/pytest.ini" --rootdir "$root" tests/kernels -m gpu -q \
+  -p no:cacheprovider --maxfail=30 \
+  >"$results/tests.txt" 2>&1 || failed=1
+tail -n 25 "$results/tests.txt"
+
+run_benchmark() {
+  note "$1"
+  timeout "$2" "$python" -m pytest -c "$build/pytest.ini" --rootdir "$root" "benchmarks/test_bench_$1.py" -s -q -p no:cacheprovider \
+    --benchmark-json="$results/$1.json" >"$results/$1.txt" 2>&1 || failed=1
+  grep -E "^(NVIDIA|  )" "$results/$1.txt" || tail -n 20 "$results/$1.txt"
+}
+run_benchmark weight_buckets 80
+run_benchmark linear_logprob 240
+
+note "done"
+exit "$failed"
