@@ -26,7 +26,7 @@ GPU_SHAPES = {
 SHAPES = GPU_SHAPES if torch.cuda.is_available() else CPU_SHAPES
 MODES = ["forward", "both", "both, half of the rows"]
 CHUNK_COLUMNS = 4096
-BUDGET_SECONDS = 3.0
+BUDGET_SECONDS = 2.0
 
 
 def make_inputs(shape, device, dtype):

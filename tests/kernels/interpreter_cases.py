@@ -18,6 +18,7 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_triton.py"
 
 from lightrft.kernels import Workspace, linear_logprob
 from lightrft.kernels.logprob.autograd import LogprobOptions, engine_logprob
+from lightrft.kernels.logprob.policy_loss import LinearPolicyLoss, PolicyLossOptions
 from lightrft.kernels.logprob.product_engine import ProductEngine
 from lightrft.kernels.logprob.tiles import TileConfig
 from lightrft.kernels.logprob.triton_engine import TritonEngine
@@ -181,6 +182,44 @@ def test_public_function_with_ignored_rows_and_sparse_gradients():
         assert relative_error(value, reference) < 1e-5
     assert not results[0][2][::3].any()
     assert not results[0][2][:10].any()
+
+
+@pytest.mark.parametrize("budget", [0, 2**31])
+def test_loss_inside_the_output_layer(budget):
+    hidden, weight, bias, targets, data = make_inputs(70, 600)
+
+    def token_loss(logprobs, entropy, rows):
+        loss = (logprobs * data[0][rows] + entropy * data[1][rows]).sum()
+        return loss, data[0][rows], data[1][rows]
+
+    rows = torch.arange(70)
+    options = PolicyLossOptions(ENGINES["products"], token_loss, (rows[:40], rows[40:]), budget)
+    loss, logprobs, entropy = LinearPolicyLoss.apply(hidden, weight, bias, targets, HARD, options)
+    doubles = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight, bias)]
+    expected = float64_logprob(*doubles, targets, HARD)
+    assert (logprobs - expected[0]).abs().max() < 5e-5
+    assert (entropy - expected[1]).abs().max() < 5e-5
+    want = torch.autograd.grad((expected[0] * data[0] + expected[1] * data[1]).sum(), doubles)
+    got = torch.autograd.grad(loss, (hidden, weight, bias))
+    for value, reference in zip(got, want, strict=True):
+        assert relative_error(value, reference) < 5e-6
+
+
+def test_centred_products_give_the_same_with_and_without_triton():
+    hidden, weight, _, _, upstream = make_inputs(130, 1500, dtype=torch.bfloat16)
+    targets = (hidden.float() @ weight.float().T).argmax(1)
+    results = []
+    for uses_triton in (True, False):
+        engine = ProductEngine(1024, is_centred=True, uses_triton=uses_triton)
+        options = LogprobOptions(engine, LogitsLaw(0.9, None), "grad")
+        output = engine_logprob(hidden, weight, None, targets, options)
+        loss = (output.logprobs * upstream[0]).sum() + (output.entropy * upstream[1]).sum()
+        gradients = torch.autograd.grad(loss, (hidden, weight))
+        results.append((output.logprobs, output.entropy, *gradients))
+    assert (results[0][0] - results[1][0]).abs().max() < 1e-5
+    assert (results[0][1] - results[1][1]).abs().max() < 2e-5
+    for value, reference in zip(results[0][2:], results[1][2:], strict=True):
+        assert relative_error(value, reference) < 6e-3
 
 
 def test_no_row_at_all():

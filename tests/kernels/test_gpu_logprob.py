@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightrft.kernels import Workspace, linear_logprob
+from lightrft.kernels import Workspace, linear_logprob, linear_policy_loss
 
 pytestmark = pytest.mark.gpu
 IMPLEMENTATIONS = ["chunked", "triton", "cublas", "centred"]
@@ -103,6 +103,27 @@ def test_twenty_runs_are_bitwise_equal(impl):
         if first is None:
             first = run
         assert all(torch.equal(a, b) for a, b in zip(run, first, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "centred"])
+@pytest.mark.parametrize("budget", [0, 2**31])
+def test_loss_inside_the_output_layer(precision, budget):
+    hidden, weight, targets, data = make_inputs(300, 20000, 512)
+
+    def token_loss(logprobs, entropy, rows):
+        loss = (logprobs * data[0][rows] + 0.1 * entropy * data[1][rows]).sum()
+        return loss, data[0][rows], 0.1 * data[1][rows]
+
+    output = linear_policy_loss(
+        hidden, weight, targets, token_loss, precision=precision, chunk_tokens=128,
+        logits_budget_bytes=budget,
+    )  # fmt: skip
+    exact = linear_logprob(hidden, weight, targets, impl="chunked", entropy="grad")
+    loss = (exact.logprobs * data[0] + 0.1 * exact.entropy * data[1]).sum()
+    got = torch.autograd.grad(output.loss, (hidden, weight))
+    want = torch.autograd.grad(loss, (hidden, weight))
+    for value, reference in zip(got, want, strict=True):
+        assert relative_error(value, reference.double()) < (6e-3 if precision == "fp32" else 1e-2)
 
 
 def test_batch_invariant_rows():

@@ -90,6 +90,45 @@ def test_values_and_gradients_equal_float64(num_tokens, vocab, impl):
             assert relative_error(value, reference) < 2e-6, name
 
 
+@pytest.mark.parametrize("vocab", [32000, 50257, 128256, 151936, 152064, 262144])
+def test_vocabularies_of_models(vocab):
+    hidden, weight, _, targets, upstream = make_inputs(3, vocab, size=8)
+    targets[0] = vocab - 1
+    output = linear_logprob(hidden, weight, targets, entropy="grad")
+    expected = slow_logprob(hidden, weight, targets)
+    got = gradients((output.logprobs, output.entropy), upstream, (hidden, weight))
+    want = gradients(expected, upstream, (hidden, weight))
+    for value, reference in zip((output.logprobs, output.entropy), expected, strict=True):
+        assert (value.double() - reference).abs().max() < 5e-5
+    for value, reference in zip(got, want, strict=True):
+        assert relative_error(value, reference) < 1e-5
+
+
+def test_the_gradient_of_the_weight_can_go_to_a_float32_buffer():
+    hidden, weight, _, targets, upstream = make_inputs(30, 200, dtype=torch.bfloat16)
+    buffer = torch.ones(200, 24)
+    for _ in range(2):
+        output = linear_logprob(
+            hidden, weight, targets, workspace=Workspace(64, grad_weight=buffer)
+        )
+        (output.logprobs * upstream[0]).sum().backward()
+    assert weight.grad is None
+    double = weight.detach().double().requires_grad_()
+    expected, _ = slow_logprob(hidden.detach(), double, targets)
+    (want,) = torch.autograd.grad((expected * upstream[0]).sum(), double)
+    assert relative_error(buffer - 1, 2 * want) < 2e-5
+    for wrong, message in (
+        (torch.zeros(200, 23), r"grad_weight \(200, 24\) float32: got \(200, 23\)"),
+        (torch.zeros(200, 24).double(), r"got \(200, 24\) torch\.float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            linear_logprob(hidden, weight, targets, workspace=Workspace(64, grad_weight=wrong))
+    with pytest.raises(ValueError, match="requires a gradient"):
+        linear_logprob(
+            hidden, weight.detach(), targets, workspace=Workspace(64, grad_weight=buffer)
+        )
+
+
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_gradcheck_in_float64(impl, softcap):

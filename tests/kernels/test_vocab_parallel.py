@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
 
 from lightrft.kernels import VocabShard, Workspace, linear_logprob
 from lightrft.strategy.testing import run_multiprocess
@@ -34,28 +35,6 @@ def value_and_gradients(leaves, targets, upstream, **options):
     return (output.logprobs, output.entropy), torch.autograd.grad(loss, leaves)
 
 
-class CountedCollectives:
-    """Counts the collectives of torch.distributed by name."""
-
-    def __init__(self, *names):
-        self.counts = dict.fromkeys(names, 0)
-
-    def __enter__(self):
-        from lightrft.kernels.logprob import vocab_parallel
-
-        self.module, self.original = vocab_parallel, vocab_parallel._all_gather
-
-        def counted(*args, **options):
-            self.counts["all_gather"] += 1
-            return self.original(*args, **options)
-
-        vocab_parallel._all_gather = counted
-        return self
-
-    def __exit__(self, *_):
-        self.module._all_gather = self.original
-
-
 def compare(rank: int, world: int) -> None:
     dist.init_process_group("gloo")
     hidden, weight, bias, targets, upstream = make_inputs()
@@ -70,12 +49,14 @@ def compare(rank: int, world: int) -> None:
         padded_bias[:vocab] = bias
         part = slice(start, start + step)
         real = max(0, min(step, vocab - start))
-        with CountedCollectives("all_gather") as counted:
+        with CommDebugMode() as collectives:
             got, local = value_and_gradients(
                 (hidden, padded[part], padded_bias[part]), targets, upstream,
                 tp=VocabShard(None, start, vocab), workspace=Workspace(64),
             )  # fmt: skip
-        assert counted.counts == {"all_gather": 1}
+        counts = {str(name): count for name, count in collectives.get_comm_counts().items()}
+        assert sum(count for name, count in counts.items() if "allgather" in name) == 1, counts
+        assert sum(counts.values()) == 2, counts  # and one all-reduce of the hidden gradient
         for value, reference in zip(got, expected, strict=True):
             assert torch.allclose(value, reference, atol=1e-5, rtol=0)
         assert (local[0] - gradients[0]).norm() < 3e-6 * gradients[0].norm()

@@ -28,7 +28,8 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     if _runs_on_tensor_cores(left, right) and total.dtype == torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
         return
-    total.addmm_(left.to(total.dtype), right.to(total.dtype))
+    # Summed apart and then added: a library may add term by term to what is already there.
+    total += left.to(total.dtype) @ right.to(total.dtype)
 
 
 def write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
