@@ -5,7 +5,7 @@
 #   benchmarks/gpu/run_all.sh [RESULTS_FOLDER]      (default: $OUT, else benchmarks/results/gpu)
 #
 # Needs python3 with torch >= 2.11, pytest, pytest-benchmark, pybind11, cmake and ninja, and nvcc;
-# no network. Wheels in benchmarks/gpu/wheels (see fetch_peers.sh) are put on the path if present.
+# no network. Wheels in benchmarks/gpu/wheels (see fetch_peers.sh) are unpacked and used if present.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 root="$PWD"
@@ -26,9 +26,10 @@ mkdir -p "$build/cmake" "$site"
 for package in kernels strategy engines; do
   cp -r "packages/$package/src/lightrft" "$site/" || exit 1
 done
+capability="$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)"
 if pybind="$("$python" -m pybind11 --cmakedir 2>/dev/null)"; then
   cmake -G Ninja -S packages/kernels -B "$build/cmake" -DCMAKE_BUILD_TYPE=Release \
-    -DLIGHTRFT_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=native -Dpybind11_DIR="$pybind" \
+    -DLIGHTRFT_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES="${capability:-90}" -Dpybind11_DIR="$pybind" \
     -DPython_EXECUTABLE="$(command -v "$python")" >"$results/build.log" 2>&1 \
     && ninja -C "$build/cmake" >>"$results/build.log" 2>&1 \
     && cp "$build"/cmake/_native*.so "$site/lightrft/kernels/" \
@@ -37,11 +38,11 @@ else
   echo "pybind11 is missing: the extension is not built, torch serves the buckets"
   failed=1
 fi
-path="$site"
+mkdir -p "$build/peers"
 for wheel in "$root"/benchmarks/gpu/wheels/*.whl; do
-  [ -e "$wheel" ] && path="$path:$wheel"  # pure Python wheels can be imported as they are
+  [ -e "$wheel" ] && "$python" -m zipfile -e "$wheel" "$build/peers"
 done
-export PYTHONPATH="$path${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$site:$build/peers${PYTHONPATH:+:$PYTHONPATH}"
 "$python" - <<'PYTHON' || exit 1
 import torch
 from lightrft.kernels import capabilities

@@ -97,7 +97,7 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
         if impl == "reference":
             output = reference_logprob(hidden, weight, bias, targets, law=law, entropy=entropy)
         else:
-            workspace = workspace or Workspace()
+            workspace = workspace or _default_workspace(hidden)
             request = Request(
                 impl,
                 precision,
@@ -113,6 +113,11 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
         _scatter(output.logprobs, active, num_tokens),
         None if output.entropy is None else _scatter(output.entropy, active, num_tokens),
     )
+
+
+def _default_workspace(hidden: Tensor) -> Workspace:
+    # Chunks of a CPU should fit its caches; on a GPU each one costs a pass over dL/dhidden.
+    return Workspace(16384) if hidden.is_cuda else Workspace()
 
 
 def _by_engine(
