@@ -42,6 +42,7 @@ def make_table(lengths, rewards, *, group_size=4, masked=()):
         token_ids=np.arange(2 * rows + sum(lengths)),
         rollout_logprobs=np.zeros(sum(lengths), dtype=np.float32),
         rewards=np.array(rewards, dtype=np.float64),
+        accuracies=np.array(rewards, dtype=np.float64),
         component_names=(),
         components=np.zeros((rows, 0)),
         is_truncated=np.zeros(rows, dtype=bool),

@@ -26,6 +26,7 @@ def table(prompts, responses, *, masked=None):
         token_ids=np.array(flat, dtype=np.int64),
         rollout_logprobs=-np.arange(1, sum(map(len, responses)) + 1, dtype=np.float32),
         rewards=np.arange(rows, dtype=np.float64),
+        accuracies=np.arange(rows, dtype=np.float64),
         component_names=(),
         components=np.zeros((rows, 0)),
         is_truncated=np.zeros(rows, dtype=bool),

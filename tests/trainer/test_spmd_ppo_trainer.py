@@ -181,7 +181,15 @@ def test_a_vision_trainer_asks_for_its_processor_first(build_world):
         ({"train_batch_size": 6}, ValueError, "nearest legal"),
         ({"use_kl_loss": True}, ValueError, "reference"),
         ({"policy_loss": "gmpo", "eps_clip": 0.1}, ValueError, "clip range"),
-        ({"dynamic_sampling": True}, ValueError, "dynamic_sampling"),
+        (
+            {
+                "dynamic_sampling": True,
+                "n_samples_per_prompt": 1,
+                "advantage_estimator": "reinforce++",
+            },
+            ValueError,
+            "dynamic_sampling",
+        ),
         ({"max_epochs": 0}, ValueError, "max_epochs"),
     ],
 )

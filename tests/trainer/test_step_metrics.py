@@ -18,6 +18,7 @@ def table(rewards, group_ids, lengths, *, masked=(), truncated=(), components=No
         token_ids=np.zeros(3 * rows + sum(lengths), dtype=np.int64),
         rollout_logprobs=np.zeros(sum(lengths), dtype=np.float32),
         rewards=np.array(rewards, dtype=np.float64),
+        accuracies=np.array(rewards, dtype=np.float64),
         component_names=names,
         components=np.array([components[n] for n in names]).T if names else np.zeros((rows, 0)),
         is_truncated=np.isin(np.arange(rows), truncated),

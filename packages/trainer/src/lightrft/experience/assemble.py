@@ -181,6 +181,8 @@ def _estimate(
 def _reward_kl(outputs: PolicyOutputs, mask: Tensor, settings: AdvantageSettings) -> Tensor | None:
     if settings.kl_reward_coef == 0 or outputs.ref_logprobs is None:
         return None
+    if outputs.old_logprobs is None:
+        raise RuntimeError("a KL penalty in the reward needs the logprobs before the update")
     return estimate_kl(
         outputs.old_logprobs,
         outputs.ref_logprobs,

@@ -19,12 +19,24 @@ if TYPE_CHECKING:
 
 
 def collate(
-    table: SampleTable, *, pad_token_id: int, temperature: float, device: torch.device
+    table: SampleTable,
+    *,
+    pad_token_id: int,
+    temperature: float,
+    device: torch.device,
+    num_uncompared_tokens: int = 0,
 ) -> RolloutBatch:
     """The rows of a table as right-padded tensors.
 
     A row that is excluded from the loss has an empty response mask. The response mask covers
     exactly the sampled tokens: no end-of-sequence token is added to a truncated response.
+
+    Args:
+        table: The rows.
+        pad_token_id: Fills rows to equal length.
+        temperature: At which all rows were sampled.
+        device: Where the tensors go.
+        num_uncompared_tokens: First response tokens that were drawn at another temperature.
     """
     prompt_lengths = torch.from_numpy(table.prompt_lengths)[:, None]  # [batch, 1]
     lengths = torch.from_numpy(table.lengths)[:, None]
@@ -37,6 +49,8 @@ def collate(
     logprobs = torch.zeros((len(table), width), dtype=torch.float32)
     logprobs[is_response] = torch.from_numpy(table.rollout_logprobs)
     is_kept = torch.from_numpy(~table.is_masked)[:, None]
+    is_compared = is_kept & torch.from_numpy(table.is_comparable)[:, None]
+    is_compared = is_compared & is_response & (positions >= prompt_lengths + num_uncompared_tokens)
     return RolloutBatch(
         token_ids=token_ids.to(device),
         attention_mask=attention_mask.to(device),
@@ -47,6 +61,7 @@ def collate(
         sample_ids=torch.from_numpy(table.sample_ids).to(device),
         model_inputs={},
         temperature=temperature,
+        compared_mask=is_compared.to(device),
     )
 
 
@@ -63,6 +78,7 @@ def select_rollouts(batch: RolloutBatch, rows: slice) -> RolloutBatch:
         rewards=batch.rewards[rows],
         group_ids=batch.group_ids[rows],
         sample_ids=batch.sample_ids[rows],
+        compared_mask=None if batch.compared_mask is None else batch.compared_mask[rows, :width],
     )
 
 
@@ -77,7 +93,7 @@ def select_experience(batch: ExperienceBatch, rows: slice) -> ExperienceBatch:
     return ExperienceBatch(
         rollouts=rollouts,
         outputs=PolicyOutputs(
-            old_logprobs=batch.outputs.old_logprobs[rows, :width],
+            old_logprobs=narrow(batch.outputs.old_logprobs),
             ref_logprobs=narrow(batch.outputs.ref_logprobs),
             values=narrow(batch.outputs.values),
             entropy=narrow(batch.outputs.entropy),

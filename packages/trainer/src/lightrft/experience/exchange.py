@@ -35,6 +35,8 @@ class SampleTable:
         token_ids: [sum of lengths] int64; prompt then response, row after row.
         rollout_logprobs: [sum of response lengths] float32, from the engine.
         rewards: [rows] float64, shaping included.
+        accuracies: [rows] float64, what tells a right from a wrong response: the component
+            "accuracy" if the reward has one, else the reward before shaping.
         component_names: Names of the reward components, sorted.
         components: [rows, components] float64; NaN where a row has no such component.
         is_truncated: [rows] bool; the token budget ended the response.
@@ -50,6 +52,7 @@ class SampleTable:
     token_ids: NDArray[np.int64]
     rollout_logprobs: NDArray[np.float32]
     rewards: NDArray[np.float64]
+    accuracies: NDArray[np.float64]
     component_names: tuple[str, ...]
     components: NDArray[np.float64]
     is_truncated: NDArray[np.bool_]
@@ -75,6 +78,7 @@ class SampleTable:
             token_ids=_take_segments(self.token_ids, self.lengths, rows),
             rollout_logprobs=_take_segments(self.rollout_logprobs, self.response_lengths, rows),
             rewards=self.rewards[rows],
+            accuracies=self.accuracies[rows],
             component_names=self.component_names,
             components=self.components[rows],
             is_truncated=self.is_truncated[rows],
@@ -100,6 +104,7 @@ def tabulate(scored: Sequence[ScoredRollout]) -> SampleTable:
             [value for c in completions for value in c.output_logprobs], dtype=np.float32
         ),
         rewards=np.array([item.reward for item in scored], dtype=np.float64),
+        accuracies=np.array([item.accuracy for item in scored], dtype=np.float64),
         component_names=names,
         components=np.array(components, dtype=np.float64).reshape(len(scored), len(names)),
         is_truncated=np.array([c.finish_reason == "length" for c in completions], dtype=np.bool_),
@@ -124,6 +129,7 @@ def merge(tables: Sequence[SampleTable]) -> SampleTable:
         token_ids=np.concatenate([t.token_ids for t in tables]),
         rollout_logprobs=np.concatenate([t.rollout_logprobs for t in tables]),
         rewards=np.concatenate([t.rewards for t in tables]),
+        accuracies=np.concatenate([t.accuracies for t in tables]),
         component_names=names,
         components=np.concatenate([_components_under(names, t) for t in tables]),
         is_truncated=np.concatenate([t.is_truncated for t in tables]),

@@ -26,16 +26,25 @@ class ForwardModels:
 
 
 def compute_outputs(
-    batch: RolloutBatch, models: ForwardModels, *, micro_batch_size: int
+    batch: RolloutBatch, models: ForwardModels, *, micro_batch_size: int, scores_actor: bool = True
 ) -> PolicyOutputs:
     """Old and reference logprobs, values and entropies of all response tokens.
 
     One model after the other, so that only one needs its activations and gathered weights.
+
+    Args:
+        batch: This rank's rows.
+        models: What looks at them.
+        micro_batch_size: Rows of one forward pass.
+        scores_actor: False leaves the old logprobs and entropies to the update.
     """
+    old_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
     with torch.no_grad():
-        old_logprobs, entropy = _score(
-            models.actor, batch, micro_batch_size=micro_batch_size, entropy="value"
-        )
+        if scores_actor:
+            old_logprobs, entropy = _score(
+                models.actor, batch, micro_batch_size=micro_batch_size, entropy="value"
+            )
         ref_logprobs = None
         if models.reference is not None:
             ref_logprobs, _ = _score(

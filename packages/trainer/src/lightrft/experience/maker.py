@@ -17,7 +17,15 @@ from lightrft.experience.assemble import (
     shape_rewards,
 )
 from lightrft.experience.collate import collate
-from lightrft.experience.exchange import SampleTable, exchange
+from lightrft.experience.dynamic import (
+    DynamicSampling,
+    Selection,
+    apply_selection,
+    mixed_groups,
+    select_groups,
+)
+from lightrft.experience.exchange import SampleTable, exchange, merge
+from lightrft.experience.fire import generate_fire
 from lightrft.experience.forward import ForwardModels, compute_outputs
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
 from lightrft.experience.rollouts import (
@@ -27,9 +35,10 @@ from lightrft.experience.rollouts import (
     pair_completions,
 )
 from lightrft.experience.scoring import OverlongPenalty, score_rollouts
+from lightrft.rewards.errors import RewardError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -52,6 +61,10 @@ class MakerSettings:
         seed: Fixes the optimizer batches.
         overlong_penalty: Soft punishment of long responses, or None.
         sleep_engine: Put the engine to sleep after generation.
+        masks_reward_failures: Exclude samples whose reward fails from the loss.
+        first_token_temperature: Draw the first token of a response at this temperature (FIRE);
+            None draws it like the others.
+        dynamic_sampling: Replace groups without signal, or None.
     """
 
     sampling_params: SamplingParams
@@ -61,6 +74,9 @@ class MakerSettings:
     seed: int
     overlong_penalty: OverlongPenalty | None = None
     sleep_engine: bool = True
+    masks_reward_failures: bool = False
+    first_token_temperature: float | None = None
+    dynamic_sampling: DynamicSampling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +91,9 @@ class StepExperience:
         plan: Which rows of `table` each rank trains in which optimizer batch.
         scored: This rank's own rollouts.
         seconds: Duration of each stage on this rank.
+        num_prompts: Prompts that were rolled out, over all ranks.
+        num_rounds: Batches of prompts among them.
+        selection: What dynamic sampling did, or None.
     """
 
     batch: ExperienceBatch
@@ -84,6 +103,9 @@ class StepExperience:
     plan: MinibatchPlan
     scored: tuple[ScoredRollout, ...]
     seconds: dict[str, float]
+    num_prompts: int
+    num_rounds: int = 1
+    selection: Selection | None = None
 
     def rows_of_minibatch(self, index: int) -> slice:
         """Rows of `batch` that belong to one optimizer batch."""
@@ -128,6 +150,8 @@ class ExperienceMaker:
         first_request_id: int,
         advantage: AdvantageSettings,
         shaping: RewardShaping,
+        next_prompts: Callable[[], Sequence[Prompt]] | None = None,
+        defers_actor: bool = False,
     ) -> StepExperience:
         """The experience of one step.
 
@@ -138,15 +162,13 @@ class ExperienceMaker:
                 that are rolled out with the same id and seed get the same random numbers.
             advantage: How rewards become advantages in this step.
             shaping: What happens to the rewards before that.
+            next_prompts: This rank's share of further prompts, for dynamic sampling.
+            defers_actor: Leave old logprobs and entropies to the update if the step has one
+                optimizer batch.
         """
         settings, seconds = self._settings, dict[str, float]()
-        needs_greedy = advantage.estimator.needs_greedy_rewards
-        sampling_params = settings.sampling_params
-        baseline: SampleTable | None = None
-        if needs_greedy:
-            greedy = greedy_params(sampling_params)
-            _, baseline = self._sample(prompts, first_request_id, greedy, seconds)
-        scored, table = self._sample(prompts, first_request_id, sampling_params, seconds)
+        samples = self._collect(prompts, first_request_id, advantage, next_prompts, seconds)
+        table = samples.table
         plan = plan_minibatches(
             table.lengths,
             train_batch_size=settings.train_batch_size,
@@ -158,12 +180,16 @@ class ExperienceMaker:
         batch = collate(
             table.take(index),
             pad_token_id=settings.pad_token_id,
-            temperature=sampling_params.temperature,
+            temperature=settings.sampling_params.temperature,
             device=self._device,
+            num_uncompared_tokens=0 if settings.first_token_temperature is None else 1,
         )
         with _timed(seconds, "forward"):
             outputs = compute_outputs(
-                batch, self._models, micro_batch_size=settings.micro_rollout_batch_size
+                batch,
+                self._models,
+                micro_batch_size=settings.micro_rollout_batch_size,
+                scores_actor=not (defers_actor and plan.num_minibatches == 1),
             )
         shaped = shape_rewards(table, shaping)
         experience = assemble(
@@ -172,7 +198,9 @@ class ExperienceMaker:
             batch,
             outputs,
             rewards=shaped.rewards,
-            greedy_rewards=None if baseline is None else _per_group(baseline, table),
+            greedy_rewards=None
+            if samples.baseline is None
+            else _per_group(samples.baseline, table),
             settings=advantage,
             strategy=self._strategy,
         )
@@ -182,14 +210,72 @@ class ExperienceMaker:
             table=table,
             rewards=shaped,
             plan=plan,
-            scored=tuple(scored),
+            scored=tuple(samples.scored),
             seconds=seconds,
+            num_prompts=samples.num_prompts,
+            num_rounds=samples.num_rounds,
+            selection=samples.selection,
         )
+
+    def _collect(
+        self,
+        prompts: Sequence[Prompt],
+        first_request_id: int,
+        advantage: AdvantageSettings,
+        next_prompts: Callable[[], Sequence[Prompt]] | None,
+        seconds: dict[str, float],
+    ) -> _Samples:
+        """All samples of the step; with dynamic sampling as many batches as it takes."""
+        dynamic = self._settings.dynamic_sampling
+        num_wanted = len(prompts) * self._strategy.world_size
+        max_rounds = 1 if dynamic is None or next_prompts is None else dynamic.max_num_batches
+        rounds: list[_Samples] = []
+        num_mixed = 0
+        # Every rank sees the same table, so all take the same number of rounds.
+        while len(rounds) < max_rounds and num_mixed < num_wanted:
+            if rounds and next_prompts is not None:
+                prompts = next_prompts()
+            offset = sum(item.num_prompts for item in rounds)
+            rounds.append(self._sample_round(prompts, first_request_id, offset, advantage, seconds))
+            num_mixed += len(mixed_groups(rounds[-1].table))
+            if dynamic is None:
+                break
+        samples = _join_rounds(rounds)
+        _check_any_scored(samples.table)
+        if dynamic is None:
+            return samples
+        selection = select_groups(samples.table, num_wanted)
+        table = apply_selection(samples.table, selection)
+        kept = set(table.group_ids.tolist())
+        return replace(
+            samples,
+            table=table,
+            scored=[item for item in samples.scored if item.rollout.group_id in kept],
+            selection=selection,
+        )
+
+    def _sample_round(
+        self,
+        prompts: Sequence[Prompt],
+        first_request_id: int,
+        offset: int,
+        advantage: AdvantageSettings,
+        seconds: dict[str, float],
+    ) -> _Samples:
+        """The samples of one batch of prompts, the first of which has number `offset`."""
+        sampling_params = self._settings.sampling_params
+        baseline: SampleTable | None = None
+        if advantage.estimator.needs_greedy_rewards:
+            greedy = greedy_params(sampling_params)
+            _, baseline = self._sample(prompts, first_request_id, offset, greedy, seconds)
+        scored, table = self._sample(prompts, first_request_id, offset, sampling_params, seconds)
+        return _Samples(scored, table, baseline, len(prompts) * self._strategy.world_size)
 
     def _sample(
         self,
         prompts: Sequence[Prompt],
         first_request_id: int,
+        offset: int,
         sampling_params: SamplingParams,
         seconds: dict[str, float],
     ) -> tuple[list[ScoredRollout], SampleTable]:
@@ -197,13 +283,14 @@ class ExperienceMaker:
         scored: list[ScoredRollout] = []
         problem: Exception | None = None
         with _timed(seconds, "rollout"):
-            rollouts = self._generate(prompts, first_request_id, sampling_params)
+            rollouts = self._generate(prompts, first_request_id, offset, sampling_params)
         with _timed(seconds, "reward"):
             try:
                 scored = score_rollouts(
                     rollouts,
                     self._reward_function,
                     overlong_penalty=self._settings.overlong_penalty,
+                    masks_failures=self._settings.masks_reward_failures,
                 )
             except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
                 problem = error
@@ -211,7 +298,11 @@ class ExperienceMaker:
             return scored, exchange(problem or scored, self._strategy)
 
     def _generate(
-        self, prompts: Sequence[Prompt], first_request_id: int, sampling_params: SamplingParams
+        self,
+        prompts: Sequence[Prompt],
+        first_request_id: int,
+        offset: int,
+        sampling_params: SamplingParams,
     ) -> list[Rollout]:
         with_images = [prompt.id for prompt in prompts if prompt.images or prompt.videos]
         if with_images:
@@ -222,12 +313,22 @@ class ExperienceMaker:
         positions = global_positions(
             len(prompts), rank=self._strategy.get_rank(), world_size=self._strategy.world_size
         )
+        positions = tuple(offset + position for position in positions)
         request_ids = [first_request_id + position for position in positions]
-        completions = self._strategy.gather_and_generate(
-            sampling_params,
-            build_requests(prompts, request_ids),
-            sleep_engine=self._settings.sleep_engine,
-        )
+        requests = build_requests(prompts, request_ids)
+        first_temperature = self._settings.first_token_temperature
+        if first_temperature is None or sampling_params.is_greedy:
+            completions = self._strategy.gather_and_generate(
+                sampling_params, requests, sleep_engine=self._settings.sleep_engine
+            )
+        else:
+            completions = generate_fire(
+                self._strategy,
+                sampling_params,
+                requests,
+                first_token_temperature=first_temperature,
+                sleep_engine=self._settings.sleep_engine,
+            )
         return pair_completions(
             prompts,
             request_ids,
@@ -235,6 +336,39 @@ class ExperienceMaker:
             group_ids=positions,
             group_size=sampling_params.n,
             decoder=self._decoder,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """Samples of one or several batches of prompts: this rank's, and the tables of all ranks."""
+
+    scored: list[ScoredRollout]
+    table: SampleTable
+    baseline: SampleTable | None
+    num_prompts: int
+    num_rounds: int = 1
+    selection: Selection | None = None
+
+
+def _join_rounds(rounds: Sequence[_Samples]) -> _Samples:
+    if len(rounds) == 1:
+        return rounds[0]
+    baselines = [item.baseline for item in rounds if item.baseline is not None]
+    return _Samples(
+        scored=[scored for item in rounds for scored in item.scored],
+        table=merge([item.table for item in rounds]),
+        baseline=merge(baselines) if baselines else None,
+        num_prompts=sum(item.num_prompts for item in rounds),
+        num_rounds=len(rounds),
+    )
+
+
+def _check_any_scored(table: SampleTable) -> None:
+    if table.is_masked.all():
+        raise RewardError(
+            f"the reward failed for all {len(table)} samples of the step: there is nothing to "
+            "train on; run with reward_failure=raise to see the cause"
         )
 
 

@@ -12,7 +12,11 @@ from lightrft.rewards.errors import RewardError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightrft.rewards.types import RewardFunction
+    from lightrft.rewards.types import RewardFunction, RewardResult
+
+
+MAX_FAILURES_IN_A_ROW = 3
+"""So many failures of single samples mean that the function itself is broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +50,20 @@ def score_rollouts(
     reward_function: RewardFunction,
     *,
     overlong_penalty: OverlongPenalty | None = None,
+    masks_failures: bool = False,
 ) -> list[ScoredRollout]:
     """Scores the rollouts of one rank with one call of the reward function.
 
     The components of a rollout are those of the function and, with a penalty, `overlong`;
     `ScoredRollout.reward` includes the penalty.
+
+    Args:
+        rollouts: What to score.
+        reward_function: Scores responses.
+        overlong_penalty: Soft punishment of long responses, or None.
+        masks_failures: If the call fails, score the rollouts one by one and exclude those that
+            fail from the loss, their reward being 0; after three failures in a row the rest is
+            excluded untried.
 
     Raises:
         RewardError: The function returned another number of results, or a value that is not
@@ -58,6 +71,34 @@ def score_rollouts(
     """
     if not rollouts:
         return []
+    results: Sequence[RewardResult | None]
+    try:
+        results = _results(rollouts, reward_function)
+    except RewardError:
+        if not masks_failures:
+            raise
+        results = _results_one_by_one(rollouts, reward_function)
+    scored: list[ScoredRollout] = []
+    for rollout, result in zip(rollouts, results, strict=True):
+        if result is None:
+            scored.append(ScoredRollout(rollout, 0.0, is_masked=True))
+            continue
+        penalty = 0.0
+        components = dict(result.components)
+        if overlong_penalty is not None:
+            penalty = overlong_penalty(len(rollout.completion.output_token_ids))
+            components["overlong"] = penalty
+        scored.append(
+            ScoredRollout(
+                rollout, result.reward + penalty, components, unshaped_reward=result.reward
+            )
+        )
+    return scored
+
+
+def _results(
+    rollouts: Sequence[Rollout], reward_function: RewardFunction
+) -> Sequence[RewardResult]:
     results = reward_function.score(
         [rollout.prompt.text for rollout in rollouts],
         [rollout.response_text for rollout in rollouts],
@@ -69,16 +110,27 @@ def score_rollouts(
             f"the reward function must return one result per response: got {len(results)} for "
             f"{len(rollouts)} responses"
         )
-    scored: list[ScoredRollout] = []
     for rollout, result in zip(rollouts, results, strict=True):
         _check_finite(rollout, result.reward)
-        penalty = 0.0
-        components = dict(result.components)
-        if overlong_penalty is not None:
-            penalty = overlong_penalty(len(rollout.completion.output_token_ids))
-            components["overlong"] = penalty
-        scored.append(ScoredRollout(rollout, result.reward + penalty, components))
-    return scored
+    return results
+
+
+def _results_one_by_one(
+    rollouts: Sequence[Rollout], reward_function: RewardFunction
+) -> list[RewardResult | None]:
+    results: list[RewardResult | None] = []
+    num_failures_in_a_row = 0
+    for rollout in rollouts:
+        result: RewardResult | None = None
+        if num_failures_in_a_row < MAX_FAILURES_IN_A_ROW:
+            try:
+                result = _results([rollout], reward_function)[0]
+            except RewardError:
+                num_failures_in_a_row += 1
+            else:
+                num_failures_in_a_row = 0
+        results.append(result)
+    return results
 
 
 def _columns(rollouts: Sequence[Rollout]) -> dict[str, list[object]]:

@@ -42,12 +42,20 @@ class ScoredRollout:
         reward: The scalar the advantage is estimated from, shaping included.
         components: Every reward component by name, unweighted (logged as `reward/<name>`).
         is_masked: Excluded from the loss (a reward failure under `--reward_failure=mask`).
+        unshaped_reward: The reward before the length shaping; None means `reward`.
     """
 
     rollout: Rollout
     reward: float
     components: Mapping[str, float] = field(default_factory=dict)
     is_masked: bool = False
+    unshaped_reward: float | None = None
+
+    @property
+    def accuracy(self) -> float:
+        """The component "accuracy" if there is one, else the reward before shaping."""
+        unshaped = self.reward if self.unshaped_reward is None else self.unshaped_reward
+        return self.components.get("accuracy", unshaped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,8 @@ class RolloutBatch:
         sample_ids: [batch] int64.
         model_inputs: Modality tensors, opaque to everything but the modality ({} for text).
         temperature: Temperature all rows were sampled at.
+        compared_mask: [batch, seq] bool, response tokens whose `rollout_logprobs` follow the law
+            the trainer scores with; None if no token's do.
     """
 
     token_ids: Tensor
@@ -78,6 +88,7 @@ class RolloutBatch:
     sample_ids: Tensor
     model_inputs: Mapping[str, Tensor]
     temperature: float
+    compared_mask: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +96,15 @@ class PolicyOutputs:
     """What the models say about a `RolloutBatch` before the update; None means "no such model".
 
     Args:
-        old_logprobs: [batch, seq] float32 under the policy at the start of the step.
+        old_logprobs: [batch, seq] float32 under the policy at the start of the step; None where
+            the update's own logprobs are these, since every row is trained on once, in the one
+            optimizer batch of the step.
         ref_logprobs: [batch, seq] float32 under the reference model.
         values: [batch, seq] float32 from the critic: value before token t is sampled.
         entropy: [batch, seq] float32 of the policy's next-token distribution at token t.
     """
 
-    old_logprobs: Tensor
+    old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
     values: Tensor | None
     entropy: Tensor | None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightrft.algorithms import (
     AGGREGATIONS,
+    CORRECTIONS,
     KL_ESTIMATORS,
     build_advantage_estimator,
     build_policy_loss,
@@ -14,9 +15,12 @@ from lightrft.algorithms import (
 from lightrft.algorithms.lookup import lookup
 from lightrft.engines.types import SamplingParams
 from lightrft.experience.assemble import AdvantageSettings
+from lightrft.experience.dynamic import DynamicSampling
 from lightrft.experience.maker import MakerSettings
 from lightrft.experience.scoring import OverlongPenalty
+from lightrft.trainer.alarms import Alarms
 from lightrft.trainer.ppo_config import PPOConfig
+from lightrft.trainer.token_weights import TokenWeighting
 from lightrft.trainer.updates import LossSettings
 
 if TYPE_CHECKING:
@@ -33,6 +37,7 @@ def check_algorithm(config: PPOConfig, *, has_critic: bool, has_reference: bool)
     lookup(AGGREGATIONS, config.loss_agg_mode, kind="loss aggregation")
     lookup(KL_ESTIMATORS, config.kl_estimator, kind="KL estimator")
     policy_loss_of(config)
+    weighting_of(config)
     estimator = estimator_of(config)
     if estimator.needs_critic and not has_critic:
         raise ValueError(
@@ -65,6 +70,12 @@ def policy_loss_of(config: PPOConfig) -> PolicyLossFunction:
         "clip_high": symmetric if config.eps_clip_high is None else config.eps_clip_high,
     }
     given = {name: value for name, value in bounds.items() if value is not None}
+    if config.dual_clip is not None:
+        if "dual_clip" not in entry.options:
+            raise ValueError(
+                f"policy_loss {config.policy_loss!r} has no dual clip: leave out dual_clip"
+            )
+        given["dual_clip"] = config.dual_clip
     refused = [name for name in given if name not in entry.options]
     if refused:
         raise ValueError(
@@ -72,6 +83,32 @@ def policy_loss_of(config: PPOConfig) -> PolicyLossFunction:
             f"and eps_clip_high at their defaults (its options are {sorted(entry.options)})"
         )
     return build_policy_loss(config.policy_loss, given)
+
+
+def alarms_of(config: PPOConfig) -> Alarms:
+    """The bounds of a run's metrics."""
+    return Alarms(
+        max_kl=config.alarm_kl,
+        min_entropy=config.alarm_entropy,
+        max_length=config.alarm_length,
+        min_reward_std=config.alarm_reward_std,
+        stops=config.stop_on_alarm,
+    )
+
+
+def weighting_of(config: PPOConfig) -> TokenWeighting | None:
+    """How tokens are weighed; None where all count alike."""
+    if config.high_entropy_token_ratio == 0 and config.off_policy_correction is None:
+        return None
+    if config.off_policy_correction is not None:
+        lookup(CORRECTIONS, config.off_policy_correction, kind="off-policy correction")
+    return TokenWeighting(
+        high_entropy_ratio=config.high_entropy_token_ratio,
+        entropy_scope="sequence" if config.high_entropy_scope == "sequence" else "batch",
+        correction=config.off_policy_correction,
+        correction_low=config.correction_low,
+        correction_high=config.correction_high,
+    )
 
 
 def estimator_of(config: PPOConfig) -> AdvantageEstimator:
@@ -90,6 +127,7 @@ def loss_settings(config: PPOConfig, *, kl_coef: float) -> LossSettings:
         kl_estimator=config.kl_estimator,
         entropy_coef=config.entropy_coef,
         value_clip=config.value_clip or None,
+        weighting=weighting_of(config),
     )
 
 
@@ -136,4 +174,9 @@ def maker_settings(config: PPOConfig, *, pad_token_id: int) -> MakerSettings:
         seed=config.seed,
         overlong_penalty=penalty,
         sleep_engine=config.enable_engine_sleep,
+        masks_reward_failures=config.reward_failure == "mask",
+        first_token_temperature=config.first_token_temperature if config.use_fire else None,
+        dynamic_sampling=DynamicSampling(config.max_num_gen_batches)
+        if config.dynamic_sampling
+        else None,
     )

@@ -26,6 +26,9 @@ AGGREGATION_MODES = (
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
+CORRECTION_NAMES = ("tis", "icepop", "tis-sequence", "mis", "tis-geometric", "geometric")
+ENTROPY_SCOPES = ("batch", "sequence")
+REWARD_FAILURES = ("raise", "mask")
 ENGINE_CHOICES = ("auto", "hf", "vllm", "sglang")
 
 
@@ -77,6 +80,13 @@ class TrainConfig(StrategyConfig):
     reward_timeout_seconds: float = option(
         120.0, "Deadline of one call of a reward function.", group="reward", above=0
     )
+    reward_weights: tuple[float, ...] = option(
+        (), "Factor of each reward, those of remote_rm_url last; unset is 1 each.", group="reward"
+    )
+    reward_failure: str = option(
+        "raise", "A failed reward ends the run, or excludes (masks) its sample.", group="reward",
+        choices=REWARD_FAILURES,
+    )  # fmt: skip
 
     # Rollout
     rollout_batch_size: int = option(
@@ -93,6 +103,16 @@ class TrainConfig(StrategyConfig):
     top_k: int = option(
         -1, "Sample from the k most likely tokens; -1 keeps all.", group="rollout", at_least=-1
     )
+    use_fire: bool = option(
+        False, "Draw the first token at first_token_temperature (FIRE).", group="rollout"
+    )
+    first_token_temperature: float = option(
+        10.0, "Temperature of the first token with use_fire.", group="rollout", above=0
+    )
+    max_num_gen_batches: int = option(
+        10, "Rollout batches of one step with dynamic_sampling, at most.", group="rollout",
+        at_least=1,
+    )  # fmt: skip
 
     # Algorithm
     policy_loss: str = option(
@@ -113,6 +133,32 @@ class TrainConfig(StrategyConfig):
     eps_clip_high: float | None = option(
         None, "Upper clip range; unset is eps_clip.", group="algorithm", at_least=0
     )
+    use_gspo: bool = option(False, "The same as policy_loss gspo.", group="algorithm")
+    use_cpg_loss: bool = option(False, "The same as policy_loss cpgd.", group="algorithm")
+    dual_clip: float | None = option(
+        None, "Cap of the ratio where the advantage is negative; unset is off.",
+        group="algorithm", above=1,
+    )  # fmt: skip
+    high_entropy_token_ratio: float = option(
+        0.0, "Train on this share of tokens, the least certain ones; 0 takes all.",
+        group="algorithm", at_least=0, at_most=1,
+    )  # fmt: skip
+    high_entropy_scope: str = option(
+        "batch", "Take that share of the optimizer batch or of each response.", group="algorithm",
+        choices=ENTROPY_SCOPES,
+    )  # fmt: skip
+    off_policy_correction: str | None = option(
+        None, "Weights for the difference between engine and trainer.", group="algorithm",
+        choices=(None, *CORRECTION_NAMES),
+    )  # fmt: skip
+    correction_low: float | None = option(
+        None, "Lower bound of off_policy_correction; unset is its own.", group="algorithm",
+        at_least=0,
+    )  # fmt: skip
+    correction_high: float | None = option(
+        None, "Upper bound of off_policy_correction; unset is its own.", group="algorithm",
+        above=0,
+    )  # fmt: skip
     value_clip: float = option(
         0.2, "Clip range of the change of a value; 0 is off.", group="algorithm", at_least=0
     )
@@ -138,6 +184,38 @@ class TrainConfig(StrategyConfig):
         1, "Passes over the samples of one step.", group="algorithm", at_least=1
     )
 
+    freezing_actor_steps: int = option(
+        -1, "Train only the critic in the first N steps; -1 is off.", group="algorithm",
+        at_least=-1,
+    )  # fmt: skip
+    enable_ema: bool = option(
+        False, "Keep a moving average of the actor and save it in OUTPUT_DIR/model_ema.",
+        group="algorithm",
+    )  # fmt: skip
+    ema_beta: float = option(
+        0.992, "Weight of the past in the moving average.", group="algorithm", at_least=0,
+        at_most=1,
+    )  # fmt: skip
+
+    # Alarms
+    alarm_kl: float | None = option(
+        None, "Warn when the KL to the reference or of an update exceeds this.",
+        group="monitoring", above=0,
+    )  # fmt: skip
+    alarm_entropy: float | None = option(
+        None, "Warn when the entropy falls below this.", group="monitoring", above=0
+    )
+    alarm_length: float | None = option(
+        None, "Warn when the mean response length exceeds this.", group="monitoring", above=0
+    )
+    alarm_reward_std: float | None = option(
+        None, "Warn when the standard deviation of rewards falls below this.",
+        group="monitoring", above=0,
+    )  # fmt: skip
+    stop_on_alarm: bool = option(
+        False, "End the run after the step of an alarm, with a checkpoint.", group="monitoring"
+    )
+
     # Run
     output_dir: str = option(
         "lightrft_run", "Folder for everything that the run writes.", group="run"
@@ -155,6 +233,13 @@ class TrainConfig(StrategyConfig):
     logging_steps: int = option(1, "Steps between lines on the console.", group="run", at_least=1)
     ckpt_path: str | None = option(
         None, "Folder of checkpoints; unset is OUTPUT_DIR/checkpoints.", group="run"
+    )
+    save_trajectories: bool = option(
+        False, "Write tokens with logprobs, advantages and rewards to trajectories.jsonl.",
+        group="run",
+    )  # fmt: skip
+    num_trajectories_to_save: int = option(
+        10, "Samples of one step in trajectories.jsonl.", group="run", at_least=1
     )
     save_path: str | None = option(
         None, "Folder of the trained model; unset is OUTPUT_DIR/model.", group="run"

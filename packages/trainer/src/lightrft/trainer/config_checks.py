@@ -8,6 +8,8 @@ from functools import partial
 from operator import eq
 from typing import TYPE_CHECKING
 
+from lightrft.strategy.config import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
@@ -20,6 +22,96 @@ GROUP_ESTIMATORS = (
     "group_norm", "grpo", "rloo", "reinforce_baseline", "dr_grpo", "cpgd", "opo",
 )  # fmt: skip
 LOSSES_WITHOUT_CLIP_RANGE = ("gmpo", "sapo", "reinforce")
+LOSSES_WITH_DUAL_CLIP = ("ppo", "clipped", "dapo", "dr_grpo")
+DEFAULT_POLICY_LOSS = "ppo"
+POLICY_LOSS_ALIASES = {"use_gspo": "gspo", "use_cpg_loss": "cpgd"}
+
+
+def loss_by_alias(*, use_gspo: bool, use_cpg_loss: bool, policy_loss: str) -> str:
+    """The policy loss, which a flag may name instead of `policy_loss`.
+
+    Raises:
+        ConfigError: Both flags, or a flag and another `policy_loss`.
+    """
+    flags = [
+        name for name, is_set in (("use_gspo", use_gspo), ("use_cpg_loss", use_cpg_loss)) if is_set
+    ]
+    if not flags:
+        return policy_loss
+    named = POLICY_LOSS_ALIASES[flags[0]]
+    if len(flags) > 1 or policy_loss not in (DEFAULT_POLICY_LOSS, named):
+        raise ConfigError(
+            f"{' and '.join(flags)} and policy_loss {policy_loss!r} name different policy losses: "
+            "give one of them"
+        )
+    return named
+
+
+def trainer_problems(config: TrainConfig | PPOConfig) -> list[str]:
+    """Values that a trainer cannot work with together, one line each."""
+    has_correction = config.off_policy_correction is not None
+    low, high = config.correction_low, config.correction_high
+    is_truncated = config.top_p < 1 or config.top_k != -1
+    rules = (
+        (
+            has_correction and is_truncated,
+            "off_policy_correction needs the logprobs of all tokens: leave out top_p and top_k, "
+            "or the correction",
+        ),
+        (
+            not has_correction and (low is not None or high is not None),
+            "correction_low and correction_high need off_policy_correction",
+        ),
+        (
+            low is not None and high is not None and low >= high,
+            f"correction_low must be below correction_high: got {low} and {high}",
+        ),
+        (
+            config.high_entropy_scope not in ("batch", "sequence"),
+            f"high_entropy_scope: got {config.high_entropy_scope!r}, expected batch or sequence",
+        ),
+        (
+            not 0 <= config.high_entropy_token_ratio <= 1,
+            f"high_entropy_token_ratio must lie in [0, 1]: got {config.high_entropy_token_ratio}",
+        ),
+        (
+            config.reward_failure not in ("raise", "mask"),
+            f"reward_failure: got {config.reward_failure!r}, expected raise or mask",
+        ),
+        (
+            config.freezing_actor_steps > 0 and config.advantage_estimator != "gae",
+            "freezing_actor_steps trains only the critic: it needs advantage_estimator gae, got "
+            f"{config.advantage_estimator}",
+        ),
+        (
+            config.dynamic_sampling and config.n_samples_per_prompt < 2,
+            "dynamic_sampling compares the samples of one prompt: it needs n_samples_per_prompt "
+            f">= 2, got {config.n_samples_per_prompt}",
+        ),
+        (
+            config.use_fire and config.first_token_temperature <= 0,
+            f"first_token_temperature must be positive: got {config.first_token_temperature}",
+        ),
+        (
+            config.overlong_buffer and config.overlong_buffer_len > config.generate_max_len,
+            "overlong_buffer_len must be at most generate_max_len: got "
+            f"{config.overlong_buffer_len} and {config.generate_max_len}",
+        ),
+        (
+            config.stop_on_alarm and not has_alarm(config),
+            "stop_on_alarm needs a bound: alarm_kl, alarm_entropy, alarm_length or "
+            "alarm_reward_std",
+        ),
+    )
+    return [text for is_broken, text in rules if is_broken]
+
+
+def has_alarm(config: TrainConfig | PPOConfig) -> bool:
+    """Whether any bound of a metric is set."""
+    bounds = (
+        config.alarm_kl, config.alarm_entropy, config.alarm_length, config.alarm_reward_std,
+    )  # fmt: skip
+    return any(bound is not None for bound in bounds)
 
 
 def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) -> list[str]:
@@ -60,6 +152,14 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
             f"policy_loss {config.policy_loss} has no clip range: leave out eps_clip, "
             "eps_clip_low and eps_clip_high",
         ),
+        (
+            ("policy_loss", "dual_clip"),
+            lambda: (
+                config.dual_clip is not None and config.policy_loss not in LOSSES_WITH_DUAL_CLIP
+            ),
+            f"dual_clip is not part of policy_loss {config.policy_loss}: it belongs to "
+            f"{', '.join(LOSSES_WITH_DUAL_CLIP)}",
+        ),
         *(
             (
                 (name,),
@@ -73,11 +173,26 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
             )
         ),
     )
-    return [
+    found = [
         text
         for names, is_broken, text in rules
         if set(wrong_fields).isdisjoint(names) and is_broken()
     ]
+    if not wrong_fields:
+        found += trainer_problems(config) + _alias_problems(config)
+    return found
+
+
+def _alias_problems(config: TrainConfig) -> list[str]:
+    try:
+        loss_by_alias(
+            use_gspo=config.use_gspo,
+            use_cpg_loss=config.use_cpg_loss,
+            policy_loss=config.policy_loss,
+        )
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def idle_options(config: TrainConfig) -> list[str]:
@@ -90,6 +205,15 @@ def idle_options(config: TrainConfig) -> list[str]:
         (config.kl_target is not None, "kl_target", ("kl_horizon",)),
         (config.eval_data is not None, "eval_data", ("eval_steps", "max_eval_samples")),
         (config.fused_linear_logprob, "fused_linear_logprob", ("chunk_size",)),
+        (config.use_fire, "use_fire", ("first_token_temperature",)),
+        (config.dynamic_sampling, "dynamic_sampling", ("max_num_gen_batches",)),
+        (
+            config.high_entropy_token_ratio > 0,
+            "high_entropy_token_ratio > 0",
+            ("high_entropy_scope",),
+        ),
+        (config.enable_ema, "enable_ema", ("ema_beta",)),
+        (config.save_trajectories, "save_trajectories", ("num_trajectories_to_save",)),
     )
     return [
         f"{name} acts only with {needed}"

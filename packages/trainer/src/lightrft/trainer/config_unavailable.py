@@ -12,19 +12,16 @@ if TYPE_CHECKING:
 
 _METRICS = "metrics go to OUTPUT_DIR/metrics.jsonl"
 _REWARD = "use --reward_fn FILE.py:FUNCTION"
-_TRACE = "trajectories are not saved yet"
+_TRACE = "use --save_trajectories, which writes trajectories.jsonl"
 _VISION = "only text models are trained yet"
 _ADAPTERS = "all weights are trained; adapters are not available yet"
 _PTX = "mixing in a pre-training loss is not available yet"
 _FILES = "give one local file by --prompt_data or --eval_data"
 
 UNAVAILABLE: dict[str, str] = {
-    "dynamic_sampling": "groups without signal are kept; the metrics count them",
     "text_only": "models are text models; leave it out",
     "disable_ds_ckpt": "checkpoints are written every --save_steps; -1 writes none on the way",
     "save_hf_ckpt": "the final model is always written in Hugging Face format",
-    "save_trajectories": _TRACE,
-    "num_trajectories_to_save": _TRACE,
     "mark_high_entropy_tokens": _TRACE,
     "trajectory_analysis": _TRACE,
     "print_replay_buffer_stats": _METRICS,
@@ -32,18 +29,11 @@ UNAVAILABLE: dict[str, str] = {
     "pretrain_data": _PTX,
     "pretrain_data_probs": _PTX,
     "pretrain_split": _PTX,
-    "use_gspo": "use --policy_loss gspo",
-    "use_cpg_loss": "use --policy_loss cpgd",
     "normalize_advantages": "--policy_loss gspo always works this way",
     "use_sequence_rewards": "--policy_loss gspo always works this way",
-    "high_entropy_token_ratio": "all response tokens are trained on",
     "normalize_reward_for_critic": "scale the reward in your reward function",
-    "use_fire": "use --temperature",
-    "first_token_temperature": "use --temperature",
     "freeze_prefix": "all weights are trained",
-    "freezing_actor_steps": "actor and critic are trained from the first step",
     "save_value_network": "the critic is part of every checkpoint",
-    "enable_ema": "no moving average of the weights is kept",
     "actor_init_on_gpu": "weights are loaded on the device they are trained on",
     "flash_attn": "attention is torch's scaled_dot_product_attention",
     "aux_loss_coef": "mixture-of-experts balancing losses are not available yet",
@@ -62,7 +52,6 @@ UNAVAILABLE: dict[str, str] = {
     "lora_dropout": _ADAPTERS,
     "target_modules": _ADAPTERS,
     "reward_pretrain": "reward models are not available yet; " + _REWARD,
-    "remote_rm_url": "remote reward models are not available yet; " + _REWARD,
     "rm_use_engine": "reward models are not available yet; " + _REWARD,
     "rm_engine_cudagraph": "reward models are not available yet; " + _REWARD,
     "value_head_prefix": "the critic's head is always called value_head",

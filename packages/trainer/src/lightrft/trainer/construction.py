@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lightrft.models import Actor
 from lightrft.strategy.prepared import PreparedModel
 from lightrft.trainer.updates import TrainedModel
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -76,6 +79,24 @@ def trained_model(
             f"returned, or {name}_optim="
         )
     return TrainedModel(name, module, optimizer, scheduler)
+
+
+def is_deterministic(model: nn.Module) -> bool:
+    """Whether two forward passes in training mode agree: no dropout, as far as can be told."""
+    if not isinstance(model, Actor):
+        return False
+    has_layers = any(isinstance(layer, nn.Dropout) and layer.p > 0 for layer in model.modules())
+    return not has_layers and not _has_dropout(model.config.to_dict())
+
+
+def _has_dropout(settings: Mapping[object, object]) -> bool:
+    for name, value in settings.items():
+        if isinstance(value, dict) and _has_dropout(value):
+            return True
+        is_dropout = str(name).endswith(("dropout", "pdrop", "dropout_prob"))
+        if is_dropout and isinstance(value, int | float) and value > 0:
+            return True
+    return False
 
 
 def reward_of(

@@ -9,6 +9,7 @@ import numpy as np
 from lightrft.experience.exchange import exchange
 from lightrft.experience.rollouts import build_requests, pair_completions
 from lightrft.experience.scoring import score_rollouts
+from lightrft.rewards.errors import RewardError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +30,7 @@ def evaluate(
     decoder: Decoder,
     sampling_params: SamplingParams,
     sleep_engine: bool,
+    masks_failures: bool = False,
 ) -> dict[str, float]:
     """Mean reward and components of one completion per prompt.
 
@@ -42,6 +44,7 @@ def evaluate(
         decoder: Turns sampled ids into text.
         sampling_params: Of one completion (n = 1).
         sleep_engine: Put the engine to sleep afterwards.
+        masks_failures: Leave prompts whose reward fails out of the means, and count them.
 
     Returns:
         `eval/reward`, `eval/<component>`, `eval/response_length`, `eval/truncated_share`,
@@ -59,16 +62,21 @@ def evaluate(
     )
     scored: Sequence[ScoredRollout] | Exception
     try:
-        scored = score_rollouts(rollouts, reward_function)
+        scored = score_rollouts(rollouts, reward_function, masks_failures=masks_failures)
     except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
         scored = error
     table = exchange(scored, strategy)
+    kept = table.take(np.flatnonzero(~table.is_masked).astype(np.int64))
+    if not len(kept):
+        raise RewardError("the reward failed for every prompt of the evaluation")
     metrics = {
         "eval/num_prompts": float(len(table)),
-        "eval/reward": float(table.rewards.mean()),
+        "eval/reward": float(kept.rewards.mean()),
         "eval/response_length": float(table.response_lengths.mean()),
         "eval/truncated_share": float(table.is_truncated.mean()),
     }
     for column, name in enumerate(table.component_names):
-        metrics[f"eval/{name}"] = float(np.nanmean(table.components[:, column]))
+        metrics[f"eval/{name}"] = float(np.nanmean(kept.components[:, column]))
+    if masks_failures:
+        metrics["eval/masked_share"] = float(table.is_masked.mean())
     return metrics

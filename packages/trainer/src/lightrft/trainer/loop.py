@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainerBase
+    from lightrft.trainer.run_control import RunControl
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class LoopResult:
     last_metrics: dict[str, float]
 
 
-def run_loop(trainer: SPMDPPOTrainerBase, cadence: Cadence) -> LoopResult:
+def run_loop(trainer: RunControl, cadence: Cadence) -> LoopResult:
     """Trains until `cadence.num_steps` steps are complete."""
     first_eval: dict[str, float] = {}
     last_eval: dict[str, float] = {}
@@ -55,18 +55,18 @@ def run_loop(trainer: SPMDPPOTrainerBase, cadence: Cadence) -> LoopResult:
         step = trainer.state.num_steps + 1
         trainer.make_experience()
         metrics = trainer.ppo_train(step)
-        is_last = step == cadence.num_steps
-        if is_last or _is_due(step, cadence.eval_steps):
+        is_stopped = trainer.check_alarms(metrics)
+        is_last = is_stopped or step == cadence.num_steps
+        is_evaluated = is_last or _is_due(step, cadence.eval_steps)
+        if is_evaluated:
             last_eval = trainer.evaluate()
-        trainer.log_metrics(step, {**metrics, **last_eval} if _is_fresh(step, cadence) else metrics)
+        trainer.log_metrics(step, {**metrics, **last_eval} if is_evaluated else metrics)
         if is_last or _is_due(step, cadence.save_steps):
             trainer.save_checkpoint()
+        if is_stopped:
+            break
     return LoopResult(trainer.state.num_steps, first_eval, last_eval, metrics)
 
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _is_fresh(step: int, cadence: Cadence) -> bool:
-    return step == cadence.num_steps or _is_due(step, cadence.eval_steps)

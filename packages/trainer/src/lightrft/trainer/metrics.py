@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from lightrft.algorithms.metrics import (
+    ExplainedVariance,
+    effective_sample_fraction,
+    effective_sample_sums,
+    explained_variance,
+)
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from lightrft.strategy.strategy_base import StrategyBase
@@ -27,6 +36,7 @@ class StepMetrics:
     def __init__(self) -> None:
         self._values: dict[tuple[str, Reduction], float | Tensor] = {}
         self._means: set[str] = set()
+        self._derived: dict[str, tuple[int, Callable[[Tensor], float | None]]] = {}
 
     def add_mean(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
         """Adds `total` over `count` items to the mean called `name`."""
@@ -38,6 +48,26 @@ class StepMetrics:
         """Adds the entries of `values` [batch, seq] where `mask` is true."""
         kept = torch.where(mask, values.detach().double(), 0.0)
         self.add_mean(name, kept.sum(), mask.sum())
+
+    def add_sums(self, name: str, sums: Tensor, finish: Callable[[Tensor], float | None]) -> None:
+        """Adds a vector of sums; `finish` makes the metric of their total over all ranks.
+
+        A metric that is None is left out.
+        """
+        for index, value in enumerate(sums):
+            self._add(f"{name}/{index}", value)
+        self._derived[name] = (len(sums), finish)
+
+    def add_explained_variance(
+        self, name: str, values: Tensor, returns: Tensor, mask: Tensor
+    ) -> None:
+        """Adds how well `values` predict `returns` [batch, seq] where `mask` is true."""
+        found = explained_variance(values, returns, mask)
+        self.add_sums(name, found.sums, lambda sums: ExplainedVariance(sums).value)
+
+    def add_effective_samples(self, name: str, weights: Tensor, mask: Tensor) -> None:
+        """Adds weights [batch, seq] whose effective share of samples is the metric."""
+        self.add_sums(name, effective_sample_sums(weights, mask), effective_sample_fraction)
 
     def add_max(self, name: str, value: float | Tensor) -> None:
         """The largest value over micro batches, optimizer steps and ranks; -inf means no value."""
@@ -68,6 +98,14 @@ class StepMetrics:
             count = joined[f"{name}/count", "sum"]
             if count > 0:
                 metrics[name] = joined[f"{name}/total", "sum"] / count
+        for name, (size, finish) in self._derived.items():
+            value = finish(
+                torch.tensor(
+                    [joined[f"{name}/{i}", "sum"] for i in range(size)], dtype=torch.float64
+                )
+            )
+            if value is not None:
+                metrics[name] = value
         return {name: metrics[name] for name in sorted(metrics)}
 
     def _add(self, name: str, value: float | Tensor) -> None:

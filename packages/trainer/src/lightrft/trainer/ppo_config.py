@@ -7,7 +7,12 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, TypedDict
 
 from lightrft.strategy.config import ConfigError, StrategyConfig
-from lightrft.trainer.config_checks import batch_problems
+from lightrft.trainer.config_checks import (
+    DEFAULT_POLICY_LOSS,
+    batch_problems,
+    loss_by_alias,
+    trainer_problems,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,6 +63,22 @@ class PPOKeywords(TypedDict, total=False):
     kl_horizon: int
     ema_beta: float
     dynamic_sampling: bool
+    dual_clip: float | None
+    high_entropy_token_ratio: float
+    high_entropy_scope: str
+    off_policy_correction: str | None
+    correction_low: float | None
+    correction_high: float | None
+    use_fire: bool
+    first_token_temperature: float
+    max_num_gen_batches: int
+    reward_failure: str
+    freezing_actor_steps: int
+    alarm_kl: float | None
+    alarm_entropy: float | None
+    alarm_length: float | None
+    alarm_reward_std: float | None
+    stop_on_alarm: bool
     max_steps: int | None
     ckpt_path: str | None
     num_episodes: int
@@ -117,6 +138,22 @@ class PPOConfig:
     kl_horizon: int = 10_000
     ema_beta: float = 0.992
     dynamic_sampling: bool = False
+    dual_clip: float | None = None
+    high_entropy_token_ratio: float = 0.0
+    high_entropy_scope: str = "batch"
+    off_policy_correction: str | None = None
+    correction_low: float | None = None
+    correction_high: float | None = None
+    use_fire: bool = False
+    first_token_temperature: float = 10.0
+    max_num_gen_batches: int = 10
+    reward_failure: str = "raise"
+    freezing_actor_steps: int = -1
+    alarm_kl: float | None = None
+    alarm_entropy: float | None = None
+    alarm_length: float | None = None
+    alarm_reward_std: float | None = None
+    stop_on_alarm: bool = False
     max_steps: int | None = None
     ckpt_path: str | None = None
     num_episodes: int = 1
@@ -134,11 +171,7 @@ class PPOConfig:
             for name in _COUNTS
             if getattr(self, name) < 1
         ]
-        if self.dynamic_sampling:
-            problems.append(
-                "dynamic_sampling is not available: leave it out; groups without signal are kept "
-                "and counted in constant_group_share"
-            )
+        problems += trainer_problems(self)
         if self.sp_size > 1:
             problems.append(
                 f"the trainer needs sp_size 1: got {self.sp_size}; a sequence is not divided "
@@ -178,6 +211,7 @@ _COUNTS = (
     "generate_max_len",
     "num_episodes",
     "logging_steps",
+    "max_num_gen_batches",
 )
 _RUN_OPTIONS = (
     "num_episodes",
@@ -191,7 +225,11 @@ _RUN_OPTIONS = (
 
 
 def resolve_ppo_config(
-    keywords: Mapping[str, object], config: StrategyConfig, *, loss_agg_mode: str
+    keywords: Mapping[str, object],
+    config: StrategyConfig,
+    *,
+    loss_agg_mode: str,
+    use_gspo: bool = False,
 ) -> PPOConfig:
     """Keywords first, then the strategy's configuration with its extras, then the defaults.
 
@@ -199,9 +237,11 @@ def resolve_ppo_config(
         keywords: What the caller of the trainer gave.
         config: The strategy's configuration.
         loss_agg_mode: At its default the configuration's value wins.
+        use_gspo: The policy loss is gspo.
 
     Raises:
         TypeError: A keyword is unknown; the message names the nearest known ones.
+        ConfigError: Two options name different policy losses.
     """
     names = {field.name for field in fields(PPOConfig)}
     unknown = [name for name in keywords if name not in names]
@@ -213,8 +253,12 @@ def resolve_ppo_config(
         for name, value in configured_values(config).items()
         if name in names and value is not None
     }
-    chosen |= _renamed_flags(config)
     chosen |= keywords
+    chosen["policy_loss"] = loss_by_alias(
+        use_gspo=use_gspo or bool(configured_values(config).get("use_gspo")),
+        use_cpg_loss=bool(configured_values(config).get("use_cpg_loss")),
+        policy_loss=str(chosen.get("policy_loss", DEFAULT_POLICY_LOSS)),
+    )
     if loss_agg_mode != PPOConfig.__dataclass_fields__["loss_agg_mode"].default:
         chosen["loss_agg_mode"] = loss_agg_mode
     return PPOConfig(**chosen)  # type: ignore[arg-type]
@@ -227,15 +271,6 @@ def with_arguments(config: PPOConfig, args: Arguments | None) -> PPOConfig:
     given = configured_values(StrategyConfig.from_args(args))
     run = {name: given[name] for name in _RUN_OPTIONS if given.get(name) is not None}
     return replace(config, **run)  # type: ignore[arg-type]
-
-
-def _renamed_flags(config: StrategyConfig) -> dict[str, object]:
-    """Flags that choose a policy loss under a name of their own."""
-    values = configured_values(config)
-    for flag, name in (("use_gspo", "gspo"), ("use_cpg_loss", "cpgd")):
-        if values.get(flag):
-            return {"policy_loss": name}
-    return {}
 
 
 def configured_values(config: StrategyConfig) -> dict[str, object]:

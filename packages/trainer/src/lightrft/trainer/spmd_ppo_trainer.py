@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from lightrft.experience.forward import ForwardModels
-from lightrft.experience.maker import ExperienceMaker, StepExperience, greedy_params
+from lightrft.experience.maker import ExperienceMaker, StepExperience
 from lightrft.trainer import algorithm
-from lightrft.trainer.checkpointing import CheckpointStore
 from lightrft.trainer.construction import (
     check_engine_group,
     check_processor,
     idle_options,
+    is_deterministic,
     reward_of,
     trained_model,
 )
-from lightrft.trainer.evaluation import evaluate
 from lightrft.trainer.loggers import ConsoleLogger, LoggerGroup
-from lightrft.trainer.loop import Cadence, run_loop
 from lightrft.trainer.metrics import StepMetrics
-from lightrft.trainer.ppo_config import PPOKeywords, resolve_ppo_config, with_arguments
-from lightrft.trainer.prompts import PromptStream, check_lengths, planned_steps
+from lightrft.trainer.ppo_config import PPOKeywords, resolve_ppo_config
+from lightrft.trainer.prompts import check_lengths
+from lightrft.trainer.run_control import RunControl
 from lightrft.trainer.state import initial_state
 from lightrft.trainer.step_metrics import finished_metrics, record_experience
 from lightrft.trainer.updates import Schedule, UpdateModels, update_models
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -39,17 +37,17 @@ if TYPE_CHECKING:
     from lightrft.datasets.types import Prompt
     from lightrft.experience.types import ExperienceBatch
     from lightrft.rewards.types import RewardFunction
-    from lightrft.strategy.prepared import Arguments, PreparedModel
+    from lightrft.strategy.prepared import PreparedModel
     from lightrft.strategy.strategy_base import StrategyBase
     from lightrft.trainer.loggers import MetricsLogger
-    from lightrft.trainer.loop import LoopResult
     from lightrft.trainer.prompts import PromptBatches
     from lightrft.trainer.samples import SampleLog
+    from lightrft.trainer.trajectories import TrajectoryLog
 
     Model = nn.Module | PreparedModel
 
 
-class SPMDPPOTrainerBase:
+class SPMDPPOTrainerBase(RunControl):
     """Rolls out, scores, rates and trains; the engine's weights follow the actor's.
 
     Args:
@@ -70,6 +68,7 @@ class SPMDPPOTrainerBase:
         eval_prompts: Held-out prompts, all of them on every rank.
         loggers: Receive metrics on the first rank; None prints a line a step.
         sample_log: Receives samples of every step on the first rank.
+        trajectory_log: Receives tokens with their logprobs and advantages on the first rank.
         **keywords: Options, see `PPOConfig`. What is not given comes from the strategy's
             configuration.
 
@@ -105,14 +104,15 @@ class SPMDPPOTrainerBase:
         eval_prompts: Sequence[Prompt] = (),
         loggers: Sequence[MetricsLogger] | None = None,
         sample_log: SampleLog | None = None,
+        trajectory_log: TrajectoryLog | None = None,
         **keywords: Unpack[PPOKeywords],
     ) -> None:
         check_processor(processor, is_needed=VLM or self.is_vision)
         check_engine_group(strategy)
-        if use_gspo:
-            keywords["policy_loss"] = "gspo"
         self.strategy = strategy
-        self.config = resolve_ppo_config(keywords, strategy.config, loss_agg_mode=loss_agg_mode)
+        self.config = resolve_ppo_config(
+            keywords, strategy.config, loss_agg_mode=loss_agg_mode, use_gspo=use_gspo
+        )
         self.config.check_batches(strategy.world_size)
         self._actor = trained_model("actor", actor, actor_optim, actor_scheduler)
         self._critic = None
@@ -133,7 +133,8 @@ class SPMDPPOTrainerBase:
         self._prompts_dataloader = prompts_dataloader
         self._stream: PromptStream | None = None
         self._experience: StepExperience | None = None
-        self._sample_log = sample_log
+        self._sample_log, self._trajectory_log = sample_log, trajectory_log
+        self._is_deterministic = is_deterministic(strategy.unwrap_model(self._actor.model))
         if loggers is None:
             loggers = [ConsoleLogger(strategy.print, every=self.config.logging_steps)]
         self._loggers = LoggerGroup(loggers if strategy.is_rank_0() else ())
@@ -207,10 +208,33 @@ class SPMDPPOTrainerBase:
             first_request_id=self.state.num_requests,
             advantage=algorithm.advantage_settings(self.config, kl_coef=self._kl_coef),
             shaping=self.state.shaping,
+            next_prompts=self._next_prompts(),
+            defers_actor=self._defers_actor(),
         )
         if self._sample_log is not None and self.strategy.is_rank_0():
             self._sample_log.log(self.state.num_steps + 1, self._experience.scored)
+        if self._trajectory_log is not None and self.strategy.is_rank_0():
+            self._trajectory_log.log(self.state.num_steps + 1, self._experience, self.tokenizer)
         return self._experience.batch
+
+    def _defers_actor(self) -> bool:
+        """Whether nobody needs the old logprobs before the one update that computes them too."""
+        is_logged = self._trajectory_log is not None and self._trajectory_log.is_due(
+            self.state.num_steps + 1
+        )
+        has_kl_reward = self.initial_model is not None and not self.config.use_kl_loss
+        return (
+            self.config.max_epochs == 1
+            and algorithm.weighting_of(self.config) is None
+            and self._is_deterministic
+            and self._trains_actor
+            and not has_kl_reward
+            and not is_logged
+        )
+
+    @property
+    def _trains_actor(self) -> bool:
+        return self.state.num_steps >= self.config.freezing_actor_steps
 
     def ppo_train(self, global_steps: int = 0) -> dict[str, float]:
         """Trains on the experience, then sends the actor's weights to the engine.
@@ -241,7 +265,13 @@ class SPMDPPOTrainerBase:
             settings = algorithm.loss_settings(self.config, kl_coef=self._kl_coef)
             update_models(
                 step,
-                UpdateModels(self._actor, self._critic, self.ema_model, self.config.ema_beta),
+                UpdateModels(
+                    self._actor,
+                    self._critic,
+                    self.ema_model,
+                    self.config.ema_beta,
+                    trains_actor=self._trains_actor,
+                ),
                 strategy=self.strategy,
                 settings=settings,
                 schedule=Schedule(self.config.max_epochs, self.config.seed, self.state.num_steps),
@@ -254,7 +284,7 @@ class SPMDPPOTrainerBase:
         self._experience = None
         self.state = self.state.after_step(
             step,
-            num_prompts=len(step.table) // self.config.n_samples_per_prompt,
+            num_prompts=step.num_prompts,
             stream=self._stream,
             kl=reduced.get("kl_per_response"),
         )
@@ -265,118 +295,6 @@ class SPMDPPOTrainerBase:
         for trained in (self._actor, self._critic):
             if trained is not None:
                 move(trained.optimizer)
-
-    def evaluate(self) -> dict[str, float]:
-        """Mean reward of one greedy completion per held-out prompt; {} without such prompts."""
-        begin = time.perf_counter()
-        metrics = evaluate(
-            self.eval_prompts,
-            strategy=self.strategy,
-            reward_function=self.reward_function,
-            decoder=self.tokenizer,
-            sampling_params=greedy_params(algorithm.sampling_params(self.config)),
-            sleep_engine=self.config.enable_engine_sleep,
-        )
-        if metrics:
-            metrics["eval/seconds"] = time.perf_counter() - begin
-        return metrics
-
-    # ------------------------------------------------------------------ a run
-
-    def fit(
-        self,
-        args: Arguments | None = None,
-        prompts_dataloader: PromptBatches | None = None,
-        *,
-        eval_prompts: Sequence[Prompt] | None = None,
-        consumed_samples: int = 0,
-        num_update_steps_per_episodes: int | None = None,
-    ) -> LoopResult:
-        """Trains over the prompts: rolls out, updates, evaluates, logs and saves.
-
-        Args:
-            args: Settings of the run (num_episodes, max_steps, eval_steps, save_steps, ckpt_path)
-                that replace those of construction.
-            prompts_dataloader: This rank's batches, as `strategy.setup_dataloader` makes them.
-            eval_prompts: Held-out prompts, all of them on every rank.
-            consumed_samples: Prompts of the first pass already used, over all ranks; a loaded
-                checkpoint knows this itself.
-            num_update_steps_per_episodes: Optimizer steps of one pass; None uses all prompts.
-
-        Raises:
-            ValueError: There are no prompts, or too few for one batch.
-        """
-        self.config = with_arguments(self.config, args)
-        if eval_prompts is not None:
-            self.eval_prompts = eval_prompts
-        if prompts_dataloader is not None:
-            self._prompts_dataloader, self._stream = prompts_dataloader, None
-        if consumed_samples:
-            self.state = self.state.after_prompts(consumed_samples)
-        num_steps = planned_steps(
-            self._prompts_dataloader,
-            self.config,
-            self.strategy.world_size,
-            num_updates_per_episode=num_update_steps_per_episodes,
-        )
-        return run_loop(self, Cadence(num_steps, self.config.eval_steps, self.config.save_steps))
-
-    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hands metrics to the loggers, on the first rank."""
-        self._loggers.log(step, metrics)
-
-    def save_checkpoint(self) -> None:
-        """Writes all that a run needs to continue; does nothing without `ckpt_path`."""
-        store = self._checkpoints()
-        if store is not None:
-            store.save(self.state, self._actor, self._critic)
-
-    def load_checkpoint(self) -> bool:
-        """Continues from the newest complete checkpoint under `ckpt_path`, if there is one.
-
-        The engine gets the loaded weights.
-
-        Returns:
-            Whether there was a checkpoint.
-        """
-        store = self._checkpoints()
-        restored = None if store is None else store.load(self.state, self._actor, self._critic)
-        if restored is None:
-            return False
-        self.state, self._stream = restored, None
-        self.strategy.update_engine_weights(self.actor)
-        return True
-
-    def close(self) -> None:
-        """Closes the loggers and the sample log."""
-        self._loggers.close()
-        if self._sample_log is not None:
-            self._sample_log.close()
-
-    def _checkpoints(self) -> CheckpointStore | None:
-        if self.config.ckpt_path is None:
-            return None
-        return CheckpointStore(
-            self.strategy,
-            Path(self.config.ckpt_path),
-            max_num=self.config.max_ckpt_num,
-            max_mem=self.config.max_ckpt_mem,
-        )
-
-    def _prompt_stream(self) -> PromptStream:
-        if self._stream is None:
-            if self._prompts_dataloader is None:
-                raise ValueError(
-                    "make_experience needs prompts: pass them, give prompts_dataloader= at "
-                    "construction, or call fit(prompts_dataloader=...)"
-                )
-            self._stream = PromptStream(
-                self._prompts_dataloader,
-                world_size=self.strategy.world_size,
-                episode=self.state.episode,
-                num_consumed=self.state.num_episode_prompts,
-            )
-        return self._stream
 
 
 class SPMDPPOTrainer(SPMDPPOTrainerBase):

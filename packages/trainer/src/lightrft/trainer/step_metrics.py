@@ -10,9 +10,12 @@ import torch
 from lightrft.algorithms import estimate_kl
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lightrft.experience.dynamic import Selection
     from lightrft.experience.exchange import SampleTable
     from lightrft.experience.maker import StepExperience
-    from lightrft.experience.types import ExperienceBatch
+    from lightrft.experience.types import RolloutBatch
     from lightrft.strategy.weight_sync import WeightSyncReport
     from lightrft.trainer.metrics import StepMetrics
 
@@ -63,12 +66,27 @@ def finished_metrics(
         report: What the weight sync did, or None without an engine.
     """
     metrics = {**reduced, **table_metrics(step.table)}
+    if step.selection is not None:
+        metrics |= selection_metrics(step.selection, num_rounds=step.num_rounds)
     metrics["step_seconds"] = sum(metrics[f"{stage}_seconds"] for stage in STAGES)
     metrics["tokens_per_second"] = float(step.table.lengths.sum()) / metrics["step_seconds"]
     if report is not None:
         metrics["weights_version"] = report.weights_version
         metrics["engine_hash"] = report.engine_hash
     return dict(sorted(metrics.items()))
+
+
+def selection_metrics(selection: Selection, *, num_rounds: int) -> dict[str, float]:
+    """What dynamic sampling sampled and did not train on."""
+    num_groups = selection.num_groups
+    return {
+        "dynamic/num_gen_batches": float(num_rounds),
+        "dynamic/num_groups": float(num_groups),
+        "dynamic/constant_share": selection.num_constant / num_groups,
+        "dynamic/solved_share": selection.num_solved / num_groups,
+        "dynamic/surplus_share": selection.num_surplus / num_groups,
+        "dynamic/filler_share": float(selection.is_filler.mean()),
+    }
 
 
 def constant_group_share(table: SampleTable) -> float:
@@ -79,41 +97,63 @@ def constant_group_share(table: SampleTable) -> float:
 
 
 def record_experience(step: StepExperience, metrics: StepMetrics, *, kl_estimator: str) -> None:
-    """Adds what this rank's rows say: entropy, KL, advantages, and the engine's logprobs.
-
-    `logprob_diff_*` compare the engine's logprobs with the trainer's, raw, over all response
-    tokens, wherever both follow the same law.
-    """
+    """Adds what this rank's rows say: advantages, values and, where the actor was asked, policy."""
     batch = step.batch
     mask = batch.rollouts.response_mask
-    if batch.outputs.entropy is not None:
-        metrics.add_masked_mean("entropy", batch.outputs.entropy, mask)
+    if batch.outputs.old_logprobs is not None:
+        record_policy(
+            batch.outputs.old_logprobs,
+            batch.outputs.entropy,
+            batch.rollouts,
+            batch.outputs.ref_logprobs,
+            metrics,
+            kl_estimator=kl_estimator,
+        )
     metrics.add_masked_mean("advantage_mean", batch.advantages, mask)
     metrics.add_masked_mean("advantage_abs", batch.advantages.abs(), mask)
     metrics.add_mean("reward_clipped_share", float(step.rewards.is_clipped.sum()), len(step.table))
-    if bool(step.table.is_comparable.all()):
-        difference = (batch.rollouts.rollout_logprobs - batch.outputs.old_logprobs).abs()
-        metrics.add_masked_mean("logprob_diff_mean", difference, mask)
-        metrics.add_max("logprob_diff_max", torch.where(mask, difference, 0.0).max())
     if batch.outputs.values is not None:
         metrics.add_masked_mean("value_mean", batch.outputs.values, mask)
         metrics.add_masked_mean("return_mean", batch.returns, mask)
-    if batch.outputs.ref_logprobs is not None:
-        _record_kl(batch, metrics, kl_estimator)
+        metrics.add_explained_variance(
+            "explained_variance", batch.outputs.values, batch.returns, mask
+        )
     for stage, seconds in step.seconds.items():
         metrics.add_max(f"{stage}_seconds", seconds)
 
 
-def _record_kl(batch: ExperienceBatch, metrics: StepMetrics, estimator: str) -> None:
-    mask, outputs = batch.rollouts.response_mask, batch.outputs
-    if outputs.ref_logprobs is None:
-        return
-    kl = estimate_kl(
-        outputs.old_logprobs,
-        outputs.ref_logprobs,
-        mask,
-        estimator=estimator,
-        old_logprobs=outputs.old_logprobs,
-    )
-    metrics.add_masked_mean("kl", kl, mask)
-    metrics.add_mean("kl_per_response", kl.double().sum(), mask.any(dim=1).sum())
+@torch.no_grad()
+def record_policy(
+    old_logprobs: Tensor,
+    entropy: Tensor | None,
+    rollouts: RolloutBatch,
+    ref_logprobs: Tensor | None,
+    metrics: StepMetrics,
+    *,
+    kl_estimator: str,
+) -> None:
+    """Adds what the policy at the start of the step says: entropy, KL, and the engine's logprobs.
+
+    `logprob_diff_*` compare the engine's logprobs with the trainer's, raw, over all response
+    tokens for which both follow the same law.
+
+    Args:
+        old_logprobs, entropy, ref_logprobs: [batch, seq]; None where there is none.
+        rollouts: The rows.
+        metrics: Receives the numbers.
+        kl_estimator: Of the KL to the reference model.
+    """
+    mask = rollouts.response_mask
+    if entropy is not None:
+        metrics.add_masked_mean("entropy", entropy, mask)
+    if rollouts.compared_mask is not None:
+        difference = (rollouts.rollout_logprobs - old_logprobs).abs()
+        compared = torch.where(rollouts.compared_mask, difference, -torch.inf)
+        metrics.add_masked_mean("logprob_diff_mean", difference, rollouts.compared_mask)
+        metrics.add_max("logprob_diff_max", compared.max())
+    if ref_logprobs is not None:
+        kl = estimate_kl(
+            old_logprobs, ref_logprobs, mask, estimator=kl_estimator, old_logprobs=old_logprobs
+        )
+        metrics.add_masked_mean("kl", kl, mask)
+        metrics.add_mean("kl_per_response", kl.double().sum(), mask.any(dim=1).sum())

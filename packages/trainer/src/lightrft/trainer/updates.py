@@ -11,6 +11,8 @@ from lightrft.algorithms import aggregate, clipped_value_loss, estimate_kl, loca
 from lightrft.experience.collate import micro_slices, select_experience
 from lightrft.experience.forward import scoring_temperature
 from lightrft.experience.minibatches import epoch_order
+from lightrft.trainer.step_metrics import record_policy
+from lightrft.trainer.token_weights import TokenWeighting, token_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,6 +52,7 @@ class LossSettings:
         kl_estimator: Its estimator.
         entropy_coef: Weight of the entropy bonus; 0 is off.
         value_clip: Clip range of the critic's loss; None is off.
+        weighting: Which tokens the policy loss counts, and how much.
     """
 
     policy_loss: PolicyLossFunction
@@ -60,16 +63,24 @@ class LossSettings:
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0
     value_clip: float | None = 0.2
+    weighting: TokenWeighting | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateModels:
-    """What one step trains, and the moving average that follows the actor."""
+    """What one step trains, and the moving average that follows the actor.
+
+    Args:
+        actor, critic: The models; None is absent.
+        ema_model, ema_beta: The average and the weight of its past.
+        trains_actor: False leaves the actor as it is, while the critic learns.
+    """
 
     actor: TrainedModel
     critic: TrainedModel | None = None
     ema_model: nn.Module | None = None
     ema_beta: float = 0.992
+    trains_actor: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +112,15 @@ def update_models(
             step.plan.num_minibatches, seed=schedule.seed, step=schedule.step, epoch=epoch
         ):
             batch = select_experience(step.batch, step.rows_of_minibatch(index))
-            policy_update(
-                batch, models.actor, strategy=strategy, settings=settings, metrics=metrics
-            )
+            if models.trains_actor:
+                policy_update(
+                    batch, models.actor, strategy=strategy, settings=settings, metrics=metrics
+                )
             if models.critic is not None:
                 value_update(
                     batch, models.critic, strategy=strategy, settings=settings, metrics=metrics
                 )
-            if models.ema_model is not None:
+            if models.ema_model is not None and models.trains_actor:
                 strategy.moving_average(models.actor.model, models.ema_model, beta=models.ema_beta)
 
 
@@ -126,12 +138,17 @@ def policy_update(
     summed over ranks before the first backward: the step does not depend on micro batches.
     """
     normalizer = _normalizer(batch, strategy, settings)
+    weights: Tensor | None = None
+    if settings.weighting is not None:
+        weights = token_weights(batch, settings.weighting, strategy, metrics)
     slices = micro_slices(0, len(batch.advantages), settings.micro_batch_size)
     result = None
     with strategy.accumulation(len(slices), actor.optimizer):
         for rows in slices:
             micro = select_experience(batch, rows)
-            loss = _policy_share(micro, actor.model, normalizer, settings, metrics)
+            width = micro.advantages.shape[1]
+            micro_weights = None if weights is None else weights[rows, :width]
+            loss = _policy_share(micro, actor.model, normalizer, settings, metrics, micro_weights)
             strategy.backward(loss, actor.model, actor.optimizer)
             result = strategy.optimizer_step(
                 actor.optimizer, actor.model, actor.scheduler, name=actor.name
@@ -179,19 +196,33 @@ def _policy_share(
     normalizer: Tensor,
     settings: LossSettings,
     metrics: StepMetrics,
+    weights: Tensor | None,
 ) -> Tensor:
     rollouts, mask = micro.rollouts, micro.rollouts.response_mask
+    is_first_look = micro.outputs.old_logprobs is None
     output: ActorOutput = actor(
         rollouts.token_ids,
         rollouts.attention_mask,
         scored_mask=mask,
         temperature=scoring_temperature(rollouts.temperature),
-        entropy="grad" if settings.entropy_coef > 0 else "none",
+        entropy="grad" if settings.entropy_coef > 0 else "value" if is_first_look else "none",
         model_inputs=rollouts.model_inputs,
     )
     old_logprobs = micro.outputs.old_logprobs
+    if old_logprobs is None:
+        old_logprobs = output.logprobs.detach()
+        record_policy(
+            old_logprobs,
+            output.entropy,
+            rollouts,
+            micro.outputs.ref_logprobs,
+            metrics,
+            kl_estimator=settings.kl_estimator,
+        )
     token_loss = settings.policy_loss(output.logprobs, old_logprobs, micro.advantages, mask)
     _record_ratios(token_loss, output.logprobs, old_logprobs, mask, metrics)
+    if weights is not None:
+        token_loss = token_loss.weighted(weights)
     share = aggregate(token_loss.loss, mask, settings.aggregation, normalizer)
     metrics.add_mean("policy_loss", share, 0.0)
     if settings.kl_loss_coef > 0 and micro.outputs.ref_logprobs is not None:

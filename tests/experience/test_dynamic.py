@@ -1,0 +1,60 @@
+"""Groups without signal are dropped by unshaped accuracy, and refilled."""
+
+import numpy as np
+import pytest
+
+from lightrft.experience.dynamic import apply_selection, mixed_groups, select_groups
+from lightrft.experience.exchange import SampleTable
+
+
+def table(groups, *, rewards=None, masked=()):
+    """Two-token rows; `groups` holds the accuracies of each group."""
+    accuracies = np.array([a for group in groups for a in group], dtype=np.float64)
+    rows = len(accuracies)
+    return SampleTable(
+        sample_ids=np.arange(rows),
+        group_ids=np.array([g for g, group in enumerate(groups) for _ in group]),
+        prompt_lengths=np.ones(rows, dtype=np.int64),
+        response_lengths=np.ones(rows, dtype=np.int64),
+        token_ids=np.arange(2 * rows),
+        rollout_logprobs=np.zeros(rows, dtype=np.float32),
+        rewards=accuracies.copy() if rewards is None else np.array(rewards, dtype=np.float64),
+        accuracies=accuracies,
+        component_names=(),
+        components=np.zeros((rows, 0)),
+        is_truncated=np.zeros(rows, dtype=bool),
+        is_masked=np.isin(np.arange(rows), masked),
+        is_comparable=np.ones(rows, dtype=bool),
+        weights_versions=np.zeros(rows, dtype=np.int64),
+    )
+
+
+def test_a_group_is_mixed_by_accuracy_not_by_shaped_reward():
+    shaped = table([(1, 1), (0, 1), (0, 0)], rewards=[1.0, 0.4, 0.0, 1.0, 0.0, -0.5])
+    assert mixed_groups(shaped) == [1]
+
+
+def test_rows_whose_reward_failed_do_not_make_a_group_mixed():
+    assert mixed_groups(table([(0, 1), (0, 1)], masked=[1])) == [1]
+
+
+def test_the_first_mixed_groups_are_taken_and_the_rest_is_counted():
+    samples = table([(0, 0), (0, 1), (1, 1), (1, 0), (0, 1)])
+    found = select_groups(samples, 2)
+    assert found.rows.tolist() == [2, 3, 6, 7]
+    assert not found.is_filler.any()
+    assert (found.num_groups, found.num_constant, found.num_surplus, found.num_solved) == (
+        5, 2, 1, 1,
+    )  # fmt: skip
+
+
+def test_constant_groups_fill_up_outside_the_loss():
+    samples = table([(0, 0), (0, 1), (1, 1)])
+    taken = apply_selection(samples, select_groups(samples, 2))
+    assert taken.group_ids.tolist() == [0, 0, 1, 1]
+    assert taken.is_masked.tolist() == [True, True, False, False]
+
+
+def test_nothing_to_learn_from_is_an_error():
+    with pytest.raises(RuntimeError, match="no group to learn from"):
+        select_groups(table([(0, 0), (1, 1)]), 1)

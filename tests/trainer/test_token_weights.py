@@ -1,0 +1,160 @@
+"""High-entropy tokens and off-policy weights: numerator only, over all ranks."""
+
+import math
+
+import pytest
+import torch
+
+from lightrft.algorithms import build_policy_loss
+from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
+from lightrft.trainer.metrics import StepMetrics
+from lightrft.trainer.token_weights import TokenWeighting, token_weights
+
+
+class OneRank:
+    world_size = 1
+
+    def gather_objects(self, item):
+        return [item]
+
+    def all_gather(self, data):
+        return data
+
+
+class TwoRanks(OneRank):
+    """This rank and another one whose entropies are given."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def gather_objects(self, item):
+        return [item, self.other]
+
+
+def batch(seed, rows=6, seq=10):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, seq - 1, (rows,), generator=generator)
+    lengths[0] = 0
+    positions = torch.arange(seq)[None]
+    mask = (positions >= 1) & (positions < 1 + lengths[:, None])
+
+    def normal():
+        return torch.randn(rows, seq, generator=generator)
+
+    rollouts = RolloutBatch(
+        torch.zeros(rows, seq, dtype=torch.long), mask, mask, torch.where(mask, normal() - 2, 0.0),
+        torch.zeros(rows), torch.arange(rows), torch.arange(rows), {}, 1.0,
+    )  # fmt: skip
+    outputs = PolicyOutputs(
+        torch.where(mask, rollouts.rollout_logprobs + 0.5 * normal(), 0.0), None, None,
+        torch.where(mask, normal().abs(), 0.0),
+    )  # fmt: skip
+    return ExperienceBatch(rollouts, outputs, normal(), normal())
+
+
+def test_batch_scope_keeps_the_upper_share_over_all_ranks():
+    rows = batch(1)
+    mask, entropy = rows.rollouts.response_mask, rows.outputs.entropy
+    other = [5.0] * 40  # another rank is far less certain
+    metrics = StepMetrics()
+    weights = token_weights(rows, TokenWeighting(0.25), TwoRanks(other), metrics)
+    everyone = sorted([*entropy[mask].tolist(), *other])
+    position = 0.75 * (len(everyone) - 1)
+    low, high = everyone[int(position)], everyone[min(int(position) + 1, len(everyone) - 1)]
+    threshold = low + (position - int(position)) * (high - low)
+    assert torch.equal(weights.bool(), mask & (entropy >= threshold - 1e-6))
+    alone = token_weights(rows, TokenWeighting(0.25), OneRank(), StepMetrics())
+    assert alone.sum() > weights.sum()
+    share = metrics.reduce(OneRank())["high_entropy_share"]
+    assert share == pytest.approx(float(weights.sum() / mask.sum()))
+
+
+def test_sequence_scope_keeps_a_share_of_each_row():
+    rows = batch(2)
+    mask, entropy = rows.rollouts.response_mask, rows.outputs.entropy
+    weights = token_weights(rows, TokenWeighting(0.4, "sequence"), OneRank(), StepMetrics())
+    for row in range(len(mask)):
+        values = sorted(entropy[row][mask[row]].tolist(), reverse=True)
+        count = max(1, math.floor(0.4 * len(values) + 1e-9)) if values else 0
+        kept = entropy[row][weights[row] > 0].tolist()
+        assert sorted(kept, reverse=True) == values[:count]
+
+
+def test_truncated_importance_weights_are_the_capped_ratio_of_trainer_to_engine():
+    rows = batch(3)
+    mask = rows.rollouts.response_mask
+    metrics = StepMetrics()
+    weights = token_weights(
+        rows, TokenWeighting(correction="tis", correction_high=1.5), OneRank(), metrics
+    )
+    raw = (rows.outputs.old_logprobs - rows.rollouts.rollout_logprobs).double().exp()
+    expected = torch.where(mask, raw.clamp(max=1.5), 0.0)
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=1e-9)
+    found = metrics.reduce(OneRank())
+    inside = expected[mask]
+    assert found["correction_weight"] == pytest.approx(float(inside.mean()))
+    assert found["correction_raw_weight_max"] == pytest.approx(float(raw[mask].max()))
+    assert found["correction_capped_share"] == pytest.approx(
+        float((raw[mask] > 1.5).double().mean())
+    )
+    effective = float(inside.sum() ** 2 / (len(inside) * inside.square().sum()))
+    assert found["correction_effective_share"] == pytest.approx(effective)
+
+
+def test_both_multiply():
+    rows = batch(4)
+    both = token_weights(rows, TokenWeighting(0.5, correction="icepop"), OneRank(), StepMetrics())
+    left = token_weights(rows, TokenWeighting(0.5), OneRank(), StepMetrics())
+    right = token_weights(rows, TokenWeighting(correction="icepop"), OneRank(), StepMetrics())
+    torch.testing.assert_close(both, left * right)
+
+
+def update_norm(build_world, **options):
+    world = build_world(loss_agg_mode="token-mean", **options)
+    world.trainer.make_experience()
+    return world.trainer.ppo_train(1)
+
+
+def test_the_mask_leaves_the_denominator_alone(build_world):
+    """Half of the tokens give about half of the loss; a kept-token mean would not shrink."""
+    everything = update_norm(build_world)
+    half = update_norm(build_world, high_entropy_token_ratio=0.5)
+    assert half["high_entropy_share"] == pytest.approx(0.5, abs=0.05)
+    assert half["grad_norm"] < 0.9 * everything["grad_norm"]
+
+
+def test_a_correction_with_equal_policies_changes_nothing_and_is_measured(build_world):
+    plain = update_norm(build_world)
+    corrected = update_norm(build_world, off_policy_correction="tis")
+    assert corrected["correction_weight"] == pytest.approx(1, abs=1e-4)
+    assert corrected["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-3)
+    rejected = update_norm(
+        build_world, off_policy_correction="icepop", correction_low=0.0, correction_high=0.5
+    )
+    assert rejected["correction_rejected_share"] == 1
+    assert rejected["grad_norm"] == 0
+
+
+def test_truncated_sampling_and_correction_are_refused(build_world):
+    with pytest.raises(ValueError, match="off_policy_correction"):
+        build_world(off_policy_correction="tis", top_p=0.9)
+
+
+def test_the_dual_clip_acts():
+    logprobs = torch.tensor([[2.0]], requires_grad=True)
+    zero, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    loss = build_policy_loss("ppo", {"dual_clip": 3.0})(logprobs, zero, zero - 1, mask)
+    assert float(loss.loss.detach()) == pytest.approx(3.0)
+
+
+def test_aliases_of_policy_losses(build_world):
+    assert build_world(args={"use_gspo": True}).trainer.config.policy_loss == "gspo"
+    assert build_world(use_gspo=True).trainer.config.policy_loss == "gspo"
+    assert build_world(args={"use_cpg_loss": True}).trainer.config.policy_loss == "cpgd"
+    with pytest.raises(ValueError, match="use_gspo and use_cpg_loss"):
+        build_world(args={"use_gspo": True, "use_cpg_loss": True})
+    with pytest.raises(ValueError, match="different policy losses"):
+        build_world(use_gspo=True, policy_loss="gmpo")
+    with pytest.raises(ValueError, match="dual clip"):
+        build_world(policy_loss="gspo", dual_clip=3.0)
+    assert build_world(dual_clip=3.0).trainer.config.dual_clip == 3.0
