@@ -1,4 +1,4 @@
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -6,6 +6,8 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
 from lightrft.experience.scoring import OverlongPenalty, score_rollouts
 from lightrft.experience.types import Rollout
+from lightrft.rewards.errors import RewardError
+from lightrft.rewards.types import RewardResult
 
 
 @dataclass
@@ -77,3 +79,50 @@ def test_overlong_penalty_is_part_of_the_reward_and_a_component():
 def test_a_buffer_outside_the_budget_is_refused(buffer):
     with pytest.raises(ValueError, match="overlong_buffer_len"):
         OverlongPenalty(100, buffer)
+
+
+def replying(text):
+    return replace(rollout(0), response_text=text)
+
+
+class Fragile:
+    """Fails for responses that contain an x, and in a batch with such a response."""
+
+    name = "fragile"
+    needs_labels = False
+
+    def __init__(self, value=None):
+        self.calls = 0
+        self.value = value
+
+    def score(self, prompts, responses, labels, columns):
+        self.calls += 1
+        if any("x" in text for text in responses):
+            if self.value is None:
+                raise RewardError("no x please")
+            return [RewardResult(self.value if "x" in text else 1.0) for text in responses]
+        return [RewardResult(1.0, {"fragile": 1.0}) for _ in responses]
+
+
+@pytest.mark.parametrize("value", [None, float("nan")])
+def test_a_failed_sample_is_masked_and_the_others_keep_their_rewards(value):
+    samples = [replying(text) for text in ("a", "x", "b")]
+    with pytest.raises(RewardError):
+        score_rollouts(samples, Fragile(value))
+    scored = score_rollouts(samples, Fragile(value), masks_failures=True)
+    assert [item.is_masked for item in scored] == [False, True, False]
+    assert [item.reward for item in scored] == [1.0, 0.0, 1.0]
+
+
+def test_a_broken_function_is_not_tried_for_every_sample():
+    function = Fragile()
+    scored = score_rollouts([replying("x")] * 50, function, masks_failures=True)
+    assert all(item.is_masked for item in scored)
+    assert function.calls == 4  # the batch and three samples
+
+
+def test_accuracy_is_taken_before_the_length_shaping():
+    penalty = OverlongPenalty(max_tokens=2, buffer_tokens=2)
+    (scored,) = score_rollouts([replying("a")], Fragile(), overlong_penalty=penalty)
+    assert scored.reward < 1.0
+    assert scored.accuracy == 1.0

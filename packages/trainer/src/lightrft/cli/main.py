@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "quickstart": ("lightrft.cli.quickstart.command", "a complete run in two minutes on a CPU"),
     "train": ("lightrft.cli.train", "fine-tune a language model by reinforcement learning"),
+    "serve-reward": ("lightrft.cli.serve_reward", "serve a reward function over HTTP"),
     "init-model": ("lightrft.cli.init_model", "write a tiny model with random weights"),
 }
 

@@ -34,7 +34,7 @@ def check_paths(config: TrainConfig) -> list[str]:
         problems += model_problems("--critic_pretrain", config.critic_pretrain)
     if config.prompt_data is None:
         problems.append("--prompt_data is missing: give a JSONL, JSON or Parquet file")
-    if not config.reward_fn:
+    if not config.reward_fn and not config.remote_rm_url:
         problems.append("--reward_fn is missing: give boxed_math, gsm8k or FILE.py:FUNCTION")
     metrics = Path(config.output_dir) / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size and not config.load_checkpoint:

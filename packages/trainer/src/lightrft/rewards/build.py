@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import math
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from lightrft.rewards.math_rules import BOXED_MATH, GSM8K, MathReward
+from lightrft.rewards.remote import RemoteReward
 from lightrft.rewards.types import RewardFunction, RewardResult
 from lightrft.rewards.user import UserReward
 from lightrft.strategy.config import ConfigError
@@ -86,9 +88,13 @@ class CombinedReward:
         columns: Mapping[str, Sequence[object]],
     ) -> list[RewardResult]:
         """See `RewardFunction.score`."""
-        by_function = [
-            function.score(prompts, responses, labels, columns) for function in self._functions
-        ]
+
+        def score(function: RewardFunction) -> list[RewardResult]:
+            return function.score(prompts, responses, labels, columns)
+
+        # Functions wait for processes and services, so threads are enough to overlap them.
+        with ThreadPoolExecutor(len(self._functions), thread_name_prefix="reward") as threads:
+            by_function = list(threads.map(score, self._functions))
         return [self._combine(results) for results in zip(*by_function, strict=True)]
 
     def close(self) -> None:
@@ -116,6 +122,7 @@ class CombinedReward:
 def build_reward(
     names: Sequence[str],
     *,
+    urls: Sequence[str] = (),
     weights: Sequence[float] | None = None,
     settings: RewardSettings | None = None,
 ) -> CombinedReward:
@@ -123,7 +130,8 @@ def build_reward(
 
     Args:
         names: Names in `REWARDS` or `FILE.py:FUNCTION`; their rewards are summed.
-        weights: One factor per name; None means 1 each.
+        urls: Addresses of reward services, see `lightrft.rewards.remote`.
+        weights: One factor per name and then per address; None means 1 each.
         settings: Deadlines and processes.
 
     Returns:
@@ -133,19 +141,24 @@ def build_reward(
         ConfigError: no names, an unknown name, file or function, one twice, or wrong weights.
         RewardError: a user's file cannot be imported or its function not be called.
     """
-    if not names:
+    if not names and not urls:
         raise ConfigError(f"no reward: set --reward_fn to {', '.join(REWARDS)} or FILE.py:FUNCTION")
-    factors = [1.0] * len(names) if weights is None else list(weights)
-    if len(factors) != len(names) or not all(math.isfinite(factor) for factor in factors):
-        raise ConfigError(f"reward weights: expected {len(names)} finite numbers, got {factors}")
-    if len(set(names)) < len(names):
-        raise ConfigError(f"reward functions must differ: got {', '.join(names)}")
+    count = len(names) + len(urls)
+    factors = [1.0] * count if weights is None else list(weights)
+    if len(factors) != count or not all(math.isfinite(factor) for factor in factors):
+        raise ConfigError(f"reward weights: expected {count} finite numbers, got {factors}")
+    if len({*names, *urls}) < count:
+        raise ConfigError(f"reward functions must differ: got {', '.join((*names, *urls))}")
     with ExitStack() as opened:
-        functions = []
+        settings = settings or RewardSettings()
+        functions: list[RewardFunction] = []
         for name in names:
-            function = _build_one(name, settings or RewardSettings())
+            function = _build_one(name, settings)
             opened.callback(function.close)
             functions.append(function)
+        for index, url in enumerate(urls):
+            name = "remote" if len(urls) == 1 else f"remote_{index}"
+            functions.append(RemoteReward(url, name=name, timeout_seconds=settings.timeout_seconds))
         opened.pop_all()
     return CombinedReward(functions, factors)
 

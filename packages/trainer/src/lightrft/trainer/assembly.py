@@ -21,6 +21,7 @@ from lightrft.trainer.ppo_config import PPOConfig, resolve_ppo_config
 from lightrft.trainer.prompts import planned_steps
 from lightrft.trainer.samples import SampleLog
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
+from lightrft.trainer.trajectories import TrajectoryLog
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 SUMMARY_FILE = "summary.json"
+TRAJECTORIES_FILE = "trajectories.jsonl"
+EMA_FOLDER = "model_ema"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class RunModels:
     actor: PreparedModel
     critic: PreparedModel | None
     reference: nn.Module | None
+    average: nn.Module | None = None
 
 
 def run_training(config: TrainConfig, *, loggers: Sequence[MetricsLogger] = ()) -> RunSummary:
@@ -116,6 +120,9 @@ def run_training(config: TrainConfig, *, loggers: Sequence[MetricsLogger] = ()) 
         num_resumed = _start(config, trainer, strategy)
         result = trainer.fit(prompts_dataloader=loader)
         strategy.save_model(trainer.actor, inputs.tokenizer, str(config.model_dir))
+        if trainer.ema_model is not None:
+            folder = Path(config.output_dir) / EMA_FOLDER
+            strategy.save_model(trainer.ema_model, inputs.tokenizer, str(folder))
         summary = _summarise(config, strategy, result, num_resumed, started)
         if strategy.is_rank_0():
             path = Path(config.output_dir) / SUMMARY_FILE
@@ -142,9 +149,18 @@ def read_inputs(config: TrainConfig) -> RunInputs:
             config.eval_data, tokenizer, config, max_samples=config.max_eval_samples
         ).prompts
     reward = build_reward(
-        config.reward_fn, settings=RewardSettings(timeout_seconds=config.reward_timeout_seconds)
+        config.reward_fn,
+        urls=reward_urls(config),
+        weights=config.reward_weights or None,
+        settings=RewardSettings(timeout_seconds=config.reward_timeout_seconds),
     )
     return RunInputs(tokenizer, prompts, eval_prompts, reward, options)
+
+
+def reward_urls(config: TrainConfig) -> tuple[str, ...]:
+    """Addresses of reward services."""
+    urls = config.remote_rm_url
+    return () if urls is None else (urls,) if isinstance(urls, str) else tuple(urls)
 
 
 def run_options(config: TrainConfig) -> PPOConfig:
@@ -179,6 +195,7 @@ def build_trainer(
         models.critic,
         inputs.reward,
         models.reference,
+        models.average,
         loss_agg_mode=config.loss_agg_mode,
         tokenizer=inputs.tokenizer,
         eval_prompts=inputs.eval_prompts,
@@ -188,9 +205,21 @@ def build_trainer(
             *loggers,
         ),
         sample_log=SampleLog(folder / SAMPLES_FILE),
+        trajectory_log=trajectory_log(config),
         ckpt_path=str(config.checkpoint_dir),
     )
     return trainer, loader
+
+
+def trajectory_log(config: TrainConfig) -> TrajectoryLog | None:
+    """The log of single tokens: every save_steps steps, or every step without save_steps."""
+    if not config.save_trajectories:
+        return None
+    return TrajectoryLog(
+        Path(config.output_dir) / TRAJECTORIES_FILE,
+        num_samples=config.num_trajectories_to_save,
+        every=max(1, config.save_steps),
+    )
 
 
 def build_models(config: TrainConfig, strategy: StrategyBase, max_steps: int) -> RunModels:
@@ -211,6 +240,7 @@ def build_models(config: TrainConfig, strategy: StrategyBase, max_steps: int) ->
             critic = Critic.from_pretrained(critic_path if isinstance(critic_path, str) else path)
         if config.init_kl_coef > 0:
             reference = _load_actor(path, config)
+        average = _load_actor(path, config) if config.enable_ema else None
     if config.gradient_checkpointing:
         actor.gradient_checkpointing_enable()
         if critic is not None:
@@ -222,6 +252,7 @@ def build_models(config: TrainConfig, strategy: StrategyBase, max_steps: int) ->
         actor=ready_actor,
         critic=None if critic is None else ready_critic,
         reference=ready_reference,
+        average=None if average is None else strategy.prepare_model(average),
     )
 
 
@@ -281,7 +312,7 @@ def _start(config: TrainConfig, trainer: SPMDPPOTrainer, strategy: StrategyBase)
     if strategy.is_rank_0():
         folder.mkdir(parents=True, exist_ok=True)
         config.save(folder / "config.toml")
-        for name in (METRICS_FILE, SAMPLES_FILE):
+        for name in (METRICS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE):
             drop_steps_after(folder / name, num_steps if resumed else -1)
     strategy.barrier()
     return num_steps

@@ -122,7 +122,8 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
         wrong_fields: Fields that are wrong by themselves; rules about them are left out.
     """
     estimator, samples = config.advantage_estimator, config.n_samples_per_prompt
-    template = config.input_template
+    template, urls = config.input_template, config.remote_rm_url
+    num_rewards = len(config.reward_fn) + (1 if isinstance(urls, str) else len(urls or ()))
     changed_clip_range = _changed(config, "eps_clip", "eps_clip_low", "eps_clip_high")
     rules: tuple[tuple[tuple[str, ...], Callable[[], bool], str], ...] = (
         (
@@ -159,6 +160,18 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
             ),
             f"dual_clip is not part of policy_loss {config.policy_loss}: it belongs to "
             f"{', '.join(LOSSES_WITH_DUAL_CLIP)}",
+        ),
+        (
+            ("enable_ema", "load_checkpoint"),
+            lambda: config.enable_ema and config.load_checkpoint,
+            "enable_ema cannot continue a run: checkpoints do not hold the moving average; leave "
+            "one of enable_ema and load_checkpoint out",
+        ),
+        (
+            ("reward_weights", "reward_fn", "remote_rm_url"),
+            lambda: len(config.reward_weights) not in (0, num_rewards),
+            f"reward_weights: got {len(config.reward_weights)} numbers for {num_rewards} rewards; "
+            "give one per --reward_fn and then per --remote_rm_url",
         ),
         *(
             (

@@ -1,4 +1,4 @@
-"""The life of a trainer beyond one step: runs, evaluations, checkpoints and where prompts come from."""
+"""What a trainer does between its steps: runs, evaluations, checkpoints, further prompts."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lightrft.strategy.prepared import PreparedModel
     from lightrft.strategy.strategy_base import StrategyBase
     from lightrft.trainer.loggers import MetricsLogger
-    from lightrft.trainer.prompts import PromptBatches
+    from lightrft.trainer.prompts import PromptBatches, PromptStream
     from lightrft.trainer.samples import SampleLog
     from lightrft.trainer.trajectories import TrajectoryLog
 

@@ -1,0 +1,57 @@
+"""`lightrft serve-reward`: a reward function as an HTTP service for `--remote_rm_url`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightrft.cli.errors import ExitCode
+from lightrft.cli.parser import Parser, at_least
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+EXAMPLE_PORT = 8008
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serves until it is interrupted; see `lightrft serve-reward --help`.
+
+    Raises:
+        ConfigError: An unknown reward function.
+        RewardError: A reward function that cannot be loaded.
+    """
+    options = build_parser().parse_args(argv)
+    from lightrft.rewards import RewardSettings, build_reward
+    from lightrft.rewards.service import RewardServer
+
+    settings = RewardSettings(timeout_seconds=float(options.timeout_seconds))
+    with (
+        build_reward(options.reward_fn, settings=settings) as reward,
+        RewardServer(reward, host=options.host, port=options.port) as server,
+    ):
+        print(f"serving {reward.name} at http://{options.host}:{server.server_port}", flush=True)
+        server.serve_forever()
+    return ExitCode.OK
+
+
+def build_parser() -> Parser:
+    """The parser of `lightrft serve-reward`."""
+    parser = Parser(
+        prog="lightrft serve-reward",
+        description="Serve a reward function over HTTP, for lightrft train --remote_rm_url.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--reward_fn", nargs="+", required=True, metavar="NAME",
+        help="Rewards, summed: boxed_math, gsm8k or FILE.py:FUNCTION.",
+    )  # fmt: skip
+    parser.add_argument("--host", default="127.0.0.1", help="Address. Default: 127.0.0.1.")
+    parser.add_argument(
+        "--port", type=at_least(0), default=EXAMPLE_PORT, metavar="N",
+        help=f"Port; 0 takes a free one. Default: {EXAMPLE_PORT}.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout_seconds", type=at_least(1), default=120, metavar="N",
+        help="Deadline of one call of a reward function. Default: 120.",
+    )  # fmt: skip
+    return parser
