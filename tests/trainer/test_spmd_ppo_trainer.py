@@ -204,6 +204,7 @@ def test_what_is_missing_is_named(build_world):
     with pytest.raises(ValueError, match="actor has no optimizer"):
         SPMDPPOTrainer(*parts)
     optimizer = {"actor_optim": world.trainer.actor_optim}
+    world.strategy.config.pretrain = None  # which has a tokenizer
     with pytest.raises(ValueError, match="tokenizer"):
         SPMDPPOTrainer(*parts, **optimizer)
     with pytest.raises(ValueError, match="reward"):
@@ -288,3 +289,29 @@ def test_options_without_effect_are_named_and_long_prompts_refused(build_world, 
     assert "kl_target" in printed
     with pytest.raises(ValueError, match=r"rows \[.*prompt_max_len = 5"):
         world.trainer.make_experience()
+
+
+def test_stages_have_speed_and_memory_and_the_critic_its_explained_variance(build_world):
+    world = build_world(with_critic=True, advantage_estimator="gae", max_epochs=2)
+    world.trainer.make_experience()
+    step = world.trainer._experience
+    tokens = float(step.table.lengths.sum())
+    mask, values = step.batch.rollouts.response_mask, step.batch.outputs.values
+    returns = step.batch.returns[mask].double()
+    errors = returns - values[mask].double()
+    metrics = world.trainer.ppo_train(1)
+    assert metrics["explained_variance"] == pytest.approx(
+        float(1 - errors.var(correction=0) / returns.var(correction=0)), abs=1e-6
+    )
+    assert metrics["train_tokens_per_second"] * metrics["train_seconds"] == pytest.approx(
+        2 * tokens
+    )
+    assert metrics["forward_tokens_per_second"] * metrics["forward_seconds"] == pytest.approx(
+        2 * tokens  # actor and critic
+    )
+    sampled = float(step.table.response_lengths.sum())
+    assert metrics["rollout_tokens_per_second"] * metrics["rollout_seconds"] == pytest.approx(
+        sampled
+    )
+    for stage in ("rollout", "forward", "train", "weight_sync"):
+        assert metrics[f"memory/{stage}_gb"] > 0

@@ -98,3 +98,17 @@ def test_an_engine_that_says_nothing_trains_nothing_and_breaks_nothing(build_wor
     assert metrics["policy_loss"] == 0.0
     assert metrics["response_length"] == 0.0
     assert all(weight.equal(before[name]) for name, weight in world.weights().items())
+
+
+def test_repeated_runs_of_tokens():
+    from lightrft.trainer.step_metrics import repeated_share
+
+    assert repeated_share([1, 2, 3, 4, 5, 6]) == 0
+    assert repeated_share([7] * 6) == pytest.approx(2 / 3)  # three windows, one of them new
+    assert repeated_share([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)
+    assert repeated_share([1, 2]) == 0
+
+
+def test_spread_within_groups():
+    metrics = table_metrics(table([1.0, 0.0, 0.5, 0.5], [0, 0, 1, 1], [4, 2, 6, 0]))
+    assert metrics["group_reward_std"] == pytest.approx(0.25)

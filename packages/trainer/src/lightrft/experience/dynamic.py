@@ -41,6 +41,7 @@ class Selection:
         num_groups, num_constant, num_surplus: Groups sampled, constant among them, and mixed ones
             beyond what the step needed.
         num_solved: Constant groups at the highest accuracy that any response of the step reached.
+        num_sampled_tokens: Response tokens of all sampled groups.
     """
 
     rows: NDArray[np.int64]
@@ -49,6 +50,7 @@ class Selection:
     num_constant: int
     num_surplus: int
     num_solved: int
+    num_sampled_tokens: int
 
 
 def mixed_groups(table: SampleTable) -> list[int]:
@@ -92,6 +94,7 @@ def select_groups(table: SampleTable, num_wanted: int) -> Selection:
         num_constant=len(constant),
         num_surplus=len(mixed) - len(kept),
         num_solved=len(solved),
+        num_sampled_tokens=int(table.response_lengths.sum()),
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -35,10 +33,11 @@ from lightrft.experience.rollouts import (
     pair_completions,
 )
 from lightrft.experience.scoring import OverlongPenalty, score_rollouts
+from lightrft.experience.stages import StageMeter
 from lightrft.rewards.errors import RewardError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -90,7 +89,7 @@ class StepExperience:
         rewards: The rewards the estimator saw, of the rows of `table`.
         plan: Which rows of `table` each rank trains in which optimizer batch.
         scored: This rank's own rollouts.
-        seconds: Duration of each stage on this rank.
+        meter: Duration and memory of each stage on this rank; the update adds its own.
         num_prompts: Prompts that were rolled out, over all ranks.
         num_rounds: Batches of prompts among them.
         selection: What dynamic sampling did, or None.
@@ -102,7 +101,7 @@ class StepExperience:
     rewards: ShapedRewards
     plan: MinibatchPlan
     scored: tuple[ScoredRollout, ...]
-    seconds: dict[str, float]
+    meter: StageMeter
     num_prompts: int
     num_rounds: int = 1
     selection: Selection | None = None
@@ -166,8 +165,8 @@ class ExperienceMaker:
             defers_actor: Leave old logprobs and entropies to the update if the step has one
                 optimizer batch.
         """
-        settings, seconds = self._settings, dict[str, float]()
-        samples = self._collect(prompts, first_request_id, advantage, next_prompts, seconds)
+        settings, meter = self._settings, StageMeter()
+        samples = self._collect(prompts, first_request_id, advantage, next_prompts, meter)
         table = samples.table
         plan = plan_minibatches(
             table.lengths,
@@ -184,7 +183,7 @@ class ExperienceMaker:
             device=self._device,
             num_uncompared_tokens=0 if settings.first_token_temperature is None else 1,
         )
-        with _timed(seconds, "forward"):
+        with meter.stage("forward"):
             outputs = compute_outputs(
                 batch,
                 self._models,
@@ -211,7 +210,7 @@ class ExperienceMaker:
             rewards=shaped,
             plan=plan,
             scored=tuple(samples.scored),
-            seconds=seconds,
+            meter=meter,
             num_prompts=samples.num_prompts,
             num_rounds=samples.num_rounds,
             selection=samples.selection,
@@ -223,7 +222,7 @@ class ExperienceMaker:
         first_request_id: int,
         advantage: AdvantageSettings,
         next_prompts: Callable[[], Sequence[Prompt]] | None,
-        seconds: dict[str, float],
+        meter: StageMeter,
     ) -> _Samples:
         """All samples of the step; with dynamic sampling as many batches as it takes."""
         dynamic = self._settings.dynamic_sampling
@@ -236,7 +235,7 @@ class ExperienceMaker:
             if rounds and next_prompts is not None:
                 prompts = next_prompts()
             offset = sum(item.num_prompts for item in rounds)
-            rounds.append(self._sample_round(prompts, first_request_id, offset, advantage, seconds))
+            rounds.append(self._sample_round(prompts, first_request_id, offset, advantage, meter))
             num_mixed += len(mixed_groups(rounds[-1].table))
             if dynamic is None:
                 break
@@ -260,15 +259,15 @@ class ExperienceMaker:
         first_request_id: int,
         offset: int,
         advantage: AdvantageSettings,
-        seconds: dict[str, float],
+        meter: StageMeter,
     ) -> _Samples:
         """The samples of one batch of prompts, the first of which has number `offset`."""
         sampling_params = self._settings.sampling_params
         baseline: SampleTable | None = None
         if advantage.estimator.needs_greedy_rewards:
             greedy = greedy_params(sampling_params)
-            _, baseline = self._sample(prompts, first_request_id, offset, greedy, seconds)
-        scored, table = self._sample(prompts, first_request_id, offset, sampling_params, seconds)
+            _, baseline = self._sample(prompts, first_request_id, offset, greedy, meter)
+        scored, table = self._sample(prompts, first_request_id, offset, sampling_params, meter)
         return _Samples(scored, table, baseline, len(prompts) * self._strategy.world_size)
 
     def _sample(
@@ -277,14 +276,14 @@ class ExperienceMaker:
         first_request_id: int,
         offset: int,
         sampling_params: SamplingParams,
-        seconds: dict[str, float],
+        meter: StageMeter,
     ) -> tuple[list[ScoredRollout], SampleTable]:
         """This rank's scored rollouts and the table of all ranks."""
         scored: list[ScoredRollout] = []
         problem: Exception | None = None
-        with _timed(seconds, "rollout"):
+        with meter.stage("rollout"):
             rollouts = self._generate(prompts, first_request_id, offset, sampling_params)
-        with _timed(seconds, "reward"):
+        with meter.stage("reward"):
             try:
                 scored = score_rollouts(
                     rollouts,
@@ -294,7 +293,7 @@ class ExperienceMaker:
                 )
             except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
                 problem = error
-        with _timed(seconds, "exchange"):
+        with meter.stage("exchange"):
             return scored, exchange(problem or scored, self._strategy)
 
     def _generate(
@@ -381,10 +380,3 @@ def _per_group(baseline: SampleTable, table: SampleTable) -> Tensor:
     """Reward of the one greedy sample of each row's group: [rows of table] float64."""
     by_group = dict(zip(baseline.group_ids.tolist(), baseline.rewards.tolist(), strict=True))
     return torch.tensor([by_group[group] for group in table.group_ids.tolist()]).double()
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lightrft.models import Actor
+from lightrft.models import Actor, load_tokenizer
 from lightrft.strategy.prepared import PreparedModel
 from lightrft.trainer.updates import TrainedModel
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+    from transformers import PreTrainedTokenizerBase
 
     from lightrft.rewards.types import RewardFunction
     from lightrft.strategy.strategy_base import StrategyBase
@@ -79,6 +80,18 @@ def trained_model(
             f"returned, or {name}_optim="
         )
     return TrainedModel(name, module, optimizer, scheduler)
+
+
+def tokenizer_beside(pretrain: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of the actor's checkpoint.
+
+    Raises:
+        ValueError: No checkpoint is known.
+        ModelLoadError: It has no tokenizer.
+    """
+    if pretrain is None:
+        raise ValueError("the trainer needs the actor's tokenizer: pass tokenizer=")
+    return load_tokenizer(pretrain)
 
 
 def is_deterministic(model: nn.Module) -> bool:

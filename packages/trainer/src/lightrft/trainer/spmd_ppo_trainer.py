@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Unpack
 
 from lightrft.experience.forward import ForwardModels
@@ -15,6 +13,7 @@ from lightrft.trainer.construction import (
     idle_options,
     is_deterministic,
     reward_of,
+    tokenizer_beside,
     trained_model,
 )
 from lightrft.trainer.loggers import ConsoleLogger, LoggerGroup
@@ -23,11 +22,11 @@ from lightrft.trainer.ppo_config import PPOKeywords, resolve_ppo_config
 from lightrft.trainer.prompts import check_lengths
 from lightrft.trainer.run_control import RunControl
 from lightrft.trainer.state import initial_state
-from lightrft.trainer.step_metrics import finished_metrics, record_experience
+from lightrft.trainer.step_metrics import finished_metrics, record_experience, record_stages
 from lightrft.trainer.updates import Schedule, UpdateModels, update_models
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -61,7 +60,7 @@ class SPMDPPOTrainerBase(RunControl):
         loss_agg_mode: How the losses of tokens become one number.
         use_gspo: Use the policy loss "gspo".
         VLM: The models take images; needs `processor`.
-        tokenizer: Of the actor.
+        tokenizer: Of the actor; None takes the one in `pretrain` of the configuration.
         processor: Of images; needed by vision-language models.
         reward_fn: Takes the place of `reward_model`.
         prompts_dataloader: What `make_experience` takes prompts from.
@@ -122,11 +121,9 @@ class SPMDPPOTrainerBase(RunControl):
         algorithm.check_algorithm(
             self.config, has_critic=self._critic is not None, has_reference=uses_reference
         )
-        if tokenizer is None:
-            raise ValueError("the trainer needs the actor's tokenizer: pass tokenizer=")
         self.initial_model = initial_model if uses_reference else None
         self.ema_model, self.processor = ema_model, processor
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer or tokenizer_beside(strategy.config.pretrain)
         self.reward_function = reward_of(reward_model, reward_fn)
         self.eval_prompts = eval_prompts
         self.state = initial_state(self.config)
@@ -258,7 +255,7 @@ class SPMDPPOTrainerBase(RunControl):
         record_experience(step, metrics, kl_estimator=self.config.kl_estimator)
         if self.initial_model is not None:
             metrics.add_max("kl_coef", self._kl_coef)
-        with _stopwatch(metrics, "train_seconds"):
+        with step.meter.stage("train"):
             self._move_optimizers(self.strategy.maybe_load_optimizer)
             for model in self._models():
                 model.train()
@@ -278,8 +275,9 @@ class SPMDPPOTrainerBase(RunControl):
                 metrics=metrics,
             )
             self._move_optimizers(self.strategy.maybe_offload_optimizer)
-        with _stopwatch(metrics, "weight_sync_seconds"):
+        with step.meter.stage("weight_sync"):
             self.strategy.update_engine_weights(self.actor)
+        record_stages(step.meter, metrics)
         reduced = metrics.reduce(self.strategy)
         self._experience = None
         self.state = self.state.after_step(
@@ -289,7 +287,12 @@ class SPMDPPOTrainerBase(RunControl):
             kl=reduced.get("kl_per_response"),
         )
         reduced["global_step"] = global_steps
-        return finished_metrics(step, reduced, self.strategy.last_weight_sync)
+        return finished_metrics(
+            step,
+            reduced,
+            self.strategy.last_weight_sync,
+            num_epochs=self.config.max_epochs,
+        )
 
     def _move_optimizers(self, move: Callable[[Optimizer], Optimizer]) -> None:
         for trained in (self._actor, self._critic):
@@ -309,10 +312,3 @@ class SPMDPPOTrainerVL(SPMDPPOTrainerBase):
     """
 
     is_vision = True
-
-
-@contextmanager
-def _stopwatch(metrics: StepMetrics, name: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    metrics.add_max(name, time.perf_counter() - start)

@@ -10,15 +10,19 @@ import torch
 from lightrft.algorithms import estimate_kl
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from lightrft.experience.dynamic import Selection
     from lightrft.experience.exchange import SampleTable
     from lightrft.experience.maker import StepExperience
+    from lightrft.experience.stages import StageMeter
     from lightrft.experience.types import RolloutBatch
     from lightrft.strategy.weight_sync import WeightSyncReport
     from lightrft.trainer.metrics import StepMetrics
 
+GIGABYTE = 2**30
 STAGES = ("rollout", "reward", "exchange", "forward", "train", "weight_sync")
 """The stages of a step; each has a metric `<stage>_seconds`, the slowest rank's."""
 
@@ -47,6 +51,7 @@ def table_metrics(table: SampleTable) -> dict[str, float]:
         "prompt_length": float(kept.prompt_lengths.mean()),
         "truncated_share": float(kept.is_truncated.mean()),
         "constant_group_share": constant_group_share(kept),
+        "group_reward_std": group_reward_std(kept),
     }
     for column, name in enumerate(kept.component_names):
         values = kept.components[:, column]
@@ -56,7 +61,11 @@ def table_metrics(table: SampleTable) -> dict[str, float]:
 
 
 def finished_metrics(
-    step: StepExperience, reduced: dict[str, float], report: WeightSyncReport | None
+    step: StepExperience,
+    reduced: dict[str, float],
+    report: WeightSyncReport | None,
+    *,
+    num_epochs: int = 1,
 ) -> dict[str, float]:
     """The metrics of a step, names sorted.
 
@@ -64,16 +73,38 @@ def finished_metrics(
         step: What was trained on.
         reduced: Metrics over all ranks.
         report: What the weight sync did, or None without an engine.
+        num_epochs: Passes of the update over the samples.
     """
     metrics = {**reduced, **table_metrics(step.table)}
     if step.selection is not None:
         metrics |= selection_metrics(step.selection, num_rounds=step.num_rounds)
     metrics["step_seconds"] = sum(metrics[f"{stage}_seconds"] for stage in STAGES)
     metrics["tokens_per_second"] = float(step.table.lengths.sum()) / metrics["step_seconds"]
+    metrics |= _stage_speeds(step, metrics, num_epochs)
     if report is not None:
         metrics["weights_version"] = report.weights_version
         metrics["engine_hash"] = report.engine_hash
     return dict(sorted(metrics.items()))
+
+
+def _stage_speeds(
+    step: StepExperience, metrics: dict[str, float], num_epochs: int
+) -> dict[str, float]:
+    """Tokens per second of rollout (sampled tokens), forward and update (all tokens)."""
+    outputs, num_tokens = step.batch.outputs, float(step.table.lengths.sum())
+    sampled = float(step.table.response_lengths.sum())
+    if step.selection is not None:
+        sampled = float(step.selection.num_sampled_tokens)
+    speeds = {
+        "train_tokens_per_second": num_epochs * num_tokens / metrics["train_seconds"],
+        "rollout_tokens_per_second": sampled / metrics["rollout_seconds"],
+    }
+    looked = [
+        t for t in (outputs.old_logprobs, outputs.ref_logprobs, outputs.values) if t is not None
+    ]
+    if looked:
+        speeds["forward_tokens_per_second"] = len(looked) * num_tokens / metrics["forward_seconds"]
+    return speeds
 
 
 def selection_metrics(selection: Selection, *, num_rounds: int) -> dict[str, float]:
@@ -94,6 +125,12 @@ def constant_group_share(table: SampleTable) -> float:
     groups = np.unique(table.group_ids)
     spreads = [np.ptp(table.rewards[table.group_ids == group]) for group in groups]
     return float(np.mean([spread == 0 for spread in spreads]))
+
+
+def group_reward_std(table: SampleTable) -> float:
+    """Mean over the prompts of the standard deviation of the rewards of their samples."""
+    groups = np.unique(table.group_ids)
+    return float(np.mean([table.rewards[table.group_ids == group].std() for group in groups]))
 
 
 def record_experience(step: StepExperience, metrics: StepMetrics, *, kl_estimator: str) -> None:
@@ -118,8 +155,27 @@ def record_experience(step: StepExperience, metrics: StepMetrics, *, kl_estimato
         metrics.add_explained_variance(
             "explained_variance", batch.outputs.values, batch.returns, mask
         )
-    for stage, seconds in step.seconds.items():
+    for item in step.scored:
+        shares = repeated_share(item.rollout.completion.output_token_ids)
+        metrics.add_mean("repeated_share", shares, 1.0)
+    metrics.add_mean("repeated_share", 0.0, 0.0)
+
+
+def record_stages(meter: StageMeter, metrics: StepMetrics) -> None:
+    """Adds duration and memory of each stage; the slowest and the fullest rank count."""
+    for stage, seconds in meter.seconds.items():
         metrics.add_max(f"{stage}_seconds", seconds)
+    for stage, num_bytes in meter.memory_bytes.items():
+        metrics.add_max(f"memory/{stage}_gb", num_bytes / GIGABYTE)
+
+
+def repeated_share(token_ids: Sequence[int], *, size: int = 4) -> float:
+    """Share of the runs of `size` tokens that occurred before in the same response."""
+    count = len(token_ids) - size + 1
+    if count < 2:
+        return 0.0
+    windows = np.lib.stride_tricks.sliding_window_view(np.asarray(token_ids, np.int64), size)
+    return 1.0 - len(np.unique(windows, axis=0)) / count
 
 
 @torch.no_grad()

@@ -1,0 +1,41 @@
+"""How long the stages of a step take, and how much memory they need."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightrft.strategy.memory import measure_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True, slots=True)
+class StageMeter:
+    """Durations and memory by stage, on this rank.
+
+    Args:
+        seconds: Duration of each stage, summed over its repetitions.
+        memory_bytes: On a GPU the most that torch allocated during the stage; on a CPU what the
+            process holds at its end.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Measures what runs inside."""
+        has_gpu = torch.cuda.is_available()
+        if has_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        peak = torch.cuda.max_memory_allocated() if has_gpu else measure_memory().allocated_bytes
+        self.memory_bytes[name] = max(self.memory_bytes.get(name, 0), peak)

@@ -1,0 +1,85 @@
+"""Every algorithm solves the quick start's task on held-out sums; shuffled rewards teach nothing.
+
+Minutes each: run with `-m slow`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+import pytest
+
+from lightrft.strategy.testing import run_multiprocess
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
+ALGORITHMS = {
+    "grpo": {},
+    "rloo": {"advantage_estimator": "rloo"},
+    "reinforce_baseline": {"advantage_estimator": "reinforce_baseline"},
+    "dr_grpo": {"advantage_estimator": "dr_grpo", "policy_loss": "dr_grpo"},
+    "opo": {"advantage_estimator": "opo"},
+    "dapo": {"policy_loss": "dapo", "dynamic_sampling": True, "max_num_gen_batches": 3},
+    "gspo": {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean"},
+    "gspo-token": {"policy_loss": "gspo-token", "loss_agg_mode": "seq-mean-token-mean"},
+    "gmpo": {"policy_loss": "gmpo", "loss_agg_mode": "seq-mean-token-mean"},
+    "cpgd": {"policy_loss": "cpgd", "advantage_estimator": "cpgd"},
+    "cispo": {"policy_loss": "cispo"},
+    "sapo": {"policy_loss": "sapo", "loss_agg_mode": "seq-mean-token-mean"},
+    "reinforce": {"policy_loss": "reinforce"},
+    "remax": {"advantage_estimator": "remax"},
+    "ppo": {"algorithm": "ppo"},
+    "reinforce++": {"algorithm": "reinforce++"},
+}
+SHUFFLED = """
+import importlib.util
+from pathlib import Path
+
+file = Path(__file__).with_name("honest.py")
+spec = importlib.util.spec_from_file_location("honest", file)
+honest = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(honest)
+
+
+def score(prompts, responses, labels):
+    found = honest.score(prompts, responses, labels)
+    return [*found[11:], *found[:11]]
+"""
+
+
+def train(rank, world_size, directory, options):
+    from pathlib import Path
+
+    from lightrft.cli.quickstart.command import prepare
+    from lightrft.cli.quickstart.recipe import Recipe, training_config
+    from lightrft.trainer.assembly import run_training
+
+    folder = Path(directory)
+    options = dict(options)
+    recipe = Recipe(algorithm=options.pop("algorithm", "grpo"), num_threads=1, num_eval_prompts=256)
+    has_shuffled_rewards = options.pop("shuffled", False)
+    prepare(recipe, folder)
+    if has_shuffled_rewards:
+        shutil.move(folder / "reward.py", folder / "honest.py")
+        (folder / "reward.py").write_text(SHUFFLED)
+    config = dataclasses.replace(training_config(recipe, folder), **options)
+    summary = run_training(config)
+    return summary.first_eval["eval/reward"], summary.last_eval["eval/reward"]
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_held_out_accuracy_reaches_nine_tenths(tmp_path, name):
+    ((before, after),) = run_multiprocess(
+        train, 1, timeout_seconds=900, args=(str(tmp_path), ALGORITHMS[name])
+    )
+    assert before < 0.8
+    assert after >= 0.9
+
+
+def test_rewards_of_other_responses_teach_nothing(tmp_path):
+    """The mean over all held-out responses is the accuracy, whoever got whose reward."""
+    ((before, after),) = run_multiprocess(
+        train, 1, timeout_seconds=900, args=(str(tmp_path), {"shuffled": True})
+    )
+    assert after < before + 0.1
