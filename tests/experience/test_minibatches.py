@@ -63,3 +63,24 @@ def test_later_epochs_visit_all_batches_in_another_order():
     assert len(orders) == 4
     assert all(sorted(order) == list(range(8)) for order in orders)
     assert epoch_order(8, seed=0, step=3, epoch=0) == tuple(range(8))
+
+
+def test_micro_batches_by_tokens_cover_every_share_in_equal_numbers():
+    rng = np.random.default_rng(3)
+    for world_size in (1, 2, 4):
+        lengths = rng.integers(1, 60, size=48)
+        lengths[5] = 500  # longer than the budget
+        plan = plan_minibatches(lengths, train_batch_size=16, world_size=world_size, seed=0, step=0)
+        for index in range(plan.num_minibatches):
+            counts = set()
+            for rank in range(world_size):
+                rows = plan.rows[index][rank]
+                slices = plan.micro_slices(lengths, index=index, rank=rank, max_tokens=150)
+                assert [i for s in slices for i in range(s.start, s.stop)] == list(range(len(rows)))
+                for part in slices:
+                    size = part.stop - part.start
+                    longest = max(lengths[row] for row in rows[part])
+                    assert size >= 1
+                    assert size == 1 or size * longest <= 150
+                counts.add(len(slices))
+            assert len(counts) == 1

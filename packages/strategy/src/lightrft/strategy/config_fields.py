@@ -15,7 +15,7 @@ SECRET_WORDS = ("key", "token", "secret", "password", "passwd", "credential", "w
 # Column names and labels, not secrets.
 PUBLIC_NAMES = frozenset(
     {"input_key", "label_key", "images_key", "reference_key"}
-    | {"first_token_temperature", "high_entropy_token_ratio"}
+    | {"first_token_temperature", "high_entropy_token_ratio", "micro_batch_tokens"}
     | {"wandb_project", "wandb_run_name", "wandb_group", "wandb_org"}
 )
 

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.experience.collate import join_micro_batches, micro_slices, select_rollouts
+from lightrft.experience.collate import join_micro_batches, select_rollouts
 from lightrft.experience.types import PolicyOutputs, RolloutBatch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from lightrft.models.types import EntropyMode, PolicyModel, ValueModel
@@ -26,7 +28,11 @@ class ForwardModels:
 
 
 def compute_outputs(
-    batch: RolloutBatch, models: ForwardModels, *, micro_batch_size: int, scores_actor: bool = True
+    batch: RolloutBatch,
+    models: ForwardModels,
+    *,
+    slices: Sequence[slice],
+    scores_actor: bool = True,
 ) -> PolicyOutputs:
     """Old and reference logprobs, values and entropies of all response tokens.
 
@@ -35,33 +41,29 @@ def compute_outputs(
     Args:
         batch: This rank's rows.
         models: What looks at them.
-        micro_batch_size: Rows of one forward pass.
+        slices: Rows of each forward pass, in order; they cover the batch.
         scores_actor: False leaves the old logprobs and entropies to the update.
     """
     old_logprobs: Tensor | None = None
     entropy: Tensor | None = None
     with torch.no_grad():
         if scores_actor:
-            old_logprobs, entropy = _score(
-                models.actor, batch, micro_batch_size=micro_batch_size, entropy="value"
-            )
+            old_logprobs, entropy = _score(models.actor, batch, slices=slices, entropy="value")
         ref_logprobs = None
         if models.reference is not None:
-            ref_logprobs, _ = _score(
-                models.reference, batch, micro_batch_size=micro_batch_size, entropy="none"
-            )
+            ref_logprobs, _ = _score(models.reference, batch, slices=slices, entropy="none")
         values = None
         if models.critic is not None:
-            values = _evaluate(models.critic, batch, micro_batch_size=micro_batch_size)
+            values = _evaluate(models.critic, batch, slices=slices)
     return PolicyOutputs(old_logprobs, ref_logprobs, values, entropy)
 
 
 def _score(
-    policy: PolicyModel, batch: RolloutBatch, *, micro_batch_size: int, entropy: EntropyMode
+    policy: PolicyModel, batch: RolloutBatch, *, slices: Sequence[slice], entropy: EntropyMode
 ) -> tuple[Tensor, Tensor | None]:
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []
-    for rows in micro_slices(0, len(batch.token_ids), micro_batch_size):
+    for rows in slices:
         micro = select_rollouts(batch, rows)
         output = policy(
             micro.token_ids,
@@ -79,9 +81,9 @@ def _score(
     return join_micro_batches(logprobs, width), joined
 
 
-def _evaluate(critic: ValueModel, batch: RolloutBatch, *, micro_batch_size: int) -> Tensor:
+def _evaluate(critic: ValueModel, batch: RolloutBatch, *, slices: Sequence[slice]) -> Tensor:
     pieces: list[Tensor] = []
-    for rows in micro_slices(0, len(batch.token_ids), micro_batch_size):
+    for rows in slices:
         micro = select_rollouts(batch, rows)
         values = critic(micro.token_ids, micro.attention_mask, model_inputs=micro.model_inputs)
         pieces.append(torch.where(micro.response_mask, values, 0.0))

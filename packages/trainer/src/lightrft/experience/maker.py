@@ -14,7 +14,7 @@ from lightrft.experience.assemble import (
     assemble,
     shape_rewards,
 )
-from lightrft.experience.collate import collate
+from lightrft.experience.collate import collate, micro_slices
 from lightrft.experience.dynamic import (
     DynamicSampling,
     Selection,
@@ -64,6 +64,8 @@ class MakerSettings:
         first_token_temperature: Draw the first token of a response at this temperature (FIRE);
             None draws it like the others.
         dynamic_sampling: Replace groups without signal, or None.
+        max_micro_tokens: Cut micro batches by tokens, padding included, instead of rows; None is
+            off.
     """
 
     sampling_params: SamplingParams
@@ -76,6 +78,7 @@ class MakerSettings:
     masks_reward_failures: bool = False
     first_token_temperature: float | None = None
     dynamic_sampling: DynamicSampling | None = None
+    max_micro_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +190,7 @@ class ExperienceMaker:
             outputs = compute_outputs(
                 batch,
                 self._models,
-                micro_batch_size=settings.micro_rollout_batch_size,
+                slices=self._micro_slices(plan, table),
                 scores_actor=not (defers_actor and plan.num_minibatches == 1),
             )
         shaped = shape_rewards(table, shaping)
@@ -215,6 +218,21 @@ class ExperienceMaker:
             num_rounds=samples.num_rounds,
             selection=samples.selection,
         )
+
+    def _micro_slices(self, plan: MinibatchPlan, table: SampleTable) -> Sequence[slice]:
+        """The forward passes over this rank's rows; every rank has equally many."""
+        settings, rank = self._settings, self._strategy.get_rank()
+        rows_per_minibatch = settings.train_batch_size // self._strategy.world_size
+        if settings.max_micro_tokens is None:
+            num_rows = plan.num_minibatches * rows_per_minibatch
+            return micro_slices(0, num_rows, settings.micro_rollout_batch_size)
+        return [
+            slice(index * rows_per_minibatch + rows.start, index * rows_per_minibatch + rows.stop)
+            for index in range(plan.num_minibatches)
+            for rows in plan.micro_slices(
+                table.lengths, index=index, rank=rank, max_tokens=settings.max_micro_tokens
+            )
+        ]
 
     def _collect(
         self,

@@ -37,6 +37,29 @@ class MinibatchPlan:
         """All rows of one rank, optimizer batch after optimizer batch."""
         return tuple(row for minibatch in self.rows for row in minibatch[rank])
 
+    def micro_slices(
+        self,
+        lengths: Sequence[int] | NDArray[np.int64],
+        *,
+        index: int,
+        rank: int,
+        max_tokens: int,
+    ) -> tuple[slice, ...]:
+        """Micro batches of one optimizer batch: consecutive rows of one rank's share.
+
+        Args:
+            lengths: [rows] tokens of each sample.
+            index: Of the optimizer batch.
+            rank: Whose share.
+            max_tokens: Bound of rows * longest row, padding included; a longer row stands alone.
+
+        Returns:
+            Slices that cover the share; every rank gets equally many.
+        """
+        shares = [[int(lengths[row]) for row in rows] for rows in self.rows[index]]
+        count = max(len(_cut(share, max_tokens)) for share in shares)
+        return tuple(_split(_cut(shares[rank], max_tokens), count))
+
     def row_index(self, rank: int) -> NDArray[np.int64]:
         """`rows_of` as an array."""
         return np.array(self.rows_of(rank), dtype=np.int64)
@@ -79,6 +102,29 @@ def epoch_order(num_minibatches: int, *, seed: int, step: int, epoch: int) -> tu
         return tuple(range(num_minibatches))
     order = np.random.default_rng([seed, step, epoch]).permutation(num_minibatches)
     return tuple(int(index) for index in order)
+
+
+def _cut(lengths: Sequence[int], max_tokens: int) -> list[slice]:
+    slices: list[slice] = []
+    start, width = 0, 0
+    for row, length in enumerate(lengths):
+        wider = max(width, length)
+        if row > start and wider * (row + 1 - start) > max_tokens:
+            slices.append(slice(start, row))
+            start, wider = row, length
+        width = wider
+    return [*slices, slice(start, len(lengths))]
+
+
+def _split(slices: list[slice], count: int) -> list[slice]:
+    """As many slices as every other rank has: the largest ones are halved."""
+    slices = list(slices)
+    while len(slices) < count:
+        where = max(range(len(slices)), key=lambda i: slices[i].stop - slices[i].start)
+        whole = slices[where]
+        middle = (whole.start + whole.stop + 1) // 2
+        slices[where : where + 1] = [slice(whole.start, middle), slice(middle, whole.stop)]
+    return slices
 
 
 def _deal(

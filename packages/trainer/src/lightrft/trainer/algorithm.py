@@ -128,6 +128,7 @@ def loss_settings(config: PPOConfig, *, kl_coef: float) -> LossSettings:
         entropy_coef=config.entropy_coef,
         value_clip=config.value_clip or None,
         weighting=weighting_of(config),
+        max_micro_tokens=config.micro_batch_tokens,
     )
 
 
@@ -176,6 +177,7 @@ def maker_settings(config: PPOConfig, *, pad_token_id: int) -> MakerSettings:
         sleep_engine=config.enable_engine_sleep,
         masks_reward_failures=config.reward_failure == "mask",
         first_token_temperature=config.first_token_temperature if config.use_fire else None,
+        max_micro_tokens=config.micro_batch_tokens,
         dynamic_sampling=DynamicSampling(config.max_num_gen_batches)
         if config.dynamic_sampling
         else None,

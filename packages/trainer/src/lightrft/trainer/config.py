@@ -197,6 +197,11 @@ class TrainConfig(StrategyConfig):
         at_most=1,
     )  # fmt: skip
 
+    micro_batch_tokens: int | None = option(
+        None, "Cut micro-batches by this many tokens, padding included, instead of by rows.",
+        group="training", at_least=1,
+    )  # fmt: skip
+
     # Alarms
     alarm_kl: float | None = option(
         None, "Warn when the KL to the reference or of an update exceeds this.",

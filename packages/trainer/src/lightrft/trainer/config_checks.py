@@ -98,6 +98,10 @@ def trainer_problems(config: TrainConfig | PPOConfig) -> list[str]:
             f"{config.overlong_buffer_len} and {config.generate_max_len}",
         ),
         (
+            config.micro_batch_tokens is not None and config.micro_batch_tokens < 1,
+            f"micro_batch_tokens must be at least 1: got {config.micro_batch_tokens}",
+        ),
+        (
             config.stop_on_alarm and not has_alarm(config),
             "stop_on_alarm needs a bound: alarm_kl, alarm_entropy, alarm_length or "
             "alarm_reward_std",
@@ -226,6 +230,11 @@ def idle_options(config: TrainConfig) -> list[str]:
             ("high_entropy_scope",),
         ),
         (config.enable_ema, "enable_ema", ("ema_beta",)),
+        (
+            config.micro_batch_tokens is None,
+            "no micro_batch_tokens",
+            ("micro_train_batch_size", "micro_rollout_batch_size"),
+        ),
         (config.save_trajectories, "save_trajectories", ("num_trajectories_to_save",)),
     )
     return [

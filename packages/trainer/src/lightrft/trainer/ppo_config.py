@@ -79,6 +79,7 @@ class PPOKeywords(TypedDict, total=False):
     alarm_length: float | None
     alarm_reward_std: float | None
     stop_on_alarm: bool
+    micro_batch_tokens: int | None
     max_steps: int | None
     ckpt_path: str | None
     num_episodes: int
@@ -154,6 +155,7 @@ class PPOConfig:
     alarm_length: float | None = None
     alarm_reward_std: float | None = None
     stop_on_alarm: bool = False
+    micro_batch_tokens: int | None = None
     max_steps: int | None = None
     ckpt_path: str | None = None
     num_episodes: int = 1

@@ -15,6 +15,8 @@ from lightrft.trainer.step_metrics import record_policy
 from lightrft.trainer.token_weights import TokenWeighting, token_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
@@ -53,6 +55,7 @@ class LossSettings:
         entropy_coef: Weight of the entropy bonus; 0 is off.
         value_clip: Clip range of the critic's loss; None is off.
         weighting: Which tokens the policy loss counts, and how much.
+        max_micro_tokens: Cut micro batches by tokens instead of rows; None is off.
     """
 
     policy_loss: PolicyLossFunction
@@ -64,6 +67,7 @@ class LossSettings:
     entropy_coef: float = 0.0
     value_clip: float | None = 0.2
     weighting: TokenWeighting | None = None
+    max_micro_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +116,41 @@ def update_models(
             step.plan.num_minibatches, seed=schedule.seed, step=schedule.step, epoch=epoch
         ):
             batch = select_experience(step.batch, step.rows_of_minibatch(index))
+            slices = _token_slices(step, index, strategy, settings)
             if models.trains_actor:
                 policy_update(
-                    batch, models.actor, strategy=strategy, settings=settings, metrics=metrics
+                    batch,
+                    models.actor,
+                    strategy=strategy,
+                    settings=settings,
+                    metrics=metrics,
+                    slices=slices,
                 )
             if models.critic is not None:
                 value_update(
-                    batch, models.critic, strategy=strategy, settings=settings, metrics=metrics
+                    batch,
+                    models.critic,
+                    strategy=strategy,
+                    settings=settings,
+                    metrics=metrics,
+                    slices=slices,
                 )
             if models.ema_model is not None and models.trains_actor:
                 strategy.moving_average(models.actor.model, models.ema_model, beta=models.ema_beta)
+
+
+def _token_slices(
+    step: StepExperience, index: int, strategy: StrategyBase, settings: LossSettings
+) -> tuple[slice, ...]:
+    """Micro batches of one optimizer batch by tokens; () where they are cut by rows."""
+    if settings.max_micro_tokens is None:
+        return ()
+    return step.plan.micro_slices(
+        step.table.lengths,
+        index=index,
+        rank=strategy.get_rank(),
+        max_tokens=settings.max_micro_tokens,
+    )
 
 
 def policy_update(
@@ -131,6 +160,7 @@ def policy_update(
     strategy: StrategyBase,
     settings: LossSettings,
     metrics: StepMetrics,
+    slices: Sequence[slice] = (),
 ) -> None:
     """One optimizer step of the actor.
 
@@ -141,7 +171,7 @@ def policy_update(
     weights: Tensor | None = None
     if settings.weighting is not None:
         weights = token_weights(batch, settings.weighting, strategy, metrics)
-    slices = micro_slices(0, len(batch.advantages), settings.micro_batch_size)
+    slices = slices or micro_slices(0, len(batch.advantages), settings.micro_batch_size)
     result = None
     with strategy.accumulation(len(slices), actor.optimizer):
         for rows in slices:
@@ -164,10 +194,11 @@ def value_update(
     strategy: StrategyBase,
     settings: LossSettings,
     metrics: StepMetrics,
+    slices: Sequence[slice] = (),
 ) -> None:
     """One optimizer step of the critic, aggregated like the policy's."""
     normalizer = _normalizer(batch, strategy, settings)
-    slices = micro_slices(0, len(batch.advantages), settings.micro_batch_size)
+    slices = slices or micro_slices(0, len(batch.advantages), settings.micro_batch_size)
     result = None
     with strategy.accumulation(len(slices), critic.optimizer):
         for rows in slices:
