@@ -74,7 +74,7 @@ def test_good_input_reaches_the_run(folder, capsys):
         ({"foo": "1"}, ["unknown option 'foo'"]),
         ({"rollout_batchsize": "1"}, ["rollout_batchsize", "did you mean rollout_batch_size"]),
         ({"use_wandb": "key"}, ["use_wandb is not available", "metrics.jsonl"]),
-        ({"use_gspo": "1"}, ["use_gspo is not available", "--policy_loss gspo"]),
+        ({"lora_rank": "4"}, ["lora_rank is not available", "adapters"]),
         ({"advantage_estimator": "grpoo"}, ["advantage_estimator", "'grpoo'", "'grpo'"]),
         ({"engine_type": "vlm"}, ["engine_type", "'vlm'", "did you mean 'vllm'"]),
         ({"policy_loss": "pp"}, ["policy_loss", "'pp'", "'ppo'"]),

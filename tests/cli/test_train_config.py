@@ -57,7 +57,13 @@ def test_every_option_has_help_and_a_group():
 
 
 def test_choices_are_those_of_the_registries():
-    from lightrft.algorithms import ADVANTAGE_ESTIMATORS, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
+    from lightrft.algorithms import (
+        ADVANTAGE_ESTIMATORS,
+        AGGREGATIONS,
+        CORRECTIONS,
+        KL_ESTIMATORS,
+        POLICY_LOSSES,
+    )
     from lightrft.engines.factory import ENGINES
     from lightrft.strategy.optimizers import LR_SCHEDULES
 
@@ -72,6 +78,10 @@ def test_choices_are_those_of_the_registries():
     assert set(config_checks.GROUP_ESTIMATORS) == needs_groups
     without_range = {name for name, loss in POLICY_LOSSES.items() if "clip_low" not in loss.options}
     assert set(config_checks.LOSSES_WITHOUT_CLIP_RANGE) == without_range
+    with_dual = {name for name, loss in POLICY_LOSSES.items() if "dual_clip" in loss.options}
+    assert set(config_checks.LOSSES_WITH_DUAL_CLIP) == with_dual
+    assert set(choices["off_policy_correction"]) == {None, *CORRECTIONS}
+    assert set(config_checks.POLICY_LOSS_ALIASES.values()) <= set(POLICY_LOSSES)
 
 
 def test_the_trainers_options_are_options_of_the_run_with_the_same_defaults():
@@ -79,7 +89,6 @@ def test_the_trainers_options_are_options_of_the_run_with_the_same_defaults():
 
     options = {entry.name: entry.default for entry in fields(TrainConfig)}
     own = {entry.name: entry.default for entry in fields(PPOConfig)}
-    del own["ema_beta"]  # enable_ema is not available on the command line
     assert {name: options.get(name, "absent") for name in own} == own
 
 
@@ -202,3 +211,22 @@ def test_batch_problem_shows_all_numbers_and_legal_neighbours():
             "rollout_batch_size": 10, "n_samples_per_prompt": 8, "train_batch_size": 48, **change,
         }  # fmt: skip
         assert batch_problems(TrainConfig(**values), 2) == []
+
+
+def test_options_that_contradict_each_other_are_named():
+    cases = (
+        ({"use_gspo": True, "use_cpg_loss": True}, "different policy losses"),
+        ({"use_gspo": True, "policy_loss": "gmpo"}, "different policy losses"),
+        ({"off_policy_correction": "tis", "top_p": 0.9}, "off_policy_correction needs"),
+        ({"correction_high": 2.0}, "need off_policy_correction"),
+        ({"policy_loss": "gspo", "dual_clip": 3.0}, "dual_clip is not part"),
+        ({"freezing_actor_steps": 3}, "freezing_actor_steps"),
+        ({"stop_on_alarm": True}, "stop_on_alarm needs a bound"),
+        ({"enable_ema": True, "load_checkpoint": True}, "enable_ema cannot continue"),
+        ({"reward_weights": (1.0, 2.0), "reward_fn": ("gsm8k",)}, "2 numbers for 1 rewards"),
+        ({"overlong_buffer": True, "overlong_buffer_len": 2000}, "overlong_buffer_len"),
+    )
+    for values, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            TrainConfig(**values)
+    TrainConfig(reward_weights=(1.0, 2.0), reward_fn=("gsm8k",), remote_rm_url="http://h/x")

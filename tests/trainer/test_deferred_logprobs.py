@@ -36,7 +36,7 @@ def test_leaving_out_the_forward_changes_nothing(build_world, monkeypatch, optio
     monkeypatch.setattr(type(world.trainer), "_defers_actor", lambda self: False)
     full, expected, expected_weights = step_of(world)
     assert full.outputs.old_logprobs is not None
-    assert set(metrics) == set(expected)
+    assert set(expected) - set(metrics) <= {"forward_tokens_per_second"}
     for name in ("policy_loss", "approx_kl", "ratio_mean", "grad_norm", "entropy",
                  "logprob_diff_mean", "logprob_diff_max", "reward", "kl"):  # fmt: skip
         if name in expected:
