@@ -9,7 +9,7 @@ import torch
 from lightrft.engines.hf.random import mix64, row_keys, uniforms
 from lightrft.engines.hf.sampling import draw_tokens, law_logprobs
 from lightrft.engines.local_engine import LocalEngine
-from lightrft.engines.parameter_store import ParameterStore, is_full_tensor
+from lightrft.engines.parameter_store import ParameterStore, full_shape, is_full_tensor
 from lightrft.engines.types import Completion, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class FakeEngine(LocalEngine):
             copy = copies.get(id(parameter))
             if copy is None:
                 is_full = is_full_tensor(parameter, parameter.shape) and parameter.numel() > 0
-                copy = torch.zeros(parameter.shape, dtype=dtype)
+                copy = torch.zeros(full_shape(parameter), dtype=dtype)
                 if is_full:
                     copy.copy_(parameter.detach())
                 else:

@@ -154,6 +154,13 @@ def is_full_tensor(tensor: torch.Tensor, shape: torch.Size) -> bool:
     return is_plain and tensor.shape == shape and tensor.device.type != "meta"
 
 
+def full_shape(parameter: torch.Tensor) -> torch.Size:
+    """The shape of the whole parameter, also where ZeRO-3 has emptied the tensor itself."""
+    # DeepSpeed keeps it as an attribute of the parameter.
+    shape: torch.Size = vars(parameter).get("ds_shape", parameter.shape)
+    return shape
+
+
 def _tied_names(parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """For each further name of a shared parameter, the first name."""
     owners: dict[int, str] = {}
