@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -19,8 +19,11 @@ def device() -> torch.device:
 
 
 def pytest_benchmark_update_machine_info(config, machine_info) -> None:
-    machine_info.pop("node", None)
+    for name in ("node", "release", "python_build"):
+        machine_info.pop(name, None)
+    machine_info.get("cpu", {}).pop("flags", None)
     machine_info["torch"] = torch.__version__
+    machine_info["load_average"] = os.getloadavg()[0]  # of one minute, before the first test
     machine_info["threads"] = torch.get_num_threads()
     machine_info["gpu"] = (
         torch.cuda.get_device_name() if torch.cuda.is_available() else "none: not measured on a GPU"
