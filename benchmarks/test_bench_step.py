@@ -4,7 +4,7 @@
 
 Same model, prompts, samples, lengths, reward and optimizer; a step is rollout, rewards, update and
 (ours) the verified weight sync. Times are medians of at least 7 rounds, and the figure of merit is
-the ratio.
+the ratio. CPU seconds are the measure where other programs share the machine.
 """
 
 from __future__ import annotations
@@ -119,10 +119,17 @@ def build_ours(model, tokenizer, prompts):
     return step
 
 
-def time_interleaved(
-    ours, model, tokenizer, prompts
-) -> tuple[list[float], list[float], list[dict]]:
-    """Seconds of each round of TRL and ours, in turn, and our metrics."""
+def clocks():
+    """(wall seconds, CPU seconds) so far."""
+    return time.perf_counter(), time.process_time()
+
+
+def since(begin):
+    return tuple(now - then for now, then in zip(clocks(), begin, strict=True))
+
+
+def time_interleaved(ours, model, tokenizer, prompts):
+    """(Wall, CPU) seconds of each round of TRL and ours, in turn, and our metrics."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -130,16 +137,16 @@ def time_interleaved(
     peer_seconds, our_seconds, our_metrics = [], [], []
 
     class Turns(TrainerCallback):
-        begin = 0.0
+        begin = (0.0, 0.0)
 
         def on_step_begin(self, *_args, **_kwargs):
-            self.begin = time.perf_counter()
+            self.begin = clocks()
 
         def on_step_end(self, *_args, **_kwargs):
-            peer_seconds.append(time.perf_counter() - self.begin)
-            begin = time.perf_counter()
+            peer_seconds.append(since(self.begin))
+            begin = clocks()
             our_metrics.append(ours(len(our_seconds) + 1))
-            our_seconds.append(time.perf_counter() - begin)
+            our_seconds.append(since(begin))
 
     settings = GRPOConfig(
         output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, use_vllm=False,
@@ -181,7 +188,8 @@ def test_grpo_step(benchmark, lengths):
         benchmark.pedantic(ours, args=(1,), rounds=7, warmup_rounds=1)
         return
     peer_seconds, our_seconds, metrics = time_interleaved(ours, model, tokenizer, prompts)
-    peer, own = statistics.median(peer_seconds), statistics.median(our_seconds)
+    peer, peer_cpu = map(statistics.median, zip(*peer_seconds, strict=True))
+    own, own_cpu = map(statistics.median, zip(*our_seconds, strict=True))
     phases = {
         name: statistics.median(row[name] for row in metrics)
         for name in metrics[0]
@@ -192,6 +200,9 @@ def test_grpo_step(benchmark, lengths):
         "trl_seconds": peer,
         "lightrft_seconds": own,
         "trl_over_lightrft": peer / own,
+        "trl_cpu_seconds": peer_cpu,
+        "lightrft_cpu_seconds": own_cpu,
+        "trl_over_lightrft_cpu": peer_cpu / own_cpu,
         "rounds": len(our_seconds),
         "phases": phases,
         "mean_response_tokens": statistics.mean(row["response_length"] for row in metrics),
@@ -199,7 +210,10 @@ def test_grpo_step(benchmark, lengths):
         "torch": torch.__version__,
     }
     benchmark.extra_info.update(record)
-    print(f"\n{lengths} lengths: TRL {peer:.3f} s, lightrft {own:.3f} s, ratio {peer / own:.2f}")
+    print(
+        f"\n{lengths} lengths: TRL {peer:.3f} s, lightrft {own:.3f} s, ratio {peer / own:.2f}; "
+        f"CPU {peer_cpu:.3f} s, {own_cpu:.3f} s, ratio {peer_cpu / own_cpu:.2f}"
+    )
     print("  " + ", ".join(f"{name} {value:.3f}" for name, value in sorted(phases.items())))
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"step_{lengths}.json").write_text(json.dumps(record, indent=2) + "\n")
