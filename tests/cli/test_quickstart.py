@@ -24,6 +24,7 @@ from lightrft.cli.quickstart.addition import (
 from lightrft.cli.quickstart.boxed_sum import score
 from lightrft.cli.quickstart.display import LiveReward
 from lightrft.cli.quickstart.recipe import ESTIMATORS, STRATEGIES, Recipe, training_config
+from lightrft.trainer.metric_table import metric_row
 
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -214,7 +215,14 @@ def test_a_short_quick_start_leaves_a_complete_run(tmp_path, capsys, alone, algo
     trained = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
     started = AutoModelForCausalLM.from_pretrained(folder / "warm_start").state_dict()
     assert set(trained) == set(started)
-    for name in ("config.toml", "run.log", "reward.py", "checkpoints"):
+    unknown = {name for entry in steps for name in entry if metric_row(name) is None}
+    assert unknown == {"step"}
+    assert f"open {folder / 'report.html'} in a browser" in shown
+    assert "lightrft train --config" in shown
+    page = (folder / "report.html").read_text()
+    assert ">finished<" in page
+    assert "weights version 2 after step 2" in page
+    for name in ("config.toml", "run.log", "reward.py", "checkpoints", "run.json"):
         assert (folder / name).exists(), name
 
 

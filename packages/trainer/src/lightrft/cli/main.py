@@ -17,6 +17,7 @@ COMMANDS = {
     "quickstart": ("lightrft.cli.quickstart.command", "a complete run in two minutes on a CPU"),
     "train": ("lightrft.cli.train", "fine-tune a language model by reinforcement learning"),
     "serve-reward": ("lightrft.cli.serve_reward", "serve a reward function over HTTP"),
+    "report": ("lightrft.cli.report", "one HTML page about a run: curves, times, samples, options"),
     "init-model": ("lightrft.cli.init_model", "write a tiny model with random weights"),
 }
 

@@ -19,6 +19,14 @@ from lightrft.trainer.algorithm import check_algorithm
 from lightrft.trainer.loggers import ConsoleLogger, JsonLinesLogger, drop_steps_after
 from lightrft.trainer.ppo_config import PPOConfig, resolve_ppo_config
 from lightrft.trainer.prompts import planned_steps
+from lightrft.trainer.run_files import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    START_FILE,
+    SUMMARY_FILE,
+    write_start,
+)
 from lightrft.trainer.samples import SampleLog
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 from lightrft.trainer.trajectories import TrajectoryLog
@@ -38,9 +46,6 @@ if TYPE_CHECKING:
     from lightrft.trainer.loggers import MetricsLogger
     from lightrft.trainer.loop import LoopResult
 
-METRICS_FILE = "metrics.jsonl"
-SAMPLES_FILE = "samples.jsonl"
-SUMMARY_FILE = "summary.json"
 TRAJECTORIES_FILE = "trajectories.jsonl"
 EMA_FOLDER = "model_ema"
 
@@ -98,7 +103,7 @@ def run_training(config: TrainConfig, *, loggers: Sequence[MetricsLogger] = ()) 
     """Trains as one process of a run, whose rank is in the environment.
 
     Everything a user can get wrong is checked first. The folder `config.output_dir` gets
-    config.toml, metrics.jsonl, samples.jsonl, checkpoints/, model/ and summary.json.
+    config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/, model/ and summary.json.
 
     Args:
         config: What to do.
@@ -311,7 +316,8 @@ def _start(config: TrainConfig, trainer: SPMDPPOTrainer, strategy: StrategyBase)
         )
     if strategy.is_rank_0():
         folder.mkdir(parents=True, exist_ok=True)
-        config.save(folder / "config.toml")
+        config.save(folder / CONFIG_FILE)
+        write_start(folder / START_FILE, world_size=strategy.world_size)
         for name in (METRICS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE):
             drop_steps_after(folder / name, num_steps if resumed else -1)
     strategy.barrier()

@@ -127,7 +127,8 @@ def drop_steps_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    # Not splitlines(): JSON leaves U+2028 and the like as they are within a text.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:

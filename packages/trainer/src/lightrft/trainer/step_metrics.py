@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from lightrft.algorithms import estimate_kl
+from lightrft.trainer.metric_table import STAGES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from lightrft.trainer.metrics import StepMetrics
 
 GIGABYTE = 2**30
-STAGES = ("rollout", "reward", "exchange", "forward", "train", "weight_sync")
-"""The stages of a step; each has a metric `<stage>_seconds`, the slowest rank's."""
 
 
 def table_metrics(table: SampleTable) -> dict[str, float]:

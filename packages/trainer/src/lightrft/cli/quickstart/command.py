@@ -20,6 +20,7 @@ from lightrft.cli.parser import Parser, at_least
 from lightrft.cli.quickstart.addition import HELD_OUT_SEED, write_additions
 from lightrft.cli.quickstart.display import LiveReward
 from lightrft.cli.quickstart.recipe import ESTIMATORS, STRATEGIES, Recipe, training_config
+from lightrft.trainer.report import write_report
 
 if TYPE_CHECKING:
     import argparse
@@ -55,7 +56,8 @@ def run(argv: Sequence[str]) -> int:
     seconds["reinforcement"] = time.perf_counter() - started
 
     summary = summarise(recipe, directory, outcome, seconds)
-    print(f"[3/3] {closing_words(summary, directory)}")
+    report = write_report(directory)
+    print(f"[3/3] {closing_words(summary, directory, report)}")
     return ExitCode.OK
 
 
@@ -200,11 +202,12 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def closing_words(summary: dict[str, object], directory: Path) -> str:
+def closing_words(summary: dict[str, object], directory: Path, report: Path) -> str:
     """What came of it, and what to do next."""
     return (
         f"held-out accuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}\n"
         f"  model {directory / 'model'}, numbers {directory / 'summary.json'}\n"
+        f"  open {report} in a browser\n"
         f"  next: edit {directory / 'reward.py'}, then\n"
         f"  lightrft train --config {directory / 'config.toml'} --output_dir another_run"
     )

@@ -1,0 +1,36 @@
+"""`lightrft report`: one HTML page about a run, finished or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.parser import Parser
+from lightrft.trainer.report import write_report
+from lightrft.trainer.report_inputs import NotARunError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft report --help`.
+
+    Raises:
+        UsageError: The folder holds no run.
+    """
+    parser = Parser(
+        prog="lightrft report",
+        description="Write RUN/report.html: one page with curves, times, samples and options, "
+        "which opens from disk without a network. A run that has not ended is fine.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="The --output_dir of a run.")
+    folder = Path(parser.parse_args(argv).run)
+    try:
+        path = write_report(folder)
+    except NotARunError as err:
+        raise UsageError(str(err)) from err
+    print(f"wrote {path}")
+    return ExitCode.OK

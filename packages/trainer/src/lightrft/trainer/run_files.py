@@ -1,0 +1,78 @@
+"""The files of a run, and how half-written ones are read."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CONFIG_FILE = "config.toml"
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+SUMMARY_FILE = "summary.json"
+START_FILE = "run.json"
+REPORT_FILE = "report.html"
+
+_PACKAGES = ("lightrft-trainer", "torch", "transformers", "deepspeed", "vllm", "sglang")
+
+
+def write_start(path: Path, *, world_size: int) -> None:
+    """Records when a run started, with how many processes, and on which versions."""
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue  # an optional backend
+    start = {"started_unix": time.time(), "world_size": world_size, "versions": versions}
+    path.write_text(json.dumps(start, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(slots=True)
+class JsonLines:
+    """The JSON objects of a file that may still be written or was cut off.
+
+    Args:
+        path: The file; one that is missing has no lines.
+        num_unreadable: Lines of the last pass that were no JSON objects with a step.
+    """
+
+    path: Path
+    num_unreadable: int = 0
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, object]]]:
+        """Step and object of every readable line."""
+        self.num_unreadable = 0
+        if not self.path.exists():
+            return
+        with self.path.open(encoding="utf-8", errors="replace") as stream:
+            for line in stream:
+                entry = _parse(line)
+                step = entry.get("step")
+                if isinstance(step, int) and not isinstance(step, bool):
+                    yield step, entry
+                elif line.strip():
+                    self.num_unreadable += 1
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """The object in a JSON file; {} if it is missing or not readable."""
+    try:
+        return _parse(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return {}
+
+
+def _parse(text: str) -> dict[str, object]:
+    try:
+        entry = json.loads(text)
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) else {}

@@ -1,0 +1,398 @@
+"""The report on runs that have ended, run, crashed, or left little."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import lightrft.trainer.report as report_module
+from lightrft.cli.main import main
+from lightrft.trainer.loggers import JsonLinesFile, JsonLinesLogger, drop_steps_after
+from lightrft.trainer.metric_table import METRICS, STAGES, metric_row
+from lightrft.trainer.report import find_alarms, format_seconds, render_report, write_report
+from lightrft.trainer.report_charts import HEIGHT, TOP, downsample, draw_lines, draw_stack
+from lightrft.trainer.report_inputs import NotARunError, read_run
+from lightrft.trainer.report_samples import BYTE_BUDGET, choose_samples, readable
+
+CONFIG = 'pretrain = "some/model"\nseed = 7\nn_samples_per_prompt = 8\nverify_weight_sync = true\n'
+HASH = -6861381335572764021
+
+
+def metrics_of(step, **changes):
+    rng = random.Random(step)
+    row = {f"{stage}_seconds": rng.random() for stage in STAGES}
+    row |= {
+        "reward": rng.random(),
+        "reward_std": rng.random(),
+        "constant_group_share": 0.25,
+        "response_length": 20 + rng.random(),
+        "truncated_share": 0.0,
+        "entropy": rng.random(),
+        "grad_norm": rng.random(),
+        "logprob_diff_mean": 1e-6,
+        "logprob_diff_max": 1e-5,
+        "kl": 0.01,
+        "approx_kl": 0.01,
+        "tokens_per_second": 1000.0,
+        "weights_version": step,
+        "engine_hash": HASH,
+    }
+    row["step_seconds"] = sum(row[f"{stage}_seconds"] for stage in STAGES)
+    return row | changes
+
+
+def write_run(folder, num_steps=5, *, response="fine", samples_per_step=2, summary=True, **changes):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(CONFIG)
+    logger, samples = (
+        JsonLinesLogger(folder / "metrics.jsonl"),
+        JsonLinesFile(folder / "samples.jsonl"),
+    )
+    for step in range(1, num_steps + 1):
+        logger.log(step, metrics_of(step, **changes))
+        for number in range(samples_per_step):
+            samples.append(
+                {
+                    "step": step,
+                    "prompt": f"prompt {step}",
+                    "response": response,
+                    "label": "843",
+                    "reward": float(number),
+                    "components": {"score": 1.0},
+                    "response_length": 4,
+                    "truncated": number == 0,
+                }
+            )
+    logger.close()
+    samples.close()
+    if summary:
+        (folder / "summary.json").write_text(json.dumps({"num_steps": num_steps, "world_size": 2}))
+    return folder
+
+
+class Page(HTMLParser):
+    """Tags, attributes and texts of a page; void and SVG-empty tags need no end."""
+
+    VOID = ("meta", "br")
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.tags, self.attributes, self.open, self.texts = [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def test_a_finished_run_shows_curves_times_samples_and_options(tmp_path):
+    path = write_report(write_run(tmp_path / "my_run"))
+    assert path == tmp_path / "my_run" / "report.html"
+    text = path.read_text()
+    page = Page(text)
+    assert page.open == []
+    shown = "\n".join(page.texts)
+    for part in ("my_run", "finished", "Reward", "Entropy", "KL to the reference model"):
+        assert part in shown
+    assert f"weights version 5 after step 5, engine hash {HASH % 2**64:016x}" in shown
+    assert "5 syncs, hash compared at each" in shown
+    assert "prompt 5" in shown
+    assert "truncated" in shown
+    assert '"some/model"' in shown
+    assert METRICS["entropy"].meaning in shown
+    for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(svg)
+
+
+def test_the_page_needs_no_network_and_no_script(tmp_path):
+    hostile = 'see https://example.org/ <img src="https://example.org/x.png" onerror="alert(1)">'
+    page = Page(write_report(write_run(tmp_path / "run", response=hostile)).read_text())
+    assert {"script", "img", "link", "iframe", "object", "base", "form"}.isdisjoint(page.tags)
+    addresses = [v for k, v in page.attributes if k in ("src", "href", "xlink:href", "action")]
+    assert addresses
+    assert all(address.startswith("#") for address in addresses)
+    assert not any(name.startswith("on") for name, _ in page.attributes)
+    assert not any("//" in (value or "") for _, value in page.attributes)
+    policy = next(v for _, v in page.attributes if v and v.startswith("default-src"))
+    assert "default-src 'none'" in policy
+    assert "script-src" not in policy
+    assert hostile in page.texts
+
+
+def test_a_page_without_links_in_its_samples_has_no_address_at_all(tmp_path):
+    text = write_report(write_run(tmp_path / "run")).read_text()
+    assert not re.search(r"https?://|url\(|@import", text)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "<script>alert(1)</script>",
+        "</pre></td><script>alert(1)</script>",
+        "{{ 7 * 7 }} {% raw %}",
+        "\"'><svg onload=alert(1)>",
+        "&lt;script&gt; &amp;",
+        "\u202edrawkcab \u2028 new line",
+    ],
+)
+def test_what_a_model_says_stays_text(tmp_path, response):
+    folder = write_run(tmp_path / "run", response=response)
+    page = Page(write_report(folder).read_text())
+    assert "script" not in page.tags
+    assert page.texts.count(response) == 10
+    assert page.open == []
+
+
+def test_names_and_options_are_escaped_too(tmp_path):
+    folder = write_run(tmp_path / "<b>run", **{"reward/<i>": 1.0})
+    (folder / "config.toml").write_text('pretrain = "<script>"\n')
+    page = Page(write_report(folder).read_text())
+    assert {"script", "i"}.isdisjoint(page.tags)
+    assert "<b>run " in page.texts
+    assert '"<script>"' in page.texts
+
+
+def test_secrets_in_the_configuration_are_not_shown(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "config.toml").write_text('wandb_api_key = "hunter2"\nseed = 3\n')
+    assert "hunter2" not in render_report(folder)
+
+
+def test_a_half_written_last_line_is_left_out_and_counted(tmp_path):
+    folder = write_run(tmp_path / "run", summary=False)
+    whole = [line + "\n" for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (folder / "metrics.jsonl").write_text("".join(whole) + whole[0][:57])
+    with (folder / "samples.jsonl").open("ab") as stream:
+        stream.write('{"step": 6, "response": "é'.encode()[:-1])
+    run = read_run(folder)
+    assert list(run.metrics) == [1, 2, 3, 4, 5]
+    text = render_report(folder)
+    assert "metrics.jsonl: 1 unreadable lines left out." in text
+    assert "1 unreadable lines left out" in text.split('id="samples"')[1]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.toml"])
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe[1, 2]\n\x00", b'{"step": "x"}\n[]\n3\n'])
+def test_a_missing_or_broken_file_becomes_a_note(tmp_path, name, content):
+    folder = write_run(tmp_path / "run", summary=False)
+    if content is None:
+        (folder / name).unlink()
+        assert f"{name} is missing." in render_report(folder)
+    else:
+        (folder / name).write_bytes(content)
+        assert Page(render_report(folder)).open == []
+
+
+def test_a_run_that_has_only_just_started(tmp_path):
+    (tmp_path / "config.toml").write_text(CONFIG)
+    page = Page(render_report(tmp_path))
+    assert "No step has been recorded." in page.texts
+    assert "running" in page.texts
+
+
+def test_finished_running_and_crashed_are_told_apart(tmp_path):
+    folder = write_run(tmp_path / "run", summary=False)
+    written = max(path.stat().st_mtime for path in folder.iterdir())
+    assert read_run(folder, now=written + 200).status == "running"
+    assert read_run(folder, now=written + 400).status == "stopped"
+    assert "crashed or killed" in render_report(folder, now=written + 400)
+    (folder / "summary.json").write_text('{"num_steps": 5}')
+    assert read_run(folder, now=written + 4000).status == "finished"
+    (folder / "summary.json").write_text('{"num_steps": 4}')  # of the part before a resume
+    assert read_run(folder, now=written + 4000).status == "stopped"
+
+
+def test_long_steps_are_given_more_time_before_a_run_counts_as_crashed(tmp_path):
+    folder = write_run(tmp_path / "run", summary=False, step_seconds=100.0)
+    written = max(path.stat().st_mtime for path in folder.iterdir())
+    assert read_run(folder, now=written + 1900).status == "running"
+    assert read_run(folder, now=written + 2100).status == "stopped"
+
+
+def test_a_long_run_stays_below_five_megabytes_and_shows_its_last_step(tmp_path):
+    response = "<&'\"" * 2000  # each character grows when it is escaped
+    folder = write_run(tmp_path / "run", 2000, response=response, samples_per_step=3)
+    path = write_report(folder)
+    assert path.stat().st_size < 5_000_000
+    assert "step 2000: 3 samples" in path.read_text()
+    assert len(choose_samples(folder).steps) > 5
+
+
+def test_samples_are_spread_over_the_run_within_the_budget(tmp_path):
+    folder = write_run(tmp_path / "run", 100, response="x" * 50)
+    choice = choose_samples(folder)
+    steps = [group.step for group in choice.steps]
+    assert (len(steps), steps[0], steps[-1], choice.num_steps) == (24, 100, 1, 100)
+    assert [sample.reward for sample in choice.steps[0].samples] == ["0", "1"]
+    assert BYTE_BUDGET < 5_000_000
+
+
+def test_control_characters_are_shown_and_long_texts_are_cut():
+    assert readable("a\x1b[31m\x00\n\t") == "a␛[31m␀\n\t"
+    assert readable("\ud800") == "?"
+    assert readable("abcdef", max_characters=3) == "abc\n[cut here: 6 characters in all]"
+
+
+def test_values_that_are_not_finite_become_gaps(tmp_path):
+    folder = write_run(tmp_path / "run", entropy=math.nan, grad_norm=1e300)
+    run = read_run(folder)
+    assert run.points("entropy") == [(step, None) for step in range(1, 6)]
+    assert run.points("grad_norm") == [(step, None) for step in range(1, 6)]
+    chart = draw_lines(
+        "t", {"a": [(1, 0.0), (2, 1.0), (3, None), (4, 1.0), (5, 0.0), (6, None), (7, 2)]}
+    )
+    (line,) = chart.lines
+    assert len(line.polylines) == 2
+    assert "not finite" in chart.strips[2].title
+
+
+def test_the_highest_value_is_drawn_highest_and_scales_hold_one_value():
+    (line,) = draw_lines("t", {"a": [(1, 0.0), (2, 10.0), (3, 5.0)]}).lines
+    heights = [y for _, y in line.dots]
+    assert heights[1] < heights[2] < heights[0]
+    assert TOP <= heights[1] < heights[0] <= HEIGHT
+    for value in (0.0, -3.5, 1e-30, 1e30):
+        chart = draw_lines("t", {"a": [(4, value)]})
+        assert all(math.isfinite(tick.position) for tick in (*chart.x_ticks, *chart.y_ticks))
+    assert draw_lines("t", {"a": [(1, None)]}) is None
+
+
+def test_downsampling_keeps_spikes_gaps_and_order():
+    points = [(step, 0.0) for step in range(10_000)]
+    points[1234], points[7777], points[5000] = (1234, 9.0), (7777, -9.0), (5000, None)
+    kept = downsample(points, 100)
+    assert len(kept) <= 300
+    assert kept == sorted(kept, key=lambda point: point[0])
+    assert {(1234, 9.0), (7777, -9.0), (5000, None)} <= set(kept)
+    assert downsample(points[:50], 100) == points[:50]
+
+
+def test_stacked_bars_add_up():
+    bars = draw_stack({"a": [(1, 1.0), (2, 3.0)], "b": [(1, 2.0), (2, 1.0)]}, unit="s").bars
+    for low, high in bars:
+        assert low.y == pytest.approx(high.y + high.height, abs=0.11)
+    assert bars[0][1].height == pytest.approx(2 * bars[0][0].height, abs=0.21)
+    assert bars[1][0].title == "step 2: a 3 s"
+    assert draw_stack({}, unit="s") is None
+
+
+def test_steps_outside_the_healthy_range_are_named(tmp_path):
+    run = read_run(write_run(tmp_path / "a", truncated_share=0.5))
+    assert find_alarms(run) == [
+        "5 steps from 1 on: truncated_share, up to 0.5 (healthy: at most 0.2)"
+    ]
+    assert find_alarms(read_run(write_run(tmp_path / "b"))) == []
+
+
+def test_a_single_response_per_prompt_raises_no_alarm_of_equal_rewards(tmp_path):
+    folder = write_run(tmp_path / "run", constant_group_share=1.0)
+    assert len(find_alarms(read_run(folder))) == 1
+    (folder / "config.toml").write_text("n_samples_per_prompt = 1\n")
+    assert find_alarms(read_run(folder)) == []
+
+
+def test_durations_in_words():
+    shown = [format_seconds(value) for value in (0.1234, 59.0, 61, 3600, 22332, 180000)]
+    assert shown == ["0.123 s", "59 s", "1 min 1 s", "1 h 0 min", "6 h 12 min", "2 d 2 h"]
+
+
+def metric_names(tree):
+    """Names that are given to a StepMetrics or that are keys of a dictionary of metrics."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            of_metrics = node.func.attr.startswith("add_") and len(node.args) > 1
+            candidates = node.args[:1] if of_metrics else []
+        elif isinstance(node, ast.Dict):
+            candidates = node.keys
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            candidates = [node.targets[0].slice]
+        else:
+            continue
+        yield from (
+            item.value
+            for item in candidates
+            if isinstance(item, ast.Constant) and isinstance(item.value, str)
+        )
+
+
+def test_every_metric_that_the_source_names_has_a_row():
+    folder = Path(report_module.__file__).parent
+    names = set()
+    for name in (
+        "step_metrics",
+        "evaluation",
+        "updates",
+        "token_weights",
+        "spmd_ppo_trainer",
+        "run_control",
+    ):
+        names |= set(metric_names(ast.parse((folder / f"{name}.py").read_text())))
+    assert {"reward", "engine_hash", "eval/seconds", "approx_kl", "correction_weight"} <= names
+    assert {name for name in names if name not in METRICS} == set()
+    assert metric_row("reward/score") is METRICS["reward/*"]
+    assert metric_row("eval/reward") is METRICS["eval/reward"]
+    assert metric_row("no_such_metric") is None
+
+
+def test_every_curve_and_stage_has_a_row():
+    names = {name for _, group in report_module.CURVES for name in group}
+    assert names | {f"{stage}_seconds" for stage in STAGES} <= set(METRICS)
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "file", "other"])
+def test_a_folder_without_a_run_is_one_line_and_exit_code_2(tmp_path, capsys, kind):
+    folder = tmp_path / "there"
+    if kind == "file":
+        folder.write_text("")
+    elif kind != "missing":
+        folder.mkdir()
+    if kind == "other":
+        (folder / "notes.txt").write_text("")
+    assert main(["report", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert str(folder) in error
+    assert not (folder / "report.html").exists()
+    with pytest.raises(NotARunError):
+        write_report(folder)
+
+
+def test_the_command_names_the_page(tmp_path, capsys):
+    folder = write_run(tmp_path / "run")
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == f"wrote {folder / 'report.html'}\n"
+    assert sorted(os.listdir(folder))[2] == "report.html"
+
+
+def test_a_resume_keeps_lines_with_unusual_line_separators(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    lines = JsonLinesFile(path)
+    for step in (1, 2):
+        lines.append({"step": step, "response": "a\u2028b\x85c"})
+    lines.close()
+    drop_steps_after(path, 1)
+    assert [json.loads(line) for line in path.read_text().split("\n")[:-1]] == [
+        {"step": 1, "response": "a\u2028b\x85c"}
+    ]
