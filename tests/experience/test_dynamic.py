@@ -1,7 +1,6 @@
 """Groups without signal are dropped by unshaped accuracy, and refilled."""
 
 import numpy as np
-import pytest
 
 from lightrft.experience.dynamic import apply_selection, mixed_groups, select_groups
 from lightrft.experience.exchange import SampleTable
@@ -55,6 +54,9 @@ def test_constant_groups_fill_up_outside_the_loss():
     assert taken.is_masked.tolist() == [True, True, False, False]
 
 
-def test_nothing_to_learn_from_is_an_error():
-    with pytest.raises(RuntimeError, match="no group to learn from"):
-        select_groups(table([(0, 0), (1, 1)]), 1)
+def test_nothing_to_learn_from_is_known():
+    samples = table([(0, 0), (1, 1)])
+    found = select_groups(samples, 1)
+    assert found.is_empty
+    assert apply_selection(samples, found).is_masked.all()
+    assert not select_groups(table([(0, 1), (1, 1)]), 2).is_empty

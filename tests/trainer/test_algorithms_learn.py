@@ -12,7 +12,7 @@ import pytest
 
 from lightrft.strategy.testing import run_multiprocess
 
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(1000)]
 
 ALGORITHMS = {
     "grpo": {},

@@ -61,6 +61,24 @@ def test_after_the_last_batch_fewer_groups_are_trained_on(build_world):
     assert metrics["constant_group_share"] == 0
 
 
+class Solved(LongPrompts):
+    def score(self, prompts, responses, labels, columns):
+        return [RewardResult(1.0) for _ in responses]
+
+
+def test_a_solved_task_is_no_reason_to_fail_and_moves_nothing(build_world, capsys):
+    world = build_world(
+        reward=Solved(), num_prompts=16, dynamic_sampling=True, max_num_gen_batches=2, max_steps=2
+    )
+    before = world.weights()
+    result = world.trainer.fit()
+    assert result.num_steps == 2
+    assert result.last_metrics["dynamic/skipped_steps"] == 1
+    assert result.last_metrics["dynamic/num_gen_batches"] == 2
+    assert all(torch.equal(before[name], value) for name, value in world.weights().items())
+    assert "no update in step 1" in capsys.readouterr().out
+
+
 def fire(world, *, max_tokens, first, n=3, temperature=0.7):
     requests = build_requests(world.prompts[:2], [10, 11])
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, n=n, seed=5)

@@ -52,6 +52,11 @@ class Selection:
     num_solved: int
     num_sampled_tokens: int
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether every group is constant, so that there is nothing to train on."""
+        return bool(self.is_filler.all())
+
 
 def mixed_groups(table: SampleTable) -> list[int]:
     """Ids of the groups whose responses differ in accuracy, ascending; masked rows do not count."""
@@ -69,18 +74,9 @@ def select_groups(table: SampleTable, num_wanted: int) -> Selection:
     Args:
         table: All samples of the step over all ranks, the same on every rank.
         num_wanted: Groups of a full step.
-
-    Raises:
-        RuntimeError: Every group is constant.
     """
     groups = [int(group) for group in np.unique(table.group_ids)]
     mixed = mixed_groups(table)
-    if not mixed:
-        raise RuntimeError(
-            f"dynamic sampling found no group to learn from: in all {len(groups)} groups the "
-            "responses are equally accurate. The prompts are solved or out of reach: use others, "
-            "sample more responses per prompt, or raise max_num_gen_batches"
-        )
     constant = sorted(set(groups) - set(mixed))
     kept, fillers = mixed[:num_wanted], constant[: max(0, num_wanted - len(mixed))]
     rows = np.flatnonzero(np.isin(table.group_ids, [*kept, *fillers])).astype(np.int64)

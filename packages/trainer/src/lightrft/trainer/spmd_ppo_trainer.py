@@ -259,21 +259,7 @@ class SPMDPPOTrainerBase(RunControl):
             self._move_optimizers(self.strategy.maybe_load_optimizer)
             for model in self._models():
                 model.train()
-            settings = algorithm.loss_settings(self.config, kl_coef=self._kl_coef)
-            update_models(
-                step,
-                UpdateModels(
-                    self._actor,
-                    self._critic,
-                    self.ema_model,
-                    self.config.ema_beta,
-                    trains_actor=self._trains_actor,
-                ),
-                strategy=self.strategy,
-                settings=settings,
-                schedule=Schedule(self.config.max_epochs, self.config.seed, self.state.num_steps),
-                metrics=metrics,
-            )
+            self._update(step, metrics)
             self._move_optimizers(self.strategy.maybe_offload_optimizer)
         with step.meter.stage("weight_sync"):
             self.strategy.update_engine_weights(self.actor)
@@ -292,6 +278,31 @@ class SPMDPPOTrainerBase(RunControl):
             reduced,
             self.strategy.last_weight_sync,
             num_epochs=self.config.max_epochs,
+        )
+
+    def _update(self, step: StepExperience, metrics: StepMetrics) -> None:
+        """All optimizer steps; none where dynamic sampling found nothing to learn from."""
+        if step.selection is not None and step.selection.is_empty:
+            self.strategy.print(
+                f"warning: no update in step {self.state.num_steps + 1}: in all "
+                f"{step.selection.num_groups} groups the responses are equally accurate; the "
+                "prompts are solved or out of reach"
+            )
+            return
+        settings = algorithm.loss_settings(self.config, kl_coef=self._kl_coef)
+        update_models(
+            step,
+            UpdateModels(
+                self._actor,
+                self._critic,
+                self.ema_model,
+                self.config.ema_beta,
+                trains_actor=self._trains_actor,
+            ),
+            strategy=self.strategy,
+            settings=settings,
+            schedule=Schedule(self.config.max_epochs, self.config.seed, self.state.num_steps),
+            metrics=metrics,
         )
 
     def _move_optimizers(self, move: Callable[[Optimizer], Optimizer]) -> None:

@@ -115,6 +115,7 @@ def selection_metrics(selection: Selection, *, num_rounds: int) -> dict[str, flo
         "dynamic/constant_share": selection.num_constant / num_groups,
         "dynamic/solved_share": selection.num_solved / num_groups,
         "dynamic/surplus_share": selection.num_surplus / num_groups,
+        "dynamic/skipped_steps": float(selection.is_empty),
         "dynamic/filler_share": float(selection.is_filler.mean()),
     }
 
