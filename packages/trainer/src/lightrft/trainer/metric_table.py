@@ -74,6 +74,9 @@ _ROWS = (
     MetricRow("dynamic/solved_share", "share", "Sampled prompts that were always solved."),
     MetricRow("dynamic/surplus_share", "share", "Sampled prompts that were not needed."),
     MetricRow("dynamic/filler_share", "share", "Samples that only fill up the batch."),
+    MetricRow(
+        "dynamic/skipped_steps", "", "1 if no prompt taught anything and nothing was trained."
+    ),
     MetricRow("advantage_mean", "", "Mean advantage over response tokens."),
     MetricRow("advantage_abs", "", "Mean size of the advantages over response tokens."),
     MetricRow("entropy", "nats", "Mean entropy of the policy's next-token distribution."),
