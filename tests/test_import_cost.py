@@ -20,7 +20,8 @@ for package in {packages!r}:
     for name in getattr(module, "__all__", ()):
         getattr(module, name)
     for info in pkgutil.walk_packages(module.__path__, module.__name__ + "."):
-        if ".deepspeed." not in info.name and not info.name.endswith("__main__"):
+        is_adapter = ".deepspeed." in info.name or ".vllm." in info.name or "triton_" in info.name
+        if not is_adapter and not info.name.endswith("__main__"):
             importlib.import_module(info.name)
 import torch
 assert not torch.cuda.is_initialized()
