@@ -18,6 +18,7 @@ COMMANDS = {
     "train": ("lightrft.cli.train", "fine-tune a language model by reinforcement learning"),
     "serve-reward": ("lightrft.cli.serve_reward", "serve a reward function over HTTP"),
     "report": ("lightrft.cli.report", "one HTML page about a run: curves, times, samples, options"),
+    "export": ("lightrft.cli.export", "the final model of a run as a checked HF checkpoint"),
     "init-model": ("lightrft.cli.init_model", "write a tiny model with random weights"),
 }
 

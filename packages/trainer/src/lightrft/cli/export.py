@@ -1,0 +1,49 @@
+"""`lightrft export`: the final model of a run, checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.cli.console import hide_progress_bars
+from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.init_model import require_empty
+from lightrft.cli.parser import Parser
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft export --help`.
+
+    Raises:
+        UsageError: No final model, or the target is not empty.
+    """
+    parser = Parser(
+        prog="lightrft export",
+        description="Write the final model of a run as a Hugging Face checkpoint (safetensors, "
+        "tokenizer, model card), read it back, and compare weights and logits.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="The --output_dir of a run that has ended.")
+    parser.add_argument("directory", metavar="DIR", help="Where to write it: new or empty.")
+    options = parser.parse_args(argv)
+    folder, directory = Path(options.run), Path(options.directory)
+    require_empty(directory)
+    if not folder.is_dir():
+        raise UsageError(f"no run at {folder}: expected the --output_dir of lightrft train")
+
+    from lightrft.trainer.export import export_model
+    from lightrft.trainer.report_inputs import NotARunError
+
+    hide_progress_bars()
+    try:
+        report = export_model(folder, directory)
+    except NotARunError as err:
+        raise UsageError(str(err)) from err
+    print(
+        f"wrote {report.num_parameters} {report.dtype} parameters to {report.directory}; read "
+        f"back: weights equal, logits of one prompt within {report.max_logit_difference:.2g}"
+    )
+    return ExitCode.OK

@@ -1,0 +1,123 @@
+"""The export of a run's final model, on models written here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from lightrft.cli.main import main
+from lightrft.models.presets import write_tiny_model
+from lightrft.trainer.export import ExportError, compare_models, differing_tensors
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for seed in (0, 1):
+        write_tiny_model(folder / str(seed), "tiny-qwen3", seed)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path, models):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "model").symlink_to(models / "1")
+    (folder / "config.toml").write_text(f'pretrain = "{models / "0"}"\nseed = 5\n')
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 1, "reward": 0.25}\n{"step": 2, "reward": 0.5}\n'
+    )
+    (folder / "samples.jsonl").write_text(json.dumps({"step": 1, "prompt": "say aaa"}) + "\n")
+    return folder
+
+
+def test_the_exported_model_is_the_trained_one(tmp_path, run, capsys):
+    target = tmp_path / "out" / "exported"
+    assert main(["export", str(run), str(target)]) == 0
+    assert "weights equal, logits of one prompt within" in capsys.readouterr().out
+    names = {path.name for path in target.iterdir()}
+    assert {"model.safetensors", "config.json", "README.md"} <= names
+    assert [path.name for path in target.parent.iterdir()] == ["exported"]
+    trained = AutoModelForCausalLM.from_pretrained(run / "model").eval()
+    exported = AutoModelForCausalLM.from_pretrained(target).eval()
+    assert differing_tensors(trained.state_dict(), exported.state_dict()) == []
+    token_ids = AutoTokenizer.from_pretrained(target)("say aaa", return_tensors="pt").input_ids
+    with torch.no_grad():
+        torch.testing.assert_close(trained(token_ids).logits, exported(token_ids).logits)
+
+
+def test_the_model_card_tells_what_was_done_and_no_path(tmp_path, run):
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "for 2 steps" in card
+    assert "Mean training reward: 0.250 at first, 0.500 at last." in card
+    assert "| `seed` | `5` |" in card
+    assert str(tmp_path) not in card
+    assert "base_model" not in card
+
+
+def test_a_base_model_of_the_hub_is_named(tmp_path, run):
+    (run / "config.toml").write_text('pretrain = "owner/name"\n')
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert 'base_model: "owner/name"\n' in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_base_model_inside_of_a_moved_run_is_found_and_not_taken_for_a_hub_name(
+    tmp_path, run, models, capsys
+):
+    (run / "config.toml").write_text('pretrain = "old/start"\noutput_dir = "old"\n')
+    (run / "start").symlink_to(models / "0")
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert "base_model" not in (tmp_path / "out" / "README.md").read_text()
+    (run / "start").unlink()
+    (run / "start").symlink_to(models / "1")
+    assert main(["export", str(run), str(tmp_path / "again")]) == 8
+    assert "nothing was learned" in capsys.readouterr().err
+
+
+def test_a_model_that_learned_nothing_is_not_exported(tmp_path, run, models, capsys):
+    (run / "config.toml").write_text(f'pretrain = "{models / "1"}"\n')
+    assert main(["export", str(run), str(tmp_path / "out")]) == 8
+    assert "nothing was learned" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_models_that_differ_in_weights_or_in_logits_alone_are_told_apart(models):
+    trained, same, other = (
+        AutoModelForCausalLM.from_pretrained(models / seed).eval() for seed in "110"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(models / "1")
+    assert compare_models(trained, same, tokenizer, "say aaa") < 1e-5
+    with pytest.raises(ExportError, match="tensors of the exported model differ"):
+        compare_models(trained, other, tokenizer, "say aaa")
+    config = AutoConfig.from_pretrained(models / "1")
+    config.rms_norm_eps = 1e-2  # of no weight, but of every logit
+    altered = AutoModelForCausalLM.from_pretrained(models / "1", config=config).eval()
+    with pytest.raises(ExportError, match="logits of the exported model differ"):
+        compare_models(trained, altered, tokenizer, "say aaa")
+
+
+@pytest.mark.parametrize("case", ["missing", "not a run", "no model", "full"])
+def test_what_cannot_be_exported_is_one_line_and_exit_code_2(tmp_path, run, capsys, case):
+    source, target = run, tmp_path / "out"
+    if case == "missing":
+        source = tmp_path / "nowhere"
+    elif case == "not a run":
+        source = tmp_path
+    elif case == "no model":
+        (run / "model").unlink()
+    else:
+        target = run
+    assert main(["export", str(source), str(target)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_differing_tensors_are_named():
+    first = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(1)}
+    second = {"a": torch.zeros(2), "b": torch.tensor([0.0, 1e-30]), "d": torch.zeros(1)}
+    assert differing_tensors(first, second) == ["b", "c", "d"]
+    assert differing_tensors({"a": torch.zeros(1)}, {"a": torch.zeros(1).bfloat16()}) == ["a"]
