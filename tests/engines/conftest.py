@@ -28,7 +28,7 @@ _SHAPE = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., PreTrainedModel]:
     """Builds a small random model: family, whether head and embedding are tied, seed."""
 

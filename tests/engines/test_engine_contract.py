@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import math
 from collections.abc import Iterator
 
@@ -25,10 +27,60 @@ EOS = 1
 MAX_MODEL_LEN = 64
 
 
-@pytest.fixture(params=["hf", "fake"])
+class SharedVLLM:
+    """One vLLM engine for many tests: it takes seconds to start. `fresh` undoes what tests did."""
+
+    def __init__(self, build) -> None:
+        self._build = build
+        self._engine: RolloutEngine | None = None
+
+    def fresh(self, weights: dict[str, torch.Tensor]) -> RolloutEngine:
+        if self._engine is None:
+            self._engine = self._build()
+        engine = self._engine
+        engine.wake_up()
+        with contextlib.suppress(RuntimeError, ValueError):
+            engine.finish_weight_update()
+        update(engine, whole_pieces(weights))
+        engine.set_weights_version(-1)
+        return engine
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
+
+
+@pytest.fixture(scope="module")
+def shared_vllm(tiny_model) -> Iterator[SharedVLLM]:
+    """Storage as on a GPU: on a CPU vLLM repacks linear weights, which then cannot be read."""
+    layers = importlib.import_module("vllm.model_executor.layers.utils")
+    linear = torch.nn.functional.linear
+
+    def build() -> RolloutEngine:
+        config = EngineConfig("vllm", "", max_model_len=MAX_MODEL_LEN)
+        return build_engine(config, module=tiny_model("qwen3", is_tied=True))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            layers,
+            "dispatch_cpu_unquantized_gemm",
+            lambda layer, remove_weight: setattr(layer, "cpu_linear", linear),
+        )
+        shared = SharedVLLM(build)
+        yield shared
+        shared.close()
+
+
+@pytest.fixture(params=["hf", "fake", pytest.param("vllm", marks=pytest.mark.vllm)])
 def engine(request, tiny_model) -> Iterator[RolloutEngine]:
     name = request.param
-    module = tiny_model("qwen3", is_tied=True) if name == "hf" else None
+    module = tiny_model("qwen3", is_tied=True) if name != "fake" else None
+    if name == "vllm":
+        yield request.getfixturevalue("shared_vllm").fresh(
+            {n: p.detach() for n, p in module.named_parameters()}
+        )
+        return
     config = EngineConfig(name, "", max_model_len=MAX_MODEL_LEN)
     engine = build_engine(config, module=module)
     yield engine
@@ -58,6 +110,12 @@ def random_weights(engine: RolloutEngine, seed: int) -> dict[str, torch.Tensor]:
         for p in engine.parameter_manifest()
         if p.tied_to is None
     }
+
+
+def fused_group(engine: RolloutEngine, name: str) -> list[str]:
+    """The parameter and those that must be sent with it."""
+    manifest = {p.name: p for p in engine.parameter_manifest()}
+    return [name, *manifest[name].fused_with]
 
 
 def update(engine: RolloutEngine, pieces: list[WeightPiece]) -> None:
@@ -294,7 +352,7 @@ def test_one_changed_element_changes_one_hash(engine):
     before = engine.hash_parameters()
     name = list(values)[1]
     values[name].view(-1)[-1] += 1e-3
-    update(engine, whole_pieces({name: values[name]}))
+    update(engine, whole_pieces({n: values[n] for n in fused_group(engine, name)}))
     after = engine.hash_parameters()
     assert [n for n in after if after[n] != before[n]] == [name]
 
@@ -378,6 +436,24 @@ def test_a_parameter_written_in_part_is_named_and_blocks_the_engine(engine):
     with pytest.raises(StaleEngineError, match=name):
         engine.generate(prompts(3), SamplingParams(max_tokens=2))
     update(engine, whole_pieces({name: values[name]}))
+    engine.generate(prompts(3), SamplingParams(max_tokens=2))
+
+
+def test_a_part_of_a_fused_tensor_is_refused_and_named(engine):
+    values = random_weights(engine, 1)
+    fused = next((p for p in engine.parameter_manifest() if p.fused_with), None)
+    if fused is None:
+        pytest.skip(f"the {engine.name} engine has no fused tensors")
+    hashes = engine.hash_parameters()
+    engine.begin_weight_update()
+    engine.load_weights(whole_pieces({fused.name: values[fused.name]}))
+    with pytest.raises(ValueError, match=rf"{fused.name} \(without .* of the same engine tensor"):
+        engine.finish_weight_update()
+    engine.reset_caches()
+    assert engine.hash_parameters() == hashes
+    with pytest.raises(StaleEngineError, match=fused.name):
+        engine.generate(prompts(3), SamplingParams(max_tokens=2))
+    update(engine, whole_pieces({n: values[n] for n in fused_group(engine, fused.name)}))
     engine.generate(prompts(3), SamplingParams(max_tokens=2))
 
 
@@ -490,7 +566,15 @@ def test_wrong_sleep_levels_and_tags_are_refused(engine):
 # Aliases
 
 
-def test_an_aliased_engine_sees_the_callers_changes(engine):
+@pytest.fixture
+def aliasing_engine(engine) -> RolloutEngine:
+    if engine.name == "vllm":
+        pytest.skip("vllm keeps storage of its own: its tensors are fused")
+    return engine
+
+
+def test_an_aliased_engine_sees_the_callers_changes(aliasing_engine):
+    engine = aliasing_engine
     values = random_weights(engine, 1)
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     assert engine.alias_weights(values)
@@ -506,7 +590,8 @@ def test_an_aliased_engine_sees_the_callers_changes(engine):
     assert engine.hash_parameters() == {n: hash_tensor(v) for n, v in values.items()}
 
 
-def test_an_update_after_an_alias_leaves_the_callers_tensors_alone(engine):
+def test_an_update_after_an_alias_leaves_the_callers_tensors_alone(aliasing_engine):
+    engine = aliasing_engine
     shared, sent = random_weights(engine, 1), random_weights(engine, 2)
     assert engine.alias_weights(shared)
     kept = {n: hash_tensor(v) for n, v in shared.items()}

@@ -32,9 +32,15 @@ def _build_fake(config: EngineConfig, *, module: nn.Module | None = None) -> Rol
     return FakeEngine.for_module(config, module) if module is not None else FakeEngine(config)
 
 
-ENGINES: dict[str, EngineBuilder] = {"hf": _build_hf, "fake": _build_fake}
+def _build_vllm(config: EngineConfig, *, module: nn.Module | None = None) -> RolloutEngine:
+    from lightrft.engines.vllm.engine import VLLMEngine
 
-# Backends that have a name, and an extra to install, but no adapter in this build.
+    return VLLMEngine(config, module=module)
+
+
+ENGINES: dict[str, EngineBuilder] = {"hf": _build_hf, "fake": _build_fake, "vllm": _build_vllm}
+
+# Backends with a package of their own, which an extra installs.
 _EXTRAS = {"vllm": "vllm", "sglang": "sglang"}
 
 
@@ -44,7 +50,8 @@ def build_engine(config: EngineConfig, *, module: nn.Module | None = None) -> Ro
     Args:
         config: What to start; "auto" is resolved by `resolve_engine_type`.
         module: A transformers model whose architecture the "hf" engine takes instead of reading
-            `config.model_path`. The engine keeps storage of its own.
+            `config.model_path`, and "vllm" where that path is empty. The engine keeps storage of
+            its own.
 
     Raises:
         ValueError: The name is unknown, or the engine is not part of this build.
@@ -75,8 +82,8 @@ def resolve_engine_type(engine_type: str) -> str:
     known = ", ".join(sorted(ENGINES))
     if engine_type in _EXTRAS:
         raise ValueError(
-            f"engine_type={engine_type!r}: this build has the engines {known}; the vllm and sglang "
-            "adapters are not included; choose engine_type='hf'"
+            f"engine_type={engine_type!r}: this build has the engines {known}; the {engine_type} "
+            "adapter is not included; choose one of them"
         )
     nearest = difflib.get_close_matches(engine_type, [*ENGINES, *_EXTRAS, "auto"], n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""

@@ -90,8 +90,8 @@ class WeightTransaction:
 
         Raises:
             RuntimeError: No update is open.
-            ValueError: A parameter was written in part; it names each and stays unusable until it
-                is written in full.
+            ValueError: A parameter was written in part, or without the others of its fused engine
+                tensor; it names each and stays unusable until it is written in full.
         """
         if not self.is_open:
             raise RuntimeError(
@@ -99,14 +99,17 @@ class WeightTransaction:
                 "call begin_weight_update() before finish_weight_update()"
             )
         self._phase = "caches"
+        covered = {name: _covered(ranges) for name, ranges in self._ranges.items()}
         incomplete = {}
-        for name, ranges in self._ranges.items():
-            numel = self._parameters[name].numel
-            num_covered = _covered(ranges)
-            if num_covered == numel:
-                self.unwritten.discard(name)
+        for name, num_covered in covered.items():
+            parameter = self._parameters[name]
+            absent = next((other for other in parameter.fused_with if other not in covered), None)
+            if num_covered != parameter.numel:
+                incomplete[name] = f"{name} ({num_covered} of {parameter.numel} elements)"
+            elif absent is not None:
+                incomplete[name] = f"{name} (without {absent} of the same engine tensor)"
             else:
-                incomplete[name] = f"{name} ({num_covered} of {numel} elements)"
+                self.unwritten.discard(name)
         self._ranges = {}
         self.unwritten.update(incomplete)
         if incomplete:

@@ -109,7 +109,7 @@ def _rebuild(module: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
             f"the hf engine needs a transformers model: got {type(module).__name__}; "
             "pass the inner model of a wrapper (actor.model)"
         )
-    architecture = _architecture(type(module))
+    architecture = architecture_of(type(module))
     hf_config = copy.deepcopy(module.config)
     hf_config.dtype = dtype
     with no_init_weights(), _default_dtype(dtype):
@@ -119,7 +119,7 @@ def _rebuild(module: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _architecture(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def architecture_of(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The class that defines a model: sharding swaps it for a subclass made on the fly."""
     mro: list[type[PreTrainedModel]] = [c for c in kind.__mro__ if issubclass(c, PreTrainedModel)]
     return next(c for c in mro if not issubclass(c, FSDPModule))

@@ -12,11 +12,11 @@ from lightrft.engines.hf.build import build_model
 from lightrft.engines.hf.decode import DecodedRows, RowForward, StopRule, decode
 from lightrft.engines.hf.forward import ModelTraits, PlainForward, WholeBatchForward
 from lightrft.engines.hf.random import row_keys
-from lightrft.engines.hf.requests import Limits, chunks_of_rows, rows_of_requests
 from lightrft.engines.hf.stopping import StopStringMatcher, end_of_sequence_ids, stop_token_table
 from lightrft.engines.hf.text import Text
 from lightrft.engines.local_engine import LocalEngine
 from lightrft.engines.parameter_store import ParameterStore
+from lightrft.engines.requests import Limits, chunks_of_rows, rows_of_requests
 from lightrft.engines.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from lightrft.engines.hf.requests import Row
+    from lightrft.engines.requests import Row
     from lightrft.engines.types import (
         EngineConfig,
         GenerationRequest,
@@ -70,6 +70,7 @@ class HFEngine(LocalEngine):
             max_model_len=config.max_model_len
             # Models without positions (state space) have no such field.
             or text_config.to_dict().get("max_position_embeddings"),
+            engine_name=self.name,
         )
 
     @property

@@ -37,10 +37,12 @@ class Limits:
     Args:
         vocab_size: Token ids are below this.
         max_model_len: Longest prompt plus completion, in tokens; None is unlimited.
+        engine_name: Names the engine in errors.
     """
 
     vocab_size: int
     max_model_len: int | None
+    engine_name: str
 
 
 def rows_of_requests(
@@ -87,7 +89,7 @@ def _checked(
     name = f"request {request.request_id}"
     if not request.multi_modal.is_empty:
         raise ValueError(
-            f"{name} has images or videos, but the model of the hf engine reads text only; "
+            f"{name} has images or videos, but the {limits.engine_name} engine reads text only; "
             "use a vision-language model with an engine that supports it"
         )
     prompt = tuple(request.prompt_token_ids)

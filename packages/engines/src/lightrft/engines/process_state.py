@@ -1,0 +1,40 @@
+"""What a backend must leave as it found it in the trainer's process."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def preserved_process_state() -> Iterator[None]:
+    """Restores random states, thread count and default dtype, also after an exception.
+
+    A backend may even replace `torch.set_num_threads` itself, so the function is restored too.
+    """
+    set_num_threads = torch.set_num_threads
+    num_threads = torch.get_num_threads()
+    dtype = torch.get_default_dtype()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()  # noqa: NPY002 - the global generator is what is kept
+    torch_state = torch.random.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+        torch.set_default_dtype(dtype)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        torch.random.set_rng_state(torch_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)

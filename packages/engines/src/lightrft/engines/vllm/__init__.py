@@ -1,0 +1,1 @@
+"""vLLM in the trainer's own process behind `RolloutEngine`."""

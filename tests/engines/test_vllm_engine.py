@@ -1,0 +1,222 @@
+"""The real vLLM against a plain forward of the same weights, in fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lightrft.engines import (
+    EngineConfig,
+    GenerationRequest,
+    SamplingParams,
+    WeightPiece,
+    build_engine,
+)
+from lightrft.kernels import hash_tensor
+
+pytestmark = pytest.mark.vllm
+
+BLOCK_SIZE = 32
+MAX_MODEL_LEN = 256
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """97 characters, one token each."""
+    words = ["␀", "␄", "?", *map(chr, range(0x4E00, 0x4E00 + 94))]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="␀", eos_token="␄", unk_token="?"
+    )
+
+
+@pytest.fixture(scope="module")
+def started(tiny_model, tmp_path_factory):
+    """The engine on its stock CPU path, and a model that holds the same weights."""
+    directory = tmp_path_factory.mktemp("checkpoint")
+    model = tiny_model("qwen3")
+    model.save_pretrained(directory)
+    character_tokenizer().save_pretrained(directory)
+    torch.manual_seed(123)
+    state, set_num_threads = torch.random.get_rng_state(), torch.set_num_threads
+    config = EngineConfig(
+        "vllm", str(directory), max_model_len=MAX_MODEL_LEN, options={"block_size": BLOCK_SIZE}
+    )
+    engine = build_engine(config)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.set_num_threads is set_num_threads
+    yield engine, model
+    engine.close()
+
+
+def prompts(num_prompts: int, length: int) -> list[GenerationRequest]:
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(2, 97, (num_prompts, length), generator=generator).tolist()
+    return [GenerationRequest(tuple(row), i) for i, row in enumerate(ids)]
+
+
+@torch.no_grad()
+def forward_logits(model, completion) -> torch.Tensor:
+    """[output tokens, vocab] logits that a completion's tokens were drawn from."""
+    sequence = (*completion.prompt_token_ids, *completion.output_token_ids)
+    logits = model(torch.tensor([sequence])).logits[0].float()
+    return logits[len(completion.prompt_token_ids) - 1 : -1]
+
+
+def logprob_error(model, completion, temperature: float = 1.0) -> float:
+    """Largest difference between the engine's logprobs and those of a plain forward."""
+    tokens = torch.tensor(completion.output_token_ids)
+    expected = (forward_logits(model, completion) / temperature).log_softmax(-1)
+    expected = expected.gather(-1, tokens[:, None])[:, 0]
+    return float((expected - torch.tensor(completion.output_logprobs)).abs().max())
+
+
+def send(engine, model, *, resets_caches: bool = True) -> None:
+    engine.begin_weight_update()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().reshape(-1)
+        cut = flat.numel() // 3
+        shape = tuple(parameter.shape)
+        engine.load_weights([WeightPiece(name, shape, 0, flat[:cut].clone())])
+        engine.load_weights([WeightPiece(name, shape, cut, flat[cut:].clone())])
+    engine.finish_weight_update()
+    if resets_caches:
+        engine.reset_caches()
+    else:
+        # Only the accounting: vLLM keeps its cache.
+        engine._weights.transaction.reset_caches()
+
+
+def perturbed(model, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+
+
+GREEDY = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+
+
+def test_greedy_tokens_are_those_of_a_plain_forward(started):
+    engine, model = started
+    completions = engine.generate(prompts(24, 12), GREEDY)
+    for completion in completions:
+        best = forward_logits(model, completion).argmax(-1)
+        assert completion.output_token_ids == tuple(best.tolist())
+    assert len({c.output_token_ids for c in completions}) > 20
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_sampled_logprobs_are_those_of_a_plain_forward(started, temperature):
+    engine, model = started
+    params = SamplingParams(max_tokens=24, n=2, temperature=temperature, ignore_eos=True)
+    completions = engine.generate(prompts(8, 9), params)
+    assert max(logprob_error(model, c, temperature) for c in completions) < 1e-5
+    # The other temperature's law is another one.
+    assert min(logprob_error(model, c, temperature + 0.5) for c in completions) > 1e-2
+
+
+def test_an_update_reaches_generation_from_cached_prompts(started):
+    engine, model = started
+    long_prompts = prompts(4, 200)
+    send(engine, model)
+    before = engine.generate(long_prompts, GREEDY)
+    assert max(logprob_error(model, c) for c in before) < 1e-5
+    perturbed(model, 1)
+    send(engine, model)
+    after = engine.generate(long_prompts, GREEDY)
+    assert max(logprob_error(model, c) for c in after) < 1e-5
+    assert [c.output_token_ids for c in after] != [c.output_token_ids for c in before]
+
+    perturbed(model, 2)
+    send(engine, model, resets_caches=False)
+    stale = engine.generate(long_prompts, GREEDY)
+    assert max(logprob_error(model, c) for c in stale) > 1e-2
+    engine.reset_caches()
+    fresh = engine.generate(long_prompts, GREEDY)
+    assert max(logprob_error(model, c) for c in fresh) < 1e-5
+
+
+def test_score_is_a_plain_forward_up_to_the_full_length(started):
+    engine, model = started
+    (request,) = prompts(1, MAX_MODEL_LEN)
+    tokens = torch.tensor(request.prompt_token_ids)
+    with torch.no_grad():
+        expected = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+    expected = expected.gather(-1, tokens[1:, None])[:, 0]
+    scores = engine.score(request.prompt_token_ids)
+    assert scores[0] == 0
+    assert float((torch.tensor(scores[1:]) - expected).abs().max()) < 1e-5
+
+
+def test_repacked_weights_are_not_called_verifiable(started):
+    engine, model = started
+    send(engine, model)
+    verifiable = {p.name for p in engine.parameter_manifest() if p.verifiable}
+    parameters = dict(model.named_parameters())
+    assert "model.norm.weight" in verifiable
+    assert "model.embed_tokens.weight" in verifiable
+    assert "lm_head.weight" not in verifiable
+    assert "model.layers.0.self_attn.o_proj.weight" not in verifiable
+    assert engine.hash_parameters() == {n: hash_tensor(parameters[n]) for n in verifiable}
+    with pytest.raises(KeyError, match=r"cannot read back parameter 'lm_head\.weight'"):
+        engine.hash_parameters(["lm_head.weight"])
+
+
+def test_fused_parameters_name_each_other(started):
+    engine, _ = started
+    fused = {p.name.removeprefix("model.layers.0."): p for p in engine.parameter_manifest()}
+    assert set(fused["mlp.up_proj.weight"].fused_with) == {"model.layers.0.mlp.gate_proj.weight"}
+    assert len(fused["self_attn.q_proj.weight"].fused_with) == 2
+    assert fused["mlp.down_proj.weight"].fused_with == ()
+
+
+def test_stop_strings_end_a_completion_and_stay_in_it(started):
+    engine, _ = started
+    tokenizer = character_tokenizer()
+    stops = tuple(tokenizer.convert_ids_to_tokens(range(3, 40)))
+    params = SamplingParams(max_tokens=12, n=4, ignore_eos=True, stop=stops)
+    completions = engine.generate(prompts(4, 5), params)
+    assert {c.finish_reason for c in completions} >= {"stop"}
+    for completion in completions:
+        hits = [3 <= token < 40 for token in completion.output_token_ids]
+        assert not any(hits[:-1])
+        assert hits[-1] == (completion.finish_reason == "stop")
+    late = engine.generate(prompts(4, 5), SamplingParams(max_tokens=12, min_tokens=7, stop=stops))
+    for completion in late:
+        hits = [3 <= token < 40 for token in completion.output_token_ids]
+        assert len(hits) >= 7
+        assert not any(hits[6:-1])
+
+
+def test_a_failed_call_leaves_nothing_queued(started, monkeypatch):
+    engine, model = started
+    send(engine, model)
+    core = engine.native.llm_engine
+    step, num_steps = core.step, 0
+
+    def failing_step():
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 3:
+            raise MemoryError("planted")
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "step", failing_step)
+        with pytest.raises(MemoryError, match="planted"):
+            engine.generate(prompts(3, 6), GREEDY)
+    completions = engine.generate(prompts(2, 6), GREEDY)
+    assert [c.request_id for c in completions] == [0, 1]
+    assert max(logprob_error(model, c) for c in completions) < 1e-5
+    engine.reset_caches()
+
+
+def test_unknown_options_are_refused_before_anything_starts(tmp_path, tiny_model):
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    config = EngineConfig("vllm", str(tmp_path), options={"blok_size": 32, "seed": 1})
+    with pytest.raises(ValueError, match=r"blok_size \(did you mean block_size\?\), seed"):
+        build_engine(config)

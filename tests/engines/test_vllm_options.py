@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from lightrft.engines.process_state import preserved_process_state
+from lightrft.engines.types import SamplingParams
+from lightrft.engines.vllm.backend import choose_executor, prepare_environment
+from lightrft.engines.vllm.options import check_options, parse_options
+from lightrft.engines.vllm.sampling import Draft, drafts_of, joined, request_seed
+
+KNOWN = ("block_size", "enforce_eager", "max_num_seqs", "model", "seed")
+HINTS = {
+    "block_size": int | None,
+    "enforce_eager": bool,
+    "swap_space": float,
+    "load_format": str,
+    "limit_mm_per_prompt": dict[str, int],
+}
+
+
+def test_unknown_and_reserved_options_are_listed_together_with_what_to_do():
+    check_options({"block_size": 32, "enforce_eager": True}, KNOWN)
+    with pytest.raises(ValueError) as caught:
+        check_options({"blok_size": 1, "seed": 3, "zzz": 1, "logprobs_mode": "raw"}, KNOWN)
+    message = str(caught.value)
+    assert "blok_size (did you mean block_size?)" in message
+    assert "seed (set by seed)" in message
+    assert "zzz (no vLLM option has a similar name)" in message
+    assert "logprobs_mode (set by the trainer" in message
+
+
+def test_strings_of_a_command_line_become_values_of_the_declared_type():
+    given = {
+        "block_size": "32",
+        "enforce_eager": "False",
+        "swap_space": "1.5",
+        "load_format": "dummy",
+        "limit_mm_per_prompt": '{"image": 2}',
+    }
+    assert parse_options(given, HINTS) == {
+        "block_size": 32,
+        "enforce_eager": False,
+        "swap_space": 1.5,
+        "load_format": "dummy",
+        "limit_mm_per_prompt": {"image": 2},
+    }
+    assert parse_options({"block_size": "none"}, HINTS) == {"block_size": None}
+    assert parse_options({"block_size": 16}, HINTS) == {"block_size": 16}
+
+
+def test_a_string_that_spells_no_value_is_refused():
+    with pytest.raises(ValueError, match="block_size: got 'many', expected a value of type"):
+        parse_options({"block_size": "many"}, HINTS)
+    with pytest.raises(ValueError, match="enforce_eager: got 'maybe'"):
+        parse_options({"enforce_eager": "maybe"}, HINTS)
+    with pytest.raises(ValueError, match="not valid JSON"):
+        parse_options({"limit_mm_per_prompt": "{image"}, HINTS)
+
+
+def test_an_engine_in_another_process_is_refused(monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with pytest.raises(ValueError, match="expected 0; unset the variable"):
+        prepare_environment()
+
+
+def test_what_the_user_has_set_in_the_environment_stays(monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "TORCH_COMPILE_DISABLE", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "info")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "0")
+    prepare_environment()
+    import os
+
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "info"
+
+
+def test_several_ranks_need_a_process_group():
+    assert choose_executor(1) == "uni"
+    with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialised"):
+        choose_executor(2)
+
+
+def test_seeds_of_neighbours_are_unrelated_and_leave_room_for_sample_indices():
+    seeds = {request_seed(s, r, p) for s in range(4) for r in range(50) for p in range(4)}
+    assert len(seeds) == 800
+    assert all(0 <= seed < 2**62 for seed in seeds)
+    assert min(abs(a - b) for a in list(seeds)[:50] for b in seeds if a != b) > 1000
+    assert request_seed(1, 2, 0) == request_seed(1, 2, 0)
+
+
+class Letters:
+    """Token 0 is "a", 1 is "b", ..."""
+
+    def decode(self, token_ids):
+        return "".join(chr(ord("a") + i) for i in token_ids)
+
+
+@pytest.mark.parametrize(
+    ("second", "expected_length", "reason"),
+    [
+        ((1, 3, 4), 4, "stop"),  # "aab" + "b..": the stop string "bb" begins in the first part
+        ((3, 4, 5), 6, "length"),
+        ((3, 1, 1), 6, "stop"),
+    ],
+)
+def test_a_stop_string_may_begin_before_the_minimum(second, expected_length, reason):
+    params = SamplingParams(max_tokens=6, min_tokens=4, stop=("bb",))
+    first = Draft((0, 0, 1), (-1.0, -2.0, -3.0), "length")
+    ending = "stop" if second[-1] == 1 else "length"
+    whole = joined(first, Draft(second, (-4.0, -5.0, -6.0), ending), params, Letters())
+    assert len(whole.token_ids) == len(whole.logprobs) == expected_length
+    assert whole.finish_reason == reason
+
+
+def numpy_state() -> list[int]:
+    return np.random.get_state()[1].tolist()  # noqa: NPY002
+
+
+def test_the_state_of_the_process_is_restored_even_after_a_failure():
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    expected = torch.random.get_rng_state(), random.getstate(), numpy_state()
+    with pytest.raises(KeyError), preserved_process_state():
+        torch.manual_seed(99)
+        random.seed(99)
+        np.random.seed(99)  # noqa: NPY002
+        torch.set_default_dtype(torch.float64)
+        torch.set_num_threads(num_threads + 1)
+        torch.set_num_threads = print
+        raise KeyError
+    assert torch.set_num_threads is set_num_threads
+    assert torch.get_num_threads() == num_threads
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.equal(torch.random.get_rng_state(), expected[0])
+    assert random.getstate() == expected[1]
+    assert numpy_state() == expected[2]
+
+
+def test_greedy_samples_are_drawn_once_and_repeated():
+    from lightrft.engines.vllm.sampling import Job
+
+    class Entry:
+        logprob = -0.25
+
+    class Output:
+        index, token_ids, logprobs, finish_reason = 0, [7], [{7: Entry}], "length"
+
+    drafts = drafts_of(Job((1,), 3, 1, 0), [Output])
+    assert drafts == [Draft((7,), (-0.25,), "length")] * 3
