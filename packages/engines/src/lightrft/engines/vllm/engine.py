@@ -80,20 +80,25 @@ class VLLMEngine(RolloutEngine):
         self._eos_ids = end_of_sequence_ids(hf_config, generation_config)
         self._text = Text(config.model_path)
         self._has_tokenizer = bool(config.model_path) and has_tokenizer(config.model_path)
-        self._backend: Backend | None = start_backend(
-            config, hf_config, max_model_len=self._limits.max_model_len or 0
+        architecture = (
+            architecture_of(type(module)) if isinstance(module, PreTrainedModel) else None
         )
-        self._weights = self._read_weights(hf_config, module)
+        self._backend: Backend | None = start_backend(
+            config,
+            hf_config,
+            architecture=None if architecture is None else architecture.__name__,
+            max_model_len=self._limits.max_model_len or 0,
+        )
+        self._weights = self._read_weights(hf_config, architecture)
         self._sleeping_tags: set[str] = set()
         if not config.model_path and module is not None:
             self._take_over(module)
 
-    def _read_weights(self, hf_config: PretrainedConfig, module: nn.Module | None) -> VLLMWeights:
+    def _read_weights(
+        self, hf_config: PretrainedConfig, architecture: type[PreTrainedModel] | None
+    ) -> VLLMWeights:
         from vllm.distributed.parallel_state import get_tp_group
 
-        architecture = (
-            architecture_of(type(module)) if isinstance(module, PreTrainedModel) else None
-        )
         group = get_tp_group()
         layout = LayoutReader(
             self._started.model,

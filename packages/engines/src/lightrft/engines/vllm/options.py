@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import types
-import typing
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 RESERVED: Mapping[str, str] = {
     "model": "the checkpoint of the trained model",
     "tokenizer": "the checkpoint of the trained model",
+    "runner": "the engine, which generates",
     "skip_tokenizer_init": "whether the checkpoint has a tokenizer",
     "dtype": "the strategy's bf16",
     "tensor_parallel_size": "engine_tp_size",
@@ -31,6 +31,15 @@ RESERVED: Mapping[str, str] = {
     "logprobs_mode": "the trainer, which needs the law that tokens are drawn from",
     "generation_config": "the sampling parameters of each call",
     "override_generation_config": "the sampling parameters of each call",
+}
+
+
+_PLAIN_TYPES: Mapping[str, type] = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "None": type(None),
+    "NoneType": type(None),
 }
 
 
@@ -96,13 +105,12 @@ def _parse(name: str, text: str, hint: object) -> object:
 
 
 def _kinds(hint: object) -> set[type]:
-    """The plain types in a declared type."""
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        return set().union(*(_kinds(part) for part in typing.get_args(hint)))
-    if origin is typing.Annotated:
-        return _kinds(typing.get_args(hint)[0])
-    return {hint} if isinstance(hint, type) else {str}
+    """The plain types that a declaration names; `str` stands for everything else.
+
+    Declarations are read as text: vLLM leaves some as strings that cannot be evaluated.
+    """
+    words = set(re.findall(r"\w+", str(hint))) - {"class", "typing", "Optional", "Union"}
+    return {_PLAIN_TYPES.get(word, str) for word in words}
 
 
 def engine_arguments(
@@ -125,11 +133,11 @@ def engine_arguments(
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    fields = {field.name for field in dataclasses.fields(EngineArgs)}
-    check_options(config.options, fields)
-    hints = typing.get_type_hints(EngineArgs, include_extras=True)
+    hints = {field.name: field.type for field in dataclasses.fields(EngineArgs)}
+    check_options(config.options, hints)
     arguments: dict[str, object] = {
         "model": model_path,
+        "runner": "generate",
         "skip_tokenizer_init": not has_tokenizer,
         "dtype": config.dtype,
         "tensor_parallel_size": config.tensor_parallel_size,
