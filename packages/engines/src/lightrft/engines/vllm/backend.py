@@ -8,6 +8,7 @@ import importlib
 import operator
 import os
 import tempfile
+import uuid
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
         "LLM.wake_up",
         "SamplingParams",
     ),
+    "vllm.v1.executor.uniproc_executor": ("ExecutorWithExternalLauncher._distributed_args",),
     "vllm.v1.engine.llm_engine": ("LLMEngine.abort_request", "LLMEngine.reset_encoder_cache"),
     "vllm.config": ("set_current_vllm_config",),
     "vllm.engine.arg_utils": ("EngineArgs",),
@@ -175,7 +177,11 @@ def start_backend(
     owns_process_group = not dist.is_initialized()
     executor = choose_executor(config.tensor_parallel_size)
     # vLLM looks at torch's thread functions and seeds all generators.
-    with preserved_process_state(), _longer_than_model(), _rank_variables():
+    with (
+        preserved_process_state(),
+        _longer_than_model(),
+        _rank_variables(),
+    ):
         probe()
         with _model_directory(config, hf_config, architecture) as (model_path, load_format):
             arguments = engine_arguments(
@@ -189,7 +195,8 @@ def start_backend(
                 executor=executor,
             )
             try:
-                return _start(arguments, owns_process_group=owns_process_group)
+                with _names_of_this_job(executor):
+                    return _start(arguments, owns_process_group=owns_process_group)
             except BaseException:
                 _leave_groups(owns_process_group=owns_process_group)
                 raise
@@ -266,6 +273,34 @@ def _rank_variables() -> Iterator[None]:
     rank = str(dist.get_rank())
     with _environment({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}):
         yield
+
+
+@contextmanager
+def _names_of_this_job(executor: str) -> Iterator[None]:
+    """Gives the shared memory of CPU ranks a name that no other job on the machine has.
+
+    vLLM derives it from the address at which processes meet, which is "env://" for every job under
+    a launcher: two jobs would share memory, and the files of a killed one would block the next.
+    """
+    if executor != "external_launcher":
+        yield
+        return
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    name = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, src=0)
+    original = ExecutorWithExternalLauncher._distributed_args
+
+    def distributed_args(self: object) -> tuple[str, int, int]:
+        # The process group exists, so nobody meets at this address.
+        _, rank, local_rank = original(self)
+        return f"tcp://127.0.0.1:{name[0]}", rank, local_rank
+
+    ExecutorWithExternalLauncher._distributed_args = distributed_args
+    try:
+        yield
+    finally:
+        ExecutorWithExternalLauncher._distributed_args = original
 
 
 @contextmanager

@@ -117,6 +117,7 @@ class VLLMWeights:
             if self._is_reloading:
                 with set_current_vllm_config(self._backend.vllm_config):
                     finalize_layerwise_reload(self._backend.model, self._backend.model_config)
+                    self._repack_tied_heads()
         except BaseException:
             self._failed.update(self.owners())
             raise
@@ -126,6 +127,19 @@ class VLLMWeights:
                 self.transaction.finish()
             finally:
                 self.transaction.unwritten.update(self._failed)
+
+    def _repack_tied_heads(self) -> None:
+        """Renews the copy that a CPU head computes with where its weight is the embedding's.
+
+        A reload repacks the module that was given a tensor, and a tied head is given none.
+        """
+        first: dict[int, torch.nn.Module] = {}
+        for module in self._backend.model.modules():
+            for tensor in module.parameters(recurse=False):
+                is_shared = first.setdefault(id(tensor), module) is not module
+                if is_shared and "cpu_linear" in vars(module):
+                    vars(module).pop("_already_called_process_weights_after_loading", None)
+                    module.quant_method.process_weights_after_loading(module)  # type: ignore[operator,union-attr]
 
     def _forget(self) -> None:
         self._assembled.clear()
