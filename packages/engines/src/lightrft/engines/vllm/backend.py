@@ -221,7 +221,17 @@ def _start(arguments: dict[str, object], *, owns_process_group: bool) -> Backend
 
 def stop_backend(backend: Backend) -> None:
     """Frees an engine; the trainer's own process group stays."""
-    backend.llm.llm_engine.engine_core.shutdown()  # type: ignore[attr-defined]
+    client = backend.llm.llm_engine.engine_core  # type: ignore[attr-defined]
+    core = client.engine_core
+    if backend.owns_process_group:
+        client.shutdown()
+    else:
+        # The whole shutdown, which the client also runs when it is collected, would destroy the
+        # default process group, which is the trainer's.
+        client._finalizer.detach()
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
+        gc.unfreeze()
     _leave_groups(owns_process_group=backend.owns_process_group)
     gc.collect()
 
