@@ -247,21 +247,12 @@ class WeightSync:
             load_buckets(self.engine, self._plan(sent), by_name, source, transfer)
             transfer.attempt(self.engine.finish_weight_update, even_after_error=True)
         transfer.attempt(self.engine.reset_caches, even_after_error=True)
-        self._settle(transfer)
+        if self.engine.runs_on_every_rank:
+            # Hashing and scoring are collectives of such an engine: no rank may stay away alone.
+            transfer.attempt(
+                lambda: agree(RankReport(transfer.error), self.world), even_after_error=True
+            )
         return transfer
-
-    def _settle(self, transfer: Transfer) -> None:
-        """Lets every rank know of a failed transfer where ranks verify an engine together.
-
-        Hashing and scoring are collectives of a tensor-parallel engine: without the failed rank
-        the others would wait for ever.
-        """
-        if not self.engine.runs_on_every_rank:
-            return
-        try:
-            agree(RankReport(transfer.error), self.world)
-        except WeightSyncError as err:
-            transfer.error = transfer.error or err
 
     def _plan(self, sent: Sequence[PlannedParameter]) -> BucketLayout:
         specs = tuple(
