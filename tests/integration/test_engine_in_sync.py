@@ -134,8 +134,29 @@ def samples_of(results: list[list[tuple]], step: int) -> dict[int, list[int]]:
     return {key: ids for steps in results for key, ids in steps[step][0].items()}
 
 
-def check_same_samples(actual: list[list[tuple]], expected: list[list[tuple]]) -> None:
-    """At least 99.9 % of all tokens are equal; names the first that is not."""
+def first_divergence(step: int, key: int, mine: list, theirs: list, folder: str) -> str:
+    """Where two samples part, with the top-2 margin of the policy that drew them."""
+    from transformers import AutoModelForCausalLM
+
+    pairs = enumerate(zip(mine, theirs, strict=False))
+    position = next((i for i, (a, b) in pairs if a != b), min(len(mine), len(theirs)))
+    if step == 0:
+        model = tiny_actor(tied=False).model
+        model = AutoModelForCausalLM.from_config(model.config).eval()
+        model.load_state_dict(tiny_actor(tied=False).model.state_dict())
+    else:
+        model = AutoModelForCausalLM.from_pretrained(f"{folder}/step{step - 1}").eval()
+    prefix = [*PROMPTS[key // GROUP_SIZE], *theirs[:position]]
+    with torch.no_grad():
+        best = model(torch.tensor([prefix]), use_cache=False).logits[0, -1].topk(2).values
+    margin = float(best[0] - best[1])
+    return f"step {step}, sample {key}, token {position}: top-2 margin {margin:.2e}"
+
+
+def check_same_samples(
+    actual: list[list[tuple]], expected: list[list[tuple]], folder: str
+) -> str | None:
+    """At least 99.9 % of all tokens are equal; returns where the first one differs."""
     num_equal = num_tokens = 0
     first = None
     for step in range(NUM_STEPS):
@@ -146,8 +167,9 @@ def check_same_samples(actual: list[list[tuple]], expected: list[list[tuple]]) -
             num_tokens += max(len(ids), len(mine[key]))
             num_equal += sum(a == b for a, b in pairs)
             if first is None and mine[key] != ids:
-                first = f"step {step}, sample {key}: {mine[key]} instead of {ids}"
+                first = first_divergence(step, key, mine[key], ids, folder)
     assert num_equal >= 0.999 * num_tokens, first
+    return first
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +196,8 @@ def test_sharded_training_is_in_sync_and_samples_alike(backend, world_size, one_
         train, world_size, timeout_seconds=200, args=(backend, False, str(tmp_path))
     )
     check_in_sync(results)
-    check_same_samples(results, one_process)
+    divergence = check_same_samples(results, one_process, str(tmp_path))
+    print(f"first divergence: {divergence or 'none'}")
 
 
 @pytest.mark.multiprocess
@@ -183,12 +206,12 @@ def test_tied_embeddings_stay_in_sync(tmp_path):
     check_in_sync(results)
 
 
-def test_the_checks_catch_planted_differences(one_process):
+def test_the_checks_catch_planted_differences(one_process, tmp_path):
     off = [[(samples, 1e-3, margins) for samples, _, margins in one_process[0]]]
     with pytest.raises(AssertionError):
         check_in_sync(off)
     moved = [
         [({k: [t + 1 for t in ids] for k, ids in s.items()}, d, m) for s, d, m in one_process[0]]
     ]
-    with pytest.raises(AssertionError, match="sample"):
-        check_same_samples(moved, one_process)
+    with pytest.raises(AssertionError, match="sample 0, token 0: top-2 margin"):
+        check_same_samples(moved, one_process, str(tmp_path))
