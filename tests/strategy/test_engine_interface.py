@@ -254,7 +254,7 @@ def test_lengths_are_written_at_the_interval(tmp_path, capsys):
     for _ in range(3):
         strategy.gather_and_generate({"max_tokens": 2}, [[1], [2]])
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "gen_len_step_0.json", "gen_len_step_0.svg", "gen_len_step_2.json", "gen_len_step_2.svg",
+        "gen_len_step_0.json", "gen_len_step_0.png", "gen_len_step_2.json", "gen_len_step_2.png",
     ]  # fmt: skip
     assert json.loads((tmp_path / "gen_len_step_2.json").read_text())["lengths"] == [2, 2]
     assert "mean_length=2.0" in capsys.readouterr().out

@@ -203,11 +203,12 @@ def accumulation_steps(
     if train_batch_size < unit or train_batch_size % unit != 0:
         below = train_batch_size // unit * unit
         nearest = [n for n in (below, below + unit) if n > 0]
+        split = "" if num_data_ranks == world_size else f" ({num_data_ranks} data-parallel)"
         raise ValueError(
             "train_batch_size must be divisible by (micro_train_batch_size * world_size)\n"
             f"  train_batch_size: {train_batch_size}\n"
             f"  micro_train_batch_size: {micro_train_batch_size}\n"
-            f"  world_size: {world_size} ({num_data_ranks} data-parallel)\n"
+            f"  world_size: {world_size}{split}\n"
             f"  Required: {train_batch_size} % ({micro_train_batch_size} * {num_data_ranks}) == 0\n"
             f"  Nearest legal train_batch_size: {' or '.join(map(str, nearest))}"
         )

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightrft.strategy.distributed import Group, gather_objects
+from lightrft.strategy.histogram_picture import histogram_png
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PERCENTILES = (50, 80, 95)
-MAX_BARS = 40
-PLOT_WIDTH, PLOT_HEIGHT = 600, 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class GenLenAnalyser:
 
     Args:
         plot_every: Interval in steps; 0 or less switches the analyser off.
-        log_dir: Folder for `gen_len_step_{step}.json` and `.svg`; None writes nothing.
+        log_dir: Folder for `gen_len_step_{step}.json` and `.png`; None writes nothing.
         group: Ranks to collect from; None is all.
     """
 
@@ -92,41 +91,5 @@ class GenLenAnalyser:
             stem = self.log_dir / f"gen_len_step_{step}"
             record = {"step": step, **asdict(found), "lengths": everything}
             stem.with_suffix(".json").write_text(json.dumps(record), encoding="utf-8")
-            title = f"generated tokens per completion, step {step}, mean {found.mean_length:.1f}"
-            stem.with_suffix(".svg").write_text(draw_histogram(everything, title), encoding="utf-8")
+            stem.with_suffix(".png").write_bytes(histogram_png(everything, step=step))
         return found
-
-
-def draw_histogram(lengths: Sequence[int], title: str) -> str:
-    """A histogram as SVG text, with at most 40 bars.
-
-    Args:
-        lengths: At least one number.
-        title: Written above the bars.
-    """
-    counts, edges = np.histogram(np.asarray(lengths), bins=min(MAX_BARS, len(set(lengths))))
-    width = PLOT_WIDTH / len(counts)
-    tallest = int(counts.max())
-    bars = [
-        f'<rect x="{i * width:.2f}" y="{PLOT_HEIGHT * (1 - count / tallest):.2f}" '
-        f'width="{0.95 * width:.2f}" height="{PLOT_HEIGHT * count / tallest:.2f}">'
-        f"<title>{edges[i]:.0f} to {edges[i + 1]:.0f}: {count}</title></rect>"
-        for i, count in enumerate(counts.tolist())
-    ]
-    labels = [
-        f'<text x="0" y="-10">{title}</text>',
-        f'<text x="-5" y="10" text-anchor="end">{tallest}</text>',
-        f'<text x="0" y="{PLOT_HEIGHT + 18}">{edges[0]:.0f}</text>',
-        f'<text x="{PLOT_WIDTH}" y="{PLOT_HEIGHT + 18}" text-anchor="end">{edges[-1]:.0f}</text>',
-    ]
-    box = f"-60 -30 {PLOT_WIDTH + 80} {PLOT_HEIGHT + 60}"
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" font-family="sans-serif" '
-            'font-size="12" fill="#4472a8">',
-            *bars,
-            *labels,
-            "</svg>",
-            "",
-        ]
-    )

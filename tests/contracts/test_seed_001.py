@@ -1,0 +1,232 @@
+"""The strategy usage guide, reStructuredText form: tables, flags, recipes, notes and advice.
+
+It has the text of seed 000, whose Python blocks test_seed_000 runs. Here every other promise is
+quoted. Its recipes run for real in tests/integration/test_recipes.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import shlex
+
+import pytest
+import torch
+
+from lightrft.engines.fake import FakeEngine
+from lightrft.engines.types import EngineConfig, EngineStatus
+from lightrft.strategy import FakeStrategy, get_fake_strategy
+from lightrft.strategy.config import StrategyConfig
+from lightrft.strategy.process_groups import check_divides, engine_group_ranks
+from lightrft.utils import add_arguments
+
+METHODS = """
+   * - ``setup_inference_engine()``
+     - Initialize vLLM or SGLang inference engine
+   * - ``update_engine_weights()``
+     - Synchronize actor model weights to inference engine
+   * - ``gather_and_generate()``
+     - Distributed generation with automatic prompt gathering
+   * - ``maybe_load_optimizer()``
+     - Load optimizer states from CPU (FSDP only)
+   * - ``maybe_offload_optimizer()``
+     - Offload optimizer states to CPU (FSDP only)
+   * - ``wakeup_inference_engine()``
+     - Wake up inference engine from sleep mode
+   * - ``maybe_sleep_inference_engine()``
+     - Put inference engine to sleep to save memory
+"""
+FLAGS = """
+    --engine_tp_size 4              # Tensor parallelism size for inference engine
+    --engine_mem_util 0.85          # GPU memory utilization for KV cache (0.0-1.0)
+    --engine_type vllm              # Engine type: 'vllm' or 'sglang'
+    --enable_engine_sleep           # Enable engine sleep mode (default: True)
+    --disable_engine_sleep          # Disable engine sleep mode
+    --fsdp                          # Use FSDP instead of DeepSpeed
+    --zero_stage 2                  # DeepSpeed ZeRO stage (1, 2, or 3)
+    --fsdp_cpu_offload              # Offload FSDP optimizer states to CPU
+    --adam_offload                  # Offload Adam optimizer states
+    --sp_size 2                     # Sequence parallelism size
+    --packing_samples               # Pack multiple samples into sequences
+    --use_mp_opt                    # Use mixed precision optimizer (FSDP)
+    --fused_linear_logprob          # Fused linear layer and logprob computation
+    --chunk_size 4096               # Chunk size for fused operations
+    --log_dir ./logs                # Directory for logs and visualizations
+    --plot_every 10                 # Plot generation length distribution every N steps
+    --sp_size 4  # Split sequence across 4 GPUs
+    --bf16
+"""
+RECIPES = {
+    "high throughput": """
+    # Using DeepSpeed ZeRO-2 with large tensor parallelism
+    python train.py \\
+        --zero_stage 2 \\
+        --engine_tp_size 4 \\
+        --engine_mem_util 0.9 \\
+        --enable_engine_sleep \\
+        --micro_train_batch_size 1 \\
+        --train_batch_size 128
+""",
+    "memory efficient": """
+    # Using FSDP with CPU offloading for maximum memory efficiency
+    python train.py \\
+        --fsdp \\
+        --fsdp_cpu_offload \\
+        --use_mp_opt \\
+        --engine_tp_size 2 \\
+        --engine_mem_util 0.85 \\
+        --enable_engine_sleep \\
+        --micro_train_batch_size 1 \\
+        --train_batch_size 64
+""",
+    "vision language": """
+    # Training VLMs with multimodal data
+    python train_vl.py \\
+        --fsdp \\
+        --engine_tp_size 4 \\
+        --mixed_mm_data \\
+        --packing_samples \\
+        --enable_engine_sleep \\
+        --plot_every 20
+""",
+}
+API = """
+* ``lightrft.strategy.strategy_base.StrategyBase`` - Base strategy class
+* ``lightrft.strategy.get_strategy()`` - Strategy factory function
+* ``lightrft.utils.add_arguments()`` - Argument configuration
+"""
+
+
+def names_in(table):
+    return [line.split("``")[1].removesuffix("()") for line in table.splitlines() if "``" in line]
+
+
+def parse(command_line):
+    return add_arguments(argparse.ArgumentParser()).parse_args(command_line)
+
+
+def strategies():
+    from lightrft.strategy.deepspeed.strategy import DeepspeedStrategy
+    from lightrft.strategy.fsdp2.strategy import FSDPV2Strategy
+
+    return FakeStrategy, FSDPV2Strategy, DeepspeedStrategy
+
+
+def with_engine(**settings):
+    strategy = get_fake_strategy({"train_batch_size": 2, **settings})
+    strategy.inference_engine = FakeEngine(EngineConfig(engine_type="fake", model_path=""))
+    return strategy
+
+
+def test_every_strategy_has_the_key_methods():
+    names = [
+        line.split("``")[1].removesuffix("()") for line in METHODS.splitlines() if "``" in line
+    ]
+    assert len(names) == 7
+    for strategy in strategies():
+        for name in names:
+            assert callable(inspect.getattr_static(strategy, name)), (strategy, name)
+
+
+@pytest.mark.parametrize("line", [line for line in FLAGS.splitlines() if line])
+def test_every_flag_is_parsed_as_printed(line):
+    words = shlex.split(line, comments=True)
+    args = parse(words)
+    name = words[0].removeprefix("--")
+    if name == "disable_engine_sleep":
+        assert args.enable_engine_sleep is False
+        return
+    value = vars(args)[name]
+    expected = words[1] if len(words) == 2 else "True"
+    assert str(value) == expected
+    # The same value reaches the configuration, from which strategies read it.
+    assert vars(StrategyConfig.from_args(args))[name] == value
+
+
+def test_engine_sleep_defaults_to_true():
+    assert parse([]).enable_engine_sleep is True
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_stages_are_configurable(stage):
+    assert parse(["--zero_stage", str(stage)]).zero_stage == stage
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_recipes_are_parsed_as_printed(recipe):
+    words = shlex.split(RECIPES[recipe].replace("\\\n", " "), comments=True)
+    assert words[0] == "python"
+    args = parse(words[2:])
+    assert args.engine_tp_size in (2, 4)
+    assert args.enable_engine_sleep
+
+
+def test_gathering_groups_are_those_of_the_example():
+    """With world_size=8 and engine_tp_size=4, ranks [0,1,2,3] gather to rank 0, ..."""
+    assert engine_group_ranks(8, 4)[0] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_world_size_must_be_a_multiple_of_engine_tp_size():
+    """Ensure ``world_size % engine_tp_size == 0``."""
+    check_divides(8, "engine_tp_size", 4)
+    with pytest.raises(
+        ValueError, match=r"world_size 8 and engine_tp_size 3; legal values: \[1, 2"
+    ):
+        check_divides(8, "engine_tp_size", 3)
+
+
+def test_users_do_not_manage_sleep_around_generation():
+    """Users don't need to manually manage engine sleep states when using this interface."""
+    for sleeps in (True, False):
+        strategy = with_engine()
+        for _ in range(2):
+            strategy.gather_and_generate({"max_tokens": 2}, [[3, 4]], sleep_engine=sleeps)
+        expected = EngineStatus.SLEEPED if sleeps else EngineStatus.WAKEUP
+        assert strategy.inference_engine_status is expected
+    strategy = with_engine(enable_engine_sleep=False)
+    strategy.gather_and_generate({"max_tokens": 2}, [[3, 4]], sleep_engine=True)
+    strategy.maybe_sleep_inference_engine()
+    assert strategy.inference_engine_status is EngineStatus.WAKEUP
+
+
+def test_a_strategy_without_engine_says_so():
+    with pytest.raises(NotImplementedError, match="not initialized"):
+        get_fake_strategy().gather_and_generate({}, [[1]])
+
+
+def test_length_distributions_are_written_every_n_steps(tmp_path):
+    """Use ``--plot_every`` with ``--log_dir`` to track generation length distribution."""
+    strategy = with_engine(plot_every=2, log_dir=str(tmp_path))
+    for _ in range(3):
+        strategy.gather_and_generate({"max_tokens": 2}, [[3, 4]])
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
+        "gen_len_step_0.png",
+        "gen_len_step_2.png",
+    ]
+
+
+def test_memory_can_be_monitored_anywhere(capsys):
+    """Monitor memory with ``strategy.report_memory(prefix="checkpoint_name")``."""
+    report = get_fake_strategy().report_memory(prefix="checkpoint_name")
+    assert report.allocated_bytes > 0
+    assert "checkpoint_name" in capsys.readouterr().out
+
+
+def test_the_engine_status_can_be_read():
+    """Check engine status with ``strategy.inference_engine_status``."""
+    assert get_fake_strategy().inference_engine_status is EngineStatus.SLEEPED
+    assert with_engine().inference_engine_status is EngineStatus.WAKEUP
+
+
+def test_moving_optimizer_states_is_a_no_op_outside_fsdp():
+    strategy = get_fake_strategy()
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    assert strategy.maybe_load_optimizer(strategy.maybe_offload_optimizer(optimizer)) is optimizer
+
+
+def test_the_names_of_the_api_reference_exist():
+    for name in names_in(API):
+        module, _, attribute = name.rpartition(".")
+        # Lazy packages resolve names on access.
+        assert callable(getattr(importlib.import_module(module), attribute)), name
