@@ -221,6 +221,7 @@ def test_a_short_quick_start_leaves_a_complete_run(tmp_path, capsys, alone, algo
     assert "lightrft train --config" in shown
     page = (folder / "report.html").read_text()
     assert ">finished<" in page
+    assert 'id="token-view"' in page
     assert "weights version 2 after step 2" in page
     for name in ("config.toml", "run.log", "reward.py", "checkpoints", "run.json"):
         assert (folder / name).exists(), name

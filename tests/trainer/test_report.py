@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -21,7 +22,9 @@ from lightrft.trainer.metric_table import METRICS, STAGES, metric_row
 from lightrft.trainer.report import find_alarms, format_seconds, render_report, write_report
 from lightrft.trainer.report_charts import HEIGHT, TOP, downsample, draw_lines, draw_stack
 from lightrft.trainer.report_inputs import NotARunError, read_run
+from lightrft.trainer.report_plots import MAX_BUCKETS, packed_library, plot_lines, plot_stack
 from lightrft.trainer.report_samples import BYTE_BUDGET, choose_samples, readable
+from lightrft.trainer.report_tokens import MAX_TOKENS, choose_tokens, token_sample
 
 CONFIG = 'pretrain = "some/model"\nseed = 7\nn_samples_per_prompt = 8\nverify_weight_sync = true\n'
 HASH = -6861381335572764021
@@ -79,6 +82,26 @@ def write_run(folder, num_steps=5, *, response="fine", samples_per_step=2, summa
     return folder
 
 
+def write_trajectories(folder, num_steps=1, **changes):
+    lines = JsonLinesFile(folder / "trajectories.jsonl")
+    for step in range(1, num_steps + 1):
+        line = {
+            "step": step,
+            "prompt": "p",
+            "reward": 1.0,
+            "tokens": ["a", "b"],
+            "logprobs": [-0.5, -0.25],
+            "rollout_logprobs": [-0.5, -0.35],
+            "advantages": [0.5, -1.5],
+            "entropy": [0.125, 2.0],
+        }
+        lines.append(line | changes)
+    lines.close()
+
+
+PER_TOKEN = ("logprobs", "rollout_logprobs", "advantages", "entropy")
+
+
 class Page(HTMLParser):
     """Tags, attributes and texts of a page; void and SVG-empty tags need no end."""
 
@@ -86,7 +109,7 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)
-        self.tags, self.attributes, self.open, self.texts = [], [], [], []
+        self.tags, self.attributes, self.open, self.texts, self.scripts = [], [], [], [], []
         self.feed(text)
         self.close()
 
@@ -95,6 +118,8 @@ class Page(HTMLParser):
         self.attributes += attrs
         if tag not in self.VOID:
             self.open.append(tag)
+        if tag == "script":
+            self.scripts.append((dict(attrs), ""))
 
     def handle_startendtag(self, tag, attrs):
         self.tags.append(tag)
@@ -104,7 +129,28 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.texts.append(data)
+        if self.open and self.open[-1] == "script":
+            attributes, text = self.scripts[-1]
+            self.scripts[-1] = (attributes, text + data)
+        else:
+            self.texts.append(data)
+
+    def data(self, name):
+        """The text of the data block with this id."""
+        (text,) = [text for attributes, text in self.scripts if attributes.get("id") == name]
+        return text
+
+
+def only_our_scripts(page):
+    """Two blocks of data, and one script that has the number without which nothing runs."""
+    policy = next(v for _, v in page.attributes if v and v.startswith("default-src"))
+    (nonce,) = re.findall(r"script-src 'nonce-([\w-]{20,})'", policy)
+    kinds = [(a.get("type"), a.get("id"), a.get("nonce")) for a, _ in page.scripts]
+    return "default-src 'none'" in policy and kinds == [
+        ("application/json", "page-data", None),
+        ("text/plain", "chart-library", None),
+        (None, None, nonce),
+    ]
 
 
 def test_a_finished_run_shows_curves_times_samples_and_options(tmp_path):
@@ -126,18 +172,16 @@ def test_a_finished_run_shows_curves_times_samples_and_options(tmp_path):
         ElementTree.fromstring(svg)
 
 
-def test_the_page_needs_no_network_and_no_script(tmp_path):
+def test_the_page_needs_no_network_and_runs_no_script_but_its_own(tmp_path):
     hostile = 'see https://example.org/ <img src="https://example.org/x.png" onerror="alert(1)">'
     page = Page(write_report(write_run(tmp_path / "run", response=hostile)).read_text())
-    assert {"script", "img", "link", "iframe", "object", "base", "form"}.isdisjoint(page.tags)
+    assert {"img", "link", "iframe", "object", "base", "form"}.isdisjoint(page.tags)
+    assert only_our_scripts(page)
     addresses = [v for k, v in page.attributes if k in ("src", "href", "xlink:href", "action")]
     assert addresses
     assert all(address.startswith("#") for address in addresses)
     assert not any(name.startswith("on") for name, _ in page.attributes)
     assert not any("//" in (value or "") for _, value in page.attributes)
-    policy = next(v for _, v in page.attributes if v and v.startswith("default-src"))
-    assert "default-src 'none'" in policy
-    assert "script-src" not in policy
     assert hostile in page.texts
 
 
@@ -159,9 +203,12 @@ def test_a_page_without_links_in_its_samples_has_no_address_at_all(tmp_path):
 )
 def test_what_a_model_says_stays_text(tmp_path, response):
     folder = write_run(tmp_path / "run", response=response)
+    write_trajectories(folder, prompt=response, tokens=[response] * 2)
     page = Page(write_report(folder).read_text())
-    assert "script" not in page.tags
+    assert only_our_scripts(page)
     assert page.texts.count(response) == 10
+    (sample,) = json.loads(page.data("page-data"))["tokens"]["steps"][0]["samples"]
+    assert (sample["prompt"], sample["tokens"]) == (readable(response), [readable(response)] * 2)
     assert page.open == []
 
 
@@ -169,7 +216,8 @@ def test_names_and_options_are_escaped_too(tmp_path):
     folder = write_run(tmp_path / "<b>run", **{"reward/<i>": 1.0})
     (folder / "config.toml").write_text('pretrain = "<script>"\n')
     page = Page(write_report(folder).read_text())
-    assert {"script", "i"}.isdisjoint(page.tags)
+    assert "i" not in page.tags
+    assert only_our_scripts(page)
     assert "<b>run " in page.texts
     assert '"<script>"' in page.texts
 
@@ -188,7 +236,11 @@ def test_a_half_written_last_line_is_left_out_and_counted(tmp_path):
         stream.write('{"step": 6, "response": "é'.encode()[:-1])
     run = read_run(folder)
     assert list(run.metrics) == [1, 2, 3, 4, 5]
+    write_trajectories(folder)
+    with (folder / "trajectories.jsonl").open("a") as stream:
+        stream.write('{"step": 2, "tokens": ["a')
     text = render_report(folder)
+    assert "trajectories.jsonl: 1 unreadable lines left out." in text
     assert "metrics.jsonl: 1 unreadable lines left out." in text
     assert "1 unreadable lines left out" in text.split('id="samples"')[1]
 
@@ -235,7 +287,11 @@ def test_a_long_run_stays_below_five_megabytes_and_shows_its_last_step(tmp_path)
     response = "<&'\"" * 2000  # each character grows when it is escaped
     folder = write_run(tmp_path / "run", 2000, response=response, samples_per_step=3)
     path = write_report(folder)
-    assert path.stat().st_size < 5_000_000
+    write_trajectories(
+        folder, 2000, tokens=["<&'\"\u2028"] * 900, **dict.fromkeys(PER_TOKEN, [-0.12345678] * 900)
+    )
+    path = write_report(folder)
+    assert 3_000_000 < path.stat().st_size < 5_000_000
     assert "step 2000: 3 samples" in path.read_text()
     assert len(choose_samples(folder).steps) > 5
 
@@ -396,3 +452,56 @@ def test_a_resume_keeps_lines_with_unusual_line_separators(tmp_path):
     assert [json.loads(line) for line in path.read_text().split("\n")[:-1]] == [
         {"step": 1, "response": "a\u2028b\x85c"}
     ]
+
+
+def test_tokens_carry_the_numbers_of_the_file_and_what_follows_from_them(tmp_path):
+    write_trajectories(tmp_path, 100)
+    choice = choose_tokens(tmp_path)
+    assert [entry["step"] for entry in choice.steps][:2] == [100, 91]
+    assert (len(choice.steps), choice.num_steps, choice.num_unreadable) == (12, 100, 0)
+    assert list(choice.quantities) == ["advantage", "probability", "ratio", "entropy"]
+    (sample,) = choice.steps[0]["samples"]
+    assert sample["advantage"] == [0.5, -1.5]
+    assert sample["entropy"] == [0.125, 2.0]
+    assert sample["probability"] == pytest.approx([math.exp(-0.5), math.exp(-0.25)], rel=1e-4)
+    assert sample["ratio"] == pytest.approx([1.0, math.exp(0.1)], rel=1e-4)
+
+
+def test_tokens_without_numbers_or_with_broken_ones_are_shown_as_they_are():
+    sample = token_sample({"tokens": ["a", "b"], "logprobs": [math.nan, 1e3], "entropy": [1.0]})
+    assert sample["probability"] == [None, pytest.approx(math.exp(50), rel=1e-4)]
+    assert "entropy" not in sample
+    assert "advantage" not in sample
+    assert token_sample({"tokens": []}) is None
+    assert token_sample({"tokens": "ab"}) is None
+    long = token_sample({"tokens": ["a"] * 1000, "advantages": [1.0] * 1000})
+    assert (len(long["tokens"]), len(long["advantage"]), long["num_tokens"]) == (
+        MAX_TOKENS,
+        MAX_TOKENS,
+        1000,
+    )
+
+
+def test_plots_have_the_points_of_the_run_and_bounds_that_are_near():
+    rows = {"kl": METRICS["approx_kl"]}
+    plot = plot_lines({"kl": [(1, 0.08), (2, None), (4, 0.12345678)]}, rows)
+    assert plot.as_json() == {
+        "kind": "lines",
+        "series": [{"name": "kl", "x": [1, 2, 4], "y": [0.08, None, 0.123457]}],
+        "bounds": [0.1],
+        "unit": "nats",
+    }
+    assert plot_lines({"kl": [(1, 1e-4), (2, 1e-3)]}, rows).bounds == ()
+    long = plot_lines({"kl": [(step, float(step)) for step in range(100_000)]}, rows)
+    assert len(long.series[0]["x"]) <= 3 * MAX_BUCKETS < 2000
+    stack = plot_stack({"a": [(1, 1.0)], "b": [(1, 2.0)]}, unit="s")
+    assert [series["y"] for series in stack.series] == [[1.0], [2.0]]
+
+
+def test_without_the_chart_library_the_page_has_its_drawings(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    packed_library.cache_clear()
+    page = Page(render_report(write_run(tmp_path / "run")))
+    packed_library.cache_clear()
+    assert [a.get("id") for a, _ in page.scripts] == ["page-data", None]
+    assert page.tags.count("polyline") >= 10

@@ -25,6 +25,7 @@ from lightrft.trainer.run_files import (
     SAMPLES_FILE,
     START_FILE,
     SUMMARY_FILE,
+    TRAJECTORIES_FILE,
     write_start,
 )
 from lightrft.trainer.samples import SampleLog
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from lightrft.trainer.loggers import MetricsLogger
     from lightrft.trainer.loop import LoopResult
 
-TRAJECTORIES_FILE = "trajectories.jsonl"
 EMA_FOLDER = "model_ema"
 
 

@@ -1,7 +1,8 @@
-"""One self-contained HTML page about a run; it needs no script and no network."""
+"""One self-contained HTML page about a run, which opens from disk without a network."""
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,13 +10,16 @@ from typing import TYPE_CHECKING
 from lightrft.trainer.metric_table import METRICS, STAGES, MetricRow, metric_row
 from lightrft.trainer.report_charts import Chart, draw_lines, draw_stack, format_number
 from lightrft.trainer.report_inputs import RunData, read_run
+from lightrft.trainer.report_plots import Plot, packed_library, plot_lines, plot_stack
 from lightrft.trainer.report_samples import choose_samples
+from lightrft.trainer.report_tokens import choose_tokens
 from lightrft.trainer.run_files import CONFIG_FILE, REPORT_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 TEMPLATE = "report.html.jinja"
+SCRIPT = "report.js"
 MAX_ALARMS = 12
 CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward", ("reward", "eval/reward")),
@@ -27,6 +31,7 @@ CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("KL of the update", ("approx_kl",)),
     ("Entropy", ("entropy",)),
     ("Gradient norm", ("grad_norm", "critic_grad_norm")),
+    ("Clipped tokens", ("clip_fraction_low", "clip_fraction_high")),
     ("Engine against trainer, mean", ("logprob_diff_mean",)),
     ("Engine against trainer, largest", ("logprob_diff_max",)),
     ("Tokens per second", ("tokens_per_second",)),
@@ -40,9 +45,10 @@ STATUS_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A chart with the meanings of its metrics."""
+    """A chart, drawn and to be drawn by the script, with the meanings of its metrics."""
 
     chart: Chart
+    plot: Plot
     rows: dict[str, MetricRow]
 
 
@@ -94,19 +100,33 @@ def render_report(folder: Path, *, now: float | None = None) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    template = environment.from_string(Path(__file__).with_name(TEMPLATE).read_text("utf-8"))
+    template = environment.from_string(_read(TEMPLATE))
+    curves, stages = _curves(run), {name: run.points(f"{name}_seconds") for name in STAGES}
+    stack, tokens = draw_stack(stages, unit="s"), choose_tokens(folder)
+    plots = [curve.plot for curve in curves] + ([plot_stack(stages, unit="s")] if stack else [])
     return template.render(
         run=run,
         status=STATUS_WORDS[run.status],
         facts=_facts(run),
         alarms=find_alarms(run),
-        curves=_curves(run),
-        stack=draw_stack({name: run.points(f"{name}_seconds") for name in STAGES}, unit="s"),
+        curves=curves,
+        stack=stack,
         phases=_phases(run),
         values=_values(run),
         samples=choose_samples(folder),
+        tokens=tokens,
         config_path=folder / CONFIG_FILE,
+        # Scripts run only with this number, so that no text of a model can become one.
+        nonce=secrets.token_urlsafe(16),
+        library=packed_library() if plots else None,
+        script=_read(SCRIPT),
+        page_data={"plots": [plot.as_json() for plot in plots], "tokens": tokens.as_json()},
     )
+
+
+def _read(name: str) -> str:
+    """The text of a file of this package."""
+    return Path(__file__).with_name(name).read_text("utf-8")
 
 
 def find_alarms(run: RunData) -> list[str]:
@@ -170,7 +190,7 @@ def _curves(run: RunData) -> list[Curve]:
         chart = draw_lines(title, series)
         if chart is not None:
             rows = {name: row for name in series if (row := metric_row(name)) is not None}
-            curves.append(Curve(chart, rows))
+            curves.append(Curve(chart, plot_lines(series, rows), rows))
     return curves
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_STEPS = 24
 MAX_SAMPLES_PER_STEP = 8
 MAX_CHARACTERS = 6000
-BYTE_BUDGET = 2_000_000
+BYTE_BUDGET = 1_200_000
 """Of all texts together, counted as they stand in the page."""
 
 
@@ -58,7 +58,7 @@ def choose_samples(folder: Path) -> SampleChoice:
     """
     lines = JsonLines(folder / SAMPLES_FILE)
     steps = sorted({step for step, _ in lines})
-    entries: dict[int, list[dict[str, object]]] = {step: [] for step in _spread(steps)}
+    entries: dict[int, list[dict[str, object]]] = {step: [] for step in spread(steps, MAX_STEPS)}
     for step, entry in lines:
         if step in entries and len(entries[step]) < MAX_SAMPLES_PER_STEP:
             entries[step].append(entry)
@@ -83,10 +83,11 @@ def readable(text: str, *, max_characters: int = MAX_CHARACTERS) -> str:
     return shown if cut == text else f"{shown}\n[cut here: {len(text)} characters in all]"
 
 
-def _spread(steps: Sequence[int]) -> list[int]:
-    if len(steps) <= MAX_STEPS:
+def spread(steps: Sequence[int], max_steps: int) -> list[int]:
+    """At most `max_steps` of the steps, evenly spaced, the first and the last among them."""
+    if len(steps) <= max_steps:
         return list(steps)
-    return [steps[(len(steps) - 1) * i // (MAX_STEPS - 1)] for i in range(MAX_STEPS)]
+    return [steps[(len(steps) - 1) * i // (max_steps - 1)] for i in range(max_steps)]
 
 
 def _reward(entry: Mapping[str, object]) -> float:

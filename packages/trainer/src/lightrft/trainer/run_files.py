@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+TRAJECTORIES_FILE = "trajectories.jsonl"
 SUMMARY_FILE = "summary.json"
 START_FILE = "run.json"
 REPORT_FILE = "report.html"

@@ -82,6 +82,8 @@ def training_config(recipe: Recipe, directory: Path) -> TrainConfig:
         lr_scheduler="linear",
         lr_warmup_ratio=min(1.0, WARMUP_STEPS / recipe.num_steps),
         eval_steps=10,
+        save_trajectories=True,
+        num_trajectories_to_save=4,
         seed=recipe.seed,
         output_dir=str(directory),
     )
