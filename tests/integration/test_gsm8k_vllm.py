@@ -56,7 +56,7 @@ def test_three_steps_on_real_questions_with_vllm(placement, test_data, tmp_path)
     model, run, reward = tmp_path / "tiny", tmp_path / "run", tmp_path / "reward.py"
     reward.write_text(REWARD)
     run_lightrft("init-model", model, "--preset", "tiny-qwen3", "--seed", 0)
-    run_lightrft(
+    output = run_lightrft(
         "train", "--fsdp", *placement, "--pretrain", model, "--engine_type", "vllm",
         "--prompt_data", test_data / "gsm8k" / "train.jsonl",
         "--input_key", "question", "--label_key", "answer", "--apply_chat_template",
@@ -68,6 +68,8 @@ def test_three_steps_on_real_questions_with_vllm(placement, test_data, tmp_path)
         "--actor_learning_rate", 1e-3, "--lr_warmup_ratio", 0,
         "--output_dir", run, "--max_steps", 3,
     )  # fmt: skip
+    # The gate compared the first step, and raises above 1e-4 in the mean.
+    assert "parity: engine and trainer logprobs of " in output
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "grad_norm" in row]
     assert [row["weights_version"] for row in steps] == [1, 2, 3]
@@ -75,3 +77,5 @@ def test_three_steps_on_real_questions_with_vllm(placement, test_data, tmp_path)
     assert len({row["engine_hash"] for row in steps}) == 3
     assert steps[-1]["engine_hash"] == saved_model_hash(run / "model")
     assert all(math.isfinite(row["grad_norm"]) for row in steps)
+    assert all(row["logprob_diff_max"] < 1e-4 for row in steps)
+    assert all(row["logprob_pearson"] > 0.999 for row in steps)

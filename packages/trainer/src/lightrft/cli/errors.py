@@ -49,6 +49,7 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.models.loading", "ModelLoadError", ExitCode.USAGE),
     ("lightrft.strategy.checkpoint_manifest", "CheckpointError", ExitCode.USAGE),
     ("lightrft.strategy.weight_accounting", "WeightSyncError", ExitCode.VERIFICATION),
+    ("lightrft.trainer.parity", "ParityError", ExitCode.VERIFICATION),
     ("lightrft.trainer.export", "ExportError", ExitCode.VERIFICATION),
 )
 LAUNCHED_BY_LIGHTRFT = "LIGHTRFT_LAUNCHED"

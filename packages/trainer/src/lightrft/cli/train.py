@@ -27,7 +27,7 @@ Boolean options have a negative form, --no_NAME. Options may stand in TOML files
 (--config a.toml b.toml): later files win over earlier ones, flags over files.
 
 exit codes: 0 done, 1 unexpected error, 2 usage, 4 data, 5 reward function, 8 verification of
-weights, 130 interrupted
+weights or logprobs, 130 interrupted
 """
 
 

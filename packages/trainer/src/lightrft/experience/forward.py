@@ -58,6 +58,18 @@ def compute_outputs(
     return PolicyOutputs(old_logprobs, ref_logprobs, values, entropy)
 
 
+@torch.no_grad()
+def score_actor(batch: RolloutBatch, actor: PolicyModel, *, slices: Sequence[slice]) -> Tensor:
+    """The actor's logprobs of all response tokens, in its present mode: [batch, seq] float32.
+
+    Args:
+        batch: This rank's rows.
+        actor: Every rank calls it equally often.
+        slices: Rows of each forward pass, in order; they cover the batch.
+    """
+    return _score(actor, batch, slices=slices, entropy="none")[0]
+
+
 def _score(
     policy: PolicyModel, batch: RolloutBatch, *, slices: Sequence[slice], entropy: EntropyMode
 ) -> tuple[Tensor, Tensor | None]:

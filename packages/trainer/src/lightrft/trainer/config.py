@@ -221,6 +221,16 @@ class TrainConfig(StrategyConfig):
         False, "End the run after the step of an alarm, with a checkpoint.", group="monitoring"
     )
 
+    parity_check_steps: int = option(
+        0, "Compare engine and trainer logprobs in the first step and every N; 0: first only, "
+        "-1: never.",
+        group="monitoring", at_least=-1,
+    )  # fmt: skip
+    parity_limit: float | None = option(
+        None, "Mean distance of a logprob which that allows; unset depends on the dtype.",
+        group="monitoring", above=0,
+    )  # fmt: skip
+
     # Run
     output_dir: str = option(
         "lightrft_run", "Folder for everything that the run writes.", group="run"

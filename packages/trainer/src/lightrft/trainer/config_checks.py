@@ -236,6 +236,7 @@ def idle_options(config: TrainConfig) -> list[str]:
             ("micro_train_batch_size", "micro_rollout_batch_size"),
         ),
         (config.save_trajectories, "save_trajectories", ("num_trajectories_to_save",)),
+        (config.parity_check_steps >= 0, "parity_check_steps >= 0", ("parity_limit",)),
     )
     return [
         f"{name} acts only with {needed}"

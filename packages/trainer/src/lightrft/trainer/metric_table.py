@@ -94,6 +94,26 @@ _ROWS = (
         "nats",
         "Largest distance between the engine's and the trainer's logprobs of a token.",
     ),
+    MetricRow(
+        "logprob_diff_exp", "", "Mean of exp(distance) of those logprobs; 1 is equality.", high=1.05
+    ),
+    MetricRow("mismatch_kl_k1", "nats", "KL of the engine's law from the trainer's, estimator k1."),
+    MetricRow("mismatch_kl_k3", "nats", "The same, estimator k3.", high=0.01),
+    MetricRow(
+        "logprob_pearson",
+        "",
+        "Correlation of the engine's and the trainer's logprobs.",
+        low=0.99,
+    ),
+    MetricRow(
+        "sequence_log_ratio_min",
+        "nats",
+        "Smallest log probability ratio of a response, trainer to engine.",
+    ),
+    MetricRow("sequence_log_ratio_max", "nats", "Largest such ratio."),
+    MetricRow(
+        "sequence_diff_max", "nats", "Largest mean distance of the logprobs of one response."
+    ),
     MetricRow("policy_loss", "", "Loss of the policy, mean over the optimizer steps."),
     MetricRow("ratio_mean", "", "Mean probability ratio of new to old policy.", 0.5, 2.0),
     MetricRow("ratio_max", "", "Largest probability ratio of new to old policy."),

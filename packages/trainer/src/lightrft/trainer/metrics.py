@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 
     from lightrft.strategy.strategy_base import StrategyBase
 
-Reduction = Literal["sum", "max"]
+Reduction = Literal["sum", "max", "min"]
 """How one accumulated number joins over micro batches and ranks."""
+_JOINS: dict[Reduction, Callable[[Tensor], Tensor]] = {
+    "sum": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
+}
 
 
 class StepMetrics:
@@ -76,6 +81,13 @@ class StepMetrics:
         value = _detached(value)
         self._values[key] = value if known is None else _larger(known, value)
 
+    def add_min(self, name: str, value: float | Tensor) -> None:
+        """The smallest value over micro batches, optimizer steps and ranks; inf means no value."""
+        key: tuple[str, Reduction] = (name, "min")
+        known = self._values.get(key)
+        value = _detached(value)
+        self._values[key] = value if known is None else -_larger(-known, -value)
+
     def reduce(self, strategy: StrategyBase) -> dict[str, float]:
         """Joins the metrics of all ranks with one collective.
 
@@ -85,14 +97,11 @@ class StepMetrics:
         keys = sorted(self._values)
         local = torch.tensor([float(self._values[key]) for key in keys], dtype=torch.float64)
         rows = strategy.all_gather(local).reshape(-1, len(keys))  # [ranks, keys]
-        joined = {
-            key: float(rows[:, column].sum() if key[1] == "sum" else rows[:, column].max())
-            for column, key in enumerate(keys)
-        }
+        joined = {key: float(_JOINS[key[1]](rows[:, column])) for column, key in enumerate(keys)}
         metrics = {
             name: value
             for (name, kind), value in joined.items()
-            if kind == "max" and value != -math.inf
+            if (kind, value) not in (("max", -math.inf), ("min", math.inf)) and kind != "sum"
         }
         for name in self._means:
             count = joined[f"{name}/count", "sum"]

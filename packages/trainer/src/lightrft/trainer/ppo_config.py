@@ -79,6 +79,8 @@ class PPOKeywords(TypedDict, total=False):
     alarm_length: float | None
     alarm_reward_std: float | None
     stop_on_alarm: bool
+    parity_check_steps: int
+    parity_limit: float | None
     micro_batch_tokens: int | None
     max_steps: int | None
     ckpt_path: str | None
@@ -155,6 +157,8 @@ class PPOConfig:
     alarm_length: float | None = None
     alarm_reward_std: float | None = None
     stop_on_alarm: bool = False
+    parity_check_steps: int = 0
+    parity_limit: float | None = None
     micro_batch_tokens: int | None = None
     max_steps: int | None = None
     ckpt_path: str | None = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Unpack
 
-from lightrft.experience.forward import ForwardModels
+from lightrft.experience.collate import micro_slices
+from lightrft.experience.forward import ForwardModels, score_actor
 from lightrft.experience.maker import ExperienceMaker, StepExperience
 from lightrft.trainer import algorithm
 from lightrft.trainer.construction import (
@@ -18,6 +19,7 @@ from lightrft.trainer.construction import (
 )
 from lightrft.trainer.loggers import ConsoleLogger, LoggerGroup
 from lightrft.trainer.metrics import StepMetrics
+from lightrft.trainer.parity import check_parity
 from lightrft.trainer.ppo_config import PPOKeywords, resolve_ppo_config
 from lightrft.trainer.prompts import check_lengths
 from lightrft.trainer.run_control import RunControl
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from lightrft.strategy.prepared import PreparedModel
     from lightrft.strategy.strategy_base import StrategyBase
     from lightrft.trainer.loggers import MetricsLogger
+    from lightrft.trainer.parity import ParityReport
     from lightrft.trainer.prompts import PromptBatches, PromptStream
     from lightrft.trainer.samples import SampleLog
     from lightrft.trainer.trajectories import TrajectoryLog
@@ -130,6 +133,7 @@ class SPMDPPOTrainerBase(RunControl):
         self._prompts_dataloader = prompts_dataloader
         self._stream: PromptStream | None = None
         self._experience: StepExperience | None = None
+        self._is_first_step = True
         self._sample_log, self._trajectory_log = sample_log, trajectory_log
         self._is_deterministic = is_deterministic(strategy.unwrap_model(self._actor.model))
         if loggers is None:
@@ -208,11 +212,51 @@ class SPMDPPOTrainerBase(RunControl):
             next_prompts=self._next_prompts(),
             defers_actor=self._defers_actor(),
         )
+        if self._parity_is_due():
+            self.check_parity()
         if self._sample_log is not None and self.strategy.is_rank_0():
             self._sample_log.log(self.state.num_steps + 1, self._experience.scored)
         if self._trajectory_log is not None and self.strategy.is_rank_0():
             self._trajectory_log.log(self.state.num_steps + 1, self._experience, self.tokenizer)
         return self._experience.batch
+
+    def _parity_is_due(self) -> bool:
+        every = self.config.parity_check_steps
+        is_first, self._is_first_step = self._is_first_step, False
+        return every >= 0 and (is_first or (every > 0 and (self.state.num_steps + 1) % every == 0))
+
+    def check_parity(self) -> ParityReport | None:
+        """Compares the engine's logprobs of the experience with the trainer's; collective.
+
+        To be called between `make_experience` and `ppo_train`.
+
+        Returns:
+            What was found; None if the engine does not compute the trainer's model.
+
+        Raises:
+            RuntimeError: There is no experience.
+            ParityError: They differ by more than rounding explains.
+        """
+        step, engine = self._experience, self.strategy.inference_engine
+        if step is None:
+            raise RuntimeError("check_parity compares samples: call make_experience() before it")
+        if engine is None or not engine.computes_model:
+            return None
+        rollouts = step.batch.rollouts
+        logprobs = step.batch.outputs.old_logprobs
+        if logprobs is None:
+            rows = micro_slices(0, len(rollouts.rewards), self.config.micro_rollout_batch_size)
+            with step.meter.stage("forward"):
+                logprobs = score_actor(rollouts, self.actor, slices=rows)
+        report = check_parity(
+            rollouts,
+            logprobs,
+            self.actor,
+            strategy=self.strategy,
+            mean_limit=self.config.parity_limit,
+        )
+        self.strategy.print(report.summary())
+        return report
 
     def _defers_actor(self) -> bool:
         """Whether nobody needs the old logprobs before the one update that computes them too."""

@@ -9,6 +9,7 @@ import torch
 
 from lightrft.algorithms import estimate_kl
 from lightrft.trainer.metric_table import STAGES
+from lightrft.trainer.mismatch import record_mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -190,8 +191,8 @@ def record_policy(
 ) -> None:
     """Adds what the policy at the start of the step says: entropy, KL, and the engine's logprobs.
 
-    `logprob_diff_*` compare the engine's logprobs with the trainer's, raw, over all response
-    tokens for which both follow the same law.
+    What `record_mismatch` adds is taken over all response tokens whose logprobs follow the same
+    law in engine and trainer.
 
     Args:
         old_logprobs, entropy, ref_logprobs: [batch, seq]; None where there is none.
@@ -203,10 +204,7 @@ def record_policy(
     if entropy is not None:
         metrics.add_masked_mean("entropy", entropy, mask)
     if rollouts.compared_mask is not None:
-        difference = (rollouts.rollout_logprobs - old_logprobs).abs()
-        compared = torch.where(rollouts.compared_mask, difference, -torch.inf)
-        metrics.add_masked_mean("logprob_diff_mean", difference, rollouts.compared_mask)
-        metrics.add_max("logprob_diff_max", compared.max())
+        record_mismatch(rollouts.rollout_logprobs, old_logprobs, rollouts.compared_mask, metrics)
     if ref_logprobs is not None:
         kl = estimate_kl(
             old_logprobs, ref_logprobs, mask, estimator=kl_estimator, old_logprobs=old_logprobs

@@ -1,0 +1,107 @@
+"""Raw differences between the engine's and the trainer's logprobs against a plain loop."""
+
+import math
+
+import pytest
+import torch
+
+from lightrft.strategy import get_fake_strategy
+from lightrft.trainer.metrics import StepMetrics
+from lightrft.trainer.mismatch import record_mismatch
+
+
+def recorded(*parts):
+    metrics = StepMetrics()
+    for rollout, trainer, mask in parts:
+        record_mismatch(rollout, trainer, mask, metrics)
+    return metrics.reduce(get_fake_strategy())
+
+
+def slow(rollout, trainer, mask):
+    """Every number from its definition, one token after the other."""
+    rows = [
+        [(r, t) for r, t, m in zip(*row, strict=True) if m]
+        for row in zip(rollout.tolist(), trainer.tolist(), mask.tolist(), strict=True)
+    ]
+    pairs = [pair for row in rows for pair in row]
+    differences = [r - t for r, t in pairs]
+    count = len(pairs)
+    mean_r = sum(r for r, _ in pairs) / count
+    mean_t = sum(t for _, t in pairs) / count
+    covariance = sum((r - mean_r) * (t - mean_t) for r, t in pairs)
+    spread_r = sum((r - mean_r) ** 2 for r, _ in pairs)
+    spread_t = sum((t - mean_t) ** 2 for _, t in pairs)
+    ratios = [sum(t - r for r, t in row) for row in rows if row]
+    return {
+        "logprob_diff_mean": sum(map(abs, differences)) / count,
+        "logprob_diff_max": max(map(abs, differences)),
+        "logprob_diff_exp": sum(math.exp(abs(d)) for d in differences) / count,
+        "mismatch_kl_k1": sum(differences) / count,
+        "mismatch_kl_k3": sum(math.exp(-d) - 1 + d for d in differences) / count,
+        "logprob_pearson": covariance / math.sqrt(spread_r * spread_t),
+        "sequence_log_ratio_min": min(ratios),
+        "sequence_log_ratio_max": max(ratios),
+        "sequence_diff_max": max(sum(abs(r - t) for r, t in row) / len(row) for row in rows if row),
+    }
+
+
+@pytest.fixture
+def rows():
+    torch.manual_seed(5)
+    rollout = -3 * torch.rand(6, 9)
+    trainer = rollout + 0.3 * torch.randn(6, 9)
+    mask = torch.rand(6, 9) < 0.6
+    mask[2] = False
+    return rollout, trainer, mask
+
+
+def test_numbers_are_those_of_their_definitions(rows):
+    assert recorded(rows) == pytest.approx(slow(*rows), rel=1e-6)
+
+
+def test_micro_batches_join_exactly(rows):
+    parts = [tuple(part[i : i + 2] for part in rows) for i in (0, 2, 4)]
+    assert recorded(*parts) == pytest.approx(recorded(rows), rel=1e-12)
+
+
+def test_the_estimators_tell_the_divergence_of_two_laws():
+    torch.manual_seed(1)
+    laws = torch.randn(2, 20).double().log_softmax(-1)
+    tokens = torch.multinomial(laws[0].exp(), 200_000, replacement=True)
+    rollout, trainer = laws[0][tokens][None], laws[1][tokens][None]
+    divergence = float((laws[0].exp() * (laws[0] - laws[1])).sum())
+    found = recorded((rollout, trainer, torch.ones_like(rollout, dtype=torch.bool)))
+    assert found["mismatch_kl_k1"] == pytest.approx(divergence, rel=0.03)
+    assert found["mismatch_kl_k3"] == pytest.approx(divergence, rel=0.03)
+
+
+def test_nothing_is_clipped_and_nothing_outside_the_mask_counts():
+    rollout = torch.tensor([[0.0, -1.0, -50.0, float("nan")]])
+    trainer = torch.tensor([[0.0, -41.0, -2.0, 7.0]])
+    mask = torch.tensor([[False, True, True, False]])
+    found = recorded((rollout, trainer, mask))
+    assert found["logprob_diff_max"] == 48
+    assert found["mismatch_kl_k3"] == pytest.approx(
+        (math.exp(-40.0) - 1 + 40.0 + math.exp(48.0) - 1 - 48.0) / 2
+    )
+    assert found["sequence_log_ratio_max"] == found["sequence_log_ratio_min"] == 8
+
+
+def test_a_logprob_that_is_not_a_number_is_seen():
+    rollout, trainer = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, float("nan")]])
+    found = recorded((rollout, trainer, torch.ones(1, 2, dtype=torch.bool)))
+    assert math.isnan(found["logprob_diff_max"])
+    assert math.isnan(found["logprob_diff_mean"])
+    assert math.isnan(found["sequence_diff_max"])
+
+
+def test_a_step_without_comparable_tokens_has_no_such_metrics():
+    zeros = torch.zeros(2, 3)
+    assert recorded((zeros, zeros, torch.zeros(2, 3, dtype=torch.bool))) == {}
+
+
+def test_constant_logprobs_have_no_correlation():
+    ones = torch.ones(2, 3)
+    found = recorded((-ones, -ones, torch.ones(2, 3, dtype=torch.bool)))
+    assert "logprob_pearson" not in found
+    assert found["logprob_diff_exp"] == 1.0

@@ -1,0 +1,215 @@
+"""The gate that compares engine and trainer logprobs before the first update."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from lightrft.cli.errors import ExitCode, exit_code_of
+from lightrft.engines import EngineConfig
+from lightrft.engines.hf.engine import HFEngine
+from lightrft.strategy.testing import run_multiprocess
+from lightrft.trainer.parity import (
+    PARITY_LIMITS,
+    ParityError,
+    compare_logprobs,
+    parity_limits,
+)
+
+Q_PROJ = "model.layers.1.self_attn.q_proj"
+
+
+class TransposesEngine(HFEngine):
+    """Fault: one square matrix lies in the engine with rows and columns exchanged."""
+
+    def alias_weights(self, tensors) -> bool:
+        del tensors
+        return False
+
+    def load_weights(self, pieces) -> None:
+        super().load_weights(
+            [
+                dataclasses.replace(piece, tensor=piece.tensor.view(piece.shape).T.reshape(-1))
+                if piece.name == f"{Q_PROJ}.weight"
+                else piece
+                for piece in pieces
+            ]
+        )
+
+
+def plant(strategy, actor, engine_class=TransposesEngine):
+    """Gives the strategy an engine with a fault."""
+    module = strategy.unwrap_model(actor).model
+    strategy.inference_engine = engine_class(EngineConfig("hf", ""), module=module)
+    strategy.update_engine_weights(actor)
+
+
+def faulty_world(build_world, **options):
+    world = build_world(args={"verify_weight_sync": False}, **options)
+    plant(world.strategy, world.trainer.actor)
+    return world
+
+
+def test_the_first_step_is_compared_and_told(build_world, capsys):
+    world = build_world()
+    capsys.readouterr()
+    world.trainer.make_experience()
+    first = capsys.readouterr().out
+    assert "parity: engine and trainer logprobs of " in first
+    world.trainer.ppo_train(1)
+    world.trainer.make_experience()
+    assert "parity" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, [1]), (2, [1, 2, 4]), (-1, [])])
+def test_the_comparison_follows_its_schedule(build_world, monkeypatch, every, expected):
+    world = build_world(parity_check_steps=every, num_prompts=16)
+    compared = []
+    check = type(world.trainer).check_parity
+
+    def counted(trainer):
+        compared.append(trainer.state.num_steps + 1)
+        return check(trainer)
+
+    monkeypatch.setattr(type(world.trainer), "check_parity", counted)
+    for step in range(1, 5):
+        world.trainer.make_experience()
+        world.trainer.ppo_train(step)
+    assert compared == expected
+
+
+def test_the_comparison_changes_no_bit_of_the_step(build_world):
+    weights = []
+    for every in (-1, 1):
+        world = build_world(
+            parity_check_steps=every, train_batch_size=16, args={"train_batch_size": 16}
+        )
+        world.trainer.make_experience()
+        world.trainer.ppo_train(1)
+        weights.append(world.weights())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("batch_size", [8, 16], ids=["forward-first", "forward-deferred"])
+def test_a_transposed_matrix_ends_the_run_and_its_layer_is_named(build_world, batch_size):
+    world = faulty_world(build_world, train_batch_size=batch_size)
+    with pytest.raises(ParityError) as caught:
+        world.trainer.make_experience()
+    text = str(caught.value)
+    assert f"outputs differ first in {Q_PROJ} " in text
+    assert "worst token: sample " in text
+    assert "in the mean" in text
+    assert exit_code_of(caught.value) == ExitCode.VERIFICATION == 8
+
+
+def test_without_the_gate_the_fault_is_seen_in_the_metrics_only(build_world):
+    world = faulty_world(build_world, parity_check_steps=-1)
+    world.trainer.make_experience()
+    metrics = world.trainer.ppo_train(1)
+    assert metrics["logprob_diff_mean"] > PARITY_LIMITS[torch.float32].mean
+    assert metrics["sequence_diff_max"] > metrics["logprob_diff_mean"]
+    healthy = build_world(parity_check_steps=-1)
+    healthy.trainer.make_experience()
+    assert healthy.trainer.ppo_train(1)["logprob_diff_mean"] < 1e-5
+
+
+def test_a_wider_limit_lets_the_fault_pass(build_world):
+    world = faulty_world(build_world, parity_limit=50.0)
+    world.trainer.make_experience()
+
+
+class StaleSamplesEngine(HFEngine):
+    """Fault: what it samples comes with the logprobs of other weights."""
+
+    def generate(self, requests, sampling_params):
+        return [
+            dataclasses.replace(
+                completion, output_logprobs=tuple(x - 0.5 for x in completion.output_logprobs)
+            )
+            for completion in super().generate(requests, sampling_params)
+        ]
+
+
+def test_a_fault_that_leaves_the_layers_equal_is_told_apart(build_world):
+    world = build_world(args={"verify_weight_sync": False})
+    plant(world.strategy, world.trainer.actor, StaleSamplesEngine)
+    with pytest.raises(ParityError, match="layers: all agree when the row is computed again"):
+        world.trainer.make_experience()
+
+
+def test_an_engine_that_computes_no_model_is_not_compared(build_world, capsys):
+    world = build_world(engine="fake")
+    world.trainer.make_experience()
+    assert world.trainer.check_parity() is None
+    assert "parity" not in capsys.readouterr().out
+
+
+def test_truncated_laws_have_nothing_to_compare(build_world, capsys):
+    world = build_world(top_p=0.5)
+    world.trainer.make_experience()
+    assert "parity: no token whose logprobs follow the same law" in capsys.readouterr().out
+
+
+def test_a_check_needs_samples(build_world):
+    with pytest.raises(RuntimeError, match="make_experience"):
+        build_world().trainer.check_parity()
+
+
+def test_logprobs_that_are_not_numbers_never_pass(build_world):
+    world = build_world()
+    batch = world.trainer.make_experience().rollouts
+    logprobs = torch.where(batch.compared_mask, float("nan"), batch.rollout_logprobs)
+    report = compare_logprobs(
+        batch, logprobs, limits=PARITY_LIMITS[torch.float32], strategy=world.strategy
+    )
+    assert not report.holds
+
+
+def test_the_coarsest_dtype_sets_the_limit():
+    assert parity_limits([torch.float32]).mean == 1e-4
+    assert parity_limits([torch.float32, torch.bfloat16]).mean == 0.05
+    assert parity_limits([torch.bfloat16, torch.int8]).mean == 0.2
+
+
+def gate_over_ranks(rank, world_size):
+    """Two ranks with a sharded actor; only the engine of rank 1 has the fault."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from lightrft.experience.types import RolloutBatch
+    from lightrft.models import Actor
+    from lightrft.strategy import get_strategy
+    from lightrft.trainer.parity import check_parity
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, vocab_size=97, initializer_range=0.1,
+        tie_word_embeddings=True, max_position_embeddings=64,
+    )  # fmt: skip
+    strategy = get_strategy({"fsdp": True, "bf16": False, "verify_weight_sync": False})
+    actor = strategy.prepare_model(Actor(Qwen3ForCausalLM(config)))
+    plant(strategy, actor, TransposesEngine if rank == 1 else HFEngine)
+    tokens = torch.arange(12).remainder(90).view(1, 12) + 2
+    logprobs = torch.tensor([strategy.inference_engine.score(tokens[0].tolist())])
+    mask = torch.arange(12).view(1, 12) >= 4
+    batch = RolloutBatch(
+        token_ids=tokens, attention_mask=torch.ones_like(mask), response_mask=mask,
+        rollout_logprobs=logprobs, rewards=torch.zeros(1), group_ids=torch.zeros(1).long(),
+        sample_ids=torch.tensor([10 + rank]), model_inputs={}, temperature=1.0, compared_mask=mask,
+    )  # fmt: skip
+    own = actor(tokens, torch.ones_like(tokens)).logprobs.detach()
+    try:
+        check_parity(batch, own, actor, strategy=strategy)
+    except ParityError as error:
+        return str(error)
+    return "passed"
+
+
+@pytest.mark.multiprocess
+def test_a_fault_in_one_ranks_engine_ends_all_ranks_alike():
+    texts = run_multiprocess(gate_over_ranks, 2, timeout_seconds=240)
+    assert texts[0] == texts[1]
+    assert "worst token: sample 11," in texts[0]
+    assert f"outputs differ first in {Q_PROJ} " in texts[0]
