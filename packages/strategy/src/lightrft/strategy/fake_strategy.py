@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file, save_file
 
+from lightrft.strategy.adapted_model import gathered_dtype
 from lightrft.strategy.checkpoints import SaveRequest, find_checkpoint, write_checkpoint
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed import ALONE, Group
@@ -242,13 +243,13 @@ class FakeStrategy(StrategyBase):
     def save_model(self, model: AnyModel, tokenizer: object | None, output_dir: str) -> None:
         """Writes the model in Hugging Face format; see `StrategyBase.save_model`."""
         module = self.unwrap_model(model)
-        tied = tied_parameter_names(module)
+        tied, dtype = tied_parameter_names(module), gathered_dtype(module, self._compute_dtype)
         state = {
-            name: as_saved(value, self._compute_dtype)
+            name: as_saved(value, dtype)
             for name, value in module.state_dict().items()
             if name not in tied
         }
-        save_gathered_model(module, state, tokenizer, Path(output_dir))
+        save_gathered_model(module, state, tokenizer, Path(output_dir), dtype=self._compute_dtype)
 
     def load_model(self, model: AnyModel, path: str, strict: bool = True) -> None:
         """Reads full weights; see `StrategyBase.load_model`."""

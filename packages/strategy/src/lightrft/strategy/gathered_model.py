@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from lightrft.strategy.adapted_model import exported_state
 from lightrft.strategy.parameter_source import tied_parameter_names
 from lightrft.strategy.whole_model import WEIGHTS_NAME, SavesPretrained
 
@@ -38,6 +39,8 @@ def save_gathered_model(
     state: Mapping[str, Tensor],
     tokenizer: object | None,
     folder: Path,
+    *,
+    dtype: torch.dtype,
 ) -> None:
     """Write full values in Hugging Face format; to be called on one rank.
 
@@ -47,9 +50,11 @@ def save_gathered_model(
 
     Args:
         module: The actor, critic or bare model; only its configuration and names are read.
-        state: Full CPU tensors by name in `module`, tied ones under their first name.
+        state: Full CPU tensors by name in `module`, tied ones under their first name, in
+            `adapted_model.gathered_dtype`.
         tokenizer: Written beside it; None writes none.
         folder: Created if needed.
+        dtype: Of the floating point values of the files.
 
     Raises:
         TypeError: The tokenizer cannot be saved.
@@ -59,6 +64,7 @@ def save_gathered_model(
     if tokenizer is not None and not isinstance(tokenizer, SavesPretrained):
         raise TypeError(f"cannot save a tokenizer of type {type(tokenizer).__name__}")
     folder.mkdir(parents=True, exist_ok=True)
+    state = exported_state(module, state, dtype)
     prefix = pretrained_prefix(module)
     if prefix is None:
         save_file(dict(state), folder / WEIGHTS_NAME)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightrft.kernels import BucketLayout, TensorSpec
+from lightrft.strategy.adapted_model import engine_source
 from lightrft.strategy.parameter_source import ParameterSource, SourceParameter
 from lightrft.strategy.prepared import inner_module, wrapped_module
 from lightrft.strategy.weight_accounting import (
@@ -368,7 +369,7 @@ def sync_engine_weights(
     sync.allow_alias = allow_alias
     sync.world = strategy.world_group
     model = wrapped_module(actor)
-    source = strategy.parameter_source(model)
+    source = engine_source(inner_module(model), strategy.parameter_source(model))
     canary = None
     if config.verify_weight_sync:
         canary = actor_canary(

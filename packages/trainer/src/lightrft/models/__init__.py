@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         load_trunk,
         save_pretrained,
     )
+    from lightrft.models.lora import LoraActor, LoraSettings
     from lightrft.models.logprobs import entropy_from_logits, logprobs_from_logits
     from lightrft.models.presets import byte_level_tokenizer, write_tiny_model
     from lightrft.models.types import ActorOutput, EntropyMode, PolicyModel, ValueModel
@@ -28,6 +29,8 @@ _MODULES = {
     "Critic": "critic",
     "EntropyMode": "types",
     "LinearLogprobHead": "head",
+    "LoraActor": "lora",
+    "LoraSettings": "lora",
     "ModelLoadError": "loading",
     "PolicyModel": "types",
     "TokenLayout": "layout",
@@ -49,6 +52,8 @@ __all__ = [
     "Critic",
     "EntropyMode",
     "LinearLogprobHead",
+    "LoraActor",
+    "LoraSettings",
     "ModelLoadError",
     "PolicyModel",
     "TokenLayout",

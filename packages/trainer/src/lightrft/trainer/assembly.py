@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.datasets import collate_prompts, load_prompts
-from lightrft.models import Actor, Critic, load_tokenizer
+from lightrft.models import Actor, Critic, LoraActor, LoraSettings, load_tokenizer
 from lightrft.rewards import RewardSettings, build_reward
 from lightrft.strategy import get_strategy
 from lightrft.strategy.config import ConfigError
@@ -239,13 +239,13 @@ def build_models(config: TrainConfig, strategy: StrategyBase, max_steps: int) ->
     critic: Critic | None = None
     reference: Actor | None = None
     with strategy.init_model_context():
-        actor = _load_actor(path, config)
+        actor = _load_policy(path, config)
         if config.has_critic:
             critic_path = config.critic_pretrain
             critic = Critic.from_pretrained(critic_path if isinstance(critic_path, str) else path)
         if config.init_kl_coef > 0:
             reference = _load_actor(path, config)
-        average = _load_actor(path, config) if config.enable_ema else None
+        average = _load_policy(path, config) if config.enable_ema else None
     if config.gradient_checkpointing:
         actor.gradient_checkpointing_enable()
         if critic is not None:
@@ -258,6 +258,24 @@ def build_models(config: TrainConfig, strategy: StrategyBase, max_steps: int) ->
         critic=None if critic is None else ready_critic,
         reference=ready_reference,
         average=None if average is None else strategy.prepare_model(average),
+    )
+
+
+def _load_policy(path: str, config: TrainConfig) -> Actor:
+    """The trained actor: with adapters where they are what is trained."""
+    if config.lora_rank == 0:
+        return _load_actor(path, config)
+    return LoraActor.from_pretrained(
+        path,
+        lora=LoraSettings(
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            dropout=config.lora_dropout,
+            target_modules=config.target_modules,
+            seed=config.seed,
+        ),
+        fused_linear_logprob=config.fused_linear_logprob,
+        chunk_size=config.chunk_size,
     )
 
 

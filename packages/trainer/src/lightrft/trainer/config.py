@@ -197,6 +197,22 @@ class TrainConfig(StrategyConfig):
         at_most=1,
     )  # fmt: skip
 
+    lora_rank: int = option(
+        0, "Train adapters of this rank on the actor instead of its weights; 0 trains the weights.",
+        group="training", at_least=0,
+    )  # fmt: skip
+    lora_alpha: float = option(
+        16.0, "Adapters count lora_alpha / lora_rank.", group="training", above=0
+    )
+    lora_dropout: float = option(
+        0.0, "Probability of leaving an input of an adapter out.", group="training", at_least=0,
+        at_most=0.99,
+    )  # fmt: skip
+    target_modules: tuple[str, ...] = option(
+        ("all-linear",), "Layers that get adapters: names of linear layers, or all-linear.",
+        group="training",
+    )  # fmt: skip
+
     micro_batch_tokens: int | None = option(
         None, "Cut micro-batches by this many tokens, padding included, instead of by rows.",
         group="training", at_least=1,

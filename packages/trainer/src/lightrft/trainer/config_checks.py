@@ -230,6 +230,7 @@ def idle_options(config: TrainConfig) -> list[str]:
             ("high_entropy_scope",),
         ),
         (config.enable_ema, "enable_ema", ("ema_beta",)),
+        (config.lora_rank > 0, "lora_rank > 0", ("lora_alpha", "lora_dropout", "target_modules")),
         (
             config.micro_batch_tokens is None,
             "no micro_batch_tokens",

@@ -14,7 +14,6 @@ _METRICS = "metrics go to OUTPUT_DIR/metrics.jsonl"
 _REWARD = "use --reward_fn FILE.py:FUNCTION"
 _TRACE = "use --save_trajectories, which writes trajectories.jsonl"
 _VISION = "only text models are trained yet"
-_ADAPTERS = "all weights are trained; adapters are not available yet"
 _PTX = "mixing in a pre-training loss is not available yet"
 _FILES = "give one local file by --prompt_data or --eval_data"
 
@@ -32,7 +31,7 @@ UNAVAILABLE: dict[str, str] = {
     "normalize_advantages": "--policy_loss gspo always works this way",
     "use_sequence_rewards": "--policy_loss gspo always works this way",
     "normalize_reward_for_critic": "scale the reward in your reward function",
-    "freeze_prefix": "all weights are trained",
+    "freeze_prefix": "all weights are trained, or with --lora_rank the adapters",
     "save_value_network": "the critic is part of every checkpoint",
     "actor_init_on_gpu": "weights are loaded on the device they are trained on",
     "flash_attn": "attention is torch's scaled_dot_product_attention",
@@ -46,11 +45,7 @@ UNAVAILABLE: dict[str, str] = {
     "limit_mm_image_per_prompt": _VISION,
     "meta_init": "models are initialised from their checkpoint",
     "initial_model_shard_size": "the reference model is sharded over all processes",
-    "load_in_4bit": _ADAPTERS,
-    "lora_rank": _ADAPTERS,
-    "lora_alpha": _ADAPTERS,
-    "lora_dropout": _ADAPTERS,
-    "target_modules": _ADAPTERS,
+    "load_in_4bit": "weights are never quantised in training",
     "reward_pretrain": "reward models are not available yet; " + _REWARD,
     "rm_use_engine": "reward models are not available yet; " + _REWARD,
     "rm_engine_cudagraph": "reward models are not available yet; " + _REWARD,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightrft.strategy.adapted_model import gathered_dtype
 from lightrft.strategy.checkpoints import (
     RankGroup,
     SaveRequest,
@@ -345,9 +346,12 @@ class DeepspeedStrategy(StrategyBase):
         module = self.unwrap_model(model)
         is_writer = self.get_rank() == 0
         with phase("save a model", self._timeout):
-            state = training_state.gather_module(module, self.compute_dtype, keeps=is_writer)
+            dtype = gathered_dtype(module, self.compute_dtype)
+            state = training_state.gather_module(module, dtype, keeps=is_writer)
             self._ranks.on_first(
-                lambda: save_gathered_model(module, state, tokenizer, Path(output_dir))
+                lambda: save_gathered_model(
+                    module, state, tokenizer, Path(output_dir), dtype=self.compute_dtype
+                )
             )
 
     def load_model(self, model: AnyModel, path: str, strict: bool = True) -> None:

@@ -1,0 +1,272 @@
+"""Low-rank adapters on a frozen policy, by peft; the one module that imports it.
+
+    W' = W + s B A,  s = alpha / rank,  A [rank, in], B [out, rank], B = 0 at first
+
+The base weights are never modified: the sum is formed in the weight buckets of a sync and in the
+files of an export.
+
+Source: Hu et al. 2021, arXiv:2106.09685, eq. 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightrft.models.actor import Actor
+from lightrft.models.loading import load_causal_lm
+from lightrft.strategy.parameter_source import ModuleSource
+from lightrft.strategy.weight_verification import transfer_device
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from transformers import PreTrainedModel
+
+    from lightrft.strategy.parameter_source import ParameterSource, SourceParameter
+
+ALL_LINEAR = "all-linear"
+ADAPTER = "default"
+BASE = ".base_layer"
+FIRST, SECOND = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """Which layers get adapters, and of what size.
+
+    Args:
+        rank: Columns of B.
+        alpha: The product B A is multiplied by alpha / rank.
+        dropout: Probability with which an input of A is left out in training.
+        target_modules: Last parts of the names of linear layers, or ("all-linear",).
+        seed: Fixes A; every rank draws the same.
+
+    Raises:
+        ValueError: A number is out of range, or there are no targets.
+    """
+
+    rank: int
+    alpha: float = 16.0
+    dropout: float = 0.0
+    target_modules: tuple[str, ...] = (ALL_LINEAR,)
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        is_legal = self.rank >= 1 and self.alpha > 0 and 0 <= self.dropout < 1
+        if not is_legal or not self.target_modules:
+            raise ValueError(
+                "adapters need lora_rank >= 1, lora_alpha > 0, 0 <= lora_dropout < 1 and "
+                f"target_modules: got {self.rank}, {self.alpha}, {self.dropout} and "
+                f"{self.target_modules}"
+            )
+
+
+class LoraActor(Actor):
+    """An actor whose linear layers are frozen and carry trained adapters; see `Actor`.
+
+    Args:
+        model: A causal language model of transformers; it is changed in place.
+        lora: Which layers, and of what size.
+        fused_linear_logprob, chunk_size: As for `Actor`.
+
+    Raises:
+        ImportError: peft is not installed.
+        ValueError: A target names no linear layer of the model.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        lora: LoraSettings,
+        fused_linear_logprob: bool = False,
+        chunk_size: int = 4096,
+    ) -> None:
+        super().__init__(model, fused_linear_logprob=fused_linear_logprob, chunk_size=chunk_size)
+        self.lora = lora
+        _inject(model, lora)
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        path: str,
+        *,
+        lora: LoraSettings,
+        dtype: str = "float32",
+        attn_implementation: str = "sdpa",
+        fused_linear_logprob: bool = False,
+        chunk_size: int = 4096,
+    ) -> LoraActor:
+        """Loads a checkpoint and puts adapters on it; errors as for `Actor.from_pretrained`."""
+        model = load_causal_lm(path, dtype=dtype, attn_implementation=attn_implementation)
+        return cls(
+            model, lora=lora, fused_linear_logprob=fused_linear_logprob, chunk_size=chunk_size
+        )
+
+    def gradient_checkpointing_enable(self) -> None:
+        """See `Actor`; the inputs of the first block must carry gradients to its adapters."""
+        super().gradient_checkpointing_enable()
+        self.model.enable_input_require_grads()
+
+    @property
+    def scale(self) -> float:
+        """What the product of the two factors is multiplied by."""
+        return self.lora.alpha / self.lora.rank
+
+    def merged_source(self, source: ParameterSource) -> ParameterSource:
+        """See `lightrft.strategy.adapted_model.AdaptedModel`; one collective for all adapters."""
+        entries = source.parameters()
+        factors = _gather([entry for entry in entries if _is_factor(entry.checkpoint_name)], source)
+        adapted = {name.removesuffix(FIRST) for name in factors if name.endswith(FIRST)}
+        scale = self.scale
+
+        def add_local(name: str, start: int, values: Tensor) -> None:
+            layer = name.removesuffix(".weight")
+            if layer in adapted:
+                add_product(
+                    values, start, factors[layer + FIRST], factors[layer + SECOND], scale=scale
+                )
+
+        merged = tuple(
+            replace(
+                entry,
+                checkpoint_name=entry.checkpoint_name.replace(BASE, ""),
+                frozen=entry.frozen
+                and entry.checkpoint_name.removesuffix(f"{BASE}.weight") not in adapted,
+                is_aliasable=False,
+            )
+            for entry in entries
+            if not _is_factor(entry.checkpoint_name)
+        )
+        return ModuleSource(source.owner, merged, source.group, source.tied_names, add_local)
+
+    def merged_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `lightrft.strategy.adapted_model.AdaptedModel`."""
+        merged: dict[str, Tensor] = {}
+        for name, value in state.items():
+            if _is_factor(name):
+                continue
+            layer = name.removesuffix(f"{BASE}.weight")
+            first, second = state.get(layer + FIRST), state.get(layer + SECOND)
+            if name.endswith(f"{BASE}.weight") and first is not None and second is not None:
+                full = value.to(torch.float32, copy=True).reshape(-1)
+                add_product(full, 0, first, second, scale=self.scale)
+                value = full.view(value.shape)
+            merged[name.replace(BASE, "")] = value
+        return merged
+
+
+def add_product(values: Tensor, start: int, first: Tensor, second: Tensor, *, scale: float) -> None:
+    """Adds scale * (second @ first), flattened, from element `start` on, in place.
+
+    The sum over the rank runs in float64 in a fixed order, where products of float32 numbers are
+    exact: an element has the same bits whatever range it is computed in, on every device. Hashes
+    of the source and of what is sent rest on this.
+
+    Args:
+        values: [numel] float32.
+        start: Index of its first element in the flattened [out, in] product.
+        first: [rank, in].
+        second: [out, rank].
+        scale: Of the product.
+    """
+    width = first.shape[1]
+    first_row, stop = start // width, start + values.numel()
+    rows = second[first_row : -(-stop // width)].to(values.device, torch.float64)
+    columns = first.to(values.device, torch.float64)
+    product = torch.zeros(len(rows), width, dtype=torch.float64, device=values.device)
+    for k in range(len(columns)):
+        product.addcmul_(rows[:, k : k + 1], columns[k : k + 1])
+    offset = start - first_row * width
+    product.mul_(scale)
+    values.copy_(product.view(-1)[offset : offset + values.numel()].add_(values))
+
+
+def _inject(model: PreTrainedModel, lora: LoraSettings) -> None:
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ImportError(
+            "lora_rank > 0 needs the package peft: install it, or leave lora_rank out"
+        ) from error
+    names = target_layers(model, lora.target_modules)
+    model.requires_grad_(False)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft divides, whatever its type
+        lora_dropout=lora.dropout,
+        target_modules=names,
+        bias="none",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(lora.seed)
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    bound = [name for name, _ in model.named_parameters() if name.endswith(FIRST)]
+    if len(bound) != len(names):
+        raise ValueError(
+            f"peft put adapters on {len(bound)} of {len(names)} layers, e.g. not on "
+            f"{sorted(set(names) - {name.removesuffix(FIRST) for name in bound})[:3]}"
+        )
+
+
+def target_layers(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Names of the linear layers that the targets mean.
+
+    Raises:
+        ValueError: A target names no linear layer; the message lists the names there are.
+    """
+    linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    if ALL_LINEAR in targets:
+        chosen = set(linear)
+    else:
+        found = {t: {n for n in linear if n == t or n.endswith(f".{t}")} for t in targets}
+        unbound = [target for target, names in found.items() if not names]
+        if unbound:
+            known = sorted({name.rsplit(".", 1)[-1] for name in linear})
+            raise ValueError(
+                f"target_modules: no linear layer is called {', '.join(unbound)}; the model has "
+                f"{', '.join(known)}, or give {ALL_LINEAR}"
+            )
+        chosen = set().union(*found.values())
+    if not chosen:
+        raise ValueError(
+            f"target_modules: {type(model).__name__} has no linear layer for an adapter"
+        )
+    return sorted(chosen)
+
+
+def _is_factor(name: str) -> bool:
+    return name.endswith((FIRST, SECOND))
+
+
+def _gather(factors: Sequence[SourceParameter], source: ParameterSource) -> dict[str, Tensor]:
+    """All factors, whole and in float32, on every rank; one all-gather if any is sharded."""
+    sharded = [entry for entry in factors if entry.is_sharded]
+    full = {
+        entry.checkpoint_name: entry.local_shard.float().view(entry.shape)
+        for entry in factors
+        if not entry.is_sharded
+    }
+    if not sharded or source.group is None:
+        return full
+    num_ranks = dist.get_world_size(source.group)
+    sizes = [
+        [entry.shards[rank][1] - entry.shards[rank][0] for entry in sharded]
+        for rank in range(num_ranks)
+    ]
+    device = transfer_device(source.group)
+    own = torch.cat([entry.local_shard.float() for entry in sharded]).to(device)
+    padded = torch.zeros(max(map(sum, sizes)), device=device)
+    padded[: own.numel()] = own
+    parts = [torch.empty_like(padded) for _ in range(num_ranks)]
+    dist.all_gather(parts, padded, group=source.group)
+    pieces = [part[: sum(s)].split(s) for part, s in zip(parts, sizes, strict=True)]
+    for index, entry in enumerate(sharded):
+        whole = torch.cat([rank_pieces[index] for rank_pieces in pieces])
+        full[entry.checkpoint_name] = whole.view(entry.shape)
+    return full

@@ -1,0 +1,280 @@
+"""Adapters: bound, trained alone, merged exactly in the engine and in files, never in the base."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightrft.strategy.testing import run_multiprocess
+
+peft = pytest.importorskip("peft", reason="package peft is not installed")
+
+RANK, ALPHA = 3, 12.0
+
+
+def lora_actor(path, **options):
+    from lightrft.models.lora import LoraActor, LoraSettings
+
+    return LoraActor.from_pretrained(path, lora=LoraSettings(RANK, ALPHA, **options))
+
+
+def randomise_second_factors(actor):
+    """B is 0 at first: adapters that are never added would go unnoticed."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in actor.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+
+
+def merged_reference(actor):
+    """W + alpha / rank * B A in float64, under the checkpoint's names."""
+    values = {n: p.detach().double() for n, p in actor.model.named_parameters()}
+    merged = {}
+    for name, value in values.items():
+        if ".lora_" in name:
+            continue
+        layer = name.removesuffix(".base_layer.weight")
+        if name.endswith(".base_layer.weight"):
+            first = values[f"{layer}.lora_A.default.weight"]
+            second = values[f"{layer}.lora_B.default.weight"]
+            value = value + ALPHA / RANK * second @ first
+        merged[name.replace(".base_layer", "")] = value
+    return merged
+
+
+def tokens():
+    ids = torch.tensor([[5, 17, 60, 99, 3, 44, 71, 8]])
+    return ids, torch.ones_like(ids).bool()
+
+
+def merged_model(path, merged):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    missing, unexpected = model.load_state_dict(
+        {n: v.float() for n, v in merged.items()}, strict=False
+    )
+    assert not unexpected
+    assert all("lm_head" in name for name in missing)
+    return model.eval()
+
+
+def logprobs_of(model, ids):
+    return model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[0, :, 0].detach()
+
+
+def test_only_adapters_are_trained_and_dropout_only_acts_in_training(checkpoint):
+    actor = lora_actor(checkpoint)
+    trained = [n for n, p in actor.named_parameters() if p.requires_grad]
+    assert trained
+    assert all(".lora_A." in n or ".lora_B." in n for n in trained)
+    # All 7 linear layers of both blocks, and no output projection.
+    assert len(trained) == 2 * 7 * 2
+    ids, mask = tokens()
+    noisy = lora_actor(checkpoint, dropout=0.5)
+    randomise_second_factors(noisy)
+    assert not torch.equal(noisy(ids, mask).logprobs, noisy(ids, mask).logprobs)
+    noisy.eval()
+    assert torch.equal(noisy(ids, mask).logprobs, noisy(ids, mask).logprobs)
+
+
+def test_the_policy_equals_the_merged_model(checkpoint):
+    actor = lora_actor(checkpoint, target_modules=("q_proj", "down_proj"))
+    ids, mask = tokens()
+    before = actor(ids, mask).logprobs[0, 1:].detach()
+    randomise_second_factors(actor)
+    found = actor(ids, mask).logprobs[0, 1:].detach()
+    assert (found - before).abs().max() > 0.05
+    expected = logprobs_of(merged_model(checkpoint, merged_reference(actor)), ids)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+def test_a_target_that_binds_to_nothing_is_an_error(checkpoint):
+    with pytest.raises(ValueError, match=r"called q_projection; the model has .*q_proj"):
+        lora_actor(checkpoint, target_modules=("q_proj", "q_projection"))
+    with pytest.raises(ValueError, match="lora_rank >= 1"):
+        from lightrft.models.lora import LoraSettings
+
+        LoraSettings(0)
+
+
+def test_seed_fixes_the_factors_and_leaves_the_generator_alone(checkpoint):
+    torch.manual_seed(9)
+    first = lora_actor(checkpoint, seed=1)
+    drawn = torch.rand(())
+    torch.manual_seed(9)
+    second, third = lora_actor(checkpoint, seed=1), lora_actor(checkpoint, seed=2)
+    assert drawn == torch.rand(())
+    equal = [
+        torch.equal(p, q) for p, q in zip(first.parameters(), second.parameters(), strict=True)
+    ]
+    assert all(equal)
+    differs = [
+        not torch.equal(p, q) for p, q in zip(first.parameters(), third.parameters(), strict=True)
+    ]
+    assert any(differs)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 35), (3, 4), (6, 15), (34, 35), (7, 7), (0, 34)])
+def test_product_has_the_same_bits_in_every_range(start, stop):
+    from lightrft.models.lora import add_product
+
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(s, generator=generator) for s in ((3, 7), (5, 3)))
+    base = torch.randn(35, generator=generator)
+    whole, part = base.clone(), base[start:stop].clone()
+    add_product(whole, 0, first, second, scale=0.3)
+    add_product(part, start, first, second, scale=0.3)
+    assert torch.equal(part, whole[start:stop])
+    expected = base.double() + 0.3 * (second.double() @ first.double()).view(-1)
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-7, atol=1e-7)
+
+
+def settings(path, **options):
+    return {
+        "pretrain": path, "seed": 3, "train_batch_size": 4, "micro_train_batch_size": 2,
+        "actor_learning_rate": 0.02, "lr_warmup_ratio": 0.0, "engine_type": "hf", "bf16": False,
+        "enable_engine_sleep": False, **options,
+    }  # fmt: skip
+
+
+def loss_of(actor, rank):
+    ids = torch.arange(24).view(2, 12) * 5 % 97 + rank
+    return -actor(ids, torch.ones_like(ids).bool()).logprobs.mean()
+
+
+def train_twice(strategy, path, rank):
+    """Two optimizer steps; returns the ready actor."""
+    actor = lora_actor(path)
+    randomise_second_factors(actor)
+    ready, _, _, _ = strategy.prepare_models_and_optimizers(actor, None, None, None, None, 10)
+    for _ in range(2):
+        with strategy.accumulation(1, ready.optimizer):
+            strategy.backward(loss_of(ready.model, rank), ready.model, ready.optimizer)
+            strategy.optimizer_step(ready.optimizer, ready.model, ready.scheduler)
+    return ready
+
+
+def check_engine_and_file(strategy, ready, path, folder, base):
+    """The engine's greedy tokens, hash and file are those of the merged model."""
+    from lightrft.engines.types import GenerationRequest, SamplingParams
+
+    strategy.setup_inference_engine(None, "hf", actor=ready)
+    strategy.update_engine_weights(ready)
+    report = strategy.last_weight_sync
+    assert not report.is_aliased
+    prompt = (5, 17, 60)
+    (completion,) = strategy.gather_and_generate(
+        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True), [GenerationRequest(prompt)]
+    )
+    strategy.save_model(ready, None, folder)
+    from transformers import AutoModelForCausalLM
+
+    saved = AutoModelForCausalLM.from_pretrained(folder).eval()
+    full = dict(saved.named_parameters())
+    assert not any("lora" in name or "base_layer" in name for name in full)
+    moved = [n for n, p in full.items() if not torch.equal(p, base[n])]
+    assert moved
+    assert all("proj" in name for name in moved)
+    engine = dict(strategy.inference_engine.native.named_parameters())
+    assert all(torch.equal(p, engine[n]) for n, p in full.items())
+    ids = [*prompt]
+    for _ in range(6):
+        ids.append(int(saved(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert list(completion.output_token_ids) == ids[3:]
+    # A planted difference is another hash, and the next sync undoes it.
+    hashes = strategy.inference_engine.hash_parameters()
+    strategy.inference_engine.native.model.layers[0].self_attn.q_proj.weight.data[0, 0] += 1.0
+    assert hashes != strategy.inference_engine.hash_parameters()
+    strategy.update_engine_weights(ready)
+    assert hashes == strategy.inference_engine.hash_parameters()
+    return report, {name: value.detach().clone() for name, value in full.items()}
+
+
+def check_resume(strategy, ready, path, folder, rank):
+    """A checkpoint brings adapters and moments back: the next step is the same."""
+    strategy.save_ckpt(ready, folder, "first")
+    strategy.backward(loss_of(ready.model, rank), ready.model, ready.optimizer)
+    strategy.optimizer_step(ready.optimizer, ready.model, ready.scheduler)
+    after = shards(strategy, ready)
+    strategy.load_ckpt(ready, folder, "first")
+    assert any(not torch.equal(a, b) for a, b in zip(after, shards(strategy, ready), strict=True))
+    strategy.backward(loss_of(ready.model, rank), ready.model, ready.optimizer)
+    strategy.optimizer_step(ready.optimizer, ready.model, ready.scheduler)
+    assert all(torch.equal(a, b) for a, b in zip(after, shards(strategy, ready), strict=True))
+
+
+def shards(strategy, ready):
+    return [e.local_shard.clone() for e in strategy.parameter_source(ready).parameters()]
+
+
+def base_of(path):
+    from transformers import AutoModelForCausalLM
+
+    return dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
+
+
+def test_one_process_syncs_saves_and_resumes(checkpoint, tmp_path):
+    from lightrft.strategy import get_fake_strategy
+
+    config = SimpleNamespace(**settings(checkpoint, train_batch_size=2))
+    with get_fake_strategy(config) as strategy:
+        ready = train_twice(strategy, checkpoint, 0)
+        expected = merged_reference(strategy.unwrap_model(ready))
+        _, full = check_engine_and_file(
+            strategy, ready, checkpoint, str(tmp_path / "model"), base_of(checkpoint)
+        )
+        for name, value in full.items():
+            torch.testing.assert_close(value.double(), expected[name], rtol=1e-6, atol=1e-6)
+        frozen = {n: p for n, p in ready.model.named_parameters() if "base_layer" in n}
+        original = base_of(checkpoint)
+        for name, value in frozen.items():
+            stored = name.removeprefix("model.").replace(".base_layer", "")
+            assert torch.equal(value, original[stored])
+        check_resume(strategy, ready, checkpoint, str(tmp_path / "ckpt"), 0)
+
+
+BACKENDS = {
+    "fsdp2": {"fsdp": True},
+    "zero2": {"zero_stage": 2},
+    "zero3": {"zero_stage": 3},
+}
+
+
+def on_all_backends(rank, world_size, path, folder, names):
+    import torch.distributed as dist
+
+    from lightrft.strategy import get_strategy
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    results = {}
+    for name in names:
+        with get_strategy(SimpleNamespace(**settings(path, **BACKENDS[name]))) as strategy:
+            ready = train_twice(strategy, path, rank)
+            report, full = check_engine_and_file(
+                strategy, ready, path, f"{folder}/{name}", base_of(path)
+            )
+            results[name] = (report.num_payload_collectives, full)
+            check_resume(strategy, ready, path, f"{folder}/{name}_ckpt", rank)
+    return {n: (c, {k: v.numpy() for k, v in f.items()}) for n, (c, f) in results.items()}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.deepspeed
+def test_two_processes_agree_over_backends(checkpoints, tmp_path):
+    path = checkpoints["tiny-qwen3"]
+    first, second = run_multiprocess(
+        on_all_backends, 2, timeout_seconds=400, args=(path, str(tmp_path), tuple(BACKENDS))
+    )
+    reference = first["fsdp2"][1]
+    for name, (_, full) in first.items():
+        for key, value in full.items():
+            found = torch.from_numpy(value)
+            assert torch.equal(found, torch.from_numpy(second[name][1][key]))
+            expected = torch.from_numpy(reference[key])
+            # AdamW's first steps are signs: where a gradient is rounding, it may differ.
+            assert (found - expected).norm() <= 1e-3 * expected.norm(), (name, key)
