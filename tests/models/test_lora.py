@@ -108,10 +108,8 @@ def test_seed_fixes_the_factors_and_leaves_the_generator_alone(checkpoint):
     torch.manual_seed(9)
     second, third = lora_actor(checkpoint, seed=1), lora_actor(checkpoint, seed=2)
     assert drawn == torch.rand(())
-    equal = [
-        torch.equal(p, q) for p, q in zip(first.parameters(), second.parameters(), strict=True)
-    ]
-    assert all(equal)
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    assert all(torch.equal(p, q) for p, q in pairs)
     differs = [
         not torch.equal(p, q) for p, q in zip(first.parameters(), third.parameters(), strict=True)
     ]

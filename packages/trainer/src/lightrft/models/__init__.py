@@ -18,8 +18,8 @@ if TYPE_CHECKING:
         load_trunk,
         save_pretrained,
     )
-    from lightrft.models.lora import LoraActor, LoraSettings
     from lightrft.models.logprobs import entropy_from_logits, logprobs_from_logits
+    from lightrft.models.lora import LoraActor, LoraSettings
     from lightrft.models.presets import byte_level_tokenizer, write_tiny_model
     from lightrft.models.types import ActorOutput, EntropyMode, PolicyModel, ValueModel
 

@@ -11,17 +11,19 @@ from lightrft.models.head import LinearLogprobHead
 from lightrft.models.head_law import read_head_law
 from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import load_causal_lm
+from lightrft.models.routing import router_sums
 from lightrft.models.types import ActorOutput, EntropyMode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import MoeModelOutputWithPast
 
 # FSDP2 finds the tensors of a module's output, to hook the backward pass, by flattening it.
 pytree.register_pytree_node(
     ActorOutput,
-    lambda output: ([output.logprobs, output.entropy, output.aux_loss], None),
+    lambda output: ([output.logprobs, output.entropy, output.router_sums], None),
     lambda values, _: ActorOutput(*values),
 )
 
@@ -43,6 +45,8 @@ class Actor(nn.Module):
     """
 
     is_actor = True
+    sums_routers = False
+    """Whether outputs have `router_sums`."""
 
     def __init__(
         self,
@@ -106,7 +110,15 @@ class Actor(nn.Module):
             ValueError: Shapes differ, or `scored_mask` marks padding or a first token.
         """
         layout = TokenLayout.padded(token_ids, attention_mask, scored_mask)
-        hidden = run_trunk(self.model.base_model, token_ids, attention_mask, layout, model_inputs)
+        output = trunk_output(
+            self.model.base_model,
+            token_ids,
+            attention_mask,
+            layout,
+            model_inputs,
+            with_router_logits=self.sums_routers,
+        )
+        hidden: Tensor = output.last_hidden_state
         head = self.model.get_output_embeddings()
         logprobs, entropies = head(
             layout.select(hidden), layout.targets, temperature=temperature, entropy=entropy
@@ -114,7 +126,25 @@ class Actor(nn.Module):
         return ActorOutput(
             logprobs=layout.scatter(logprobs),
             entropy=None if entropies is None else layout.scatter(entropies),
+            router_sums=router_sums(
+                output.router_logits, attention_mask, top_k=self.config.num_experts_per_tok
+            )
+            if self.sums_routers
+            else None,
         )
+
+    def enable_router_sums(self) -> None:
+        """Adds to every output what the load of the experts is computed from.
+
+        Raises:
+            ValueError: The model has no experts.
+        """
+        if "output_router_logits" not in self.config.to_dict():
+            raise ValueError(
+                "aux_loss_coef balances experts: got a model without them "
+                f"({type(self.model).__name__}); leave aux_loss_coef out"
+            )
+        self.sums_routers = True
 
     @property
     def config(self) -> PretrainedConfig:
@@ -133,15 +163,40 @@ def run_trunk(
     layout: TokenLayout,
     model_inputs: Mapping[str, Tensor] | None,
 ) -> Tensor:
-    """Last hidden states [batch, seq, hidden] of padded rows.
+    """Last hidden states [batch, seq, hidden] of padded rows; see `trunk_output`."""
+    hidden: Tensor = trunk_output(
+        trunk, token_ids, attention_mask, layout, model_inputs
+    ).last_hidden_state
+    return hidden
+
+
+def trunk_output(
+    trunk: nn.Module,
+    token_ids: Tensor,
+    attention_mask: Tensor,
+    layout: TokenLayout,
+    model_inputs: Mapping[str, Tensor] | None,
+    *,
+    with_router_logits: bool = False,
+) -> MoeModelOutputWithPast:
+    """What a transformers trunk returns for padded rows.
 
     Models with further inputs place their tokens themselves (rotary positions of images).
+
+    Args:
+        trunk: The model up to its last hidden states.
+        token_ids: [batch, seq] int64.
+        attention_mask: [batch, seq] bool.
+        layout: Places the tokens.
+        model_inputs: Further inputs of the model, by name.
+        with_router_logits: Ask for the logits of the experts of every layer.
     """
-    extra = dict(model_inputs or {})
+    extra: dict[str, Tensor | bool] = dict(model_inputs or {})
     if not extra:
         extra["position_ids"] = layout.position_ids
-    output = trunk(
+    if with_router_logits:
+        extra["output_router_logits"] = True
+    output: MoeModelOutputWithPast = trunk(
         input_ids=token_ids, attention_mask=attention_mask.long(), use_cache=False, **extra
     )
-    hidden: Tensor = output.last_hidden_state
-    return hidden
+    return output

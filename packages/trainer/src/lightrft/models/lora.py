@@ -198,7 +198,7 @@ def _inject(model: PreTrainedModel, lora: LoraSettings) -> None:
     model.requires_grad_(False)
     config = LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft divides, whatever its type
+        lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=names,
         bias="none",
@@ -265,7 +265,9 @@ def _gather(factors: Sequence[SourceParameter], source: ParameterSource) -> dict
     padded[: own.numel()] = own
     parts = [torch.empty_like(padded) for _ in range(num_ranks)]
     dist.all_gather(parts, padded, group=source.group)
-    pieces = [part[: sum(s)].split(s) for part, s in zip(parts, sizes, strict=True)]
+    pieces = [
+        torch.split(part[: sum(counts)], counts) for part, counts in zip(parts, sizes, strict=True)
+    ]
     for index, entry in enumerate(sharded):
         whole = torch.cat([rank_pieces[index] for rank_pieces in pieces])
         full[entry.checkpoint_name] = whole.view(entry.shape)

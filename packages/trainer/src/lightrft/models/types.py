@@ -22,12 +22,13 @@ class ActorOutput:
         logprobs: [batch, seq] float32; entry t scores token t given the tokens before it.
             Entry 0 and entries outside the scored mask are 0.
         entropy: [batch, seq] float32 of the distribution token t was drawn from, or None.
-        aux_loss: Scalar load-balancing loss of a mixture-of-experts model, or None.
+        router_sums: [2, experts] float32 of a mixture-of-experts model, see
+            `lightrft.models.routing`; None where nobody asked.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
-    aux_loss: Tensor | None = None
+    router_sums: Tensor | None = None
 
 
 class PolicyModel(Protocol):

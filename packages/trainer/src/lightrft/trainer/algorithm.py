@@ -129,6 +129,7 @@ def loss_settings(config: PPOConfig, *, kl_coef: float) -> LossSettings:
         value_clip=config.value_clip or None,
         weighting=weighting_of(config),
         max_micro_tokens=config.micro_batch_tokens,
+        aux_loss_coef=config.aux_loss_coef,
     )
 
 

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.datasets import collate_prompts, load_prompts
-from lightrft.models import Actor, Critic, LoraActor, LoraSettings, load_tokenizer
+from lightrft.datasets.texts import load_texts
+from lightrft.models import load_tokenizer
 from lightrft.rewards import RewardSettings, build_reward
 from lightrft.strategy import get_strategy
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.algorithm import check_algorithm
 from lightrft.trainer.loggers import ConsoleLogger, JsonLinesLogger, drop_steps_after
 from lightrft.trainer.ppo_config import PPOConfig, resolve_ppo_config
+from lightrft.trainer.pretrain_mix import PretrainMix
 from lightrft.trainer.prompts import planned_steps
 from lightrft.trainer.run_files import (
     CONFIG_FILE,
@@ -28,6 +30,7 @@ from lightrft.trainer.run_files import (
     TRAJECTORIES_FILE,
     write_start,
 )
+from lightrft.trainer.run_models import build_models
 from lightrft.trainer.samples import SampleLog
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 from lightrft.trainer.trajectories import TrajectoryLog
@@ -35,13 +38,11 @@ from lightrft.trainer.trajectories import TrajectoryLog
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import nn
     from torch.utils.data import DataLoader
     from transformers import PreTrainedTokenizerBase
 
     from lightrft.datasets import Prompt, PromptDataset
     from lightrft.rewards import CombinedReward
-    from lightrft.strategy.prepared import PreparedModel
     from lightrft.strategy.strategy_base import StrategyBase
     from lightrft.trainer.config import TrainConfig
     from lightrft.trainer.loggers import MetricsLogger
@@ -87,16 +88,7 @@ class RunInputs:
     eval_prompts: tuple[Prompt, ...]
     reward: CombinedReward
     options: PPOConfig
-
-
-@dataclass(frozen=True, slots=True)
-class RunModels:
-    """The prepared models of a run."""
-
-    actor: PreparedModel
-    critic: PreparedModel | None
-    reference: nn.Module | None
-    average: nn.Module | None = None
+    pretrain: PretrainMix | None = None
 
 
 def run_training(config: TrainConfig, *, loggers: Sequence[MetricsLogger] = ()) -> RunSummary:
@@ -159,7 +151,24 @@ def read_inputs(config: TrainConfig) -> RunInputs:
         weights=config.reward_weights or None,
         settings=RewardSettings(timeout_seconds=config.reward_timeout_seconds),
     )
-    return RunInputs(tokenizer, prompts, eval_prompts, reward, options)
+    return RunInputs(
+        tokenizer, prompts, eval_prompts, reward, options, pretrain_mix(config, tokenizer)
+    )
+
+
+def pretrain_mix(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainMix | None:
+    """The texts of `pretrain_data`, or None without."""
+    if config.pretrain_data is None or config.ptx_coef == 0:
+        return None
+    texts = load_texts(
+        config.pretrain_data,
+        tokenizer,
+        text_key=config.pretrain_column,
+        max_tokens=config.prompt_max_len + config.generate_max_len,
+        end_token_id=tokenizer.eos_token_id,
+    )
+    batch_size = config.ptx_batch_size or config.train_batch_size
+    return PretrainMix(texts, config.ptx_coef, batch_size, config.seed)
 
 
 def reward_urls(config: TrainConfig) -> tuple[str, ...]:
@@ -211,6 +220,7 @@ def build_trainer(
         ),
         sample_log=SampleLog(folder / SAMPLES_FILE),
         trajectory_log=trajectory_log(config),
+        pretrain=inputs.pretrain,
         ckpt_path=str(config.checkpoint_dir),
     )
     return trainer, loader
@@ -224,64 +234,6 @@ def trajectory_log(config: TrainConfig) -> TrajectoryLog | None:
         Path(config.output_dir) / TRAJECTORIES_FILE,
         num_samples=config.num_trajectories_to_save,
         every=max(1, config.save_steps),
-    )
-
-
-def build_models(config: TrainConfig, strategy: StrategyBase, max_steps: int) -> RunModels:
-    """Loads and prepares actor, critic and reference model.
-
-    Args:
-        config: Paths and options of the models.
-        strategy: Prepares them.
-        max_steps: Optimizer steps of the run, for the learning rate schedule.
-    """
-    path = str(config.pretrain)
-    critic: Critic | None = None
-    reference: Actor | None = None
-    with strategy.init_model_context():
-        actor = _load_policy(path, config)
-        if config.has_critic:
-            critic_path = config.critic_pretrain
-            critic = Critic.from_pretrained(critic_path if isinstance(critic_path, str) else path)
-        if config.init_kl_coef > 0:
-            reference = _load_actor(path, config)
-        average = _load_policy(path, config) if config.enable_ema else None
-    if config.gradient_checkpointing:
-        actor.gradient_checkpointing_enable()
-        if critic is not None:
-            critic.gradient_checkpointing_enable()
-    ready_actor, ready_critic, _, ready_reference = strategy.prepare_models_and_optimizers(
-        actor, critic, None, reference, config, max_steps
-    )
-    return RunModels(
-        actor=ready_actor,
-        critic=None if critic is None else ready_critic,
-        reference=ready_reference,
-        average=None if average is None else strategy.prepare_model(average),
-    )
-
-
-def _load_policy(path: str, config: TrainConfig) -> Actor:
-    """The trained actor: with adapters where they are what is trained."""
-    if config.lora_rank == 0:
-        return _load_actor(path, config)
-    return LoraActor.from_pretrained(
-        path,
-        lora=LoraSettings(
-            rank=config.lora_rank,
-            alpha=config.lora_alpha,
-            dropout=config.lora_dropout,
-            target_modules=config.target_modules,
-            seed=config.seed,
-        ),
-        fused_linear_logprob=config.fused_linear_logprob,
-        chunk_size=config.chunk_size,
-    )
-
-
-def _load_actor(path: str, config: TrainConfig) -> Actor:
-    return Actor.from_pretrained(
-        path, fused_linear_logprob=config.fused_linear_logprob, chunk_size=config.chunk_size
     )
 
 

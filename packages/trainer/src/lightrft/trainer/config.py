@@ -180,6 +180,19 @@ class TrainConfig(StrategyConfig):
         at_least=1,
     )  # fmt: skip
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", group="algorithm", at_least=0)
+    aux_loss_coef: float = option(
+        0.0, "Weight of the loss that balances the experts of a mixture-of-experts model.",
+        group="algorithm", at_least=0,
+    )  # fmt: skip
+    ptx_coef: float = option(
+        0.05, "Weight of the language-modelling loss on pretrain_data.", group="algorithm",
+        at_least=0,
+    )  # fmt: skip
+    ptx_batch_size: int | None = option(
+        None, "Texts of pretrain_data per optimizer step over all ranks; unset is "
+        "train_batch_size.", group="algorithm", at_least=1,
+    )  # fmt: skip
+    pretrain_column: str = option("text", "Column of the texts in pretrain_data.", group="data")
     max_epochs: int = option(
         1, "Passes over the samples of one step.", group="algorithm", at_least=1
     )

@@ -230,6 +230,12 @@ def idle_options(config: TrainConfig) -> list[str]:
             ("high_entropy_scope",),
         ),
         (config.enable_ema, "enable_ema", ("ema_beta",)),
+        (
+            config.pretrain_data is not None,
+            "pretrain_data",
+            ("ptx_coef", "ptx_batch_size", "pretrain_column"),
+        ),
+        (config.ptx_coef > 0, "ptx_coef > 0", ("pretrain_data",)),
         (config.lora_rank > 0, "lora_rank > 0", ("lora_alpha", "lora_dropout", "target_modules")),
         (
             config.micro_batch_tokens is None,

@@ -14,8 +14,7 @@ _METRICS = "metrics go to OUTPUT_DIR/metrics.jsonl"
 _REWARD = "use --reward_fn FILE.py:FUNCTION"
 _TRACE = "use --save_trajectories, which writes trajectories.jsonl"
 _VISION = "only text models are trained yet"
-_PTX = "mixing in a pre-training loss is not available yet"
-_FILES = "give one local file by --prompt_data or --eval_data"
+_FILES = "give one local file by --prompt_data, --eval_data or --pretrain_data"
 
 UNAVAILABLE: dict[str, str] = {
     "text_only": "models are text models; leave it out",
@@ -24,10 +23,8 @@ UNAVAILABLE: dict[str, str] = {
     "mark_high_entropy_tokens": _TRACE,
     "trajectory_analysis": _TRACE,
     "print_replay_buffer_stats": _METRICS,
-    "ptx_coef": _PTX,
-    "pretrain_data": _PTX,
-    "pretrain_data_probs": _PTX,
-    "pretrain_split": _PTX,
+    "pretrain_data_probs": _FILES,
+    "pretrain_split": _FILES,
     "normalize_advantages": "--policy_loss gspo always works this way",
     "use_sequence_rewards": "--policy_loss gspo always works this way",
     "normalize_reward_for_critic": "scale the reward in your reward function",
@@ -35,7 +32,6 @@ UNAVAILABLE: dict[str, str] = {
     "save_value_network": "the critic is part of every checkpoint",
     "actor_init_on_gpu": "weights are loaded on the device they are trained on",
     "flash_attn": "attention is torch's scaled_dot_product_attention",
-    "aux_loss_coef": "mixture-of-experts balancing losses are not available yet",
     "gradient_checkpointing_use_reentrant": "checkpointing is never re-entrant",
     "disable_fast_tokenizer": "the tokenizer saved with the model is used",
     "disable_logprobs_flashattn": "attention is torch's scaled_dot_product_attention",

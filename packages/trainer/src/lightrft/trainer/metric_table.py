@@ -115,6 +115,10 @@ _ROWS = (
         "sequence_diff_max", "nats", "Largest mean distance of the logprobs of one response."
     ),
     MetricRow("policy_loss", "", "Loss of the policy, mean over the optimizer steps."),
+    MetricRow("ptx_loss", "nats", "Language-modelling loss on pretrain_data, per token."),
+    MetricRow(
+        "aux_loss", "", "Imbalance of the experts' load; the number of experts per token is even."
+    ),
     MetricRow("ratio_mean", "", "Mean probability ratio of new to old policy.", 0.5, 2.0),
     MetricRow("ratio_max", "", "Largest probability ratio of new to old policy."),
     MetricRow("clip_fraction_low", "share", "Tokens clipped at the lower bound.", high=0.3),

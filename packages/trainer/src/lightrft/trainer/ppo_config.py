@@ -56,6 +56,7 @@ class PPOKeywords(TypedDict, total=False):
     eps_clip_high: float | None
     value_clip: float
     entropy_coef: float
+    aux_loss_coef: float
     use_kl_loss: bool
     init_kl_coef: float
     kl_estimator: str
@@ -134,6 +135,7 @@ class PPOConfig:
     eps_clip_high: float | None = None
     value_clip: float = 0.2
     entropy_coef: float = 0.0
+    aux_loss_coef: float = 0.0
     use_kl_loss: bool = False
     init_kl_coef: float = 0.01
     kl_estimator: str = "k3"

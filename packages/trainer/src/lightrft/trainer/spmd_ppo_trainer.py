@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
     from lightrft.trainer.loggers import MetricsLogger
     from lightrft.trainer.parity import ParityReport
+    from lightrft.trainer.pretrain_mix import PretrainMix
     from lightrft.trainer.prompts import PromptBatches, PromptStream
     from lightrft.trainer.samples import SampleLog
     from lightrft.trainer.trajectories import TrajectoryLog
@@ -70,6 +71,7 @@ class SPMDPPOTrainerBase(RunControl):
         eval_prompts: Held-out prompts, all of them on every rank.
         loggers: Receive metrics on the first rank; None prints a line a step.
         sample_log: Receives samples of every step on the first rank.
+        pretrain: Texts whose language-modelling loss is mixed in, or None.
         trajectory_log: Receives tokens with their logprobs and advantages on the first rank.
         **keywords: Options, see `PPOConfig`. What is not given comes from the strategy's
             configuration.
@@ -106,6 +108,7 @@ class SPMDPPOTrainerBase(RunControl):
         eval_prompts: Sequence[Prompt] = (),
         loggers: Sequence[MetricsLogger] | None = None,
         sample_log: SampleLog | None = None,
+        pretrain: PretrainMix | None = None,
         trajectory_log: TrajectoryLog | None = None,
         **keywords: Unpack[PPOKeywords],
     ) -> None:
@@ -135,6 +138,7 @@ class SPMDPPOTrainerBase(RunControl):
         self._experience: StepExperience | None = None
         self._is_first_step = True
         self._sample_log, self._trajectory_log = sample_log, trajectory_log
+        self._pretrain = pretrain
         self._is_deterministic = is_deterministic(strategy.unwrap_model(self._actor.model))
         if loggers is None:
             loggers = [ConsoleLogger(strategy.print, every=self.config.logging_steps)]
@@ -347,6 +351,7 @@ class SPMDPPOTrainerBase(RunControl):
             settings=settings,
             schedule=Schedule(self.config.max_epochs, self.config.seed, self.state.num_steps),
             metrics=metrics,
+            pretrain=self._pretrain,
         )
 
     def _move_optimizers(self, move: Callable[[Optimizer], Optimizer]) -> None:

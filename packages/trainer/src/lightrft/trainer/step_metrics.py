@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from lightrft.algorithms.types import TokenLoss
     from lightrft.experience.dynamic import Selection
     from lightrft.experience.exchange import SampleTable
     from lightrft.experience.maker import StepExperience
     from lightrft.experience.stages import StageMeter
     from lightrft.experience.types import RolloutBatch
+    from lightrft.strategy.optimizers import OptimizerStepResult
     from lightrft.strategy.weight_sync import WeightSyncReport
     from lightrft.trainer.metrics import StepMetrics
 
@@ -211,3 +213,39 @@ def record_policy(
         )
         metrics.add_masked_mean("kl", kl, mask)
         metrics.add_mean("kl_per_response", kl.double().sum(), mask.any(dim=1).sum())
+
+
+@torch.no_grad()
+def record_ratios(
+    token_loss: TokenLoss,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    metrics: StepMetrics,
+) -> None:
+    """Adds ratios of new to old policy, what was clipped, and the size of the update."""
+    log_ratio = torch.where(mask, logprobs.detach() - old_logprobs, 0.0)
+    metrics.add_masked_mean("ratio_mean", token_loss.ratio, mask)
+    metrics.add_max("ratio_max", token_loss.ratio.where(mask, -torch.inf).amax())
+    metrics.add_masked_mean("clip_fraction_low", token_loss.is_clipped_low, mask)
+    metrics.add_masked_mean("clip_fraction_high", token_loss.is_clipped_high, mask)
+    metrics.add_masked_mean("clamped_share", token_loss.is_clamped, mask)
+    # expm1(d) - d = r - 1 - ln r, without the cancellation near 0.
+    metrics.add_masked_mean("approx_kl", log_ratio.expm1() - log_ratio, mask)
+
+
+def record_step(name: str, result: OptimizerStepResult | None, metrics: StepMetrics) -> None:
+    """Adds norm, learning rate and whether the update was skipped.
+
+    Raises:
+        RuntimeError: There was no update.
+    """
+    if result is None:
+        raise RuntimeError(
+            f"the optimizer of the {name} did not act on the last micro batch of its batch"
+        )
+    prefix = "" if name == "actor" else f"{name}_"
+    is_finite = 0.0 if result.is_skipped else 1.0
+    metrics.add_mean(f"{prefix}grad_norm", result.grad_norm if is_finite else 0.0, is_finite)
+    metrics.add_mean(f"{name}_lr", result.learning_rate, 1.0)
+    metrics.add_mean(f"{prefix}skipped_steps", 1.0 - is_finite, 1.0)

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from lightrft.algorithms import aggregate, clipped_value_loss, estimate_kl, local_normalizer
+from lightrft.algorithms.balance import balance_share
 from lightrft.experience.collate import micro_slices, select_experience
 from lightrft.experience.forward import scoring_temperature
 from lightrft.experience.minibatches import epoch_order
-from lightrft.trainer.step_metrics import record_policy
+from lightrft.trainer.step_metrics import record_policy, record_ratios, record_step
 from lightrft.trainer.token_weights import TokenWeighting, token_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
     from lightrft.algorithms.policy import PolicyLossFunction
-    from lightrft.algorithms.types import TokenLoss
     from lightrft.experience.maker import StepExperience
     from lightrft.experience.types import ExperienceBatch
-    from lightrft.models.types import ActorOutput
-    from lightrft.strategy.optimizers import OptimizerStepResult
+    from lightrft.models.types import ActorOutput, EntropyMode
     from lightrft.strategy.strategy_base import StrategyBase
     from lightrft.trainer.metrics import StepMetrics
+    from lightrft.trainer.pretrain_mix import PretrainMix
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class LossSettings:
         value_clip: Clip range of the critic's loss; None is off.
         weighting: Which tokens the policy loss counts, and how much.
         max_micro_tokens: Cut micro batches by tokens instead of rows; None is off.
+        aux_loss_coef: Weight of the loss that balances experts; 0 is off.
     """
 
     policy_loss: PolicyLossFunction
@@ -68,6 +70,7 @@ class LossSettings:
     value_clip: float | None = 0.2
     weighting: TokenWeighting | None = None
     max_micro_tokens: int | None = None
+    aux_loss_coef: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +112,10 @@ def update_models(
     settings: LossSettings,
     schedule: Schedule,
     metrics: StepMetrics,
+    pretrain: PretrainMix | None = None,
 ) -> None:
     """All optimizer steps of one experience; every rank takes equally many."""
+    position = schedule.step * schedule.num_epochs * step.plan.num_minibatches
     for epoch in range(schedule.num_epochs):
         for index in epoch_order(
             step.plan.num_minibatches, seed=schedule.seed, step=schedule.step, epoch=epoch
@@ -125,7 +130,17 @@ def update_models(
                     settings=settings,
                     metrics=metrics,
                     slices=slices,
+                    further=()
+                    if pretrain is None
+                    else pretrain.shares(
+                        models.actor.model,
+                        position,
+                        strategy=strategy,
+                        micro_batch_size=settings.micro_batch_size,
+                        metrics=metrics,
+                    ),
                 )
+            position += 1
             if models.critic is not None:
                 value_update(
                     batch,
@@ -161,30 +176,39 @@ def policy_update(
     settings: LossSettings,
     metrics: StepMetrics,
     slices: Sequence[slice] = (),
+    further: Sequence[Callable[[], Tensor]] = (),
 ) -> None:
     """One optimizer step of the actor.
 
-    loss = policy + kl_loss_coef KL - entropy_coef H, all aggregated with the same Z, which is
-    summed over ranks before the first backward: the step does not depend on micro batches.
+    loss = policy + kl_loss_coef KL - entropy_coef H + aux_loss_coef balance + further terms. The
+    first three are aggregated with the same Z, which is summed over ranks before the first
+    backward: the step does not depend on micro batches.
+
+    Args:
+        batch: This rank's rows of the optimizer batch.
+        actor: What is updated.
+        strategy, settings, metrics: As for `update_models`.
+        slices: Micro batches; none cuts by rows.
+        further: Micro batches of other data; each gives its share of the loss. Every rank has
+            equally many.
     """
-    normalizer = _normalizer(batch, strategy, settings)
-    weights: Tensor | None = None
-    if settings.weighting is not None:
-        weights = token_weights(batch, settings.weighting, strategy, metrics)
     slices = slices or micro_slices(0, len(batch.advantages), settings.micro_batch_size)
+    whole = _whole_batch(batch, actor.model, slices, strategy, settings, metrics)
+    micros = [
+        partial(_policy_share, batch, rows, whole, actor.model, settings, metrics)
+        for rows in slices
+    ]
     result = None
-    with strategy.accumulation(len(slices), actor.optimizer):
-        for rows in slices:
-            micro = select_experience(batch, rows)
-            width = micro.advantages.shape[1]
-            micro_weights = None if weights is None else weights[rows, :width]
-            loss = _policy_share(micro, actor.model, normalizer, settings, metrics, micro_weights)
-            strategy.backward(loss, actor.model, actor.optimizer)
+    with strategy.accumulation(len(slices) + len(further), actor.optimizer):
+        for share in (*micros, *further):
+            strategy.backward(share(), actor.model, actor.optimizer)
             result = strategy.optimizer_step(
                 actor.optimizer, actor.model, actor.scheduler, name=actor.name
             )
     metrics.add_mean("policy_loss", 0.0, 1.0 / strategy.world_size)
-    _record_step(actor.name, result, metrics)
+    if whole.router_sums is not None:
+        metrics.add_mean("aux_loss", 0.0, 1.0 / strategy.world_size)
+    record_step(actor.name, result, metrics)
 
 
 def value_update(
@@ -209,7 +233,7 @@ def value_update(
                 critic.optimizer, critic.model, critic.scheduler, name=critic.name
             )
     metrics.add_mean("critic_loss", 0.0, 1.0 / strategy.world_size)
-    _record_step(critic.name, result, metrics)
+    record_step(critic.name, result, metrics)
 
 
 def _normalizer(batch: ExperienceBatch, strategy: StrategyBase, settings: LossSettings) -> Tensor:
@@ -221,24 +245,77 @@ def _normalizer(batch: ExperienceBatch, strategy: StrategyBase, settings: LossSe
     return strategy.all_reduce(local, "sum")
 
 
-def _policy_share(
-    micro: ExperienceBatch,
+@dataclass(frozen=True, slots=True)
+class _WholeBatch:
+    """What a micro batch must know of its optimizer batch over all ranks.
+
+    Args:
+        normalizer: Z.
+        weights: [batch, seq] of this rank's tokens, or None where all are 1.
+        router_sums: [2, experts] of all tokens, or None without balancing.
+    """
+
+    normalizer: Tensor
+    weights: Tensor | None
+    router_sums: Tensor | None
+
+
+def _whole_batch(
+    batch: ExperienceBatch,
     actor: nn.Module,
-    normalizer: Tensor,
+    slices: Sequence[slice],
+    strategy: StrategyBase,
     settings: LossSettings,
     metrics: StepMetrics,
-    weights: Tensor | None,
-) -> Tensor:
-    rollouts, mask = micro.rollouts, micro.rollouts.response_mask
-    is_first_look = micro.outputs.old_logprobs is None
+) -> _WholeBatch:
+    weights: Tensor | None = None
+    if settings.weighting is not None:
+        weights = token_weights(batch, settings.weighting, strategy, metrics)
+    sums: Tensor | None = None
+    if settings.aux_loss_coef > 0:
+        # The load of the experts is known only after all micro batches: one more forward pass.
+        with torch.no_grad():
+            parts = [
+                _router_sums(_forward(select_experience(batch, rows), actor, entropy="none"))
+                for rows in slices
+            ]
+        sums = strategy.all_reduce(torch.stack(parts).sum(dim=0), "sum")
+    return _WholeBatch(_normalizer(batch, strategy, settings), weights, sums)
+
+
+def _forward(micro: ExperienceBatch, actor: nn.Module, *, entropy: EntropyMode) -> ActorOutput:
+    rollouts = micro.rollouts
     output: ActorOutput = actor(
         rollouts.token_ids,
         rollouts.attention_mask,
-        scored_mask=mask,
+        scored_mask=rollouts.response_mask,
         temperature=scoring_temperature(rollouts.temperature),
-        entropy="grad" if settings.entropy_coef > 0 else "value" if is_first_look else "none",
+        entropy=entropy,
         model_inputs=rollouts.model_inputs,
     )
+    return output
+
+
+def _router_sums(output: ActorOutput) -> Tensor:
+    if output.router_sums is None:
+        raise RuntimeError("balancing experts needs an actor with enable_router_sums()")
+    return output.router_sums
+
+
+def _policy_share(
+    batch: ExperienceBatch,
+    rows: slice,
+    whole: _WholeBatch,
+    actor: nn.Module,
+    settings: LossSettings,
+    metrics: StepMetrics,
+) -> Tensor:
+    micro = select_experience(batch, rows)
+    normalizer = whole.normalizer
+    rollouts, mask = micro.rollouts, micro.rollouts.response_mask
+    is_first_look = micro.outputs.old_logprobs is None
+    entropy: EntropyMode = "value" if is_first_look else "none"
+    output = _forward(micro, actor, entropy="grad" if settings.entropy_coef > 0 else entropy)
     old_logprobs = micro.outputs.old_logprobs
     if old_logprobs is None:
         old_logprobs = output.logprobs.detach()
@@ -251,9 +328,9 @@ def _policy_share(
             kl_estimator=settings.kl_estimator,
         )
     token_loss = settings.policy_loss(output.logprobs, old_logprobs, micro.advantages, mask)
-    _record_ratios(token_loss, output.logprobs, old_logprobs, mask, metrics)
-    if weights is not None:
-        token_loss = token_loss.weighted(weights)
+    record_ratios(token_loss, output.logprobs, old_logprobs, mask, metrics)
+    if whole.weights is not None:
+        token_loss = token_loss.weighted(whole.weights[rows, : mask.shape[1]])
     share = aggregate(token_loss.loss, mask, settings.aggregation, normalizer)
     metrics.add_mean("policy_loss", share, 0.0)
     if settings.kl_loss_coef > 0 and micro.outputs.ref_logprobs is not None:
@@ -269,6 +346,10 @@ def _policy_share(
     if settings.entropy_coef > 0 and output.entropy is not None:
         entropy_share = aggregate(output.entropy, mask, settings.aggregation, normalizer)
         share = share - settings.entropy_coef * entropy_share
+    if whole.router_sums is not None:
+        balance = balance_share(_router_sums(output), whole.router_sums)
+        metrics.add_mean("aux_loss", balance, 0.0)
+        share = share + settings.aux_loss_coef * balance
     return share
 
 
@@ -290,33 +371,3 @@ def _value_share(
     share = aggregate(loss, mask, settings.aggregation, normalizer)
     metrics.add_mean("critic_loss", share, 0.0)
     return share
-
-
-@torch.no_grad()
-def _record_ratios(
-    token_loss: TokenLoss,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    mask: Tensor,
-    metrics: StepMetrics,
-) -> None:
-    log_ratio = torch.where(mask, logprobs.detach() - old_logprobs, 0.0)
-    metrics.add_masked_mean("ratio_mean", token_loss.ratio, mask)
-    metrics.add_max("ratio_max", token_loss.ratio.where(mask, -torch.inf).amax())
-    metrics.add_masked_mean("clip_fraction_low", token_loss.is_clipped_low, mask)
-    metrics.add_masked_mean("clip_fraction_high", token_loss.is_clipped_high, mask)
-    metrics.add_masked_mean("clamped_share", token_loss.is_clamped, mask)
-    # expm1(d) - d = r - 1 - ln r, without the cancellation near 0.
-    metrics.add_masked_mean("approx_kl", log_ratio.expm1() - log_ratio, mask)
-
-
-def _record_step(name: str, result: OptimizerStepResult | None, metrics: StepMetrics) -> None:
-    if result is None:
-        raise RuntimeError(
-            f"the optimizer of the {name} did not act on the last micro batch of its batch"
-        )
-    prefix = "" if name == "actor" else f"{name}_"
-    is_finite = 0.0 if result.is_skipped else 1.0
-    metrics.add_mean(f"{prefix}grad_norm", result.grad_norm if is_finite else 0.0, is_finite)
-    metrics.add_mean(f"{name}_lr", result.learning_rate, 1.0)
-    metrics.add_mean(f"{prefix}skipped_steps", 1.0 - is_finite, 1.0)

@@ -1,0 +1,183 @@
+"""Losses beside the policy's: other texts and balanced experts, exact however the batch is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightrft.algorithms import build_policy_loss
+from lightrft.datasets.errors import DataError
+from lightrft.datasets.texts import load_texts
+from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
+from lightrft.models import Actor
+from lightrft.models.types import ActorOutput
+from lightrft.strategy import get_fake_strategy
+from lightrft.trainer.metrics import StepMetrics
+from lightrft.trainer.pretrain_mix import PretrainMix
+from lightrft.trainer.updates import LossSettings, TrainedModel, policy_update
+
+VOCAB = 131
+
+
+class TablePolicy(torch.nn.Module):
+    """Float64 logits from the previous token."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.table = torch.nn.Parameter(torch.randn(VOCAB, VOCAB, generator=generator).double())
+
+    def forward(self, token_ids, attention_mask, *, scored_mask=None):
+        logprobs = self.table[token_ids[:, :-1]].log_softmax(-1)
+        chosen = logprobs.gather(-1, token_ids[:, 1:, None]).squeeze(-1)
+        chosen = chosen * attention_mask[:, 1:]
+        return ActorOutput(torch.nn.functional.pad(chosen, (1, 0)))
+
+
+class Rank:
+    """One rank of several, as far as mixing looks at it."""
+
+    def __init__(self, rank, world_size):
+        self.rank, self.world_size, self.device = rank, world_size, torch.device("cpu")
+
+    def get_rank(self):
+        return self.rank
+
+
+def random_texts(count=11):
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(2, 9, (count,), generator=generator).tolist()
+    return [tuple(torch.randint(0, VOCAB, (n,), generator=generator).tolist()) for n in lengths]
+
+
+@pytest.mark.parametrize(("world_size", "micro"), [(1, 1), (1, 5), (1, 99), (2, 2), (4, 1), (3, 2)])
+def test_mixed_texts_are_the_mean_over_all_their_tokens(world_size, micro):
+    texts, policy = random_texts(), TablePolicy()
+    mix = PretrainMix(texts, coef=0.3, batch_size=5, seed=7)
+    rows = mix.rows(4)
+    logits = [policy.table[list(texts[row][:-1])] for row in rows]
+    targets = [torch.tensor(texts[row][1:]) for row in rows]
+    expected = torch.nn.functional.cross_entropy(torch.cat(logits), torch.cat(targets))
+    (gradient,) = torch.autograd.grad(0.3 * expected, policy.table)
+    losses, counts = [], []
+    for rank in range(world_size):
+        metrics = StepMetrics()
+        shares = mix.shares(
+            policy, 4, strategy=Rank(rank, world_size), micro_batch_size=micro, metrics=metrics
+        )
+        counts.append(len(shares))
+        for share in shares:
+            share().backward()
+        losses.append(float(metrics._values["ptx_loss/total", "sum"]))
+    assert len(set(counts)) == 1
+    torch.testing.assert_close(policy.table.grad, gradient, rtol=1e-12, atol=1e-14)
+    assert sum(losses) == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_every_text_comes_once_in_each_pass_and_the_order_depends_on_the_position_only():
+    mix = PretrainMix(random_texts(6), coef=1.0, batch_size=4, seed=7)
+    seen = [row for position in range(3) for row in mix.rows(position)]
+    assert sorted(seen[:6]) == sorted(seen[6:]) == list(range(6))
+    assert seen[:6] != seen[6:]
+    assert mix.rows(1) == mix.rows(1)
+    assert PretrainMix(random_texts(6), 1.0, 4, seed=8).rows(0) != mix.rows(0)
+    with pytest.raises(ValueError, match="positive weight"):
+        PretrainMix(random_texts(6), 0.0, 4)
+
+
+def test_texts_are_cut_and_their_end_is_marked(tmp_path, tokenizer):
+    file = tmp_path / "texts.jsonl"
+    file.write_text('{"text": "abc"}\n{"text": "abcdefgh"}\n')
+    end = tokenizer.eos_token_id
+    found = load_texts(file, tokenizer, text_key="text", max_tokens=6, end_token_id=end)
+    assert found == ((97, 98, 99, end), (97, 98, 99, 100, 101, 102))
+    with pytest.raises(DataError, match="expected a text in column 'body'"):
+        load_texts(file, tokenizer, text_key="body", max_tokens=6, end_token_id=end)
+    file.write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match="two tokens"):
+        load_texts(file, tokenizer, text_key="text", max_tokens=6, end_token_id=None)
+
+
+def tiny_experts():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=64, moe_intermediate_size=32,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        num_experts=4, num_experts_per_tok=2, initializer_range=0.1, max_position_embeddings=64,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config)
+
+
+def ragged_rollouts(rows=6, width=10):
+    generator = torch.Generator().manual_seed(3)
+    token_ids = torch.randint(0, VOCAB, (rows, width), generator=generator)
+    lengths = torch.randint(4, width + 1, (rows, 1), generator=generator)
+    attention = torch.arange(width)[None] < lengths
+    response = attention & (torch.arange(width)[None] >= 2)
+    zeros = torch.zeros(rows, width)
+    return RolloutBatch(
+        token_ids, attention, response, zeros, torch.zeros(rows), torch.arange(rows),
+        torch.arange(rows), {}, 1.0,
+    )  # fmt: skip
+
+
+def reference_balance(model, rollouts):
+    """Float64, expert by expert, over all real tokens and both layers."""
+    output = model(
+        input_ids=rollouts.token_ids,
+        attention_mask=rollouts.attention_mask.long(),
+        output_router_logits=True,
+    )
+    mask = rollouts.attention_mask.reshape(-1)
+    probabilities = torch.cat([x[mask].double().softmax(-1) for x in output.router_logits])
+    chosen = probabilities.topk(2, dim=-1).indices
+    total = 0.0
+    for expert in range(4):
+        load = float((chosen == expert).any(dim=-1).double().mean())
+        total = total + load * probabilities[:, expert].mean()
+    return 4 * total, output.aux_loss
+
+
+@pytest.mark.parametrize("micro", [1, 4, 6])
+def test_balancing_experts_is_exact_for_any_micro_batch(micro):
+    rollouts = ragged_rollouts()
+    model = tiny_experts()
+    expected, theirs = reference_balance(model, rollouts)
+    assert float(expected) == pytest.approx(float(theirs), rel=1e-6)
+    names = [name for name, _ in model.named_parameters()]
+    gradients = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
+    actor = Actor(tiny_experts())
+    actor.enable_router_sums()
+    before = {n: p.detach().clone() for n, p in actor.model.named_parameters()}
+    strategy = get_fake_strategy({"train_batch_size": 6, "max_norm": 0.0, "bf16": False})
+    optimizer = torch.optim.SGD(actor.parameters(), lr=1.0)
+    zeros = torch.zeros_like(rollouts.rollout_logprobs)
+    batch = ExperienceBatch(rollouts, PolicyOutputs(None, None, None, None), zeros, zeros)
+    metrics = StepMetrics()
+    policy_update(
+        batch,
+        TrainedModel("actor", actor, optimizer, None),
+        strategy=strategy,
+        settings=LossSettings(
+            build_policy_loss("ppo", {}), "token-mean", 8, micro, aux_loss_coef=0.5
+        ),
+        metrics=metrics,
+    )
+    assert metrics.reduce(strategy)["aux_loss"] == pytest.approx(float(expected), rel=1e-6)
+    found = [before[n] - p.detach() for n, p in actor.model.named_parameters()]
+    assert [n for n, _ in actor.model.named_parameters()] == names
+    wanted = [
+        torch.zeros_like(f) if g is None else 0.5 * g for f, g in zip(found, gradients, strict=True)
+    ]
+    whole = torch.cat([w.reshape(-1) for w in wanted]).norm()
+    assert whole > 1e-3
+    difference = torch.cat([(f - w).reshape(-1) for f, w in zip(found, wanted, strict=True)])
+    # Weights near 0.1 lose 1e-8 when a step of SGD is read back from them.
+    assert difference.norm() <= 2e-5 * whole + 1e-6
+
+
+def test_a_model_without_experts_is_refused(tiny_model):
+    with pytest.raises(ValueError, match="without them"):
+        Actor.from_pretrained(tiny_model).enable_router_sums()
