@@ -27,8 +27,8 @@ def balance_share(router_sums: Tensor, batch_sums: Tensor) -> Tensor:
     Returns:
         Scalar; 0 for a batch without tokens.
     """
-    counts, sums = batch_sums.double()
+    counts, sums = batch_sums[0].double(), batch_sums[1].double()
     # The probabilities of a token add up to 1.
     num_rows = sums.sum().clamp(min=1.0)
-    share = (counts * router_sums[1].double()).sum() * len(counts) / num_rows.square()
-    return share.float()
+    share: Tensor = (counts * router_sums[1].double()).sum() * len(counts) / num_rows.square()
+    return share.to(router_sums.dtype)

@@ -194,7 +194,7 @@ def policy_update(
     """
     slices = slices or micro_slices(0, len(batch.advantages), settings.micro_batch_size)
     whole = _whole_batch(batch, actor.model, slices, strategy, settings, metrics)
-    micros = [
+    micros: list[Callable[[], Tensor]] = [
         partial(_policy_share, batch, rows, whole, actor.model, settings, metrics)
         for rows in slices
     ]
