@@ -42,7 +42,9 @@ class ChunkedEngine:
         for start, _, chunk in chunks(layer, self.chunk_columns, dtype):
             logits = self._logits(wide, chunk)
             rows = rows.merge(
-                RowStatistics.of_logits(logits, targets, start, needs_entropy=needs_entropy)
+                RowStatistics.of_logits(
+                    logits, targets, start, needs_entropy=needs_entropy, may_overwrite=True
+                )
             )
         return rows
 

@@ -47,11 +47,23 @@ class RowStatistics:
 
     @classmethod
     def of_logits(
-        cls, logits: Tensor, targets: Tensor, first_column: int, *, needs_entropy: bool
+        cls,
+        logits: Tensor,
+        targets: Tensor,
+        first_column: int,
+        *,
+        needs_entropy: bool,
+        may_overwrite: bool = False,
     ) -> RowStatistics:
         """Statistics of a chunk [tokens, columns] that starts at `first_column`."""
+        columns = targets - first_column
+        is_inside = (columns >= 0) & (columns < logits.shape[1])
+        picked = logits.gather(1, columns.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
+        target_logits = torch.where(is_inside, picked, 0)
         maximum = logits.amax(dim=1)
-        shifted = logits - _finite(maximum)[:, None]
+        # On a CPU another chunk of memory costs as much as the exponentials.
+        out = logits if may_overwrite else torch.empty_like(logits)
+        shifted = torch.sub(logits, _finite(maximum)[:, None], out=out)
         if needs_entropy:
             exponentials = shifted.exp()
             # 0 * -inf is not a number, 0 times a very negative number is 0.
@@ -59,10 +71,6 @@ class RowStatistics:
         else:
             exponentials = shifted.exp_()
             weighted = torch.zeros_like(maximum)
-        columns = targets - first_column
-        is_inside = (columns >= 0) & (columns < logits.shape[1])
-        picked = logits.gather(1, columns.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
-        target_logits = torch.where(is_inside, picked, 0)
         return cls(maximum, exponentials.sum(1), weighted, target_logits)
 
     def merge(self, other: RowStatistics) -> RowStatistics:
@@ -122,7 +130,7 @@ def grad_of_logits(logits: Tensor, rows: GradRows, first_column: int, law: Logit
     """Gradient of hidden @ weight.T + bias for one chunk.
 
     Args:
-        logits: [rows, columns], finished (softcap and temperature applied).
+        logits: [rows, columns], finished (softcap and temperature applied); used up.
         rows: The rows.
         first_column: Column of the vocabulary at which the chunk starts.
         law: Softcap and temperature.
@@ -139,7 +147,10 @@ def grad_of_logits(logits: Tensor, rows: GradRows, first_column: int, law: Logit
     target_grad = torch.zeros_like(target_logprobs)
     if rows.grad_logprobs is not None:
         target_grad -= rows.grad_logprobs[inside] * target_logprobs.expm1()
-    log_probabilities = (logits - rows.maximum[:, None]).sub_(rows.log_sum[:, None])
+    slope = None
+    if law.softcap is not None:
+        slope = (logits * (law.temperature / law.softcap)).square_().neg_().add_(1)
+    log_probabilities = logits.sub_(rows.maximum[:, None]).sub_(rows.log_sum[:, None])
     if rows.grad_entropy is None:
         grad = log_probabilities.exp_()
         if rows.grad_logprobs is not None:
@@ -155,8 +166,8 @@ def grad_of_logits(logits: Tensor, rows: GradRows, first_column: int, law: Logit
         factors = log_probabilities.clamp_(min=_VERY_NEGATIVE).mul_(-grad_entropy[:, None])
         grad *= factors.sub_(constant[:, None])
     grad[inside, columns] = target_grad
-    if law.softcap is not None:
-        grad *= 1 - (logits * (law.temperature / law.softcap)).square()
+    if slope is not None:
+        grad *= slope
     return grad if law.temperature == 1 else grad.div_(law.temperature)
 
 

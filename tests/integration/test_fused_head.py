@@ -1,0 +1,140 @@
+"""The fused head under FSDP2 and ZeRO-3: values and all gradients are those of the plain model."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from lightrft.strategy.testing import run_multiprocess
+
+VOCAB = 251
+CHUNK = 100  # does not divide the vocabulary
+WORLD_SIZE = 2
+SETTINGS = {
+    "actor_learning_rate": 1e-3,
+    "lr_warmup_ratio": 0.0,
+    "bf16": False,
+    "engine_type": "hf",
+    "timeout_minutes": 2.0,
+}
+CELLS = [(is_tied, is_fused) for is_tied in (True, False) for is_fused in (True, False)]
+
+
+def build(*, is_tied: bool, is_fused: bool):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from lightrft.models.actor import Actor
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, initializer_range=0.1,
+        tie_word_embeddings=is_tied, max_position_embeddings=64,
+    )  # fmt: skip
+    return Actor(Qwen3ForCausalLM(config), fused_linear_logprob=is_fused, chunk_size=CHUNK)
+
+
+def batch_of(rank: int):
+    """Unequal lengths; some positions are not scored; signed upstream gradients."""
+    generator = torch.Generator().manual_seed(10 + rank)
+    token_ids = torch.randint(0, VOCAB, (3, 11), generator=generator)
+    attention_mask = torch.arange(11) < torch.tensor([[11], [7 + rank], [4]])
+    scored_mask = attention_mask & (torch.arange(11) > 2)
+    return token_ids, attention_mask, scored_mask, torch.randn(2, 3, 11, generator=generator)
+
+
+def score(actor, rank: int):
+    token_ids, attention_mask, scored_mask, upstream = batch_of(rank)
+    output = actor(
+        token_ids, attention_mask, scored_mask=scored_mask, temperature=0.8, entropy="grad"
+    )
+    loss = (output.logprobs * upstream[0] + output.entropy * upstream[1]).sum()
+    return output, loss
+
+
+def plain_model(*, is_tied: bool):
+    """Outputs by rank and gradients by name of the whole model with the plain head."""
+    actor = build(is_tied=is_tied, is_fused=False)
+    outputs = []
+    for rank in range(WORLD_SIZE):
+        output, loss = score(actor, rank)
+        loss.backward()
+        outputs.append((output.logprobs.detach(), output.entropy.detach()))
+    return outputs, {name: p.grad for name, p in actor.named_parameters()}
+
+
+def full_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    if hasattr(parameter, "ds_id"):
+        from deepspeed.utils import safe_get_full_grad
+
+        return safe_get_full_grad(parameter)
+    return parameter.grad.full_tensor()
+
+
+def compare(strategy, rank: int, *, is_tied: bool, is_fused: bool) -> dict[str, float]:
+    outputs, want = plain_model(is_tied=is_tied)
+    model = build(is_tied=is_tied, is_fused=is_fused)
+    ready = strategy.prepare((model, strategy.create_optimizer(model, lr=1e-3), None))
+    with strategy.accumulation(1, ready.optimizer):
+        output, loss = score(ready.model, rank)
+        strategy.backward(loss, ready.model, ready.optimizer)
+        named = strategy.unwrap_model(ready.model).named_parameters()
+        found = {name: full_gradient(p).float() for name, p in named}
+        strategy.optimizer_step(ready.optimizer, ready.model, None)
+    norm = torch.stack([g.norm() for g in want.values()]).norm()
+    errors = {name: float((found[name] - want[name]).norm()) for name in want}
+    kept = {name: errors[name] / float(want[name].norm()) for name in want
+            if want[name].norm() > 1e-4 * norm}  # fmt: skip
+    logprobs, entropy = outputs[rank]
+    return {
+        "logprobs": float((output.logprobs - logprobs).abs().max()),
+        "entropy": float((output.entropy - entropy).abs().max()),
+        "all gradients": sum(e**2 for e in errors.values()) ** 0.5 / float(norm),
+        "worst gradient": max(kept.values()),
+        "head gradient": float(want[head_name(want)].norm() / norm),
+        "num_parameters": len(found) - len(want),
+    }
+
+
+def head_name(names) -> str:
+    return next(
+        n for n in ("model.lm_head.weight", "model.model.embed_tokens.weight") if n in names
+    )
+
+
+def run_cells(rank: int, world_size: int, backend: str) -> list[dict[str, float]]:
+    from lightrft.strategy import get_strategy
+
+    results = []
+    for is_tied, is_fused in CELLS:
+        args = {**SETTINGS, "fsdp": backend == "fsdp", "zero_stage": 3, "max_norm": 0.0}
+        with get_strategy(args) as strategy:
+            results.append(compare(strategy, rank, is_tied=is_tied, is_fused=is_fused))
+    return results
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("backend", ["fsdp", pytest.param("zero3", marks=pytest.mark.deepspeed)])
+def test_values_and_all_gradients_equal_the_plain_models(backend):
+    if backend == "zero3" and find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    for rows in run_multiprocess(run_cells, WORLD_SIZE, args=(backend,), timeout_seconds=280):
+        assert len(rows) == len(CELLS)
+        for cell, row in zip(CELLS, rows, strict=True):
+            assert row["num_parameters"] == 0, cell
+            assert row["logprobs"] < 2e-5, (cell, row)
+            assert row["entropy"] < 2e-5, (cell, row)
+            assert row["all gradients"] < 1e-6, (cell, row)
+            assert row["worst gradient"] < 5e-6, (cell, row)
+            assert row["head gradient"] > 0.05, "the head's gradient must count in the comparison"
+
+
+def test_the_comparison_sees_a_head_of_another_temperature():
+    """Positive control: a fused head that scores at another temperature differs by far more."""
+    actor = build(is_tied=False, is_fused=True)
+    token_ids, attention_mask, scored_mask, _ = batch_of(0)
+    found = actor(token_ids, attention_mask, scored_mask=scored_mask, temperature=0.81)
+    want = plain_model(is_tied=False)[0][0][0]
+    assert (found.logprobs - want).abs().max() > 1e-3
