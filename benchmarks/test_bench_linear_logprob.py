@@ -16,7 +16,9 @@ import torch
 
 from lightrft.kernels import Workspace, linear_logprob, linear_policy_loss
 
-CPU_SHAPES = {"small": (256, 256, 32000), "0.5B head": (64, 896, 151936)}
+CPU_SHAPES = {"135M head": (128, 576, 49152), "0.5B head": (64, 896, 151936)}
+# A micro-batch of training: with fewer tokens dL/dweight, which every way needs, hides the logits.
+CPU_MEMORY_SHAPE = (1024, 576, 49152)
 GPU_SHAPES = {
     "0.5B": (8192, 896, 151936),
     "7B": (8192, 3584, 152064),
@@ -154,6 +156,30 @@ def test_linear_logprob(benchmark, device, shape, mode, dtype):
     benchmark.pedantic(runs[first], rounds=1, iterations=1)
     bound = 3e-2 if first == "ours centred" else 5e-5
     assert table[first]["max_error"] < bound
+
+
+def test_peak_memory_of_a_micro_batch(benchmark, device):
+    """Forward and backward of 1024 tokens: peak memory, gradients included and without them."""
+    if device.type == "cuda":
+        pytest.skip("on a GPU every test above measures it")
+    inputs = make_inputs(CPU_MEMORY_SHAPE, device, torch.float32)
+    gradients_mib = sum(t.numel() * t.element_size() for t in inputs[:2]) / 2**20
+    functions = {"ours chunked": functools.partial(ours, "chunked"), "naive": peers.naive}
+    found, absent = peers.load(device)
+    table = {}
+    for name, function in {**functions, **found}.items():
+        peak = harness.peak_bytes(functools.partial(step, function, inputs, "both"), device)
+        table[name] = {"peak_mib": peak / 2**20, "above_gradients": peak / 2**20 - gradients_mib}
+    print(f"\nCPU, memory of {CPU_MEMORY_SHAPE}, float32, forward and backward")
+    naive = table["naive"]["peak_mib"]
+    for name, row in table.items():
+        ratio = row["peak_mib"] / naive
+        print(f"  {name:<18} peak {row['peak_mib']:7.0f} MiB  x{ratio:.2f} of naive", end="")
+        print(f"  above the gradients {row['above_gradients']:7.0f} MiB")
+    benchmark.extra_info.update(shape=list(CPU_MEMORY_SHAPE), providers=table, absent=absent)
+    ours_once = functools.partial(step, functions["ours chunked"], inputs, "both")
+    benchmark.pedantic(ours_once, rounds=1, iterations=1)
+    assert table["ours chunked"]["peak_mib"] < naive / 3
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "0.5B head"])

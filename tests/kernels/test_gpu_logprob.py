@@ -39,8 +39,8 @@ def relative_error(value, expected):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("num_tokens", [0, 1, 127, 129])
-@pytest.mark.parametrize("vocab", [1, 255, 257, 1408])
+@pytest.mark.parametrize("num_tokens", [0, 1, 127, 128, 129])
+@pytest.mark.parametrize("vocab", [1, 255, 256, 257, 1408])
 @pytest.mark.parametrize("size", [64, 100])
 def test_small_shapes(impl, num_tokens, vocab, size):
     check(impl, num_tokens, vocab, size)

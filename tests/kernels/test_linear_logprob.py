@@ -58,7 +58,7 @@ def relative_error(value, expected):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("num_tokens", [0, 1, 127, 129])
+@pytest.mark.parametrize("num_tokens", [0, 1, 127, 128, 129])
 @pytest.mark.parametrize("vocab", [1, 255, 256, 257, 1408])
 def test_values_and_gradients_equal_float64(num_tokens, vocab, impl):
     hidden, weight, bias, targets, upstream = make_inputs(num_tokens, vocab)
