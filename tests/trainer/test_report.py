@@ -288,7 +288,7 @@ def test_a_long_run_stays_below_five_megabytes_and_shows_its_last_step(tmp_path)
     folder = write_run(tmp_path / "run", 2000, response=response, samples_per_step=3)
     path = write_report(folder)
     write_trajectories(
-        folder, 2000, tokens=["<&'\"\u2028"] * 900, **dict.fromkeys(PER_TOKEN, [-0.12345678] * 900)
+        folder, 20, tokens=["<&'\"\u2028"] * 900, **dict.fromkeys(PER_TOKEN, [-0.12345678] * 900)
     )
     path = write_report(folder)
     assert 3_000_000 < path.stat().st_size < 5_000_000
