@@ -105,3 +105,18 @@ def test_values_that_fit_are_converted_and_others_left_to_the_configuration(text
     made = convert(text, hint)
     assert made == value
     assert type(made) is type(value)
+
+
+def test_shares_of_sources_may_be_separated_by_commas(tmp_path):
+    for shares in (("0.7,0.3",), ("0.7", "0.3")):
+        config, problems = parse("--prompt_data", "a.jsonl,b.jsonl", "--prompt_data_probs", *shares)
+        assert (config.prompt_data_probs, problems) == ((0.7, 0.3), [])
+    _, problems = parse("--prompt_data", "a.jsonl,b.jsonl", "--prompt_data_probs", "0.7,x")
+    assert any("prompt_data_probs" in problem for problem in problems)
+    _, (problem,) = parse("--prompt_data", "a.jsonl", "--prompt_data_probs", "0.5,0.5")
+    assert problem.startswith("prompt_data_probs must have one number per source")
+    (tmp_path / "a.jsonl").write_text("")
+    config, _ = parse("--prompt_data", f"{tmp_path / 'a.jsonl'}", "--prompt_split", "dev")
+    assert config.ineffective_options() == [
+        "prompt_split acts only with a folder or data set in prompt_data"
+    ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightrft.datasets import DataError, read_rows
+from lightrft.datasets import DataError, Row, read_rows
+from lightrft.datasets.files import scan_rows
 
 ROWS = [{"input": "one\u2028two", "n": 1}, {"input": "three", "n": None}]
 
@@ -61,9 +62,24 @@ def test_bytes_that_are_not_utf8_are_located(tmp_path) -> None:
         read_rows(path)
 
 
-def test_a_missing_file_says_that_only_local_files_are_read(tmp_path) -> None:
-    with pytest.raises(DataError, match=r"none\.jsonl does not exist.*local files only"):
-        read_rows(tmp_path / "none.jsonl")
+def test_a_missing_file_names_what_is_possible(tmp_path, monkeypatch) -> None:
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "none.jsonl", "data/none", "none", "owner/none.jsonl", "../none"):
+        with pytest.raises(DataError, match=r"none\S* does not exist: .*\.jsonl.*owner/name"):
+            read_rows(path)
+
+
+def test_a_folder_may_keep_its_files_in_data(write, tmp_path) -> None:
+    write("d/data/train-00000-of-1.jsonl", [{"input": "a"}])
+    assert [row.columns["input"] for row in read_rows(tmp_path / "d")] == ["a"]
+
+
+def test_a_scan_goes_on_after_a_malformed_row(write) -> None:
+    text = '{"input": "x"}\n{"input": \n\n3\n{"input": "y"}\n'
+    found = list(scan_rows(write("a.jsonl", text)))
+    assert [type(item) for item in found] == [Row, DataError, DataError, Row]
+    assert [item.location.rsplit(":")[-1] for item in found if isinstance(item, Row)] == ["1", "5"]
 
 
 def test_a_folder_holds_splits_in_one_file_or_several(write, tmp_path) -> None:

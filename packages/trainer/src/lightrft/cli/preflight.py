@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrft.datasets.files import read_rows
+from lightrft.datasets.mixture import read_sources
 from lightrft.datasets.render import PromptFormat, render
 from lightrft.engines.factory import resolve_engine_type
 
@@ -83,8 +83,14 @@ def check_data(config: TrainConfig) -> None:
         system_prompt=config.system_prompt,
         input_template=config.input_template,
     )
-    for path in filter(None, (config.prompt_data, config.eval_data)):
-        for row in read_rows(path):
+    sources = (
+        (config.prompt_data, config.prompt_split, config.prompt_data_probs),
+        (config.eval_data, config.eval_split, ()),
+    )
+    for text, split, probabilities in sources:
+        if text is None:
+            continue
+        for row in read_sources(text, split=split, probabilities=probabilities, seed=config.seed):
             render(row, _PlainTokenizer(), prompt_format)
 
 

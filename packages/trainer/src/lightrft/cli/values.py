@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Mapping
+from typing import TypeGuard
 
 
 def alternatives(hint: object) -> tuple[object, ...]:
@@ -44,7 +45,13 @@ def _from_list(items: list[object], kinds: tuple[object, ...]) -> object:
     if tuple not in origins:
         return items
     item_hint = typing.get_args(kinds[origins.index(tuple)])[0]
+    if item_hint in (int, float):  # numbers may be separated by commas as well
+        items = [part for item in items for part in (item.split(",") if _is_text(item) else [item])]
     return tuple(convert(item, item_hint) for item in items)
+
+
+def _is_text(item: object) -> TypeGuard[str]:
+    return isinstance(item, str)
 
 
 def _number(text: str, kind: type[int] | type[float]) -> object:

@@ -1,4 +1,4 @@
-"""Prompts from local files."""
+"""Prompts from files, folders and named data sets."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lightrft.datasets.errors import DataError as DataError
     from lightrft.datasets.files import Row as Row
     from lightrft.datasets.files import read_rows as read_rows
+    from lightrft.datasets.mixture import read_sources as read_sources
     from lightrft.datasets.prompts import LoadReport as LoadReport
     from lightrft.datasets.prompts import PromptDataset as PromptDataset
     from lightrft.datasets.prompts import collate_prompts as collate_prompts
@@ -26,6 +27,7 @@ _MODULES = {
     "collate_prompts": "prompts",
     "load_prompts": "prompts",
     "read_rows": "files",
+    "read_sources": "mixture",
 }
 
 __all__ = sorted(_MODULES)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.utils.data import Dataset
 
 from lightrft.datasets.errors import DataError
-from lightrft.datasets.files import read_rows
+from lightrft.datasets.mixture import read_sources
 from lightrft.datasets.render import PromptFormat, check_tokenizer, label_of, render
 from lightrft.datasets.types import Prompt
 
@@ -94,20 +94,24 @@ def load_prompts(  # noqa: PLR0913 - one keyword per flag of the command line
     prompt_max_len: int = 1024,
     max_samples: int | None = None,
     split: str = "train",
+    probabilities: Sequence[float] = (),
+    seed: int = 0,
 ) -> PromptDataset:
-    """Reads, renders and tokenises the prompts of a local file.
+    """Reads, renders and tokenises the prompts of one source or of several.
 
     Prompts longer than `prompt_max_len` are dropped and counted in the report.
 
     Args:
-        path: A JSONL, JSON or Parquet file, or a folder with one per split.
+        path: A JSONL, JSON or Parquet file, a folder with one per split, or the name of a data
+            set; several of them separated by commas.
         tokenizer: A Hugging Face tokenizer. Special tokens are added unless the chat template
             writes them.
         input_key, label_key, apply_chat_template, system_prompt, input_template: See
             `PromptFormat`. The default `label` may be absent from the data; another name may not.
         prompt_max_len: Longest prompt, in tokens.
         max_samples: Keep at most this many prompts, from the start; None keeps all.
-        split: Which files of a folder.
+        split: Which files of a folder, or which part of a data set.
+        probabilities, seed: See `read_sources`.
 
     Raises:
         DataError: the file, a row or the combination of options is unusable, or no prompt is left.
@@ -117,7 +121,7 @@ def load_prompts(  # noqa: PLR0913 - one keyword per flag of the command line
     )
     _check_limits(prompt_max_len, max_samples)
     check_tokenizer(tokenizer, prompt_format)
-    rows = read_rows(path, split=split)
+    rows = read_sources(path, split=split, probabilities=probabilities, seed=seed)
     _check_label_key(rows, prompt_format)
     return _build(rows, tokenizer, prompt_format, str(path), prompt_max_len, max_samples)
 

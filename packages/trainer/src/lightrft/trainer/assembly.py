@@ -134,7 +134,7 @@ def read_inputs(config: TrainConfig) -> RunInputs:
     options = run_options(config)
     check_algorithm(options, has_critic=config.has_critic, has_reference=config.init_kl_coef > 0)
     tokenizer = load_tokenizer(str(config.pretrain))
-    prompts = _load(str(config.prompt_data), tokenizer, config, max_samples=config.max_samples)
+    prompts = load_run_prompts(config, tokenizer)
     if len(prompts) < config.rollout_batch_size:
         raise ConfigError(
             f"{config.prompt_data} has {len(prompts)} usable prompts, less than one step takes: "
@@ -142,9 +142,7 @@ def read_inputs(config: TrainConfig) -> RunInputs:
         )
     eval_prompts: tuple[Prompt, ...] = ()
     if config.eval_data is not None:
-        eval_prompts = _load(
-            config.eval_data, tokenizer, config, max_samples=config.max_eval_samples
-        ).prompts
+        eval_prompts = load_run_prompts(config, tokenizer, for_evaluation=True).prompts
     reward = build_reward(
         config.reward_fn,
         urls=reward_urls(config),
@@ -237,11 +235,16 @@ def trajectory_log(config: TrainConfig) -> TrajectoryLog | None:
     )
 
 
-def _load(
-    path: str, tokenizer: PreTrainedTokenizerBase, config: TrainConfig, *, max_samples: int
+def load_run_prompts(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, for_evaluation: bool = False
 ) -> PromptDataset:
+    """The prompts of `prompt_data`, or those of `eval_data`.
+
+    Raises:
+        DataError: They cannot be read.
+    """
     return load_prompts(
-        path,
+        str(config.eval_data if for_evaluation else config.prompt_data),
         tokenizer,
         input_key=config.input_key,
         label_key=config.label_key,
@@ -249,7 +252,10 @@ def _load(
         system_prompt=config.system_prompt,
         input_template=config.input_template,
         prompt_max_len=config.prompt_max_len,
-        max_samples=max_samples,
+        max_samples=config.max_eval_samples if for_evaluation else config.max_samples,
+        split=config.eval_split if for_evaluation else config.prompt_split,
+        probabilities=() if for_evaluation else config.prompt_data_probs,
+        seed=config.seed,
     )
 
 

@@ -51,9 +51,15 @@ class TrainConfig(StrategyConfig):
 
     # Data
     prompt_data: str | None = option(
-        None, "Training prompts: a JSONL, JSON or Parquet file.", group="data"
+        None, "Training prompts: a JSONL, JSON or Parquet file, a folder, or the name of a data "
+        "set (owner/name[:configuration]); several separated by commas.", group="data",
+    )  # fmt: skip
+    prompt_data_probs: tuple[float, ...] = option(
+        (), "Shares of several sources of prompt_data; unset follows their sizes.", group="data"
     )
+    prompt_split: str = option("train", "Part of a folder or data set to train on.", group="data")
     eval_data: str | None = option(None, "Evaluation prompts, in the same formats.", group="data")
+    eval_split: str = option("test", "Part of a folder or data set of eval_data.", group="data")
     input_key: str = option("input", "Column that holds the prompt.", group="data")
     label_key: str = option("label", "Column that holds the reference answer.", group="data")
     apply_chat_template: bool = option(

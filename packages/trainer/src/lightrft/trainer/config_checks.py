@@ -8,6 +8,8 @@ from functools import partial
 from operator import eq
 from typing import TYPE_CHECKING
 
+from lightrft.datasets.files import has_splits
+from lightrft.datasets.mixture import probability_problem, split_sources
 from lightrft.strategy.config import ConfigError
 
 if TYPE_CHECKING:
@@ -127,6 +129,7 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
     """
     estimator, samples = config.advantage_estimator, config.n_samples_per_prompt
     template, urls = config.input_template, config.remote_rm_url
+    probabilities_do_not_fit = _wrong_probabilities(config, wrong_fields)
     num_rewards = len(config.reward_fn) + (1 if isinstance(urls, str) else len(urls or ()))
     changed_clip_range = _changed(config, "eps_clip", "eps_clip_low", "eps_clip_high")
     rules: tuple[tuple[tuple[str, ...], Callable[[], bool], str], ...] = (
@@ -172,6 +175,11 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
             "one of enable_ema and load_checkpoint out",
         ),
         (
+            ("prompt_data_probs", "prompt_data"),
+            lambda: probabilities_do_not_fit is not None,
+            str(probabilities_do_not_fit),
+        ),
+        (
             ("reward_weights", "reward_fn", "remote_rm_url"),
             lambda: len(config.reward_weights) not in (0, num_rewards),
             f"reward_weights: got {len(config.reward_weights)} numbers for {num_rewards} rewards; "
@@ -200,6 +208,17 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
     return found
 
 
+def _wrong_probabilities(config: TrainConfig, wrong_fields: Collection[str]) -> str | None:
+    if not {"prompt_data_probs", "prompt_data"}.isdisjoint(wrong_fields):
+        return None
+    sources = split_sources(config.prompt_data or "")
+    return probability_problem(sources, config.prompt_data_probs)
+
+
+def _have_splits(text: str | None) -> bool:
+    return text is not None and any(map(has_splits, split_sources(text)))
+
+
 def _alias_problems(config: TrainConfig) -> list[str]:
     try:
         loss_by_alias(
@@ -221,6 +240,12 @@ def idle_options(config: TrainConfig) -> list[str]:
         (config.init_kl_coef > 0, "init_kl_coef > 0", ("kl_estimator", "kl_target")),
         (config.kl_target is not None, "kl_target", ("kl_horizon",)),
         (config.eval_data is not None, "eval_data", ("eval_steps", "max_eval_samples")),
+        (
+            _have_splits(config.prompt_data),
+            "a folder or data set in prompt_data",
+            ("prompt_split",),
+        ),
+        (_have_splits(config.eval_data), "a folder or data set in eval_data", ("eval_split",)),
         (config.fused_linear_logprob, "fused_linear_logprob", ("chunk_size",)),
         (config.use_fire, "use_fire", ("first_token_temperature",)),
         (config.dynamic_sampling, "dynamic_sampling", ("max_num_gen_batches",)),

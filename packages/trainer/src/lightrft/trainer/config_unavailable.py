@@ -14,7 +14,7 @@ _METRICS = "metrics go to OUTPUT_DIR/metrics.jsonl"
 _REWARD = "use --reward_fn FILE.py:FUNCTION"
 _TRACE = "use --save_trajectories, which writes trajectories.jsonl"
 _VISION = "only text models are trained yet"
-_FILES = "give one local file by --prompt_data, --eval_data or --pretrain_data"
+_FILES = "--pretrain_data takes one source, of which the split train is used"
 
 UNAVAILABLE: dict[str, str] = {
     "text_only": "models are text models; leave it out",
@@ -46,9 +46,6 @@ UNAVAILABLE: dict[str, str] = {
     "rm_use_engine": "reward models are not available yet; " + _REWARD,
     "rm_engine_cudagraph": "reward models are not available yet; " + _REWARD,
     "value_head_prefix": "the critic's head is always called value_head",
-    "prompt_data_probs": _FILES,
-    "prompt_split": _FILES,
-    "eval_split": _FILES,
     "reference_key": "use --label_key; other columns reach the reward function by name",
     "use_wandb": _METRICS,
     "wandb_org": _METRICS,

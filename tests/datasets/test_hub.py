@@ -1,0 +1,70 @@
+"""Data sets by name, from the cache of a machine without network, and saved folders."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightrft.datasets import DataError, load_prompts, read_rows
+
+datasets = pytest.importorskip("datasets", reason="package datasets is not installed")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A cache with one data set, as a download of `owner/sums` leaves it."""
+    folder = tmp_path_factory.mktemp("hub")
+    source = folder / "sums"
+    source.mkdir()
+    (source / "train.jsonl").write_text('{"input": "one", "label": 1}\n{"input": "two"}\n')
+    (source / "test.jsonl").write_text('{"input": "three", "label": 3}\n')
+    datasets.load_dataset(str(source), cache_dir=str(folder / "cache"))
+    (folder / "cache" / "sums").rename(folder / "cache" / "owner___sums")
+    return folder / "cache"
+
+
+@pytest.fixture(autouse=True)
+def use_cache(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(cache))
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_name_finds_its_split_and_configuration(tokenizer):
+    rows = read_rows("owner/sums")
+    assert [row.columns["input"] for row in rows] == ["one", "two"]
+    assert rows[1].location == "owner/sums[train], row 2"
+    assert [row.columns["label"] for row in read_rows("owner/sums:default", split="test")] == [3]
+    assert len(read_rows("owner/sums", split="train[:1]")) == 1
+    prompts = load_prompts("owner/sums", tokenizer, split="test")
+    assert [(prompt.text, prompt.label) for prompt in prompts] == [("three", "3")]
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "what"),
+    [
+        ("owner/none", "train", "owner/none"),
+        ("owner/sums", "validation", "validation"),
+        ("owner/sums:other", "train", "other"),
+    ],
+)
+def test_what_the_cache_does_not_hold_is_one_line_with_a_remedy(name, split, what):
+    with pytest.raises(DataError, match=r"cannot be loaded: .*HF_HOME") as caught:
+        read_rows(name, split=split)
+    assert what in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_saved_folder_is_read_whole_or_by_split(tmp_path):
+    table = datasets.Dataset.from_list([{"input": "one"}, {"input": "two"}])
+    table.save_to_disk(tmp_path / "whole")
+    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(tmp_path / "d")
+    assert [row.columns["input"] for row in read_rows(tmp_path / "whole")] == ["one", "two"]
+    assert [row.columns["input"] for row in read_rows(tmp_path / "d", split="test")] == ["two"]
+    with pytest.raises(DataError, match=r"no split 'dev': found train, test"):
+        read_rows(tmp_path / "d", split="dev")
+
+
+def test_a_local_path_is_never_looked_up_by_name(tmp_path):
+    (tmp_path / "owner").mkdir()
+    with pytest.raises(DataError, match="does not exist"):
+        read_rows("owner/sums")
