@@ -74,7 +74,7 @@ def test_good_input_reaches_the_run(folder, capsys):
         ({"foo": "1"}, ["unknown option 'foo'"]),
         ({"rollout_batchsize": "1"}, ["rollout_batchsize", "did you mean rollout_batch_size"]),
         ({"use_wandb": "key"}, ["use_wandb is not available", "metrics.jsonl"]),
-        ({"lora_rank": "4"}, ["lora_rank is not available", "adapters"]),
+        ({"load_in_4bit": "True"}, ["load_in_4bit is not available", "quantised"]),
         ({"advantage_estimator": "grpoo"}, ["advantage_estimator", "'grpoo'", "'grpo'"]),
         ({"engine_type": "vlm"}, ["engine_type", "'vlm'", "did you mean 'vllm'"]),
         ({"policy_loss": "pp"}, ["policy_loss", "'pp'", "'ppo'"]),
@@ -141,7 +141,7 @@ def test_data_errors(folder, capsys, flag, name, content, expected):
 
 
 def test_all_problems_of_a_command_line_come_at_once(folder, capsys):
-    assert train(foo="1", temperature="hot", top_k="0", lora_rank="8") == 2
+    assert train(foo="1", temperature="hot", top_k="0", load_in_4bit="True") == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 4
     assert all(line.startswith("lightrft: ") for line in lines)

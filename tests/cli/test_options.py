@@ -65,9 +65,9 @@ def test_later_files_win_and_flags_win_over_files(tmp_path):
 
 def test_problems_of_flags_and_files_come_together(tmp_path):
     file = tmp_path / "a.toml"
-    file.write_text("tempratur = 1\nmax_steps = 'many'\nlora_rank = 8\n")
+    file.write_text("tempratur = 1\nmax_steps = 'many'\nload_in_4bit = true\n")
     problems = "\n".join(parse("--foo", "1", "--topp", "2", files=(file,))[1])
-    for text in ("tempratur", "max_steps", "lora_rank is not available", "foo", "top_p"):
+    for text in ("tempratur", "max_steps", "load_in_4bit is not available", "foo", "top_p"):
         assert text in problems
 
 
