@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "")  # so that what a run sets is undone afterwards
         monkeypatch.delenv(name)
 
-    def refuse(config):
+    def refuse(config, stop_request):
         raise AssertionError("a run was started")
 
     monkeypatch.setattr(train_command, "train", refuse)

@@ -18,6 +18,7 @@ from lightrft.strategy.config_fields import (
     coerce,
     default_of,
     is_number,
+    mask_address,
     option,
     shown,
     type_hints,
@@ -33,6 +34,7 @@ __all__ = [
     "ConfigError",
     "EngineType",
     "StrategyConfig",
+    "mask_address",
     "option",
 ]
 

@@ -139,12 +139,17 @@ def _is_secret(name: str) -> bool:
     return lowered not in PUBLIC_NAMES and any(word in lowered for word in SECRET_WORDS)
 
 
+def mask_address(text: str) -> str:
+    """The text with user name and password of every address replaced by ***."""
+    return re.sub(r"//[^/@\s]+@", "//***@", text)
+
+
 def shown(name: str, value: object) -> str:
     """The value as text; strings under secret names and passwords in addresses are hidden."""
     if isinstance(value, str):
         if _is_secret(name) and value:
             return "***"
-        return re.sub(r"//[^/@\s]+@", "//***@", repr(value))
+        return mask_address(repr(value))
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{k}: {shown(f'{name}.{k}', v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -21,9 +21,13 @@ class ExitCode(IntEnum):
     OK = 0
     UNEXPECTED = 1
     USAGE = 2
+    PREFLIGHT = 3
     DATA = 4
     REWARD = 5
+    OUT_OF_MEMORY = 6
+    DEADLINE = 7
     VERIFICATION = 8
+    STOPPED = 75
     INTERRUPTED = 130
     TERMINATED = 143
 
@@ -51,6 +55,7 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.strategy.weight_accounting", "WeightSyncError", ExitCode.VERIFICATION),
     ("lightrft.trainer.parity", "ParityError", ExitCode.VERIFICATION),
     ("lightrft.trainer.export", "ExportError", ExitCode.VERIFICATION),
+    ("lightrft.trainer.stopping", "RunStoppedError", ExitCode.STOPPED),
 )
 LAUNCHED_BY_LIGHTRFT = "LIGHTRFT_LAUNCHED"
 

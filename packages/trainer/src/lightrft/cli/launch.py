@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import os
+import signal
 import socket
 import sys
 import uuid
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import LAUNCHED_BY_LIGHTRFT, ExitCode, WorkerError
+from lightrft.trainer.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from types import FrameType
 
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_PR_SET_PDEATHSIG = 1
 
 
 def is_worker() -> bool:
@@ -69,9 +77,12 @@ def launch(module: str, arguments: Sequence[str], *, nproc_per_node: int) -> int
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
+        # The agent would kill the workers 30 s after one of the others.
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
     )
     try:
-        elastic_launch(config, sys.executable)("-m", module, *arguments)
+        with passing_on(STOP_SIGNALS):
+            elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as failed:
         raise worker_error(failed.failures) from None
     except SignalException as stopped:
@@ -81,6 +92,41 @@ def launch(module: str, arguments: Sequence[str], *, nproc_per_node: int) -> int
     finally:
         del os.environ[LAUNCHED_BY_LIGHTRFT]
     return ExitCode.OK
+
+
+@contextmanager
+def passing_on(signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """Hands these signals to the processes that this one has started, instead of ending.
+
+    Raises:
+        WorkerError: A signal came while there was no such process yet.
+    """
+    import psutil
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        workers = psutil.Process().children()
+        if not workers:
+            name = signal.Signals(number).name
+            raise WorkerError(f"stopped by {name} before the run started", ExitCode.TERMINATED)
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_with_launcher() -> None:
+    """Have the kernel end this process when the one that started it is gone (Linux).
+
+    Without it the workers of a killed launcher would go on writing into the run's folder.
+    """
+    if LAUNCHED_BY_LIGHTRFT in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def _silence_agent() -> None:
@@ -97,7 +143,9 @@ def worker_error(failures: dict[int, ProcessFailure]) -> WorkerError:
     report = failure.error_file_data.get("message")
     code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     if isinstance(report, dict) and "errorCode" in report:
-        return WorkerError(f"rank {rank}: {report['message']}", int(report["errorCode"]))
+        code, text = int(report["errorCode"]), str(report["message"])
+        # All ranks agreed to stop: none of them is to blame.
+        return WorkerError(text if code == ExitCode.STOPPED else f"rank {rank}: {text}", code)
     how = failure.message if failure.exitcode < 0 else f"exit code {failure.exitcode}"
     return WorkerError(f"rank {rank} ended without a word: {how}", code)
 

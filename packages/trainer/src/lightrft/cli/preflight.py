@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from lightrft.datasets.mixture import read_sources
 from lightrft.datasets.render import PromptFormat, render
 from lightrft.engines.factory import resolve_engine_type
+from lightrft.strategy.config import ConfigError
+from lightrft.trainer.run_plan import plan_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -36,12 +38,10 @@ def check_paths(config: TrainConfig) -> list[str]:
         problems.append("--prompt_data is missing: give a JSONL, JSON or Parquet file")
     if not config.reward_fn and not config.remote_rm_url:
         problems.append("--reward_fn is missing: give boxed_math, gsm8k or FILE.py:FUNCTION")
-    metrics = Path(config.output_dir) / "metrics.jsonl"
-    if metrics.exists() and metrics.stat().st_size and not config.load_checkpoint:
-        problems.append(
-            f"--output_dir: {config.output_dir} holds another run: give a new folder, or "
-            "--load_checkpoint to continue that run"
-        )
+    try:
+        plan_run(config)
+    except ConfigError as err:
+        problems.append(str(err))
     return problems + engine_problems(config.engine_type)
 
 

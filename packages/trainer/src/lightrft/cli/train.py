@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from lightrft.cli.console import hide_progress_bars, share_processors
 from lightrft.cli.errors import ExitCode, run_guarded
-from lightrft.cli.launch import become_only_process, is_worker, launch
+from lightrft.cli.launch import become_only_process, end_with_launcher, is_worker, launch
 from lightrft.cli.options import add_options, merge_options, normalise, unknown_flags
 from lightrft.cli.parser import Parser, at_least
 from lightrft.cli.preflight import check_data, check_paths
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.config_checks import batch_problems
+from lightrft.trainer.stopping import StopRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,8 +27,10 @@ EPILOG = """\
 Boolean options have a negative form, --no_NAME. Options may stand in TOML files as well
 (--config a.toml b.toml): later files win over earlier ones, flags over files.
 
-exit codes: 0 done, 1 unexpected error, 2 usage, 4 data, 5 reward function, 8 verification of
-weights or logprobs, 130 interrupted
+exit codes: 0 done, 1 unexpected error, 2 usage, 3 not possible on this machine, 4 data, 5 reward
+function, 6 out of memory, 7 deadline, 8 verification of weights or logprobs, 75 stopped by SIGTERM
+or SIGUSR1 with a checkpoint (the same command continues), 130 interrupted, 143 stopped before
+anything was done
 """
 
 
@@ -39,22 +42,33 @@ def run(argv: Sequence[str]) -> int:
         UsageError: Arguments that cannot be read.
         DataError: Prompts that cannot be read.
     """
+    if is_worker():
+        end_with_launcher()
+        # Before the imports that take seconds: a signal must not end a rank alone.
+        return _train_stoppably(argv)
     config, nproc_per_node = parse(argv)
     share_processors()
-    if not is_worker():
-        check_data(config)
-        if nproc_per_node > 1:
-            return launch("lightrft.cli.train", argv, nproc_per_node=nproc_per_node)
-        become_only_process()
-    return train(config)
+    check_data(config)
+    if nproc_per_node > 1:
+        return launch("lightrft.cli.train", argv, nproc_per_node=nproc_per_node)
+    become_only_process()
+    return _train_stoppably(argv)
 
 
-def train(config: TrainConfig) -> int:
+def _train_stoppably(argv: Sequence[str]) -> int:
+    stop_request = StopRequest()
+    with stop_request.listening():
+        config, _ = parse(argv)
+        share_processors()
+        return train(config, stop_request)
+
+
+def train(config: TrainConfig, stop_request: StopRequest) -> int:
     """Train as one of the processes of a run, whose rank is in the environment."""
     from lightrft.trainer.assembly import run_training
 
     hide_progress_bars()
-    run_training(config)
+    run_training(config, stop_request=stop_request)
     return ExitCode.OK
 
 

@@ -17,26 +17,28 @@ from lightrft.rewards import RewardSettings, build_reward
 from lightrft.strategy import get_strategy
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.algorithm import check_algorithm
-from lightrft.trainer.loggers import ConsoleLogger, JsonLinesLogger, drop_steps_after
+from lightrft.trainer.loggers import ConsoleLogger, JsonLinesLogger
 from lightrft.trainer.ppo_config import PPOConfig, resolve_ppo_config
 from lightrft.trainer.pretrain_mix import PretrainMix
 from lightrft.trainer.prompts import planned_steps
 from lightrft.trainer.run_files import (
-    CONFIG_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
-    START_FILE,
     SUMMARY_FILE,
     TRAJECTORIES_FILE,
-    write_start,
+    write_whole,
 )
+from lightrft.trainer.run_lock import sole_writer
 from lightrft.trainer.run_models import build_models
+from lightrft.trainer.run_plan import plan_run
+from lightrft.trainer.run_start import end_run, start_run
 from lightrft.trainer.samples import SampleLog
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
+from lightrft.trainer.stopping import RunStoppedError
 from lightrft.trainer.trajectories import TrajectoryLog
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.utils.data import DataLoader
     from transformers import PreTrainedTokenizerBase
@@ -91,7 +93,12 @@ class RunInputs:
     pretrain: PretrainMix | None = None
 
 
-def run_training(config: TrainConfig, *, loggers: Sequence[MetricsLogger] = ()) -> RunSummary:
+def run_training(
+    config: TrainConfig,
+    *,
+    loggers: Sequence[MetricsLogger] = (),
+    stop_request: Callable[[], bool] | None = None,
+) -> RunSummary:
     """Trains as one process of a run, whose rank is in the environment.
 
     Everything a user can get wrong is checked first. The folder `config.output_dir` gets
@@ -100,31 +107,39 @@ def run_training(config: TrainConfig, *, loggers: Sequence[MetricsLogger] = ()) 
     Args:
         config: What to do.
         loggers: Further receivers of metrics on the first rank.
+        stop_request: Says whether this process was asked to stop; all ranks then stop together.
 
     Raises:
-        ConfigError: Options that cannot be run.
+        RunStoppedError: The run was asked to stop; it can be continued.
+        ConfigError: Options that cannot be run, or a used folder that they would spoil.
         DataError: Prompts that cannot be read.
         RewardError: A reward function that cannot be loaded, or that fails.
         ModelLoadError: A model or tokenizer that cannot be read.
     """
     started = time.perf_counter()
     with ExitStack() as stack:
+        plan = plan_run(config)
         inputs = read_inputs(config)
         stack.callback(inputs.reward.close)
+        if os.environ.get("RANK", "0") == "0":
+            stack.enter_context(sole_writer(Path(config.output_dir)))
         strategy = stack.enter_context(get_strategy(config))
         trainer, loader = build_trainer(config, inputs, strategy, loggers=loggers)
         stack.callback(trainer.close)
-        num_resumed = _start(config, trainer, strategy)
-        result = trainer.fit(prompts_dataloader=loader)
+        num_resumed = start_run(config, trainer, plan)
+        result = trainer.fit(prompts_dataloader=loader, stop_request=stop_request)
+        if result.was_stopped:
+            end_run(config, strategy, "stopped", result.num_steps)
+            raise RunStoppedError(result.num_steps, config.output_dir)
         strategy.save_model(trainer.actor, inputs.tokenizer, str(config.model_dir))
         if trainer.ema_model is not None:
             folder = Path(config.output_dir) / EMA_FOLDER
             strategy.save_model(trainer.ema_model, inputs.tokenizer, str(folder))
         summary = _summarise(config, strategy, result, num_resumed, started)
         if strategy.is_rank_0():
-            path = Path(config.output_dir) / SUMMARY_FILE
-            path.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
-        strategy.barrier()
+            text = json.dumps(asdict(summary), indent=2) + "\n"
+            write_whole(Path(config.output_dir) / SUMMARY_FILE, text)
+        end_run(config, strategy, "finished", result.num_steps)
         return summary
 
 
@@ -269,35 +284,6 @@ def _check_options(config: TrainConfig) -> None:
     if missing:
         raise ConfigError("\n".join(missing))
     config.check_world_size(int(os.environ.get("WORLD_SIZE", "1")))
-    metrics = Path(config.output_dir) / METRICS_FILE
-    is_first = os.environ.get("RANK", "0") == "0"
-    is_used = metrics.exists() and metrics.stat().st_size > 0
-    if is_first and is_used and not config.load_checkpoint:
-        raise ConfigError(
-            f"{config.output_dir} holds the metrics of another run: give a new --output_dir, or "
-            "--load_checkpoint to continue that run"
-        )
-
-
-def _start(config: TrainConfig, trainer: SPMDPPOTrainer, strategy: StrategyBase) -> int:
-    """Writes config.toml and continues from a checkpoint; returns the steps it had."""
-    folder = Path(config.output_dir)
-    resumed = config.load_checkpoint and trainer.load_checkpoint()
-    num_steps = trainer.state.num_steps
-    if config.load_checkpoint:
-        strategy.print(
-            f"continuing after step {num_steps}"
-            if resumed
-            else f"no complete checkpoint under {config.checkpoint_dir}: starting anew"
-        )
-    if strategy.is_rank_0():
-        folder.mkdir(parents=True, exist_ok=True)
-        config.save(folder / CONFIG_FILE)
-        write_start(folder / START_FILE, world_size=strategy.world_size)
-        for name in (METRICS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE):
-            drop_steps_after(folder / name, num_steps if resumed else -1)
-    strategy.barrier()
-    return num_steps
 
 
 def _summarise(

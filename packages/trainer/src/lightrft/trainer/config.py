@@ -295,7 +295,11 @@ class TrainConfig(StrategyConfig):
         None, "Folder of the trained model; unset is OUTPUT_DIR/model.", group="run"
     )
     load_checkpoint: bool = option(
-        False, "Continue from the newest complete checkpoint.", group="run"
+        False, "Continue also a complete run; an unfinished one continues without it.",
+        group="run",
+    )  # fmt: skip
+    allow_changes: bool = option(
+        False, "Continue a run although a changed option makes it inexact.", group="run"
     )
     max_ckpt_num: int = option(3, "Checkpoints to keep.", group="run", at_least=1)
     max_ckpt_mem: float = option(

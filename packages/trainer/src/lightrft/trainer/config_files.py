@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from lightrft.strategy.config import PUBLIC_NAMES, SECRET_WORDS, ConfigError
+from lightrft.strategy.config import PUBLIC_NAMES, SECRET_WORDS, ConfigError, mask_address
+from lightrft.trainer.run_files import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -36,17 +37,16 @@ def write_toml(config: StrategyConfig, path: Path, *, leave_out: Collection[str]
     The file appears whole or not at all.
     """
     groups: dict[str, list[str]] = {}
+    values = without_secrets(config)
     for field in fields(config):
-        value = getattr(config, field.name)
+        value = values.get(field.name)
         group = field.metadata.get("group")
-        if group is None or value is None or field.name in leave_out or is_secret(field.name):
+        if group is None or value is None or field.name in leave_out:
             continue
         groups.setdefault(group, []).append(f"{field.name} = {format_toml(value)}")
     text = "\n\n".join("\n".join([f"# {group}", *lines]) for group, lines in groups.items())
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, text + "\n")
 
 
 def format_toml(value: object) -> str:
@@ -69,6 +69,25 @@ def format_toml(value: object) -> str:
         )
         return "{" + pairs + "}"
     raise TypeError(f"no TOML literal for {value!r} of type {type(value).__name__}")
+
+
+def without_secrets(config: StrategyConfig) -> dict[str, object]:
+    """The options by name, without those of secret names; credentials in addresses are masked."""
+    return {
+        field.name: _masked(config.__dict__[field.name])
+        for field in fields(config)
+        if not is_secret(field.name)
+    }
+
+
+def _masked(value: object) -> object:
+    if isinstance(value, str):
+        return mask_address(value)
+    if isinstance(value, tuple | list):
+        return type(value)(_masked(item) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _masked(item) for key, item in value.items() if not is_secret(str(key))}
+    return value
 
 
 def is_secret(name: str) -> bool:

@@ -50,6 +50,7 @@ class RunControl:
     _loggers: LoggerGroup
     _sample_log: SampleLog | None
     _trajectory_log: TrajectoryLog | None
+    _stop_request: Callable[[], bool] | None = None
 
     def make_experience(self, prompts: Sequence[Prompt] | None = None) -> ExperienceBatch:
         """Rolls out one batch of prompts."""
@@ -95,6 +96,7 @@ class RunControl:
         eval_prompts: Sequence[Prompt] | None = None,
         consumed_samples: int = 0,
         num_update_steps_per_episodes: int | None = None,
+        stop_request: Callable[[], bool] | None = None,
     ) -> LoopResult:
         """Trains over the prompts: rolls out, updates, evaluates, logs and saves.
 
@@ -106,11 +108,14 @@ class RunControl:
             consumed_samples: Prompts of the first pass already used, over all ranks; a loaded
                 checkpoint knows this itself.
             num_update_steps_per_episodes: Optimizer steps of one pass; None uses all prompts.
+            stop_request: Asked on every rank at least once a step; if one rank says yes, all
+                write a checkpoint and return. Either all ranks pass one or none.
 
         Raises:
             ValueError: There are no prompts, or too few for one batch.
         """
         self.config = with_arguments(self.config, args)
+        self._stop_request = stop_request
         if eval_prompts is not None:
             self.eval_prompts = eval_prompts
         if prompts_dataloader is not None:
@@ -132,6 +137,12 @@ class RunControl:
         for text in found:
             self.strategy.print(f"warning: alarm after step {self.state.num_steps}: {text}")
         return bool(found) and alarms.stops
+
+    def is_asked_to_stop(self) -> bool:
+        """Whether any rank was asked to stop; the same answer on all of them."""
+        if self._stop_request is None:
+            return False
+        return self.strategy.all_reduce(int(self._stop_request()), op="max") > 0
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hands metrics to the loggers, on the first rank."""

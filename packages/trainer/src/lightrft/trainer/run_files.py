@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 CONFIG_FILE = "config.toml"
@@ -20,20 +20,45 @@ TRAJECTORIES_FILE = "trajectories.jsonl"
 SUMMARY_FILE = "summary.json"
 START_FILE = "run.json"
 REPORT_FILE = "report.html"
+EVENTS_FILE = "events.jsonl"
 
 _PACKAGES = ("lightrft-trainer", "torch", "transformers", "deepspeed", "vllm", "sglang")
 
 
-def write_start(path: Path, *, world_size: int) -> None:
-    """Records when a run started, with how many processes, and on which versions."""
+def write_start(
+    path: Path,
+    *,
+    world_size: int,
+    inputs: Mapping[str, object] | None = None,
+) -> None:
+    """Records when a run started, with how many processes, on which versions and inputs."""
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in _PACKAGES:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
             continue  # an optional backend
-    start = {"started_unix": time.time(), "world_size": world_size, "versions": versions}
-    path.write_text(json.dumps(start, indent=2) + "\n", encoding="utf-8")
+    start = {
+        "started_unix": time.time(),
+        "world_size": world_size,
+        "versions": versions,
+        "inputs": dict(inputs or {}),
+    }
+    write_whole(path, json.dumps(start, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that appears whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def write_event(folder: Path, event: str, *, step: int, details: Mapping[str, object]) -> None:
+    """Appends what happened to a run (started, resumed, stopped, finished) to its events."""
+    entry = {"unix_seconds": time.time(), "event": event, "step": step, **details}
+    with (folder / EVENTS_FILE).open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
 @dataclass(slots=True)

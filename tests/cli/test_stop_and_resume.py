@@ -1,0 +1,205 @@
+"""Runs that are stopped or killed at the shell, and the same command that continues them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightrft.models.presets import write_tiny_model
+
+SECONDS = 240
+REWARD = """
+import time
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+def score(responses):
+    calls = FOLDER / f"calls_{len(list(FOLDER.glob('calls_*')))}"
+    calls.touch()
+    pause = FOLDER / "pause_at"
+    if pause.exists() and int(calls.name.split("_")[1]) == int(pause.read_text()):
+        (FOLDER / "paused").touch()
+        while pause.exists():
+            time.sleep(0.02)
+    return [sum(ord(c) % 2 for c in r) / max(len(r), 1) for r in responses]
+"""
+ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    write_tiny_model(path, "tiny-qwen3", seed=1)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rows = [json.dumps({"input": f"say {'aeiou'[i % 5] * 3}"}) for i in range(20)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    (tmp_path / "reward.py").write_text(REWARD)
+    return tmp_path
+
+
+class Command:
+    """`lightrft train` of five steps in a process of its own."""
+
+    def __init__(self, folder, model, name, *extra, launcher=(), save_steps=1):
+        self.folder, self.run = folder, folder / name
+        arguments = {
+            "pretrain": model, "prompt_data": folder / "train.jsonl",
+            "reward_fn": f"{folder / 'reward.py'}:score", "output_dir": self.run,
+            "engine_type": "hf", "rollout_batch_size": 4, "n_samples_per_prompt": 4,
+            "train_batch_size": 16, "micro_train_batch_size": 8, "generate_max_len": 6,
+            "prompt_max_len": 32, "init_kl_coef": 0, "actor_learning_rate": 1e-3,
+            "reward_running_norm": None, "fsdp": None, "save_steps": save_steps,
+        }  # fmt: skip
+        given = [(f"--{k}", *([] if v is None else [str(v)])) for k, v in arguments.items()]
+        start = launcher or (sys.executable, "-m", "lightrft.cli.main", "train")
+        self.words = [*start, *(word for pair in given for word in pair), *extra]
+        self.environment = {k: v for k, v in os.environ.items() if k not in ENVIRONMENT}
+        self.environment["OMP_NUM_THREADS"] = "1"
+
+    def finish(self):
+        """Exit code and what was written to the terminal."""
+        done = subprocess.run(
+            self.words, env=self.environment, capture_output=True, text=True, timeout=SECONDS,
+            check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout, done.stderr
+
+    def signal_in_rollout(self, number, call):
+        """Exit code and messages of a run that got a signal while call `call` was scored."""
+        for path in (*self.folder.glob("calls_*"), self.folder / "paused"):
+            path.unlink(missing_ok=True)
+        pause = self.folder / "pause_at"
+        pause.write_text(str(call))
+        process = subprocess.Popen(
+            self.words, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        begin = time.monotonic()
+        while not (self.folder / "paused").exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() - begin < SECONDS
+            time.sleep(0.05)
+        process.send_signal(number)
+        pause.unlink()
+        output, messages = process.communicate(timeout=SECONDS)
+        return process.returncode, output, messages
+
+    def metrics(self):
+        rows = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+        return [
+            {
+                name: value
+                for name, value in row.items()
+                if "second" not in name
+                and name != "weights_version"
+                and not name.startswith("memory/")
+            }
+            for row in rows
+        ]
+
+    def events(self):
+        lines = (self.run / "events.jsonl").read_text().splitlines()
+        return [(entry["event"], entry["step"]) for entry in map(json.loads, lines)]
+
+    def weights(self):
+        return load_file(self.run / "model" / "model.safetensors")
+
+
+@pytest.mark.multiprocess
+def test_a_stopped_and_a_killed_run_are_continued_by_the_same_command(folder, model):
+    whole = Command(folder, model, "whole")
+    assert whole.finish()[0] == 0
+    broken = Command(folder, model, "broken")
+
+    # Call 0 of a process scores the rollouts of its first step.
+    code, _, messages = broken.signal_in_rollout(signal.SIGTERM, call=1)
+    assert code == 75, messages
+    assert messages.splitlines()[-1].startswith("lightrft: stopped as asked after step 1")
+    assert len(messages.splitlines()) == 1
+    assert not (broken.run / "summary.json").exists()
+
+    code, output, _ = broken.signal_in_rollout(signal.SIGKILL, call=2)
+    assert code == -signal.SIGKILL
+    assert "continuing" in output
+    for name in ("checkpoint", "weights", "optimizer", "generators", "data", "engine"):
+        assert f"\n  {name}" in output
+    assert "1 of 1 processes" in output
+
+    code, output, messages = broken.finish()
+    assert code == 0, messages
+    assert "after step 3" in output
+    assert broken.events() == [
+        ("started", 0), ("stopped", 1), ("resumed", 1), ("resumed", 3), ("finished", 5),
+    ]  # fmt: skip
+    assert [row["step"] for row in whole.metrics()] == [1, 2, 3, 4, 5]
+    assert broken.metrics() == whole.metrics()
+    assert len({json.dumps(row) for row in whole.metrics()}) == 5
+    expected, found = whole.weights(), broken.weights()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    code, _, messages = broken.finish()
+    assert code == 2
+    assert "complete after 5 steps" in messages
+    assert "new folder" in messages
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_all_ranks_stop_together_and_continue_exactly(folder, model, number):
+    whole = Command(folder, model, "whole", "--nproc_per_node", "2")
+    assert whole.finish()[0] == 0
+    broken = Command(folder, model, "broken", "--nproc_per_node", "2", save_steps=-1)
+    code, _, messages = broken.signal_in_rollout(number, call=4)
+    assert code == 75, messages
+    (line,) = messages.splitlines()
+    assert line.startswith("lightrft: stopped as asked after step")
+    code, output, messages = broken.finish()
+    assert code == 0, messages
+    assert "2 of 2 processes" in output
+    assert broken.metrics() == whole.metrics()
+    expected, found = whole.weights(), broken.weights()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_killed_launcher_leaves_no_writers_and_the_same_command_continues(folder, model):
+    broken = Command(folder, model, "broken", "--nproc_per_node", "2")
+    code, _, _ = broken.signal_in_rollout(signal.SIGKILL, call=6)
+    assert code == -signal.SIGKILL
+    code, output, messages = broken.finish()
+    assert code == 0, messages
+    assert "continuing" in output
+    assert broken.events()[-1] == ("finished", 5)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_under_torchrun_the_ranks_stop_with_a_checkpoint_and_say_so(folder, model):
+    torchrun = (
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
+        "-m", "lightrft.cli.train",
+    )  # fmt: skip
+    broken = Command(folder, model, "broken", launcher=torchrun)
+    code, _, messages = broken.signal_in_rollout(signal.SIGTERM, call=4)
+    assert code != 0
+    assert "stopped as asked after step" in messages
+    code, output, messages = broken.finish()
+    assert code == 0, messages
+    assert "continuing" in output
+    assert broken.events()[-1] == ("finished", 5)

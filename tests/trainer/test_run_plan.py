@@ -1,0 +1,165 @@
+"""Used run folders: continued, refused with what changed, never overwritten unasked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from lightrft.strategy.config import ConfigError
+from lightrft.trainer.config import TrainConfig
+from lightrft.trainer.run_files import write_start
+from lightrft.trainer.run_lock import sole_writer
+from lightrft.trainer.run_plan import FREE_OPTIONS, describe_inputs, input_files, plan_run
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"input": "a"}\n')
+    (tmp_path / "r.py").write_text("def f(responses):\n    return [0.0 for _ in responses]\n")
+
+    def build(**changes):
+        values = {
+            "output_dir": str(tmp_path / "run"),
+            "prompt_data": str(tmp_path / "train.jsonl"),
+            "reward_fn": (f"{tmp_path / 'r.py'}:f",),
+            "temperature": 0.7,
+            **changes,
+        }
+        return TrainConfig(**values)
+
+    return build
+
+
+def leave_run(config, *, checkpoint=True, summary=False):
+    """The files of a run that went two steps."""
+    folder = config.checkpoint_dir.parent
+    folder.mkdir(parents=True)
+    config.save(folder / "config.toml")
+    write_start(folder / "run.json", world_size=1, inputs=describe_inputs(config))
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    if checkpoint:
+        (config.checkpoint_dir / "_actor" / "global_step2").mkdir(parents=True)
+        (config.checkpoint_dir / "_actor" / "global_step2" / "manifest.json").write_text("{}")
+    if summary:
+        (folder / "summary.json").write_text('{"num_steps": 2}')
+
+
+def test_a_new_folder_starts_anew(config):
+    assert not plan_run(config()).resumes
+
+
+def test_an_unfinished_run_is_continued_by_the_same_command(config):
+    leave_run(config())
+    plan = plan_run(config())
+    assert plan.resumes
+    assert plan.changes == ()
+
+
+@pytest.mark.parametrize(
+    ("left", "expected"),
+    [
+        ({"summary": True}, ["complete after 2 steps", "--load_checkpoint", "--max_steps"]),
+        ({"checkpoint": False}, ["before its first checkpoint", "--save_steps"]),
+    ],
+)
+def test_other_used_folders_are_refused_unless_asked_for(config, left, expected):
+    leave_run(config(), **left)
+    with pytest.raises(ConfigError) as caught:
+        plan_run(config())
+    for text in ("holds another run", *expected):
+        assert text in str(caught.value)
+    assert plan_run(config(load_checkpoint=True)).resumes
+
+
+def test_files_of_unknown_origin_are_not_overwritten(config, tmp_path):
+    leave_run(config())
+    (tmp_path / "run" / "run.json").unlink()
+    with pytest.raises(ConfigError, match="holds another run"):
+        plan_run(config())
+    leave_run(config(output_dir=str(tmp_path / "other")))
+    with pytest.raises(ConfigError, match=r"other/checkpoints holds another run"):
+        plan_run(
+            config(output_dir=str(tmp_path / "new"), ckpt_path=str(tmp_path / "other/checkpoints"))
+        )
+
+
+def test_options_that_keep_a_run_exact_may_change_and_are_listed(config):
+    leave_run(config())
+    plan = plan_run(config(max_steps=9, save_steps=3))
+    assert {change.name: change.after for change in plan.changes} == {
+        "max_steps": "9",
+        "save_steps": "3",
+    }
+    assert all(change.is_free for change in plan.changes)
+
+
+def test_a_change_that_breaks_exactness_is_refused_with_a_diff(config):
+    leave_run(config())
+    changed = {"temperature": 0.9, "seed": 7, "max_steps": 9}
+    with pytest.raises(ConfigError) as caught:
+        plan_run(config(**changed))
+    text = str(caught.value)
+    assert "temperature: 0.7 -> 0.9" in text
+    assert "seed: 42 -> 7" in text
+    assert "max_steps" not in text
+    assert "--allow_changes" in text
+    plan = plan_run(config(**changed, allow_changes=True))
+    assert [change.name for change in plan.changes if not change.is_free] == ["seed", "temperature"]
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "r.py"])
+def test_a_changed_input_file_is_refused_and_a_touched_one_is_not(config, tmp_path, name):
+    leave_run(config())
+    path = tmp_path / name
+    os.utime(path, ns=(1, 1))
+    assert plan_run(config()).changes == ()
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(ConfigError, match=rf"{name}: contents [0-9a-f]{{12}} -> contents"):
+        plan_run(config())
+
+
+def test_input_files_are_data_and_reward_code(config, tmp_path):
+    assert input_files(config()) == [tmp_path / "train.jsonl", tmp_path / "r.py"]
+    assert input_files(config(reward_fn=("gsm8k",), prompt_data="owner/name")) == []
+
+
+def test_credentials_are_not_saved_and_do_not_look_like_a_change(config, tmp_path):
+    secret = config(
+        remote_rm_url="http://me:hunter2@host/x", engine_args={"api_key": "hunter2", "n": 1}
+    )
+    leave_run(secret)
+    text = "".join(path.read_text() for path in (tmp_path / "run").glob("*.*"))
+    assert "hunter2" not in text
+    assert "host/x" in text
+    assert "n" in TrainConfig.load(tmp_path / "run" / "config.toml").engine_args
+    assert plan_run(secret).changes == ()
+
+
+def test_options_that_may_change_exist():
+    optional = {"use_wandb", "wandb_org", "wandb_group", "wandb_project", "wandb_run_name"}
+    optional |= {"eval_split", "heartbeat_seconds"}
+    assert FREE_OPTIONS - {entry.name for entry in fields(TrainConfig)} <= optional
+
+
+def test_a_folder_has_one_writer(tmp_path):
+    holder = (
+        "import sys; from pathlib import Path; from lightrft.trainer.run_lock import sole_writer\n"
+        "with sole_writer(Path(sys.argv[1])):\n    print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", holder, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as other:  # fmt: skip
+        other.stdout.readline()
+        with (
+            pytest.raises(ConfigError, match=f"being written by process {other.pid} on"),
+            sole_writer(tmp_path),
+        ):
+            pass
+        other.kill()
+    with sole_writer(tmp_path):  # a killed process holds nothing
+        pass
