@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import sys
 import threading
@@ -12,6 +13,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+
+from lightrft.strategy.error_report import LastPhase, record_phase, write_error_report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +56,8 @@ def _store() -> dist.Store | None:
     return dist.distributed_c10d._get_default_store()
 
 
-def _record(name: str) -> None:
+def _record(name: str, seconds: float = math.inf) -> None:
+    record_phase(LastPhase(name, time.time() + seconds))
     store = _store()
     if store is not None:
         rank, _ = _rank()
@@ -85,6 +89,7 @@ def _expire(name: str, seconds: float) -> None:
     except RuntimeError as err:
         lines.append(f"  phases of the other ranks are unknown: {err}")
     print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201
+    write_error_report("\n".join(lines), HANG_EXIT_CODE)
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     sys.stderr.flush()
     os._exit(HANG_EXIT_CODE)
@@ -115,14 +120,39 @@ def phase(name: str, seconds: float | timedelta) -> Iterator[None]:
     limit = seconds.total_seconds() if isinstance(seconds, timedelta) else float(seconds)
     if limit <= 0:
         raise ValueError(f"phase {name!r} needs a positive deadline, got {limit}")
-    _record(name)
+    _record(name, limit)
     deadline = _Deadline(name, limit)
     _stack.append(deadline)
     _arm_last_resort()
     try:
         yield
+    except BaseException as error:
+        note_phase(error, name)
+        raise
     finally:
         deadline.close()
         _stack.remove(deadline)
         _arm_last_resort()
-        _record(_stack[-1].name if _stack else f"between phases, after {name}")
+        if _stack:
+            _record(_stack[-1].name, _stack[-1].expires - time.monotonic())
+        else:
+            _record(f"between phases, after {name}")
+
+
+_NOTE = "in phase "
+
+
+def note_phase(error: BaseException, name: str) -> None:
+    """Attaches to an exception the innermost phase that it came from."""
+    if phase_of(error) is None:
+        error.add_note(f"{_NOTE}{name!r}")
+
+
+def phase_of(error: BaseException) -> str | None:
+    """The phase in which an exception, or the first of its causes that has one, was raised."""
+    notes: list[str] = error.__dict__.get("__notes__", [])
+    for note in notes:
+        if note.startswith(_NOTE):
+            return note.removeprefix(_NOTE).strip("'")
+    cause = error.__cause__
+    return None if cause is None else phase_of(cause)

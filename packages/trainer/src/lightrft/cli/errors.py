@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
+import errno
 import os
 import sys
-import time
 import traceback
 from enum import IntEnum
 from typing import TYPE_CHECKING
+
+from lightrft.cli.memory_advice import is_out_of_memory, memory_report
+from lightrft.strategy.error_report import write_error_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +37,14 @@ class UsageError(ValueError):
     """The command line cannot be carried out; the message is for its author."""
 
 
+class PreflightError(ValueError):
+    """This machine cannot carry out what was asked; the message says what is missing."""
+
+
+class MemoryExhaustedError(Exception):
+    """A run ended for lack of memory; the message names the phase and remedies."""
+
+
 class WorkerError(Exception):
     """A process started by this one failed; its message and code are passed on."""
 
@@ -47,6 +56,8 @@ class WorkerError(Exception):
 # An error of a class can only be raised once its module is loaded, so nothing is imported here.
 _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.cli.errors", "UsageError", ExitCode.USAGE),
+    ("lightrft.cli.errors", "PreflightError", ExitCode.PREFLIGHT),
+    ("lightrft.cli.errors", "MemoryExhaustedError", ExitCode.OUT_OF_MEMORY),
     ("lightrft.strategy.config", "ConfigError", ExitCode.USAGE),
     ("lightrft.datasets.errors", "DataError", ExitCode.DATA),
     ("lightrft.rewards.errors", "RewardError", ExitCode.REWARD),
@@ -58,6 +69,11 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.trainer.stopping", "RunStoppedError", ExitCode.STOPPED),
 )
 LAUNCHED_BY_LIGHTRFT = "LIGHTRFT_LAUNCHED"
+_NOT_POSSIBLE_HERE = (
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EADDRINUSE,
+)  # fmt: skip
+# What gloo and NCCL say when a peer did not come in time.
+_TIMED_OUT = ("Timed out waiting", "timed out in", "Watchdog caught collective operation timeout")
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -68,17 +84,41 @@ def exit_code_of(error: BaseException) -> int:
         return ExitCode.INTERRUPTED
     for module, name, code in _CODES:
         if module in sys.modules and isinstance(error, getattr(sys.modules[module], name)):
-            return code
+            return ExitCode.PREFLIGHT if _is_full_disk(error) else code
+    if isinstance(error, OSError) and error.errno in _NOT_POSSIBLE_HERE:
+        return ExitCode.PREFLIGHT
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in _TIMED_OUT):
+        return ExitCode.DEADLINE
+    if is_out_of_memory(error):
+        return ExitCode.OUT_OF_MEMORY
     return ExitCode.UNEXPECTED if error.__cause__ is None else exit_code_of(error.__cause__)
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    # A checkpoint that failed on another rank comes as the text of that rank's error.
+    return f"[Errno {errno.ENOSPC}]" in str(error)
 
 
 def describe(error: BaseException) -> str:
     """What the user reads: the message alone where it is his to mend, else with the traceback."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    if exit_code_of(error) == ExitCode.UNEXPECTED and not isinstance(error, WorkerError):
+    code = exit_code_of(error)
+    if code == ExitCode.UNEXPECTED and not isinstance(error, WorkerError):
         return "".join(traceback.format_exception(error)).rstrip()
+    if code == ExitCode.OUT_OF_MEMORY and not isinstance(error, MemoryExhaustedError):
+        return memory_report(error, _phase_of(error), None)
+    if code == ExitCode.DEADLINE:
+        return f"deadline: a peer did not come in phase {_phase_of(error)!r}: {error}"
     return str(error)
+
+
+def _phase_of(error: BaseException) -> str | None:
+    deadlines = sys.modules.get("lightrft.strategy.deadlines")
+    if deadlines is None:
+        return None
+    name: str | None = deadlines.phase_of(error)
+    return name
 
 
 def run_guarded(program: str, body: Callable[[], int]) -> int:
@@ -90,21 +130,9 @@ def run_guarded(program: str, body: Callable[[], int]) -> int:
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the boundary to the shell
         code = exit_code_of(error)
         text = describe(error)
-        _write_error_file(text, code)
+        write_error_report(text, code)
         if LAUNCHED_BY_LIGHTRFT not in os.environ:
             rank = os.environ.get("RANK", "0")
             prefix = program if os.environ.get("WORLD_SIZE", "1") == "1" else f"{program}[{rank}]"
             print("\n".join(f"{prefix}: {line}" for line in text.split("\n")), file=sys.stderr)
         return code
-
-
-def _write_error_file(text: str, code: int) -> None:
-    """Leave the error where torch's elastic launcher looks for it, in its format."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
-        return
-    now = time.time()
-    extra = {"py_callstack": text, "timestamp": str(int(now))}
-    message = {"message": text, "extraInfo": extra, "errorCode": code, "seconds": now}
-    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as stream:
-        json.dump({"message": message}, stream)

@@ -9,11 +9,15 @@ import os
 import signal
 import socket
 import sys
+import tempfile
+import time
 import uuid
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import LAUNCHED_BY_LIGHTRFT, ExitCode, WorkerError
+from lightrft.strategy.error_report import PHASE_FOLDER_VARIABLE, read_phase
 from lightrft.trainer.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    from lightrft.strategy.error_report import LastPhase
 
 _PR_SET_PDEATHSIG = 1
 
@@ -80,17 +86,20 @@ def launch(module: str, arguments: Sequence[str], *, nproc_per_node: int) -> int
         # The agent would kill the workers 30 s after one of the others.
         signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
     )
+    phases = tempfile.TemporaryDirectory(prefix="lightrft_phases_")
+    os.environ[PHASE_FOLDER_VARIABLE] = phases.name
     try:
         with passing_on(STOP_SIGNALS):
             elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as failed:
-        raise worker_error(failed.failures) from None
+        raise worker_error(failed.failures, phases=Path(phases.name)) from None
     except SignalException as stopped:
         if stopped.sigval.name == "SIGINT":
             raise KeyboardInterrupt from None
         raise WorkerError(f"stopped by {stopped.sigval.name}", ExitCode.TERMINATED) from None
     finally:
-        del os.environ[LAUNCHED_BY_LIGHTRFT]
+        del os.environ[LAUNCHED_BY_LIGHTRFT], os.environ[PHASE_FOLDER_VARIABLE]
+        phases.cleanup()
     return ExitCode.OK
 
 
@@ -136,18 +145,36 @@ def _silence_agent() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def worker_error(failures: dict[int, ProcessFailure]) -> WorkerError:
-    """The failure that came first: others are mostly peers that lost their connection to it."""
+def worker_error(failures: dict[int, ProcessFailure], *, phases: Path | None = None) -> WorkerError:
+    """The failure that came first: others are mostly peers that lost their connection to it.
+
+    Args:
+        failures: By rank.
+        phases: Folder in which the processes recorded their last phases.
+    """
     rank = min(failures, key=lambda rank: _failed_at(failures[rank]))
     failure = failures[rank]
     report = failure.error_file_data.get("message")
-    code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     if isinstance(report, dict) and "errorCode" in report:
         code, text = int(report["errorCode"]), str(report["message"])
         # All ranks agreed to stop: none of them is to blame.
         return WorkerError(text if code == ExitCode.STOPPED else f"rank {rank}: {text}", code)
+    return _wordless_end(rank, failure, read_phase(phases, rank) if phases else None)
+
+
+def _wordless_end(rank: int, failure: ProcessFailure, phase: LastPhase | None) -> WorkerError:
+    """A process that could not report: it was killed, or its interpreter was stuck."""
+    code: int = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    where = "" if phase is None else f" in phase {phase.name!r}"
+    if failure.exitcode == 1 and phase is not None and phase.expires_unix < time.time():
+        return WorkerError(
+            f"deadline: rank {rank} was stuck{where}; its stacks are above", ExitCode.DEADLINE
+        )
+    if failure.exitcode == -signal.SIGKILL:
+        hint = "; the system does so when the memory of the machine or of the job is used up"
+        return WorkerError(f"rank {rank} was killed{where} (SIGKILL){hint}", code)
     how = failure.message if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-    return WorkerError(f"rank {rank} ended without a word: {how}", code)
+    return WorkerError(f"rank {rank} ended without a word{where}: {how}", code)
 
 
 def _failed_at(failure: ProcessFailure) -> tuple[bool, float]:

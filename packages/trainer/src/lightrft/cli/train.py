@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.cli.console import hide_progress_bars, share_processors
-from lightrft.cli.errors import ExitCode, run_guarded
+from lightrft.cli.errors import ExitCode, MemoryExhaustedError, run_guarded
 from lightrft.cli.launch import become_only_process, end_with_launcher, is_worker, launch
+from lightrft.cli.memory_advice import is_out_of_memory, memory_report
 from lightrft.cli.options import add_options, merge_options, normalise, unknown_flags
 from lightrft.cli.parser import Parser, at_least
 from lightrft.cli.preflight import check_data, check_paths
@@ -65,10 +66,16 @@ def _train_stoppably(argv: Sequence[str]) -> int:
 
 def train(config: TrainConfig, stop_request: StopRequest) -> int:
     """Train as one of the processes of a run, whose rank is in the environment."""
+    from lightrft.strategy.deadlines import phase_of
     from lightrft.trainer.assembly import run_training
 
     hide_progress_bars()
-    run_training(config, stop_request=stop_request)
+    try:
+        run_training(config, stop_request=stop_request)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise MemoryExhaustedError(memory_report(error, phase_of(error), config)) from error
+        raise
     return ExitCode.OK
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightrft.strategy.deadlines import note_phase
 from lightrft.strategy.memory import measure_memory
 
 if TYPE_CHECKING:
@@ -35,7 +36,11 @@ class StageMeter:
         if has_gpu:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        yield
+        try:
+            yield
+        except BaseException as error:
+            note_phase(error, name)
+            raise
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         peak = torch.cuda.max_memory_allocated() if has_gpu else measure_memory().allocated_bytes
         self.memory_bytes[name] = max(self.memory_bytes.get(name, 0), peak)

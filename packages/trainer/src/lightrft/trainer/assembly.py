@@ -7,6 +7,7 @@ import os
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from lightrft.models import load_tokenizer
 from lightrft.rewards import RewardSettings, build_reward
 from lightrft.strategy import get_strategy
 from lightrft.strategy.config import ConfigError
+from lightrft.strategy.deadlines import phase
 from lightrft.trainer.algorithm import check_algorithm
 from lightrft.trainer.loggers import ConsoleLogger, JsonLinesLogger
 from lightrft.trainer.ppo_config import PPOConfig, resolve_ppo_config
@@ -213,7 +215,8 @@ def build_trainer(
     num_steps = planned_steps(loader, inputs.options, strategy.world_size)
     strategy.print(inputs.prompts.report.summary())
     strategy.print(f"{num_steps} steps of {config.rollout_batch_size} prompts")
-    models = build_models(config, strategy, num_steps * inputs.options.steps_per_rollout)
+    with phase("load the models", timedelta(minutes=config.timeout_minutes)):
+        models = build_models(config, strategy, num_steps * inputs.options.steps_per_rollout)
     strategy.setup_inference_engine(config, config.engine_type, actor=models.actor)
     folder = Path(config.output_dir)
     trainer = SPMDPPOTrainer(

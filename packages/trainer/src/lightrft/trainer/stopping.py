@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from lightrft.strategy.error_report import has_failed_peer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +38,10 @@ class StopRequest:
         return self.signal_name is not None
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and has_failed_peer():
+            # This is torch's agent, which ends all ranks after one has failed.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         self.signal_name = signal.Signals(number).name
 
 

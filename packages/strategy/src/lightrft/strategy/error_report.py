@@ -1,0 +1,69 @@
+"""What a process leaves for the launcher that started it: its error, or where it was last.
+
+torch's elastic agent names a file in TORCHELASTIC_ERROR_FILE for each process, and `lightrft train`
+a folder in LIGHTRFT_PHASE_FOLDER for all. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+PHASE_FOLDER_VARIABLE = "LIGHTRFT_PHASE_FOLDER"
+
+
+@dataclass(frozen=True, slots=True)
+class LastPhase:
+    """The phase that a process recorded last.
+
+    Args:
+        name: What it was waiting for or doing.
+        expires_unix: When its deadline passes; infinite between phases.
+    """
+
+    name: str
+    expires_unix: float
+
+
+def write_error_report(text: str, code: int) -> None:
+    """Leaves an error where the launcher looks for it, in torch's format; first one wins."""
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    if path is None or os.path.exists(path):
+        return
+    now = time.time()
+    extra = {"py_callstack": text, "timestamp": str(int(now))}
+    message = {"message": text, "extraInfo": extra, "errorCode": code, "seconds": now}
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as stream:
+        json.dump({"message": message}, stream)
+
+
+def has_failed_peer() -> bool:
+    """Whether another process of this node has reported an error."""
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    if path is None:
+        return False
+    own = Path(path)  # <attempt>/<local rank>/error.json
+    return any(found != own for found in own.parent.parent.glob(f"*/{own.name}"))
+
+
+def record_phase(phase: LastPhase) -> None:
+    """Leaves the phase for the launcher, for ends of which the process can say nothing."""
+    folder = os.environ.get(PHASE_FOLDER_VARIABLE)
+    if folder is not None:
+        path = Path(folder) / os.environ.get("RANK", "0")
+        with contextlib.suppress(OSError):
+            path.write_text(json.dumps([phase.name, phase.expires_unix]), encoding="utf-8")
+
+
+def read_phase(folder: Path, rank: int) -> LastPhase | None:
+    """The phase that a rank recorded last; None if it never did."""
+    try:
+        name, expires = json.loads((folder / str(rank)).read_text(encoding="utf-8"))
+        return LastPhase(str(name), float(expires))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,160 @@
+"""Out of memory: how it shows, in which phase it came, and what helps at the least cost."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lightrft.trainer.config import TrainConfig
+
+NUM_REMEDIES = 3
+_TEXTS = (
+    "can't allocate memory", "cannot allocate memory", "out of memory", "not enough memory",
+    "can't start new thread",
+)  # fmt: skip
+_KINDS = {
+    "train": "train",
+    "forward": "forward",
+    "rollout": "generate",
+    "generate": "generate",
+    "wake up the inference engine": "engine",
+    "start the inference engine": "engine",
+    "weight_sync": "sync",
+    "update the engine's weights": "sync",
+    "load the models": "models",
+    "shard a model": "models",
+    "prepare a model for training": "models",
+    "load a checkpoint": "models",
+    "save a checkpoint": "models",
+    "save a model": "models",
+}
+"""Phases and stages by name, and whose remedies apply."""
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception and its causes."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it, or a cause of it, says that memory could not be had."""
+    return any(_says_so(link) for link in chain(error))
+
+
+def _says_so(error: BaseException) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(part in text for part in _TEXTS)
+
+
+def first_words(error: BaseException) -> str:
+    """The first line of the link of the chain that ran out, with its type where it has no text."""
+    link = next((link for link in chain(error) if _says_so(link)), error)
+    lines = str(link).strip().splitlines()
+    return lines[0] if lines else type(link).__name__
+
+
+def memory_report(error: BaseException, phase: str | None, config: TrainConfig | None) -> str:
+    """What ran out where, and with a configuration the cheapest remedies for that phase.
+
+    Args:
+        error: The exception.
+        phase: Where it was raised; None if that is not known.
+        config: Of the run.
+    """
+    where = "in an unknown phase" if phase is None else f"in phase {phase!r}"
+    headline = f"out of memory {where}: {first_words(error)}"
+    if config is None:
+        return headline
+    listed = remedies(_KINDS.get(phase or "", "train"), config)[:NUM_REMEDIES]
+    lines = [f"  {number}. {text}" for number, text in enumerate(listed, start=1)]
+    return "\n".join([headline, "cheapest remedies, the first one first:", *lines])
+
+
+def remedies(kind: str, config: TrainConfig) -> list[str]:
+    """What lowers the memory of a phase and is not in use yet, the cheapest first."""
+    available = {
+        "train": (
+            _halved(config, "micro_train_batch_size", "same result, activations of fewer samples"),
+            *_activations(config), *_states(config), *_lengths(config),
+        ),
+        "forward": (
+            _halved(config, "micro_rollout_batch_size", "same result, fewer rows at once"),
+            *_activations(config), *_no_reference(config), *_lengths(config),
+        ),
+        "generate": (
+            *_engine(config),
+            _halved(config, "rollout_batch_size", "fewer prompts at once"),
+            _halved(config, "n_samples_per_prompt", "fewer samples at once"), *_lengths(config),
+        ),
+        "engine": (*_engine(config), *_lengths(config), *_states(config)),
+        "sync": (
+            _halved(config, "weight_bucket_mb", "same result, smaller messages"),
+            *_engine(config), *_states(config),
+        ),
+        "models": (*_no_reference(config), *_states(config), *_processes(config)),
+    }[kind]  # fmt: skip
+    found = [text for text in (*available, *_states(config), *_processes(config)) if text]
+    return list(dict.fromkeys(found))
+
+
+def _halved(config: TrainConfig, name: str, effect: str) -> str:
+    value: int = config.__dict__[name]
+    return f"--{name} {value // 2} (now {value}): {effect}" if value > 1 else ""
+
+
+def _activations(config: TrainConfig) -> list[str]:
+    return [
+        "" if config.gradient_checkpointing
+        else "--gradient_checkpointing: same result, activations are computed again",
+        "" if config.fused_linear_logprob
+        else "--fused_linear_logprob: same result, the logits never exist as a whole",
+    ]  # fmt: skip
+
+
+def _states(config: TrainConfig) -> list[str]:
+    if config.fsdp:
+        return [
+            "" if config.adam_offload or config.fsdp_cpu_offload
+            else "--adam_offload: Adam's states wait on the CPU",
+            "" if config.fsdp_cpu_offload else "--fsdp_cpu_offload: parameters stay on the CPU",
+        ]  # fmt: skip
+    return [
+        "" if config.zero_stage == 3
+        else f"--zero_stage 3 (now {config.zero_stage}): parameters are divided among processes",
+        "" if config.adam_offload else "--adam_offload: Adam's states stay on the CPU",
+    ]  # fmt: skip
+
+
+def _no_reference(config: TrainConfig) -> list[str]:
+    return ["--init_kl_coef 0: no reference model"] if config.init_kl_coef > 0 else []
+
+
+def _engine(config: TrainConfig) -> list[str]:
+    share = config.engine_mem_util
+    sleeps = config.enable_engine_sleep
+    return [
+        f"--engine_mem_util {share / 2:g} (now {share:g}): a smaller cache of the engine",
+        "" if sleeps else "--enable_engine_sleep: the engine's memory is free while training",
+    ] if config.engine_type != "hf" else []  # fmt: skip
+
+
+def _lengths(config: TrainConfig) -> list[str]:
+    return [_halved(config, "generate_max_len", "shorter responses")]
+
+
+def _processes(config: TrainConfig) -> list[str]:
+    return ["more processes or a machine with more memory"]
