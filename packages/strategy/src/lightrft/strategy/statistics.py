@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightrft.strategy.distributed import Group, gather_objects
-from lightrft.strategy.histogram_picture import histogram_png
+from lightrft.strategy.histogram_picture import histogram_png, require_matplotlib
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,12 +56,17 @@ class GenLenAnalyser:
         plot_every: Interval in steps; 0 or less switches the analyser off.
         log_dir: Folder for `gen_len_step_{step}.json` and `.png`; None writes nothing.
         group: Ranks to collect from; None is all.
+
+    Raises:
+        ImportError: Pictures are asked for and matplotlib is not installed.
     """
 
     def __init__(self, *, plot_every: int, log_dir: str | None, group: Group = None) -> None:
         self.plot_every = plot_every
         self.log_dir = None if log_dir is None else Path(log_dir)
         self.group = group
+        if plot_every > 0 and log_dir is not None:
+            require_matplotlib()
 
     def is_due(self, step: int) -> bool:
         """Whether `collect` does anything at this step; equal on all ranks."""
