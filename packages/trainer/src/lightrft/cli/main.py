@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import UsageError, run_guarded
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "quickstart": ("lightrft.cli.quickstart.command", "a complete run in two minutes on a CPU"),
     "train": ("lightrft.cli.train", "fine-tune a language model by reinforcement learning"),
+    "data": ("lightrft.cli.data", "check a file of prompts: layout, lengths, bad rows, answers"),
     "serve-reward": ("lightrft.cli.serve_reward", "serve a reward function over HTTP"),
     "report": ("lightrft.cli.report", "one HTML page about a run: curves, times, samples, options"),
     "export": ("lightrft.cli.export", "the final model of a run as a checked HF checkpoint"),
@@ -66,6 +66,9 @@ def usage() -> str:
 
 def installed_version() -> str:
     """Version of the installed lightrft-trainer, or "unknown" in a bare source tree."""
+    # Imported here: it costs more than the rest of `lightrft --help`.
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("lightrft-trainer")
     except PackageNotFoundError:

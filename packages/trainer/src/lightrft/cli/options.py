@@ -15,7 +15,7 @@ from lightrft.trainer.config_files import read_toml
 from lightrft.trainer.config_unavailable import UNAVAILABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
 GROUPS = (
@@ -34,11 +34,18 @@ def available_fields() -> list[Field[object]]:
     return sorted(options, key=lambda entry: GROUPS.index(entry.metadata["group"]))
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add one flag for every option, grouped; flags that are not given leave no trace."""
+def add_options(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
+    """Add one flag for every option, grouped; flags that are not given leave no trace.
+
+    Args:
+        parser: Gets the flags.
+        names: Options to add; None adds all.
+    """
     hints = typing.get_type_hints(TrainConfig)
-    groups = {name: parser.add_argument_group(name) for name in GROUPS}
-    for entry in available_fields():
+    chosen = [entry for entry in available_fields() if names is None or entry.name in names]
+    used = {entry.metadata["group"] for entry in chosen}
+    groups = {name: parser.add_argument_group(name) for name in GROUPS if name in used}
+    for entry in chosen:
         _add_option(groups[entry.metadata["group"]], entry, hints[entry.name])
 
 

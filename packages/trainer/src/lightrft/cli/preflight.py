@@ -91,10 +91,10 @@ def check_data(config: TrainConfig) -> None:
         if text is None:
             continue
         for row in read_sources(text, split=split, probabilities=probabilities, seed=config.seed):
-            render(row, _PlainTokenizer(), prompt_format)
+            render(row, PlainTokenizer(), prompt_format)
 
 
-class _PlainTokenizer:
+class PlainTokenizer:
     """Stands in for the model's tokenizer: rendering itself is checked when that is loaded."""
 
     chat_template: str | None = "plain"
@@ -102,8 +102,8 @@ class _PlainTokenizer:
     def __call__(
         self, text: list[str], *, add_special_tokens: bool
     ) -> Mapping[str, list[list[int]]]:
-        """No token ids."""
-        return {"input_ids": [[] for _ in text]}
+        """One id per character."""
+        return {"input_ids": [list(map(ord, item)) for item in text]}
 
     def apply_chat_template(
         self,

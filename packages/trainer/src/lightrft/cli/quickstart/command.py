@@ -7,7 +7,6 @@ import json
 import shutil
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,6 @@ from lightrft.cli.parser import Parser, at_least
 from lightrft.cli.quickstart.addition import HELD_OUT_SEED, write_additions
 from lightrft.cli.quickstart.display import LiveReward
 from lightrft.cli.quickstart.recipe import ESTIMATORS, STRATEGIES, Recipe, training_config
-from lightrft.trainer.report import write_report
 
 if TYPE_CHECKING:
     import argparse
@@ -56,6 +54,8 @@ def run(argv: Sequence[str]) -> int:
     seconds["reinforcement"] = time.perf_counter() - started
 
     summary = summarise(recipe, directory, outcome, seconds)
+    from lightrft.trainer.report import write_report
+
     report = write_report(directory)
     print(f"[3/3] {closing_words(summary, directory, report)}")
     return ExitCode.OK
@@ -195,6 +195,8 @@ def summarise(
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     """Versions by name of those packages that are installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
     found = {}
     for name in packages:
         with contextlib.suppress(PackageNotFoundError):

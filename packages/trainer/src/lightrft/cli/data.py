@@ -1,0 +1,188 @@
+"""`lightrft data check`: what a run would find in its prompts, before the run."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.cli.data_report import show_check, show_gold, show_layout, show_samples
+from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.options import add_options, merge_options, normalise, unknown_flags
+from lightrft.cli.parser import Parser
+from lightrft.cli.preflight import PlainTokenizer, model_problems
+from lightrft.datasets.check import DataCheck, check_rows, propose_keys
+from lightrft.datasets.errors import DataError
+from lightrft.datasets.files import scan_rows
+from lightrft.datasets.mixture import split_sources
+from lightrft.datasets.render import PromptFormat, check_tokenizer
+from lightrft.strategy.config import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from lightrft.cli.data_gold import GoldScore
+    from lightrft.datasets.files import Row
+    from lightrft.trainer.config import TrainConfig
+
+OPTIONS = (
+    "pretrain", "prompt_split", "input_key", "label_key", "apply_chat_template", "system_prompt",
+    "input_template", "prompt_max_len", "generate_max_len", "reward_fn", "reward_timeout_seconds",
+)  # fmt: skip
+DESCRIPTION = """\
+Read every row of the prompts as a run would, and say what is in them: columns and a proposal which
+of them to use, three prompts as the model will see them, lengths, over-long, empty and duplicate
+rows, and what the reward gives to the reference answers. Exit code 4 if a row is bad.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to check.
+
+    Args:
+        source: Files, folders or names of data sets, separated by commas.
+        config: Options of the run.
+        given: Names of the options that were given.
+    """
+
+    source: str
+    config: TrainConfig
+    given: frozenset[str]
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft data check --help`.
+
+    Raises:
+        UsageError: Arguments that cannot be read.
+        ConfigError: Options with wrong values.
+        DataError: A source that cannot be read at all.
+        RewardError: A reward function that cannot be loaded.
+    """
+    if argv and argv[0] == "check":
+        return check(parse(argv[1:]))
+    if argv and argv[0] in ("-h", "--help"):
+        return check(parse(["--help"]))
+    raise UsageError("lightrft data knows one action: lightrft data check SOURCE")
+
+
+def check(request: Request) -> int:
+    """Print what is in the prompts; 4 if a row is bad."""
+    config = request.config
+    items = [
+        item
+        for source in split_sources(request.source)
+        for item in scan_rows(source, split=config.prompt_split)
+    ]
+    if not items:
+        raise DataError(f"{request.source} holds no rows: expected at least one")
+    rows = [item for item in items if not isinstance(item, DataError)]
+    show_layout(request.source, rows, num_items=len(items))
+    prompt_format = propose_format(request, rows)
+    tokenizer = load_tokenizer(config, prompt_format)
+    plain = PlainTokenizer() if tokenizer is None else tokenizer
+    found = check_rows(items, plain, prompt_format, prompt_max_len=config.prompt_max_len)
+    show_samples(found, tokenizer, max_new_tokens=config.generate_max_len)
+    show_check(found, prompt_max_len=config.prompt_max_len, in_tokens=tokenizer is not None)
+    gold = score_gold(config, found)
+    show_gold(gold)
+    num_bad = len(found.problems) + (0 if gold is None else len(gold.problems))
+    print(f"{len(found.rows)} prompts can be trained on" if not num_bad else f"{num_bad} bad rows")
+    return ExitCode.DATA if num_bad else ExitCode.OK
+
+
+def parse(argv: Sequence[str]) -> Request:
+    """The source and the options.
+
+    Raises:
+        ConfigError: Unknown names or wrong values, all at once.
+        UsageError: No source.
+    """
+    parser = Parser(
+        prog="lightrft data check",
+        description=DESCRIPTION,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "source", nargs="?", default=None, metavar="SOURCE",
+        help="File, folder or name of a data set; several separated by commas. "
+        "Default: prompt_data of --config.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--config", nargs="+", default=[], metavar="FILE.toml", help="Files with options of a run."
+    )
+    add_options(parser, OPTIONS)
+    parsed, unknown = parser.parse_known_args(normalise(argv))
+    flags = vars(parsed)
+    source, files = flags.pop("source"), [Path(name) for name in flags.pop("config")]
+    config, problems = merge_options(files, flags)
+    problems = unknown_flags(unknown) + problems
+    if config.pretrain is not None:
+        problems += model_problems("--pretrain", config.pretrain)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    source = source or config.prompt_data
+    if source is None:
+        raise UsageError("give a file, a folder or the name of a data set to check")
+    changed = {name for name in OPTIONS if config.__dict__[name] != _default(config, name)}
+    return Request(source, config, frozenset(changed | set(flags)))
+
+
+def propose_format(request: Request, rows: Sequence[Row]) -> PromptFormat:
+    """The format that the options ask for; keys that are not given are taken from the data."""
+    config = request.config
+    columns: Mapping[str, object] = rows[0].columns if rows else {}
+    proposal = propose_keys(columns)
+    input_key, label_key = config.input_key, config.label_key
+    flags = []
+    if "input_key" not in request.given and input_key not in columns and proposal.input_key:
+        input_key = proposal.input_key
+        flags.append(f"--input_key {input_key}")
+    if "label_key" not in request.given and label_key not in columns and proposal.label_key:
+        label_key = proposal.label_key
+        flags.append(f"--label_key {label_key}")
+    applies_template = config.apply_chat_template
+    if proposal.holds_messages and not applies_template and input_key == proposal.input_key:
+        applies_template = True
+        flags.append("--apply_chat_template")
+    shown = " ".join(flags)
+    print(f"proposed options: {shown}" if flags else "proposed options: none, the keys fit")
+    return PromptFormat(
+        input_key, label_key, applies_template, config.system_prompt, config.input_template
+    )
+
+
+def load_tokenizer(
+    config: TrainConfig, prompt_format: PromptFormat
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of `pretrain`, or None without one.
+
+    Raises:
+        DataError: It has no chat template, and one is needed.
+    """
+    if config.pretrain is None:
+        print("no --pretrain: lengths are in characters, and no chat template is applied")
+        return None
+    from lightrft.models.loading import load_tokenizer as load
+
+    tokenizer = load(config.pretrain)
+    check_tokenizer(tokenizer, prompt_format)
+    return tokenizer
+
+
+def score_gold(config: TrainConfig, found: DataCheck) -> GoldScore | None:
+    """What the reward gives to the reference answers; None without a reward or without rows."""
+    if not config.reward_fn or not found.rows:
+        return None
+    from lightrft.cli.data_gold import score_labels
+
+    return score_labels(config.reward_fn, found.rows, timeout_seconds=config.reward_timeout_seconds)
+
+
+def _default(config: TrainConfig, name: str) -> object:
+    return type(config).__dataclass_fields__[name].default

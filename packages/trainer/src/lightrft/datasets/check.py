@@ -1,0 +1,162 @@
+"""What a run would find in the rows of a source: lengths, duplicates, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightrft.datasets.errors import DataError
+from lightrft.datasets.files import Row
+from lightrft.datasets.render import label_of, render
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lightrft.datasets.render import PromptFormat, PromptTokenizer
+
+INPUT_KEYS = (
+    "input", "prompt", "question", "problem", "instruction", "query", "messages", "conversations",
+)  # fmt: skip
+LABEL_KEYS = (
+    "label", "answer", "solution", "ground_truth", "reference", "target", "final_answer", "output",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class KeyProposal:
+    """Columns that look like the prompt and the reference answer; None where none does."""
+
+    input_key: str | None
+    label_key: str | None
+    holds_messages: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRow:
+    """A row that can be trained on.
+
+    Args:
+        location: Its place in the source.
+        text: The rendered prompt.
+        token_ids: Of the prompt.
+        label: The reference answer, if there is one.
+        columns: All columns of the row.
+    """
+
+    location: str
+    text: str
+    token_ids: tuple[int, ...]
+    label: str | None
+    columns: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class DataCheck:
+    """What was found, row by row.
+
+    Args:
+        rows: Those that can be trained on, over-long ones included.
+        problems: One line for each row that cannot.
+        num_empty: How many of those have an empty prompt.
+        too_long: Places of prompts with more tokens than allowed; a run drops and counts them.
+        duplicates: Places of prompts that an earlier row has already, and of those rows.
+    """
+
+    rows: tuple[CheckedRow, ...]
+    problems: tuple[str, ...]
+    num_empty: int
+    too_long: tuple[str, ...]
+    duplicates: tuple[tuple[str, str], ...]
+
+    @property
+    def num_without_label(self) -> int:
+        """Rows without a reference answer."""
+        return sum(row.label is None for row in self.rows)
+
+
+def propose_keys(columns: Mapping[str, object]) -> KeyProposal:
+    """The columns of a row that look like the prompt and the reference answer.
+
+    Args:
+        columns: Of one row.
+    """
+    prompts = [name for name in INPUT_KEYS if _is_prompt(columns.get(name))]
+    labels = [name for name in LABEL_KEYS if name in columns and name not in prompts[:1]]
+    chosen = prompts[0] if prompts else None
+    holds_messages = chosen is not None and not isinstance(columns[chosen], str)
+    return KeyProposal(chosen, labels[0] if labels else None, holds_messages)
+
+
+def check_rows(
+    items: Iterable[Row | DataError],
+    tokenizer: PromptTokenizer,
+    prompt_format: PromptFormat,
+    *,
+    prompt_max_len: int,
+) -> DataCheck:
+    """Renders and tokenises every row as a run would, and goes on after what is wrong.
+
+    Args:
+        items: Rows, and errors in the place of malformed ones (`scan_rows`).
+        tokenizer, prompt_format: See `load_prompts`.
+        prompt_max_len: Longest prompt, in tokens.
+    """
+    rows: list[CheckedRow] = []
+    problems: list[str] = []
+    num_empty = 0
+    for item in items:
+        try:
+            if isinstance(item, DataError):
+                raise item
+            rows.append(_check_row(item, tokenizer, prompt_format))
+        except DataError as error:
+            problems.append(str(error))
+            num_empty += isinstance(item, Row) and _is_empty(item, prompt_format)
+    first_places: dict[str, str] = {}
+    duplicates = []
+    for row in rows:
+        first = first_places.setdefault(row.text, row.location)
+        if first != row.location:
+            duplicates.append((row.location, first))
+    too_long = tuple(row.location for row in rows if len(row.token_ids) > prompt_max_len)
+    return DataCheck(tuple(rows), tuple(problems), num_empty, too_long, tuple(duplicates))
+
+
+def histogram(counts: Sequence[int], *, num_bins: int = 8) -> list[tuple[int, int, int]]:
+    """First and last length and number of items of equally wide bins; [] without counts.
+
+    Args:
+        counts: Lengths.
+        num_bins: Bins at most.
+    """
+    if not counts:
+        return []
+    low, high = min(counts), max(counts)
+    width = -(-(high - low + 1) // num_bins)
+    starts = range(low, high + 1, width)
+    found = [(count - low) // width for count in counts]
+    return [(start, start + width - 1, found.count(i)) for i, start in enumerate(starts)]
+
+
+def _check_row(row: Row, tokenizer: PromptTokenizer, prompt_format: PromptFormat) -> CheckedRow:
+    text = render(row, tokenizer, prompt_format)
+    add_special_tokens = not prompt_format.apply_chat_template
+    token_ids = tuple(tokenizer([text], add_special_tokens=add_special_tokens)["input_ids"][0])
+    if not token_ids:
+        raise DataError(f"{row.location}: the prompt has no tokens: {text[:80]!r}")
+    return CheckedRow(row.location, text, token_ids, label_of(row, prompt_format), row.columns)
+
+
+def _is_empty(row: Row, prompt_format: PromptFormat) -> bool:
+    content = row.columns.get(prompt_format.input_key, "missing")
+    if isinstance(content, str):
+        return not content.strip()
+    return content is None or (isinstance(content, Sequence) and not content)
+
+
+def _is_prompt(value: object) -> bool:
+    if isinstance(value, str):
+        return True
+    is_list = isinstance(value, Sequence) and len(value) > 0
+    return is_list and isinstance(value, Sequence) and isinstance(value[0], Mapping)
