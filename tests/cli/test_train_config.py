@@ -222,7 +222,6 @@ def test_options_that_contradict_each_other_are_named():
         ({"policy_loss": "gspo", "dual_clip": 3.0}, "dual_clip is not part"),
         ({"freezing_actor_steps": 3}, "freezing_actor_steps"),
         ({"stop_on_alarm": True}, "stop_on_alarm needs a bound"),
-        ({"enable_ema": True, "load_checkpoint": True}, "enable_ema cannot continue"),
         ({"reward_weights": (1.0, 2.0), "reward_fn": ("gsm8k",)}, "2 numbers for 1 rewards"),
         ({"overlong_buffer": True, "overlong_buffer_len": 2000}, "overlong_buffer_len"),
     )

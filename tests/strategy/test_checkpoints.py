@@ -12,13 +12,13 @@ import torch
 
 from lightrft.strategy.checkpoint_manifest import MANIFEST_NAME, CheckpointError, list_checkpoints
 from lightrft.strategy.checkpoints import (
-    RankGroup,
     SaveRequest,
     find_checkpoint,
     rotate,
     write_checkpoint,
 )
 from lightrft.strategy.client_state import load_state, save_state
+from lightrft.strategy.rank_group import RankGroup
 
 
 def save(folder: Path, tag: str | None = None, *, num_bytes: int = 10, **options: object):

@@ -323,7 +323,7 @@ def test_moving_average():
     expected = 0.9 * weights(average) + 0.1 * weights(model)
     strategy.moving_average(model, average, beta=0.9)
     torch.testing.assert_close(weights(average), expected)
-    with pytest.raises(ValueError, match="different parameters"):
+    with pytest.raises(ValueError, match="must have the same parameters"):
         strategy.moving_average(model, nn.Linear(2, 2))
 
 

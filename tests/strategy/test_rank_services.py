@@ -170,6 +170,30 @@ def test_impossible_rank_is_refused(monkeypatch):
         start_process_group(None)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "shown"), [("WORLD_SIZE", "4", "WORLD_SIZE=4"), ("RANK", "1", "RANK=1")]
+)
+def test_a_running_group_of_another_size_is_named(monkeypatch, name, value, shown):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert start_process_group(None) is False
+    monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=f"rank 0 of 2 already.*{shown}.*close"):
+        start_process_group(None)
+
+
+@pytest.mark.parametrize("name", ["sp_size", "engine_tp_size"])
+def test_group_sizes_cannot_change_after_the_groups_were_formed(name):
+    strategy = FakeStrategy()
+    strategy.setup_distributed()
+    setattr(strategy.config, name, 2)
+    with pytest.raises(ValueError, match=f"groups with {name} 1 on 1 ranks .* is 2: .*close"):
+        strategy.setup_distributed()
+
+
 # ------------------------------------------------------------------ several processes
 
 

@@ -20,7 +20,7 @@ import shutil
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING
 
 from lightrft.strategy.checkpoint_manifest import (
     CLIENT_STATE_NAME,
@@ -34,9 +34,13 @@ from lightrft.strategy.checkpoint_manifest import (
     rng_file,
 )
 from lightrft.strategy.client_state import capture_rng_state, save_state
+from lightrft.strategy.file_writers import DirectWriter
+from lightrft.strategy.rank_group import RankGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
+
+    from lightrft.strategy.file_writers import FileWriter
 
 logger = logging.getLogger(__name__)
 
@@ -44,49 +48,6 @@ LATEST_NAME = "latest"
 _TEMPORARY_PREFIX = ".lightrft-tmp-"
 _TRASH_PREFIX = ".lightrft-del-"
 _MEGABYTE = 10**6
-Result = TypeVar("Result")
-
-
-def _alone(value: object) -> list[object]:
-    return [value]
-
-
-@dataclass(frozen=True, slots=True)
-class RankGroup:
-    """The ranks that write or read one checkpoint together; the default is a single process.
-
-    Args:
-        rank: This process.
-        world_size: Number of ranks.
-        gather: Collective that returns every rank's object, ordered by rank, on every rank.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    gather: Callable[[object], Sequence[object]] = _alone
-
-    def together(self, action: Callable[[], Result]) -> list[Result]:
-        """Run `action` on every rank; every rank returns all results or raises.
-
-        Raises:
-            CheckpointError: It failed on some rank; the message names rank and error.
-        """
-        outcome: tuple[Result | None, str | None]
-        try:
-            outcome = action(), None
-        except Exception as error:  # raised on all ranks below, so that none waits for another
-            logger.exception("rank %d failed", self.rank)
-            outcome = None, f"rank {self.rank}: {type(error).__name__}: {error}"
-        outcomes = cast("list[tuple[Result, str | None]]", self.gather(outcome))
-        problems = [problem for _, problem in outcomes if problem is not None]
-        if problems:
-            raise CheckpointError("; ".join(problems))
-        return [result for result, _ in outcomes]
-
-    def on_first(self, action: Callable[[], Result]) -> Result:
-        """Run `action` on rank 0 and return its result on every rank."""
-        results = self.together(lambda: action() if self.rank == 0 else None)
-        return cast("Result", results[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +96,22 @@ class SaveRequest:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class OpenCheckpoint:
+    """A checkpoint that is being written: a temporary folder that nobody takes for complete."""
+
+    request: SaveRequest
+    tag: str
+    order: int
+    folder: Path
+
+
 def write_checkpoint(
     request: SaveRequest,
     write: Callable[[Path], None],
     *,
     ranks: RankGroup | None = None,
+    files: FileWriter | None = None,
 ) -> Checkpoint:
     """Write one checkpoint, then rotate older ones; collective over `ranks`.
 
@@ -148,24 +120,65 @@ def write_checkpoint(
         write: Writes this rank's files into the folder it is given, which all ranks share. It must
             reach the same collectives on every rank.
         ranks: The ranks that take part; None is this process alone.
+        files: Writes the generators and the client state.
 
     Raises:
         CheckpointError: Writing failed on some rank (named in the message), a folder with this tag
             is not a checkpoint, or `save_dir` is not shared by all ranks; nothing was changed.
     """
+    opened = begin_checkpoint(request, write, ranks=ranks, files=files)
+    return complete_checkpoint(opened, ranks=ranks)
+
+
+def begin_checkpoint(
+    request: SaveRequest,
+    write: Callable[[Path], None],
+    *,
+    ranks: RankGroup | None = None,
+    files: FileWriter | None = None,
+) -> OpenCheckpoint:
+    """The first half of `write_checkpoint`: everything that reads the state of the run."""
     ranks = ranks if ranks is not None else RankGroup()
+    files = files if files is not None else DirectWriter()
     # The generators are read first: writing may draw random numbers.
     rng_state = capture_rng_state()
-    tag, order, folder = ranks.on_first(lambda: _begin(request))
+    opened = ranks.on_first(lambda: _begin(request))
     try:
-        ranks.together(lambda: _require_shared(folder))
-        ranks.together(lambda: _write_files(folder, request, write, (ranks.rank, rng_state)))
+        ranks.together(lambda: _require_shared(opened.folder))
+        ranks.together(lambda: _write_files(opened, write, files, (ranks.rank, rng_state)))
+    except BaseException:
+        _give_up(opened, ranks)
+        raise
+    return opened
+
+
+def complete_checkpoint(
+    opened: OpenCheckpoint,
+    *,
+    ranks: RankGroup | None = None,
+    flush: Callable[[], None] | None = None,
+) -> Checkpoint:
+    """The second half: flush and hash the files, publish the folder, rotate older ones.
+
+    Args:
+        opened: What `begin_checkpoint` returned.
+        ranks: As there, or the same ranks with a `gather` that a background thread may use.
+        flush: Writes this rank's files now, if `begin_checkpoint` only copied them.
+
+    Raises:
+        CheckpointError: It failed on some rank (named in the message); nothing was changed.
+    """
+    ranks = ranks if ranks is not None else RankGroup()
+    request, folder = opened.request, opened.folder
+    try:
+        if flush is not None:
+            ranks.together(flush)
         names = ranks.on_first(lambda: _list_files(folder))
         share = names[ranks.rank :: ranks.world_size]
         hashed = ranks.together(lambda: [_flush_and_hash(folder, name) for name in share])
         manifest = Manifest(
-            tag=tag,
-            order=order,
+            tag=opened.tag,
+            order=opened.order,
             strategy=request.strategy,
             world_size=ranks.world_size,
             details=dict(request.details),
@@ -173,16 +186,20 @@ def write_checkpoint(
         )
         ranks.on_first(lambda: _publish(folder, request, manifest))
     except BaseException:
-        if ranks.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+        _give_up(opened, ranks)
         raise
     ranks.on_first(
         lambda: rotate(request.save_dir, max_num=request.max_num, max_mem=request.max_mem)
     )
-    return Checkpoint(request.save_dir / tag, manifest)
+    return Checkpoint(request.save_dir / opened.tag, manifest)
 
 
-def _begin(request: SaveRequest) -> tuple[str, int, Path]:
+def _give_up(opened: OpenCheckpoint, ranks: RankGroup) -> None:
+    if ranks.rank == 0:
+        shutil.rmtree(opened.folder, ignore_errors=True)
+
+
+def _begin(request: SaveRequest) -> OpenCheckpoint:
     """Choose the tag and its order, and create the temporary folder."""
     save_dir = request.save_dir
     save_dir.mkdir(parents=True, exist_ok=True)
@@ -198,7 +215,7 @@ def _begin(request: SaveRequest) -> tuple[str, int, Path]:
     folder = save_dir / f"{_TEMPORARY_PREFIX}{tag}-{socket.gethostname()}-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    return tag, order, folder
+    return OpenCheckpoint(request, tag, order, folder)
 
 
 def _require_shared(folder: Path) -> None:
@@ -207,17 +224,17 @@ def _require_shared(folder: Path) -> None:
 
 
 def _write_files(
-    folder: Path,
-    request: SaveRequest,
+    opened: OpenCheckpoint,
     write: Callable[[Path], None],
+    files: FileWriter,
     generators: tuple[int, dict[str, object]],
 ) -> None:
     rank, rng_state = generators
-    write(folder)
-    rng_file(folder, rank).parent.mkdir(exist_ok=True)
-    save_state(rng_file(folder, rank), rng_state)
+    write(opened.folder)
+    rng_file(opened.folder, rank).parent.mkdir(exist_ok=True)
+    save_state(rng_file(opened.folder, rank), rng_state, files=files)
     if rank == 0:
-        save_state(folder / CLIENT_STATE_NAME, request.client_state)
+        save_state(opened.folder / CLIENT_STATE_NAME, opened.request.client_state, files=files)
 
 
 def _publish(folder: Path, request: SaveRequest, manifest: Manifest) -> None:

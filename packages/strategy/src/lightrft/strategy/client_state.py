@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+
+from lightrft.strategy.file_writers import DirectWriter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from lightrft.strategy.file_writers import FileWriter
 
 _TENSOR = "__tensor__"
 _TUPLE = "__tuple__"
@@ -24,22 +28,24 @@ _ARRAY = "__array__"
 _RESERVED = (_TENSOR, _TUPLE, _ARRAY)
 
 
-def save_state(path: Path, state: Mapping[str, object]) -> None:
+def save_state(path: Path, state: Mapping[str, object], *, files: FileWriter | None = None) -> None:
     """Write a nested state to `path` with suffix .json, and its tensors to .safetensors.
 
     Args:
         path: Target without a suffix.
         state: Mappings with string keys, lists, tuples, None, bool, int, float, str, tensors and
             numpy arrays or scalars, nested at will.
+        files: Writes the files; None writes them now.
 
     Raises:
         TypeError: A value has another type; the message names its place in the state.
     """
     tensors: dict[str, torch.Tensor] = {}
     encoded = _encode(state, place="state", tensors=tensors)
+    files = files if files is not None else DirectWriter()
     if tensors:
-        save_file(tensors, path.with_name(path.name + ".safetensors"))
-    path.with_name(path.name + ".json").write_text(json.dumps(encoded))
+        files.tensors(path.with_name(path.name + ".safetensors"), tensors)
+    files.text(path.with_name(path.name + ".json"), json.dumps(encoded))
 
 
 def load_state(path: Path) -> dict[str, object]:
@@ -59,7 +65,7 @@ def _encode(value: object, *, place: str, tensors: dict[str, torch.Tensor]) -> o
         return value.item()
     if isinstance(value, torch.Tensor | np.ndarray):
         tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-        tensors[place] = tensor.detach().cpu().contiguous().clone()
+        tensors[place] = tensor
         return {_ARRAY if isinstance(value, np.ndarray) else _TENSOR: place}
     if isinstance(value, list | tuple):
         items = [

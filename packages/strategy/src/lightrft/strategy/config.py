@@ -137,6 +137,10 @@ class StrategyConfig:
         False, "Ranks may differ in having images; the vision tower stays in FSDP2's root unit.",
         group="distributed",
     )  # fmt: skip
+    async_save: bool = option(
+        False, "Write checkpoints in the background, from copies in host memory.",
+        group="distributed",
+    )  # fmt: skip
     timeout_minutes: float = option(
         60.0, "Deadline of every collective and of every phase.", group="distributed", above=0
     )

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from lightrft.strategy.adapted_model import gathered_dtype
-from lightrft.strategy.checkpoints import SaveRequest, find_checkpoint, write_checkpoint
+from lightrft.strategy.checkpoint_methods import CheckpointMethods, WantedState
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed import ALONE, Group
 from lightrft.strategy.gathered_model import (
@@ -33,10 +33,9 @@ from lightrft.strategy.parameter_source import (
 )
 from lightrft.strategy.prepared import AnyModel, Arguments, PreparedModel
 from lightrft.strategy.process_groups import resolve_shard_size
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.training_interface import refuse_options
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from datetime import timedelta
 
     from torch import Tensor, nn
@@ -44,12 +43,15 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
+    from lightrft.strategy.checkpoint_manifest import Checkpoint
+    from lightrft.strategy.file_writers import FileWriter
+
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
 SCHEDULER_FILE = "scheduler.pt"
 
 
-class FakeStrategy(StrategyBase):
+class FakeStrategy(CheckpointMethods):
     """The whole interface in one process: for tests, for debugging, for one small device.
 
     Collectives are those of a single rank, whatever torch.distributed says. Nothing is faked in
@@ -138,7 +140,7 @@ class FakeStrategy(StrategyBase):
     ) -> None:
         """Adds the gradients of one micro-batch; see `StrategyBase.backward`."""
         del model
-        _refuse(kwargs, "backward")
+        refuse_options(kwargs, "backward")
         scale = self.accumulation_state(optimizer).loss_scale(self.num_averaging_ranks)
         (loss * scale).backward()  # type: ignore[no-untyped-call]
 
@@ -152,93 +154,42 @@ class FakeStrategy(StrategyBase):
     ) -> OptimizerStepResult | None:
         """Counts a micro-batch and acts on the last; see `StrategyBase.optimizer_step`."""
         del model
-        _refuse(kwargs, "optimizer_step")
+        refuse_options(kwargs, "optimizer_step")
         if not self.accumulation_state(optimizer).advance():
             return None
         learning_rate = float(optimizer.param_groups[0]["lr"])
         parameters = optimizer_parameters(optimizer)
         norm = gradient_norm(parameters)
-        is_finite = bool(torch.isfinite(norm))
-        if is_finite:
+        if torch.isfinite(norm):
             clip_gradients(parameters, norm, self.max_norm)
             optimizer.step()
-            if scheduler is not None:
-                scheduler.step()
-            self._mark_engine_stale()
-        else:
-            self.num_skipped_steps[name] += 1
         optimizer.zero_grad()
-        return OptimizerStepResult(float(norm), not is_finite, learning_rate)
+        return self._conclude_step(float(norm), scheduler, name, learning_rate)
 
-    def save_ckpt(
-        self,
-        model: AnyModel,
-        save_dir: str,
-        tag: str | None = None,
-        max_num: int = 3,
-        max_mem: int = 1000,
-        client_state: Mapping[str, object] | None = None,
-        save_latest: bool = True,
-        *,
-        optimizer: Optimizer | None = None,
-        scheduler: LRScheduler | None = None,
-    ) -> None:
-        """Writes a checkpoint; see `StrategyBase.save_ckpt`."""
-        found = self._resolve(model, optimizer, scheduler)
-        request = SaveRequest(
-            save_dir=Path(save_dir),
-            strategy=type(self).__name__,
-            tag=tag,
-            max_num=max_num,
-            max_mem=max_mem,
-            client_state=client_state or {},
-            save_latest=save_latest,
-        )
-        write_checkpoint(request, lambda folder: self._write(found, folder))
-
-    def _write(self, found: PreparedModel, folder: Path) -> None:
-        tensors = self.unwrap_model(found).state_dict()
-        # Tied tensors share storage, which safetensors refuses.
-        save_file({k: v.detach().cpu().clone() for k, v in tensors.items()}, folder / MODEL_FILE)
+    def _write_state(self, folder: Path, found: PreparedModel, files: FileWriter) -> None:
+        files.tensors(folder / MODEL_FILE, self.unwrap_model(found).state_dict())
         if found.optimizer is not None:
-            torch.save(found.optimizer.state_dict(), folder / OPTIMIZER_FILE)
+            files.pickled(folder / OPTIMIZER_FILE, found.optimizer.state_dict())
         if found.scheduler is not None:
-            torch.save(found.scheduler.state_dict(), folder / SCHEDULER_FILE)
+            files.pickled(folder / SCHEDULER_FILE, found.scheduler.state_dict())
 
-    def load_ckpt(
-        self,
-        model: AnyModel,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        *,
-        optimizer: Optimizer | None = None,
-        scheduler: LRScheduler | None = None,
-    ) -> tuple[str, dict[str, object]]:
-        """Reads a checkpoint; see `StrategyBase.load_ckpt`."""
-        found = self._resolve(model, optimizer, scheduler)
-        checkpoint = find_checkpoint(Path(load_dir), tag)
+    def _read_state(
+        self, checkpoint: Checkpoint, found: PreparedModel, wanted: WantedState
+    ) -> None:
         folder = checkpoint.path
         tensors = load_file(folder / MODEL_FILE)
-        self.unwrap_model(found).load_state_dict(tensors, strict=load_module_strict)
-        for wanted, file, target in (
-            (load_optimizer_states, OPTIMIZER_FILE, found.optimizer),
-            (load_lr_scheduler_states, SCHEDULER_FILE, found.scheduler),
+        self.unwrap_model(found).load_state_dict(tensors, strict=wanted.strict)
+        for is_wanted, file, target in (
+            (wanted.optimizer, OPTIMIZER_FILE, found.optimizer),
+            (wanted.scheduler, SCHEDULER_FILE, found.scheduler),
         ):
-            if wanted and not load_module_only and target is not None:
+            if is_wanted and target is not None:
                 if not (folder / file).is_file():
                     raise FileNotFoundError(
                         f"{folder} has no {file}: it was saved without; load it with "
                         "load_module_only=True"
                     )
                 target.load_state_dict(torch.load(folder / file, weights_only=True))
-        if not load_module_only:
-            checkpoint.restore_rng(0)
-        self._mark_engine_stale()
-        return str(folder), checkpoint.client_state()
 
     def save_model(self, model: AnyModel, tokenizer: object | None, output_dir: str) -> None:
         """Writes the model in Hugging Face format; see `StrategyBase.save_model`."""
@@ -267,11 +218,6 @@ class FakeStrategy(StrategyBase):
     def parameter_source(self, model: AnyModel) -> ParameterSource:
         """Every parameter, whole; see `StrategyBase.parameter_source`."""
         return module_parameter_source(self.unwrap_model(model))
-
-
-def _refuse(kwargs: Mapping[str, object], method: str) -> None:
-    if kwargs:
-        raise TypeError(f"{method} got unknown options: {', '.join(sorted(kwargs))}")
 
 
 def get_fake_strategy(args: Arguments | None = None) -> FakeStrategy:

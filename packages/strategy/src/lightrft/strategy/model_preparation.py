@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightrft.strategy.config import StrategyConfig
+from lightrft.strategy.moving_averages import MovingAverages
 from lightrft.strategy.optimizers import learning_rate_schedule
 from lightrft.strategy.prepared import NO_MODEL, PreparedModel, inner_module, wrapped_module
 from lightrft.strategy.sampler import DistributedSampler
@@ -46,6 +47,7 @@ class ModelPreparation(TrainingInterface):
         self._trained: weakref.WeakKeyDictionary[
             nn.Module, tuple[Optimizer | None, LRScheduler | None]
         ] = weakref.WeakKeyDictionary()
+        self._averages = MovingAverages()
 
     def prepare(
         self,
@@ -233,6 +235,9 @@ class ModelPreparation(TrainingInterface):
             drop_last=drop_last,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
+            # Every iterator draws a seed, and a resumed run makes one iterator more than a whole
+            # one: not from the generator that checkpoints restore.
+            generator=torch.Generator().manual_seed(self.seed),
         )
 
     @contextmanager
@@ -266,25 +271,19 @@ class ModelPreparation(TrainingInterface):
         """Moves a model back to this rank's device."""
         return wrapped_module(model).to(self.device)
 
-    @torch.no_grad()
     def moving_average(self, model: AnyModel, model_ema: AnyModel, beta: float = 0.992) -> None:
         """Ema <- beta * ema + (1 - beta) * model, for every parameter; call it once per step.
+
+        Averages are kept in float32, shard by shard.
 
         Args:
             model: The trained model.
             model_ema: The average; prepared the same way as the model.
-            beta: Weight of the past.
+            beta: Weight of the past, in [0, 1].
 
         Raises:
-            ValueError: The two models have different parameters, or this rank holds none of them.
+            ValueError: The two have other parameters or shards, or `beta` is out of range.
         """
-        source = dict(self.unwrap_model(model).named_parameters())
-        target = dict(self.unwrap_model(model_ema).named_parameters())
-        if source.keys() != target.keys():
-            odd = sorted(source.keys() ^ target.keys())[:3]
-            raise ValueError(f"model and average have different parameters, e.g. {odd}")
-        if target and not any(average.numel() for average in target.values()):
-            raise ValueError("the average holds no values on this rank: it is partitioned")
-        for name, average in target.items():
-            value = source[name].detach().to(average.device, average.dtype)
-            average.data.lerp_(value, 1.0 - beta)
+        self._averages.update(
+            self.parameter_source(model), self.parameter_source(model_ema), beta=beta
+        )

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor, nn
 
     from lightrft.strategy.parameter_source import ParameterSource
@@ -65,6 +67,25 @@ class MovingAverages:
             master.lerp_(values[name].local_shard.to(master.device, torch.float32), 1.0 - beta)
             if master is not shard:
                 shard.copy_(master)
+
+    def values(self, average: ParameterSource) -> dict[str, Tensor]:
+        """This rank's shards of an average as they are averaged: masters where there are some."""
+        masters = self._masters.get(average.owner, {})
+        return {
+            entry.checkpoint_name: masters.get(entry.checkpoint_name, entry.local_shard)
+            for entry in average.parameters()
+        }
+
+    @torch.no_grad()
+    def restore(self, average: ParameterSource, values: Mapping[str, Tensor]) -> None:
+        """Set an average to what `values` returned, masters included."""
+        masters: dict[str, Tensor] = {}
+        for entry in average.parameters():
+            value = values[entry.checkpoint_name]
+            entry.local_shard.copy_(value)
+            if entry.local_shard.dtype != torch.float32 and value.dtype == torch.float32:
+                masters[entry.checkpoint_name] = value.to(entry.local_shard.device)
+        self._masters[average.owner] = masters
 
     def forget(self, module: nn.Module) -> None:
         """Drop the masters of an average whose weights were read from a file."""

@@ -110,9 +110,11 @@ def start_process_group(timeout: timedelta | None) -> bool:
         Whether this call started it.
 
     Raises:
-        RuntimeError: RANK or WORLD_SIZE is missing.
+        RuntimeError: RANK or WORLD_SIZE is missing, or a group of another size or with another
+            rank runs already.
     """
     if dist.is_initialized():
+        _check_running_group()
         return False
     launch = LaunchEnvironment.read()
     dist.init_process_group(
@@ -123,6 +125,19 @@ def start_process_group(timeout: timedelta | None) -> bool:
         timeout=timeout or DEFAULT_TIMEOUT,
     )
     return True
+
+
+def _check_running_group() -> None:
+    """Raises a RuntimeError if the launcher's variables are there and say something else."""
+    found = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+    wanted = {name: os.environ.get(name, str(value)) for name, value in found.items()}
+    if any(wanted[name] != str(value) for name, value in found.items()):
+        raise RuntimeError(
+            f"torch.distributed runs with rank {found['RANK']} of {found['WORLD_SIZE']} already, "
+            f"but the environment says RANK={wanted['RANK']}, WORLD_SIZE={wanted['WORLD_SIZE']}: "
+            "close() the strategy that started it (or torch.distributed.destroy_process_group()) "
+            "first, or correct the variables"
+        )
 
 
 def check_divides(world_size: int, name: str, size: int) -> None:

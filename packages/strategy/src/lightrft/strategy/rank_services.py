@@ -57,6 +57,7 @@ class RankServices:
         self.grad_accum_dtype = self.config.grad_accum_dtype
         self.overlap_comm = self.config.overlap_comm
         self._owns_process_group = False
+        self._group_sizes: dict[str, int] | None = None
         self.sp_mesh_device: DeviceMesh | None = None
         self.sp_group: ProcessGroup | None = None
         self._check_options()
@@ -102,7 +103,8 @@ class RankServices:
 
         Raises:
             RuntimeError: RANK or WORLD_SIZE is missing; the message names it.
-            ValueError: Batch sizes or `sp_size` do not fit the number of ranks.
+            ValueError: Batch sizes or `sp_size` do not fit the number of ranks, or group sizes
+                were changed after the groups had been formed.
         """
         self.set_seed(self.seed)
         self.engine_type = self.config.engine_type
@@ -113,6 +115,7 @@ class RankServices:
             torch.cuda.set_device(self.device)
         self._owns_process_group |= self._start_processes(timeout)
         self.world_size = distributed.group_size(self.world_group)
+        self._check_group_sizes()
         process_groups.check_divides(self.world_size, "sp_size", self.config.sp_size)
         process_groups.check_divides(self.world_size, "engine_tp_size", self.config.engine_tp_size)
         self.accumulated_gradient = process_groups.accumulation_steps(
@@ -126,6 +129,19 @@ class RankServices:
         for text in self._idle_options:
             self.print(f"warning: option without effect: {text}")
         self._idle_options = []
+
+    def _check_group_sizes(self) -> None:
+        """Groups live as long as the strategy."""
+        sizes = {"sp_size": self.config.sp_size, "engine_tp_size": self.config.engine_tp_size}
+        if self._group_sizes is None:
+            self._group_sizes = sizes
+        for name, formed in self._group_sizes.items():
+            if sizes[name] != formed:
+                raise ValueError(
+                    f"setup_distributed formed groups with {name} {formed} on {self.world_size} "
+                    f"ranks already, now {name} is {sizes[name]}: groups cannot change; close() "
+                    "this strategy and create another one"
+                )
 
     def _start_processes(self, timeout: timedelta | None) -> bool:
         return process_groups.start_process_group(timeout)
@@ -143,8 +159,11 @@ class RankServices:
     def close(self) -> None:
         """Ends the process group if this strategy started it. Idempotent."""
         if self._owns_process_group and dist.is_initialized():
-            dist.destroy_process_group()
+            self._end_processes()
         self._owns_process_group = False
+
+    def _end_processes(self) -> None:
+        dist.destroy_process_group()
 
     @classmethod
     def is_rank_0(cls) -> bool:

@@ -12,12 +12,14 @@ if TYPE_CHECKING:
 
     from torch.optim.lr_scheduler import LRScheduler
 
+    from lightrft.strategy.file_writers import FileWriter
+
 SCHEDULER_NAME = "scheduler"
 
 
-def save_scheduler(folder: Path, scheduler: LRScheduler) -> None:
+def save_scheduler(folder: Path, scheduler: LRScheduler, files: FileWriter) -> None:
     """Write a schedule's position."""
-    save_state(folder / SCHEDULER_NAME, scheduler.state_dict())
+    save_state(folder / SCHEDULER_NAME, scheduler.state_dict(), files=files)
 
 
 def load_scheduler(folder: Path, scheduler: LRScheduler) -> None:

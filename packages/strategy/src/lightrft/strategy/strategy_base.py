@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Self
 
 from lightrft.engines.types import EngineStatus
 from lightrft.strategy.engine_interface import EngineInterface
+from lightrft.strategy.optimizers import OptimizerStepResult
 from lightrft.strategy.prepared import (
     ModelOptimPair,
     ModelOrModelOptimPair,
@@ -16,6 +18,8 @@ from lightrft.strategy.prepared import (
 from lightrft.strategy.sequence_parallel import SPDataProcessor
 
 if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+
     from lightrft.strategy.prepared import Arguments
 
 __all__ = [
@@ -61,6 +65,19 @@ class StrategyBase(EngineInterface):
         self.engine_mp_group, self.engine_dp_group = self._create_engine_groups()
         self.sp_data_processor = SPDataProcessor(self._group_or_alone(self.sp_group))
         self._start_session()
+
+    def _conclude_step(
+        self, norm: float, scheduler: LRScheduler | None, name: str, learning_rate: float
+    ) -> OptimizerStepResult:
+        """The schedule advances, and the engine becomes stale, only with weights that changed."""
+        is_skipped = not math.isfinite(norm)
+        if is_skipped:
+            self.num_skipped_steps[name] += 1
+        else:
+            if scheduler is not None:
+                scheduler.step()
+            self._mark_engine_stale()
+        return OptimizerStepResult(norm, is_skipped, learning_rate)
 
     def __enter__(self) -> Self:
         return self

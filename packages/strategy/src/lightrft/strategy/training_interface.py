@@ -122,8 +122,11 @@ class TrainingInterface(RankServices, ABC):
         *,
         optimizer: Optimizer | None = None,
         scheduler: LRScheduler | None = None,
+        model_ema: AnyModel | None = None,
     ) -> None:
         """Writes a checkpoint, then removes old ones that this run wrote.
+
+        With `async_save` it returns when the state has been copied to host memory.
 
         Args:
             model: The model or a PreparedModel. Its optimizer and schedule are remembered.
@@ -134,6 +137,10 @@ class TrainingInterface(RankServices, ABC):
             client_state: Plain values (JSON) and tensors to store beside the model.
             save_latest: Whether loading without a tag finds this one.
             optimizer, scheduler: To store instead of the remembered ones.
+            model_ema: The model's moving average, stored with it.
+
+        Raises:
+            CheckpointError: Saving failed on some rank, or the last save in the background did.
         """
 
     @abstractmethod
@@ -149,6 +156,7 @@ class TrainingInterface(RankServices, ABC):
         *,
         optimizer: Optimizer | None = None,
         scheduler: LRScheduler | None = None,
+        model_ema: AnyModel | None = None,
     ) -> tuple[str, dict[str, object]]:
         """Reads a checkpoint into the model, its optimizer and its schedule.
 
@@ -160,12 +168,21 @@ class TrainingInterface(RankServices, ABC):
             load_optimizer_states, load_lr_scheduler_states: What else to read.
             load_module_only: Reads only weights, whatever the other options say.
             optimizer, scheduler: To read into instead of the remembered ones.
+            model_ema: Gets the moving average that was stored with the model.
 
         Returns:
             (path of the checkpoint, client_state).
 
         Raises:
             FileNotFoundError: No complete checkpoint is there.
+        """
+
+    @abstractmethod
+    def finish_saving(self) -> None:
+        """Waits until every checkpoint is complete. Collective; done at the end as well.
+
+        Raises:
+            CheckpointError: A save in the background failed; the message names rank and error.
         """
 
     @abstractmethod
@@ -231,3 +248,9 @@ class TrainingInterface(RankServices, ABC):
     def _discard_gradients(self, optimizer: Optimizer) -> None:
         """Drops the gradients of an optimizer step that was given up."""
         optimizer.zero_grad()
+
+
+def refuse_options(kwargs: Mapping[str, object], method: str) -> None:
+    """Raises a TypeError that names the options a method does not have."""
+    if kwargs:
+        raise TypeError(f"{method} got unknown options: {', '.join(sorted(kwargs))}")

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from torch import nn
+
     from lightrft.strategy.strategy_base import StrategyBase
     from lightrft.trainer.state import TrainerState
     from lightrft.trainer.updates import TrainedModel
@@ -23,12 +25,14 @@ class CheckpointStore:
         folder: Where.
         max_num: Keep at most this many.
         max_mem: Keep at most this many MB.
+        average: The actor's moving average, stored with it; None is absent.
     """
 
     strategy: StrategyBase
     folder: Path
     max_num: int
     max_mem: float
+    average: nn.Module | None = None
 
     def save(self, state: TrainerState, actor: TrainedModel, critic: TrainedModel | None) -> None:
         """Writes the models, their optimizers and schedulers, the generators, and the state.
@@ -40,7 +44,9 @@ class CheckpointStore:
         client_state = state.to_client_state()
         if critic is not None:
             self._save_model("_critic", critic, tag, client_state, max_num=self.max_num + 1)
-        self._save_model("_actor", actor, tag, client_state, max_num=self.max_num)
+        self._save_model(
+            "_actor", actor, tag, client_state, max_num=self.max_num, average=self.average
+        )
 
     def load(
         self, state: TrainerState, actor: TrainedModel, critic: TrainedModel | None
@@ -57,6 +63,7 @@ class CheckpointStore:
             str(self.folder / "_actor"),
             optimizer=actor.optimizer,
             scheduler=actor.scheduler,
+            model_ema=self.average,
         )
         restored = state.restored(client_state)
         if critic is not None:
@@ -77,6 +84,7 @@ class CheckpointStore:
         client_state: Mapping[str, object],
         *,
         max_num: int,
+        average: nn.Module | None = None,
     ) -> None:
         self.strategy.save_ckpt(
             trained.model,
@@ -87,4 +95,5 @@ class CheckpointStore:
             dict(client_state),
             optimizer=trained.optimizer,
             scheduler=trained.scheduler,
+            model_ema=average,
         )

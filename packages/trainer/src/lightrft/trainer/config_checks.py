@@ -169,12 +169,6 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
             f"{', '.join(LOSSES_WITH_DUAL_CLIP)}",
         ),
         (
-            ("enable_ema", "load_checkpoint"),
-            lambda: config.enable_ema and config.load_checkpoint,
-            "enable_ema cannot continue a run: checkpoints do not hold the moving average; leave "
-            "one of enable_ema and load_checkpoint out",
-        ),
-        (
             ("prompt_data_probs", "prompt_data"),
             lambda: probabilities_do_not_fit is not None,
             str(probabilities_do_not_fit),

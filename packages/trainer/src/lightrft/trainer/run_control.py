@@ -17,6 +17,7 @@ from lightrft.trainer.prompts import PromptStream, check_lengths, planned_steps
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch import nn
     from transformers import PreTrainedTokenizerBase
 
     from lightrft.datasets.types import Prompt
@@ -43,6 +44,7 @@ class RunControl:
     tokenizer: PreTrainedTokenizerBase
     reward_function: RewardFunction
     eval_prompts: Sequence[Prompt]
+    ema_model: nn.Module | None
     _actor: TrainedModel
     _critic: TrainedModel | None
     _prompts_dataloader: PromptBatches | None
@@ -185,6 +187,7 @@ class RunControl:
             Path(self.config.ckpt_path),
             max_num=self.config.max_ckpt_num,
             max_mem=self.config.max_ckpt_mem,
+            average=self.ema_model,
         )
 
     def _prompt_stream(self) -> PromptStream:

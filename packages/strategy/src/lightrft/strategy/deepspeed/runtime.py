@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from lightrft.strategy.file_writers import FileWriter
+
 FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
@@ -33,11 +36,21 @@ class ZeroOptimizer(Protocol):
         """Drops the gradients of the parameters."""
 
 
+class FileEngine(Protocol):
+    """What DeepSpeed writes its files by (`CheckpointEngine`)."""
+
+    zipfile_serialization: bool
+
+    def save(self, state_dict: object, path: str) -> None:
+        """Writes one file."""
+
+
 class ZeroEngine(Protocol):
     """What is used of a `DeepSpeedEngine`."""
 
     module: nn.Module
     optimizer: ZeroOptimizer
+    checkpoint_engine: FileEngine
 
     def zero_optimization_stage(self) -> int:
         """0 to 3."""
@@ -273,6 +286,21 @@ def weights_only_loading() -> Iterator[None]:
             del os.environ[FORCE_WEIGHTS_ONLY]
         else:
             os.environ[FORCE_WEIGHTS_ONLY] = before
+
+
+@contextmanager
+def saving_by(engine: ZeroEngine, files: FileWriter) -> Iterator[None]:
+    """Hand the files that the engine saves inside to a writer of ours."""
+    by_deepspeed = engine.checkpoint_engine
+
+    def save(state_dict: object, path: str) -> None:
+        files.pickled(Path(path), state_dict, is_zip=by_deepspeed.zipfile_serialization)
+
+    vars(by_deepspeed)["save"] = save
+    try:
+        yield
+    finally:
+        del vars(by_deepspeed)["save"]
 
 
 def read_full_weights(folder: str, tag: str) -> dict[str, Tensor]:

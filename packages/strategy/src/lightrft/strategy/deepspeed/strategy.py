@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightrft.strategy.adapted_model import gathered_dtype
-from lightrft.strategy.checkpoints import (
-    RankGroup,
-    SaveRequest,
-    find_checkpoint,
-    write_checkpoint,
-)
+from lightrft.strategy.checkpoint_methods import CheckpointMethods, WantedState
 from lightrft.strategy.deadlines import phase
 from lightrft.strategy.deepspeed import runtime, training_state
 from lightrft.strategy.deepspeed.engine_config import (
@@ -26,10 +21,8 @@ from lightrft.strategy.deepspeed.engine_config import (
 )
 from lightrft.strategy.deepspeed.source import zero_parameter_source
 from lightrft.strategy.gathered_model import save_gathered_model
-from lightrft.strategy.moving_averages import MovingAverages
 from lightrft.strategy.optimizers import (
     AdamSettings,
-    OptimizerStepResult,
     clip_gradients,
     gradient_norm,
     optimizer_parameters,
@@ -38,7 +31,7 @@ from lightrft.strategy.optimizers import (
 from lightrft.strategy.parameter_source import module_parameter_source
 from lightrft.strategy.prepared import AnyModel, Arguments, PreparedModel, wrapped_module
 from lightrft.strategy.process_groups import resolve_shard_size
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.training_interface import refuse_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -48,10 +41,13 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
+    from lightrft.strategy.checkpoint_manifest import Checkpoint
+    from lightrft.strategy.file_writers import FileWriter
+    from lightrft.strategy.optimizers import OptimizerStepResult
     from lightrft.strategy.parameter_source import ParameterSource
 
 
-class DeepspeedStrategy(StrategyBase):
+class DeepspeedStrategy(CheckpointMethods):
     """DeepSpeed ZeRO stages 0 to 3 with torch's AdamW.
 
     A model in training is a DeepSpeed engine around the actor or critic. Models that are only
@@ -95,7 +91,6 @@ class DeepspeedStrategy(StrategyBase):
             grad_accum_dtype=self.grad_accum_dtype,
             overlap_comm=self.overlap_comm,
         )
-        self._averages = MovingAverages()
         self._engines: weakref.WeakKeyDictionary[Optimizer, nn.Module] = weakref.WeakKeyDictionary()
         self._has_told_offload = False
 
@@ -104,18 +99,10 @@ class DeepspeedStrategy(StrategyBase):
         runtime.start(timeout or self._timeout)
         return is_started_here
 
-    def close(self) -> None:
-        """Closes the engine, and DeepSpeed's and our process groups. Idempotent."""
-        if self._owns_process_group:
-            if self.inference_engine is not None:
-                self.inference_engine.close()
-                self.inference_engine = None
-            runtime.stop()
-        super().close()
-
-    @property
-    def _ranks(self) -> RankGroup:
-        return RankGroup(self.get_rank(), self.world_size, self.gather_objects)
+    def _end_processes(self) -> None:
+        """DeepSpeed's process groups end with ours."""
+        runtime.stop()
+        super()._end_processes()
 
     # ------------------------------------------------------------------ models
 
@@ -196,7 +183,7 @@ class DeepspeedStrategy(StrategyBase):
         self, loss: Tensor, model: AnyModel, optimizer: Optimizer, **kwargs: object
     ) -> None:
         """Adds the gradients of one micro-batch; see `StrategyBase.backward`."""
-        _refuse(kwargs, "backward")
+        refuse_options(kwargs, "backward")
         engine = runtime.as_engine(wrapped_module(model))
         state = self.accumulation_state(optimizer)
         engine.set_gradient_accumulation_boundary(state.is_last())
@@ -211,20 +198,13 @@ class DeepspeedStrategy(StrategyBase):
         **kwargs: object,
     ) -> OptimizerStepResult | None:
         """Counts a micro-batch and acts on the last; see `StrategyBase.optimizer_step`."""
-        _refuse(kwargs, "optimizer_step")
+        refuse_options(kwargs, "optimizer_step")
         engine = runtime.as_engine(wrapped_module(model))
         if not self.accumulation_state(optimizer).advance():
             return None
         learning_rate = float(optimizer.param_groups[0]["lr"])
         norm = self._step_plain(engine, optimizer) if self.stage == 0 else _step_zero(engine)
-        is_finite = math.isfinite(norm)
-        if is_finite:
-            if scheduler is not None:
-                scheduler.step()
-            self._mark_engine_stale()
-        else:
-            self.num_skipped_steps[name] += 1
-        return OptimizerStepResult(norm, not is_finite, learning_rate)
+        return self._conclude_step(norm, scheduler, name, learning_rate)
 
     def _step_plain(self, engine: runtime.ZeroEngine, optimizer: Optimizer) -> float:
         """Stage 0: every rank holds the same averaged gradients; DeepSpeed reports no norm."""
@@ -236,12 +216,6 @@ class DeepspeedStrategy(StrategyBase):
         else:
             engine.zero_grad()
         return float(norm)
-
-    def moving_average(self, model: AnyModel, model_ema: AnyModel, beta: float = 0.992) -> None:
-        """Averages shard by shard, in float32; see `StrategyBase.moving_average`."""
-        self._averages.update(
-            self.parameter_source(model), self.parameter_source(model_ema), beta=beta
-        )
 
     # ------------------------------------------------------------------ memory
 
@@ -267,79 +241,31 @@ class DeepspeedStrategy(StrategyBase):
 
     # ------------------------------------------------------------------ files
 
-    def save_ckpt(
-        self,
-        model: AnyModel,
-        save_dir: str,
-        tag: str | None = None,
-        max_num: int = 3,
-        max_mem: int = 1000,
-        client_state: Mapping[str, object] | None = None,
-        save_latest: bool = True,
-        *,
-        optimizer: Optimizer | None = None,
-        scheduler: LRScheduler | None = None,
-    ) -> None:
-        """DeepSpeed's files inside a checkpoint folder of ours; see `StrategyBase.save_ckpt`."""
-        found = self._resolve(model, optimizer, scheduler)
-        engine = runtime.as_engine(wrapped_module(found))
-        request = SaveRequest(
-            save_dir=Path(save_dir),
-            strategy=type(self).__name__,
-            tag=tag,
-            max_num=max_num,
-            max_mem=max_mem,
-            client_state=client_state or {},
-            save_latest=save_latest,
-            details={"zero_stage": self.stage},
-        )
-        with phase("save a checkpoint", self._timeout):
-            write_checkpoint(
-                request,
-                lambda folder: training_state.save(
-                    folder, engine, found.scheduler, is_first=self.get_rank() == 0
-                ),
-                ranks=self._ranks,
-            )
+    def _checkpoint_details(self) -> Mapping[str, int | str]:
+        return {"zero_stage": self.stage}
 
-    def load_ckpt(
-        self,
-        model: AnyModel,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        *,
-        optimizer: Optimizer | None = None,
-        scheduler: LRScheduler | None = None,
-    ) -> tuple[str, dict[str, object]]:
+    def _write_state(self, folder: Path, found: PreparedModel, files: FileWriter) -> None:
+        """DeepSpeed's files inside a checkpoint folder of ours."""
+        engine = runtime.as_engine(wrapped_module(found))
+        training_state.save(folder, engine, found.scheduler, files, is_first=self.get_rank() == 0)
+
+    def _read_state(
+        self, checkpoint: Checkpoint, found: PreparedModel, wanted: WantedState
+    ) -> None:
         """With optimizer states, only by as many ranks and in the stage that saved it.
 
-        See `StrategyBase.load_ckpt`. Pickled code in DeepSpeed's files is refused.
+        Pickled code in DeepSpeed's files is refused.
         """
-        found = self._resolve(model, optimizer, scheduler)
         engine = runtime.as_engine(wrapped_module(found))
-        with phase("load a checkpoint", self._timeout):
-            checkpoint = find_checkpoint(Path(load_dir), tag, ranks=self._ranks)
-            folder = checkpoint.path
-            if load_optimizer_states and not load_module_only:
-                checkpoint.require_strategy(type(self).__name__, world_size=self.world_size)
-                checkpoint.require_details({"zero_stage": self.stage})
-                training_state.load(folder, engine, strict=load_module_strict)
-            else:
-                checkpoint.require_strategy(type(self).__name__)
-                training_state.load_weights(folder, engine, strict=load_module_strict)
-            self._averages.forget(engine.module)
-            self._mark_engine_stale()
-            if not load_module_only:
-                if found.scheduler is not None and load_lr_scheduler_states:
-                    training_state.load_scheduler(folder, found.scheduler)
-                if not checkpoint.restore_rng(self.get_rank()):
-                    self.print(f"{folder} has no generator states for every rank")
-            self.barrier()
-        return str(folder), checkpoint.client_state()
+        folder = checkpoint.path
+        if wanted.optimizer:
+            checkpoint.require_strategy(type(self).__name__, world_size=self.world_size)
+            checkpoint.require_details(self._checkpoint_details())
+            training_state.load(folder, engine, strict=wanted.strict)
+        else:
+            training_state.load_weights(folder, engine, strict=wanted.strict)
+        if wanted.scheduler and found.scheduler is not None:
+            training_state.load_scheduler(folder, found.scheduler)
 
     def save_model(self, model: AnyModel, tokenizer: object | None, output_dir: str) -> None:
         """Gathers one parameter at a time and writes on rank 0, in the compute dtype."""
@@ -371,8 +297,3 @@ def _step_zero(engine: runtime.ZeroEngine) -> float:
     if norm is None:
         raise RuntimeError("DeepSpeed reports no gradient norm: leave compute_grad_norm on")
     return float(norm)
-
-
-def _refuse(kwargs: Mapping[str, object], method: str) -> None:
-    if kwargs:
-        raise TypeError(f"{method} got unknown options: {', '.join(sorted(kwargs))}")

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim.lr_scheduler import LRScheduler
 
+    from lightrft.strategy.file_writers import FileWriter
+
 __all__ = ["gather_module", "load", "load_full_weights", "load_scheduler", "load_weights", "save"]
 
 logger = logging.getLogger(__name__)
@@ -28,12 +30,18 @@ FOLDER = "deepspeed"
 
 
 def save(
-    folder: Path, engine: runtime.ZeroEngine, scheduler: LRScheduler | None, *, is_first: bool
+    folder: Path,
+    engine: runtime.ZeroEngine,
+    scheduler: LRScheduler | None,
+    files: FileWriter,
+    *,
+    is_first: bool,
 ) -> None:
     """Write this rank's part of an engine, and on the first rank the schedule. Collective."""
-    engine.save_checkpoint(str(folder), FOLDER, {}, False)
+    with runtime.saving_by(engine, files):
+        engine.save_checkpoint(str(folder), FOLDER, {}, False)
     if scheduler is not None and is_first:
-        save_scheduler(folder, scheduler)
+        save_scheduler(folder, scheduler, files)
 
 
 def load(folder: Path, engine: runtime.ZeroEngine, *, strict: bool) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from lightrft.strategy.checkpoint_manifest import CheckpointError
 from lightrft.strategy.fsdp2.sharding import is_written_by, local_rows
@@ -19,13 +18,18 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from lightrft.strategy.file_writers import FileWriter
 
-def write_shards(folder: Path, tensors: Mapping[str, Tensor], *, rank: int) -> None:
+
+def write_shards(
+    folder: Path, tensors: Mapping[str, Tensor], files: FileWriter, *, rank: int
+) -> None:
     """Write this rank's parts of all tensors; replicas are written once.
 
     Args:
         folder: Created if needed; each rank writes its own file there.
         tensors: Sharded or whole, with the same names on every rank.
+        files: Writes the file.
         rank: This process.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -36,9 +40,9 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], *, rank: int) -> N
         is_empty = tensor.dim() > 0 and start == stop and tensor.shape[0] > 0
         if is_empty or not is_written_by(tensor, rank):
             continue
-        parts[name] = local.cpu().contiguous().clone()
+        parts[name] = local
         layout[name] = [start, list(tensor.shape)]
-    save_file(parts, folder / f"rank_{rank:05d}.safetensors", {"layout": json.dumps(layout)})
+    files.tensors(folder / f"rank_{rank:05d}.safetensors", parts, {"layout": json.dumps(layout)})
 
 
 @dataclass(frozen=True, slots=True)

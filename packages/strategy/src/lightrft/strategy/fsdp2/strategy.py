@@ -13,12 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from lightrft.strategy.adapted_model import gathered_dtype
-from lightrft.strategy.checkpoints import (
-    RankGroup,
-    SaveRequest,
-    find_checkpoint,
-    write_checkpoint,
-)
+from lightrft.strategy.checkpoint_methods import CheckpointMethods, WantedState
 from lightrft.strategy.deadlines import phase
 from lightrft.strategy.fsdp2 import training_state
 from lightrft.strategy.fsdp2.master_weights import MasterWeightsAdamW
@@ -31,28 +26,29 @@ from lightrft.strategy.fsdp2.sharding import (
 )
 from lightrft.strategy.fsdp2.source import fsdp2_parameter_source, reshard_modules
 from lightrft.strategy.gathered_model import save_gathered_model
-from lightrft.strategy.moving_averages import MovingAverages
 from lightrft.strategy.optimizers import (
     AdamSettings,
-    OptimizerStepResult,
     optimizer_parameters,
     parameter_groups,
 )
 from lightrft.strategy.prepared import AnyModel, Arguments, PreparedModel, wrapped_module
 from lightrft.strategy.process_groups import resolve_shard_size
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.training_interface import refuse_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
+    from lightrft.strategy.checkpoint_manifest import Checkpoint
+    from lightrft.strategy.file_writers import FileWriter
+    from lightrft.strategy.optimizers import OptimizerStepResult
     from lightrft.strategy.parameter_source import ParameterSource
 
 
-class FSDPV2Strategy(StrategyBase):
+class FSDPV2Strategy(CheckpointMethods):
     """FSDP2: parameters, gradients and optimizer states are sharded over ranks.
 
     Every repeated block is a unit; embeddings, a tied or untied head and the rest form the root
@@ -84,13 +80,8 @@ class FSDPV2Strategy(StrategyBase):
         self.uses_master_weights = self.config.use_mp_opt and uses_bf16
         if self.config.use_mp_opt and not uses_bf16:
             self.print("warning: option without effect: use_mp_opt acts only with bf16")
-        self._averages = MovingAverages()
         self._meshes: dict[int, DeviceMesh] = {}
         self._offloaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-    @property
-    def _ranks(self) -> RankGroup:
-        return RankGroup(self.get_rank(), self.world_size, self.gather_objects)
 
     # ------------------------------------------------------------------ models
 
@@ -193,7 +184,7 @@ class FSDPV2Strategy(StrategyBase):
         Gradients are reduced to shards after every micro-batch, so they never take the memory of
         a whole model. On a hybrid mesh the replicas exchange them on the last one only.
         """
-        _refuse(kwargs, "backward")
+        refuse_options(kwargs, "backward")
         state = self.accumulation_state(optimizer)
         as_fsdp(wrapped_module(model)).set_requires_all_reduce(state.is_last())
         (loss * state.loss_scale(self.num_averaging_ranks)).backward()  # type: ignore[no-untyped-call]
@@ -207,7 +198,7 @@ class FSDPV2Strategy(StrategyBase):
         **kwargs: object,
     ) -> OptimizerStepResult | None:
         """Counts a micro-batch and acts on the last; see `StrategyBase.optimizer_step`."""
-        _refuse(kwargs, "optimizer_step")
+        refuse_options(kwargs, "optimizer_step")
         as_fsdp(wrapped_module(model))
         if not self.accumulation_state(optimizer).advance():
             return None
@@ -216,24 +207,12 @@ class FSDPV2Strategy(StrategyBase):
         parameters = optimizer_parameters(optimizer)
         norm = gradient_norm(parameters, self.device)
         # The norm is one number, summed over all ranks, so all ranks decide alike.
-        is_finite = math.isfinite(norm)
-        if is_finite:
+        if math.isfinite(norm):
             if 0 < self.max_norm < norm:
                 scale_gradients(parameters, self.max_norm / (norm + 1e-6))
             optimizer.step()
-            if scheduler is not None:
-                scheduler.step()
-            self._mark_engine_stale()
-        else:
-            self.num_skipped_steps[name] += 1
         optimizer.zero_grad()
-        return OptimizerStepResult(norm, not is_finite, learning_rate)
-
-    def moving_average(self, model: AnyModel, model_ema: AnyModel, beta: float = 0.992) -> None:
-        """Averages shard by shard, in float32; see `StrategyBase.moving_average`."""
-        self._averages.update(
-            self.parameter_source(model), self.parameter_source(model_ema), beta=beta
-        )
+        return self._conclude_step(norm, scheduler, name, learning_rate)
 
     # ------------------------------------------------------------------ memory
 
@@ -264,79 +243,26 @@ class FSDPV2Strategy(StrategyBase):
 
     # ------------------------------------------------------------------ files
 
-    def save_ckpt(
-        self,
-        model: AnyModel,
-        save_dir: str,
-        tag: str | None = None,
-        max_num: int = 3,
-        max_mem: int = 1000,
-        client_state: Mapping[str, object] | None = None,
-        save_latest: bool = True,
-        *,
-        optimizer: Optimizer | None = None,
-        scheduler: LRScheduler | None = None,
-    ) -> None:
-        """Each rank writes its shards; see `StrategyBase.save_ckpt`."""
-        found = self._resolve(model, optimizer, scheduler)
-        request = SaveRequest(
-            save_dir=Path(save_dir),
-            strategy=type(self).__name__,
-            tag=tag,
-            max_num=max_num,
-            max_mem=max_mem,
-            client_state=client_state or {},
-            save_latest=save_latest,
-        )
-        with phase("save a checkpoint", self._timeout):
-            write_checkpoint(
-                request, lambda folder: self._write_shards(folder, found), ranks=self._ranks
-            )
-
-    def _write_shards(self, folder: Path, found: PreparedModel) -> None:
+    def _write_state(self, folder: Path, found: PreparedModel, files: FileWriter) -> None:
+        """Each rank writes its shards."""
         module, rank = self.unwrap_model(found), self.get_rank()
-        training_state.save_module(folder, module, rank=rank)
+        training_state.save_module(folder, module, files, rank=rank)
         if found.optimizer is not None:
-            training_state.save_optimizer(folder, module, found.optimizer, rank=rank)
+            training_state.save_optimizer(folder, module, found.optimizer, files, rank=rank)
         if found.scheduler is not None and rank == 0:
-            training_state.save_scheduler(folder, found.scheduler)
+            training_state.save_scheduler(folder, found.scheduler, files)
 
-    def load_ckpt(
-        self,
-        model: AnyModel,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        *,
-        optimizer: Optimizer | None = None,
-        scheduler: LRScheduler | None = None,
-    ) -> tuple[str, dict[str, object]]:
-        """Each rank reads the rows it holds; the number of ranks may have changed.
-
-        See `StrategyBase.load_ckpt`. Random number generators are restored as well, except with
-        `load_module_only`, and on ranks that the saving run did not have.
-        """
-        found = self._resolve(model, optimizer, scheduler)
+    def _read_state(
+        self, checkpoint: Checkpoint, found: PreparedModel, wanted: WantedState
+    ) -> None:
+        """Each rank reads the rows it holds; the number of ranks may have changed."""
         module = self.unwrap_model(found)
-        with phase("load a checkpoint", self._timeout):
-            checkpoint = find_checkpoint(Path(load_dir), tag, ranks=self._ranks)
-            checkpoint.require_strategy(type(self).__name__)
-            training_state.load_module(checkpoint.path, module, strict=load_module_strict)
-            self._averages.forget(module)
-            self._mark_engine_stale()
-            if not load_module_only:
-                if found.optimizer is not None and load_optimizer_states:
-                    self.maybe_load_optimizer(found.optimizer)
-                    training_state.load_optimizer(checkpoint.path, module, found.optimizer)
-                if found.scheduler is not None and load_lr_scheduler_states:
-                    training_state.load_scheduler(checkpoint.path, found.scheduler)
-                if not checkpoint.restore_rng(self.get_rank()):
-                    self.print(f"{checkpoint.path} has no generator states for every rank")
-            self.barrier()
-        return str(checkpoint.path), checkpoint.client_state()
+        training_state.load_module(checkpoint.path, module, strict=wanted.strict)
+        if wanted.optimizer and found.optimizer is not None:
+            self.maybe_load_optimizer(found.optimizer)
+            training_state.load_optimizer(checkpoint.path, module, found.optimizer)
+        if wanted.scheduler and found.scheduler is not None:
+            training_state.load_scheduler(checkpoint.path, found.scheduler)
 
     def save_model(self, model: AnyModel, tokenizer: object | None, output_dir: str) -> None:
         """Gathers one parameter at a time and writes on rank 0, in the compute dtype."""
@@ -365,8 +291,3 @@ def _move_states(optimizer: Optimizer, device: torch.device) -> None:
             # The counter stays where the optimizer put it.
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 state[key] = value.to(device)
-
-
-def _refuse(kwargs: Mapping[str, object], method: str) -> None:
-    if kwargs:
-        raise TypeError(f"{method} got unknown options: {', '.join(sorted(kwargs))}")

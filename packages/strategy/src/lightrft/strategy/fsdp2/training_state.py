@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from lightrft.strategy.file_writers import FileWriter
+
 __all__ = [
     "gather_module",
     "load_full_weights",
@@ -48,9 +50,9 @@ def module_state(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in module.state_dict().items() if name not in tied}
 
 
-def save_module(folder: Path, module: nn.Module, *, rank: int) -> None:
+def save_module(folder: Path, module: nn.Module, files: FileWriter, *, rank: int) -> None:
     """Write this rank's shards of a model."""
-    write_shards(folder / MODEL_FOLDER, module_state(module), rank=rank)
+    write_shards(folder / MODEL_FOLDER, module_state(module), files, rank=rank)
 
 
 @torch.no_grad()
@@ -110,7 +112,9 @@ def gather_module(module: nn.Module, dtype: torch.dtype, *, keeps: bool) -> dict
     return full
 
 
-def save_optimizer(folder: Path, module: nn.Module, optimizer: Optimizer, *, rank: int) -> None:
+def save_optimizer(
+    folder: Path, module: nn.Module, optimizer: Optimizer, files: FileWriter, *, rank: int
+) -> None:
     """Write this rank's shards of the optimizer's states, and the groups' numbers."""
     names = _parameter_names(module)
     tensors: dict[str, Tensor] = {}
@@ -122,9 +126,9 @@ def save_optimizer(folder: Path, module: nn.Module, optimizer: Optimizer, *, ran
         for name, parameter in zip(group_names, group["params"], strict=True):
             for key, value in optimizer.state[parameter].items():
                 tensors[f"{key}/{name}"] = value
-    write_shards(folder / OPTIMIZER_FOLDER, tensors, rank=rank)
+    write_shards(folder / OPTIMIZER_FOLDER, tensors, files, rank=rank)
     if rank == 0:
-        save_state(folder / GROUPS_NAME, {"groups": groups})
+        save_state(folder / GROUPS_NAME, {"groups": groups}, files=files)
 
 
 @torch.no_grad()
