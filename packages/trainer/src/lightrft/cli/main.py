@@ -16,6 +16,7 @@ COMMANDS = {
     "quickstart": ("lightrft.cli.quickstart.command", "a complete run in two minutes on a CPU"),
     "train": ("lightrft.cli.train", "fine-tune a language model by reinforcement learning"),
     "data": ("lightrft.cli.data", "check a file of prompts: layout, lengths, bad rows, answers"),
+    "eval": ("lightrft.cli.evaluate", "a model on held-out prompts: greedy, avg@n, pass@k"),
     "serve-reward": ("lightrft.cli.serve_reward", "serve a reward function over HTTP"),
     "report": ("lightrft.cli.report", "one HTML page about a run: curves, times, samples, options"),
     "export": ("lightrft.cli.export", "the final model of a run as a checked HF checkpoint"),

@@ -160,12 +160,7 @@ def read_inputs(config: TrainConfig) -> RunInputs:
     eval_prompts: tuple[Prompt, ...] = ()
     if config.eval_data is not None:
         eval_prompts = load_run_prompts(config, tokenizer, for_evaluation=True).prompts
-    reward = build_reward(
-        config.reward_fn,
-        urls=reward_urls(config),
-        weights=config.reward_weights or None,
-        settings=RewardSettings(timeout_seconds=config.reward_timeout_seconds),
-    )
+    reward = build_run_reward(config)
     return RunInputs(
         tokenizer, prompts, eval_prompts, reward, options, pretrain_mix(config, tokenizer)
     )
@@ -184,6 +179,16 @@ def pretrain_mix(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
     )
     batch_size = config.ptx_batch_size or config.train_batch_size
     return PretrainMix(texts, config.ptx_coef, batch_size, config.seed)
+
+
+def build_run_reward(config: TrainConfig) -> CombinedReward:
+    """The reward function of the options; a context manager that ends its processes."""
+    return build_reward(
+        config.reward_fn,
+        urls=reward_urls(config),
+        weights=config.reward_weights or None,
+        settings=RewardSettings(timeout_seconds=config.reward_timeout_seconds),
+    )
 
 
 def reward_urls(config: TrainConfig) -> tuple[str, ...]:

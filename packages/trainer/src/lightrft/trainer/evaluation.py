@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightrft.experience.exchange import exchange
+from lightrft.experience.exchange import SampleTable, exchange
 from lightrft.experience.rollouts import build_requests, pair_completions
 from lightrft.experience.scoring import score_rollouts
 from lightrft.rewards.errors import RewardError
@@ -52,20 +52,15 @@ def evaluate(
     """
     if not prompts:
         return {}
-    positions = range(strategy.get_rank(), len(prompts), strategy.world_size)
-    own = [prompts[position] for position in positions]
-    completions = strategy.gather_and_generate(
-        sampling_params, build_requests(own, list(positions)), sleep_engine=sleep_engine
+    table = sample_and_score(
+        prompts,
+        strategy=strategy,
+        reward_function=reward_function,
+        decoder=decoder,
+        sampling_params=sampling_params,
+        sleep_engine=sleep_engine,
+        masks_failures=masks_failures,
     )
-    rollouts = pair_completions(
-        own, list(positions), completions, group_ids=list(positions), group_size=1, decoder=decoder
-    )
-    scored: Sequence[ScoredRollout] | Exception
-    try:
-        scored = score_rollouts(rollouts, reward_function, masks_failures=masks_failures)
-    except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
-        scored = error
-    table = exchange(scored, strategy)
     kept = table.take(np.flatnonzero(~table.is_masked).astype(np.int64))
     if not len(kept):
         raise RewardError("the reward failed for every prompt of the evaluation")
@@ -80,3 +75,45 @@ def evaluate(
     if masks_failures:
         metrics["eval/masked_share"] = float(table.is_masked.mean())
     return metrics
+
+
+def sample_and_score(
+    prompts: Sequence[Prompt],
+    *,
+    strategy: StrategyBase,
+    reward_function: RewardFunction,
+    decoder: Decoder,
+    sampling_params: SamplingParams,
+    sleep_engine: bool,
+    masks_failures: bool = False,
+) -> SampleTable:
+    """All completions of all prompts with their rewards, the same table on every rank.
+
+    Rank r of W completes the prompts r, r + W, ...; shares may be unequal or empty.
+
+    Args:
+        prompts, strategy, reward_function, decoder, sleep_engine, masks_failures: See `evaluate`.
+        sampling_params: With n completions of each prompt.
+
+    Returns:
+        Group i holds the n rows of prompt i.
+    """
+    positions = range(strategy.get_rank(), len(prompts), strategy.world_size)
+    own = [prompts[position] for position in positions]
+    completions = strategy.gather_and_generate(
+        sampling_params, build_requests(own, list(positions)), sleep_engine=sleep_engine
+    )
+    rollouts = pair_completions(
+        own,
+        list(positions),
+        completions,
+        group_ids=list(positions),
+        group_size=sampling_params.n,
+        decoder=decoder,
+    )
+    scored: Sequence[ScoredRollout] | Exception
+    try:
+        scored = score_rollouts(rollouts, reward_function, masks_failures=masks_failures)
+    except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
+        scored = error
+    return exchange(scored, strategy)

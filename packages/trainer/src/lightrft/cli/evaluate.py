@@ -1,0 +1,171 @@
+"""`lightrft eval`: a model on held-out prompts, greedy and with several samples of each."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.cli.console import hide_progress_bars, share_processors
+from lightrft.cli.errors import ExitCode, run_guarded
+from lightrft.cli.init_model import require_empty
+from lightrft.cli.launch import become_only_process, end_with_launcher, is_worker, launch
+from lightrft.cli.options import add_options, merge_options, normalise, unknown_flags
+from lightrft.cli.parser import Parser, at_least
+from lightrft.cli.preflight import check_data, engine_problems, model_problems
+from lightrft.strategy.config import ConfigError
+from lightrft.trainer.eval_settings import EvalSettings
+from lightrft.trainer.run_files import CONFIG_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightrft.trainer.config import TrainConfig
+    from lightrft.trainer.eval_run import EvalResult
+
+OPTIONS = (
+    "eval_data", "eval_split", "max_eval_samples", "input_key", "label_key", "apply_chat_template",
+    "system_prompt", "input_template", "prompt_max_len", "generate_max_len", "reward_fn",
+    "reward_weights", "reward_timeout_seconds", "remote_rm_url", "engine_type", "engine_tp_size",
+    "engine_mem_util", "engine_args", "bf16", "seed", "timeout_minutes",
+)  # fmt: skip
+DESCRIPTION = """\
+Answer held-out prompts and score the answers: the greedy answer of each prompt, and with
+--num_samples the mean over samples (avg@n) and the chance that one of k is right (pass@k,
+unbiased). MODEL is a model directory, or the --output_dir of a run, whose options and final model
+are taken. Results do not depend on the number of processes.
+"""
+DEFAULT_DIRECTORY = "lightrft_eval"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft eval --help`.
+
+    Raises:
+        ConfigError: Options that cannot be run; one line for each problem.
+        UsageError: Arguments that cannot be read, or the target is not empty.
+        DataError: Prompts that cannot be read.
+    """
+    config, settings, nproc_per_node = parse(argv)
+    share_processors()
+    if is_worker():
+        end_with_launcher()
+    else:
+        require_empty(Path(config.output_dir))
+        check_data(config)
+        if nproc_per_node > 1:
+            return launch("lightrft.cli.evaluate", argv, nproc_per_node=nproc_per_node)
+        become_only_process()
+    from lightrft.trainer.eval_run import run_evaluation
+
+    hide_progress_bars()
+    result = run_evaluation(config, settings)
+    if os.environ["RANK"] == "0":
+        print(format_table(result))
+        print(f"wrote {Path(config.output_dir) / 'eval.json'}")
+    return ExitCode.OK
+
+
+def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
+    """Options, settings of the evaluation, and the number of processes on this node.
+
+    Raises:
+        ConfigError: Unknown names, wrong values, missing files; all of them at once.
+        UsageError: Arguments that cannot be read.
+    """
+    parsed, unknown = build_parser().parse_known_args(normalise(argv))
+    flags = vars(parsed)
+    model, processes = Path(flags.pop("model")), flags.pop("nproc_per_node")
+    output_dir = flags.pop("output_dir")
+    files = [Path(name) for name in flags.pop("config")]
+    settings = EvalSettings(
+        num_samples=flags.pop("num_samples"),
+        temperature=flags.pop("temperature"),
+        top_p=flags.pop("top_p"),
+        top_k=flags.pop("top_k"),
+        pass_k=tuple(flags.pop("pass_k")),
+        threshold=flags.pop("threshold"),
+    )
+    if (model / CONFIG_FILE).is_file():
+        files, model = [model / CONFIG_FILE, *files], model / "model"
+    config, problems = merge_options(files, flags)
+    config.pretrain, config.output_dir, config.fsdp = str(model), output_dir, True
+    problems = unknown_flags(unknown) + problems + settings.problems()
+    problems += model_problems("MODEL", str(model)) + engine_problems(config.engine_type)
+    if config.eval_data is None:
+        problems.append("--eval_data is missing: give a JSONL, JSON or Parquet file")
+    if not config.reward_fn and not config.remote_rm_url:
+        problems.append("--reward_fn is missing: give boxed_math, gsm8k or FILE.py:FUNCTION")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    config.prompt_data = None  # only the evaluation's prompts are read
+    # Nothing is trained: sizes that fit any number of processes.
+    world_size = int(os.environ.get("WORLD_SIZE", processes))
+    config.micro_train_batch_size, config.train_batch_size = 1, world_size
+    return config, settings, processes
+
+
+def build_parser() -> Parser:
+    """The parser of `lightrft eval`; options that are not given leave no trace."""
+    parser = Parser(
+        prog="lightrft eval",
+        description=DESCRIPTION,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("model", metavar="MODEL", help="Model directory, or folder of a run.")
+    start = parser.add_argument_group("start")
+    start.add_argument(
+        "--config", nargs="+", default=[], metavar="FILE.toml", help="Files with options."
+    )
+    start.add_argument(
+        "--nproc_per_node", default=1, type=at_least(1), metavar="N",
+        help="Processes to start on this machine. Default: 1.",
+    )  # fmt: skip
+    start.add_argument(
+        "--output_dir", default=DEFAULT_DIRECTORY, metavar="DIR",
+        help=f"New or empty folder of the results. Default: {DEFAULT_DIRECTORY}.",
+    )  # fmt: skip
+    add_sampling(parser)
+    add_options(parser, OPTIONS)
+    return parser
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """The evaluation's own settings of sampling; those of a run do not count here."""
+    group = parser.add_argument_group("samples")
+    default = EvalSettings()
+    for flag, value, kind, metavar, text in (
+        ("--num_samples", default.num_samples, at_least(0), "N", "Samples of each prompt; 0 "
+         "draws none, greedy answers only."),
+        ("--temperature", default.temperature, float, "X", "Of the samples."),
+        ("--top_p", default.top_p, float, "X", "Sample from the smallest set with this "
+         "probability."),
+        ("--top_k", default.top_k, int, "N", "Sample from the k most likely tokens; -1 takes all."),
+        ("--threshold", default.threshold, float, "X", "A response is right from this accuracy "
+         "on."),
+    ):  # fmt: skip
+        group.add_argument(
+            flag, default=value, type=kind, metavar=metavar, help=f"{text} Default: {value}."
+        )
+    group.add_argument(
+        "--pass_k", nargs="+", default=(), type=at_least(1), metavar="K",
+        help="The k of pass@k. Default: 1, 2, 4 ... up to num_samples.",
+    )  # fmt: skip
+
+
+def format_table(result: EvalResult) -> str:
+    """The metrics, one line each, with their standard error over prompts."""
+    shown = {name: value for name, value in result.metrics.items() if "/stderr" not in name}
+    width = max(map(len, shown))
+    lines = [f"{'metric':{width}}  {'value':>9}  {'± error':>9}"]
+    for name, value in shown.items():
+        error = result.metrics.get(f"{name}/stderr")
+        lines.append(f"{name:{width}}  {value:>9.4f}  {'' if error is None else f'{error:>9.4f}'}")
+    return "\n".join([f"{result.num_prompts} prompts", *(line.rstrip() for line in lines)])
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded("lightrft eval", lambda: run(sys.argv[1:])))

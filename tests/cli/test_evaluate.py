@@ -1,0 +1,131 @@
+"""`lightrft eval`: the same numbers on one and on several processes, recounted from its files."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from lightrft.cli.main import main
+from lightrft.models.presets import write_tiny_model
+from lightrft.strategy.testing import run_multiprocess
+
+REWARD = """
+def short(responses):
+    return [1.0 if len(text) % 2 else 0.25 for text in responses]
+"""
+NUM_PROMPTS, NUM_SAMPLES = 7, 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, seven prompts and a reward."""
+    path = tmp_path_factory.mktemp("eval")
+    write_tiny_model(path / "model", "tiny-qwen3", seed=3)
+    rows = [json.dumps({"input": f"prompt {'x' * n}", "label": str(n)}) for n in range(NUM_PROMPTS)]
+    (path / "eval.jsonl").write_text("\n".join(rows))
+    (path / "r.py").write_text(REWARD)
+    return path
+
+
+def arguments(folder, name, *further):
+    return [
+        str(folder / "model"), "--eval_data", str(folder / "eval.jsonl"),
+        "--reward_fn", f"{folder / 'r.py'}:short", "--generate_max_len", "6", "--seed", "5",
+        "--num_samples", str(NUM_SAMPLES), "--pass_k", "1", "3", "--temperature", "0.8",
+        "--engine_type", "hf", "--no_bf16", "--output_dir", str(folder / name), *further,
+    ]  # fmt: skip
+
+
+def evaluate(rank, world_size, argv):
+    """One process of an evaluation."""
+    from lightrft.cli.evaluate import run
+
+    return int(run(argv))
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    """Files of the evaluation on one and on two processes; the shares are 4 and 3 prompts."""
+    found = {}
+    for world_size in (1, 2):
+        argv = arguments(folder, f"on_{world_size}")
+        codes = run_multiprocess(evaluate, world_size, timeout_seconds=500, args=(argv,))
+        assert codes == [0] * world_size
+        made = folder / f"on_{world_size}"
+        lines = (made / "responses.jsonl").read_text().splitlines()
+        content = json.loads((made / "eval.json").read_text())
+        found[world_size] = content, list(map(json.loads, lines))
+    return found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1000)
+def test_unequal_shares_of_two_processes_give_the_results_of_one(results):
+    assert results[1] == results[2]
+    content, lines = results[1]
+    assert content["num_prompts"] == NUM_PROMPTS
+    assert len(lines) == NUM_PROMPTS * (1 + NUM_SAMPLES)
+    assert content["settings"]["temperature"] == 0.8
+    assert len({line["response"] for line in lines if line["pass"] == "sampled"}) > NUM_SAMPLES
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1000)
+def test_every_metric_follows_from_the_responses(results):
+    content, lines = results[2]
+    metrics = content["metrics"]
+
+    def rewards(name, count):
+        table = np.array([line["reward"] for line in lines if line["pass"] == name])
+        for line in lines:
+            assert line["reward"] == (1.0 if len(line["response"]) % 2 else 0.25)
+        return table.reshape(NUM_PROMPTS, count)
+
+    greedy, sampled = rewards("greedy", 1), rewards("sampled", NUM_SAMPLES)
+    right = sampled == 1.0
+    assert 0 < right.mean() < 1
+    assert metrics["greedy/reward"] == pytest.approx(greedy.mean())
+    assert metrics["greedy/accuracy"] == pytest.approx((greedy == 1).mean())
+    assert metrics["sampled/reward"] == pytest.approx(sampled.mean())
+    assert metrics["avg@4"] == metrics["pass@1"] == pytest.approx(right.mean())
+    # Of 4 samples with 1 right one, 3 of the 4 subsets of size 3 hold it; with 2, all do.
+    expected = [(0.0, 0.75, 1.0, 1.0, 1.0)[count] for count in right.sum(axis=1)]
+    assert metrics["pass@3"] == pytest.approx(np.mean(expected))
+    error = right.mean(axis=1).std(ddof=1) / NUM_PROMPTS**0.5
+    assert metrics["avg@4/stderr"] == pytest.approx(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "message"),
+    [
+        (("--eval_data", "none.jsonl"), 4, "none.jsonl does not exist"),
+        (("--pass_k", "9"), 2, "pass_k: got [9]"),
+        (("--temperature", "0"), 2, "temperature: got 0.0"),
+        (("--n_samples_per_prompt", "4"), 2, "n_samples_per_prompt"),
+        (("--engine_type", "vlm"), 2, "engine_type"),
+        (("--output_dir", "model"), 2, "not empty"),
+        (("--reward_fn", "none.py:f"), 2, "none.py"),
+    ],
+)
+def test_mistakes_are_told_before_a_model_is_built(
+    folder, monkeypatch, capsys, change, code, message
+):
+    monkeypatch.chdir(folder)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "")  # what the command sets is undone afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    argv = ["eval", *arguments(folder, "unused"), *change]
+    assert main(argv) == code
+    assert message in capsys.readouterr().err
+    assert not (folder / "unused").exists()
+
+
+def test_a_missing_model_and_missing_options_come_together(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", "nowhere", "--foo"]) == 2
+    error = capsys.readouterr().err
+    for part in ("foo", "no model directory", "--eval_data is missing", "--reward_fn is missing"):
+        assert part in error

@@ -1,0 +1,80 @@
+"""pass@k against counting all subsets, and what an evaluation makes of a table."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from math import comb
+
+import numpy as np
+import pytest
+
+from lightrft.trainer.eval_settings import EvalSettings
+from lightrft.trainer.pass_at_k import default_k, pass_at_k
+
+
+def share_of_subsets_with_a_right_one(num_correct, num_samples, k):
+    samples = [index < num_correct for index in range(num_samples)]
+    subsets = list(combinations(samples, k))
+    return sum(map(any, subsets)) / len(subsets)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
+def test_the_estimate_is_the_share_of_subsets_with_a_right_sample(num_samples):
+    counts = np.arange(num_samples + 1)
+    for k in range(1, num_samples + 1):
+        expected = [share_of_subsets_with_a_right_one(int(c), num_samples, k) for c in counts]
+        found = pass_at_k(counts, num_samples=num_samples, k=k)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-14)
+
+
+def test_large_numbers_stay_exact():
+    n, k = 1000, 100
+    counts = np.array([0, 1, 3, 900, 901, 1000])
+    expected = [float(1 - comb(n - c, k) / comb(n, k)) for c in counts.tolist()]
+    np.testing.assert_allclose(pass_at_k(counts, num_samples=n, k=k), expected, rtol=1e-12)
+
+
+def test_the_estimate_is_unbiased_and_the_obvious_one_is_not():
+    rng = np.random.default_rng(0)
+    p, n, k = 0.1, 10, 4
+    counts = rng.binomial(n, p, size=200_000)
+    truth = 1 - (1 - p) ** k
+    found = pass_at_k(counts, num_samples=n, k=k)
+    assert abs(found.mean() - truth) < 4 * found.std() / len(counts) ** 0.5
+    naive = 1 - (1 - counts / n) ** k
+    assert abs(naive.mean() - truth) > 4 * found.std() / len(counts) ** 0.5
+
+
+def test_pass_at_1_is_the_mean_and_pass_at_n_asks_for_any():
+    counts = np.array([0, 2, 8])
+    np.testing.assert_allclose(pass_at_k(counts, num_samples=8, k=1), counts / 8)
+    np.testing.assert_array_equal(pass_at_k(counts, num_samples=8, k=8), [0, 1, 1])
+
+
+def test_numbers_out_of_range_are_refused():
+    for k in (0, 5):
+        with pytest.raises(ValueError, match=r"k must be in \[1, 4\]"):
+            pass_at_k(np.array([1]), num_samples=4, k=k)
+    with pytest.raises(ValueError, match="num_correct must be in"):
+        pass_at_k(np.array([5]), num_samples=4, k=1)
+
+
+def test_powers_of_two_and_the_number_of_samples_are_the_usual_k():
+    assert [default_k(n) for n in (1, 2, 6, 8)] == [(1,), (1, 2), (1, 2, 4, 6), (1, 2, 4, 8)]
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"num_samples": -1}, "num_samples"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_k": 0}, "top_k"),
+        ({"pass_k": (1,)}, "pass_k"),
+        ({"num_samples": 4, "pass_k": (1, 5)}, "pass_k"),
+    ],
+)
+def test_settings_out_of_range_are_named(values, name):
+    (problem,) = EvalSettings(**values).problems()
+    assert problem.startswith(f"{name}: got")
+    assert EvalSettings(num_samples=4, pass_k=(1, 4)).problems() == []
