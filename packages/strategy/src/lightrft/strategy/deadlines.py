@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import math
 import os
 import sys
@@ -19,6 +20,7 @@ from lightrft.strategy.error_report import LastPhase, record_phase, write_error_
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+logger = logging.getLogger(__name__)
 HANG_EXIT_CODE = 7
 _LAST_RESORT_SECONDS = 10.0
 _stack: list[_Deadline] = []
@@ -30,7 +32,8 @@ class _Deadline:
     def __init__(self, name: str, seconds: float) -> None:
         self.name = name
         self.seconds = seconds
-        self.expires = time.monotonic() + seconds
+        self.started = time.monotonic()
+        self.expires = self.started + seconds
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._watch, name=f"deadline:{name}", daemon=True)
         self.thread.start()
@@ -76,6 +79,14 @@ def peer_phases() -> list[str]:
         is_known = store.check([key])
         found.append(store.get(key).decode() if is_known else "no phase recorded")
     return found
+
+
+def current_phase() -> tuple[str, float] | None:
+    """The innermost running phase of this process and how many seconds it has taken, or None."""
+    running = _stack[-1:]
+    if not running:
+        return None
+    return running[0].name, time.monotonic() - running[0].started
 
 
 def _expire(name: str, seconds: float) -> None:
@@ -130,6 +141,7 @@ def phase(name: str, seconds: float | timedelta) -> Iterator[None]:
         note_phase(error, name)
         raise
     finally:
+        logger.debug("phase %r took %.3f s", name, time.monotonic() - deadline.started)
         deadline.close()
         _stack.remove(deadline)
         _arm_last_resort()

@@ -66,6 +66,7 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.strategy.weight_accounting", "WeightSyncError", ExitCode.VERIFICATION),
     ("lightrft.trainer.parity", "ParityError", ExitCode.VERIFICATION),
     ("lightrft.trainer.export", "ExportError", ExitCode.VERIFICATION),
+    ("lightrft.trainer.trackers", "TrackerError", ExitCode.PREFLIGHT),
     ("lightrft.trainer.stopping", "RunStoppedError", ExitCode.STOPPED),
 )
 LAUNCHED_BY_LIGHTRFT = "LIGHTRFT_LAUNCHED"

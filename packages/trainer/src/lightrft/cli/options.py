@@ -117,6 +117,8 @@ def _add_option(group: argparse._ArgumentGroup, entry: Field[object], hint: obje
         items = typing.get_args(kinds[origins.index(tuple)])
         count = "+" if Ellipsis in items else len(items)
         group.add_argument(flag, nargs=count, metavar=_metavar(items[0]), help=text)
+    elif bool in kinds:
+        group.add_argument(flag, nargs="?", const=True, metavar=_metavar(*kinds), help=text)
     else:
         group.add_argument(flag, metavar=_metavar(*kinds), help=text)
 

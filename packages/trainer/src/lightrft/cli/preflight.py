@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightrft.datasets.mixture import read_sources
 from lightrft.datasets.render import PromptFormat, render
-from lightrft.engines.factory import resolve_engine_type
+from lightrft.rewards.build import RewardSettings, build_reward
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.run_plan import plan_run
 
@@ -42,18 +42,7 @@ def check_paths(config: TrainConfig) -> list[str]:
         plan_run(config)
     except ConfigError as err:
         problems.append(str(err))
-    return problems + engine_problems(config.engine_type)
-
-
-def engine_problems(name: str) -> list[str]:
-    """Why an engine asked for by name cannot start here; "auto" always finds one."""
-    if name == "auto":
-        return []
-    try:
-        resolve_engine_type(name)
-    except (ImportError, ValueError) as err:
-        return [f"--engine_type: {err}"]
-    return []
+    return problems
 
 
 def model_problems(flag: str, name: str) -> list[str]:
@@ -70,8 +59,11 @@ def model_problems(flag: str, name: str) -> list[str]:
     ]
 
 
-def check_data(config: TrainConfig) -> None:
+def check_data(config: TrainConfig) -> frozenset[str]:
     """Read and render every row of the training and evaluation data, without a tokenizer.
+
+    Returns:
+        Columns that every training row has beside its prompt and its label.
 
     Raises:
         DataError: A file is missing, malformed or empty, or a row lacks its prompt.
@@ -87,11 +79,32 @@ def check_data(config: TrainConfig) -> None:
         (config.prompt_data, config.prompt_split, config.prompt_data_probs),
         (config.eval_data, config.eval_split, ()),
     )
+    columns: frozenset[str] | None = None
     for text, split, probabilities in sources:
         if text is None:
             continue
         for row in read_sources(text, split=split, probabilities=probabilities, seed=config.seed):
             render(row, PlainTokenizer(), prompt_format)
+            if text == config.prompt_data:
+                columns = frozenset(row.columns) & (columns or frozenset(row.columns))
+    return (columns or frozenset()) - {config.input_key, config.label_key}
+
+
+def check_reward(config: TrainConfig, columns: frozenset[str]) -> None:
+    """Load the reward functions, and compare what they need with the columns of the data.
+
+    Raises:
+        ConfigError: An unknown function or file.
+        RewardError: A file that cannot be loaded, or a function that cannot be called.
+    """
+    urls = config.remote_rm_url
+    with build_reward(
+        config.reward_fn,
+        urls=() if urls is None else (urls,) if isinstance(urls, str) else urls,
+        weights=config.reward_weights or None,
+        settings=RewardSettings(timeout_seconds=config.reward_timeout_seconds),
+    ) as reward:
+        reward.check_columns(columns)
 
 
 class PlainTokenizer:

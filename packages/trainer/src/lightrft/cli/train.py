@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.cli.console import hide_progress_bars, share_processors
-from lightrft.cli.errors import ExitCode, MemoryExhaustedError, run_guarded
+from lightrft.cli.errors import ExitCode, MemoryExhaustedError, PreflightError, run_guarded
 from lightrft.cli.launch import become_only_process, end_with_launcher, is_worker, launch
+from lightrft.cli.machine import environment_problems, machine_problems
 from lightrft.cli.memory_advice import is_out_of_memory, memory_report
 from lightrft.cli.options import add_options, merge_options, normalise, unknown_flags
 from lightrft.cli.parser import Parser, at_least
-from lightrft.cli.preflight import check_data, check_paths
+from lightrft.cli.preflight import check_data, check_paths, check_reward
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.config_checks import batch_problems
 from lightrft.trainer.stopping import StopRequest
@@ -41,15 +42,23 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: Options that cannot be run; one line for each problem.
         UsageError: Arguments that cannot be read.
+        PreflightError: This machine lacks what the run needs.
         DataError: Prompts that cannot be read.
+        RewardError: A reward function that cannot be called.
     """
+    missing = environment_problems()
+    if missing:
+        raise PreflightError("\n".join(missing))
     if is_worker():
         end_with_launcher()
         # Before the imports that take seconds: a signal must not end a rank alone.
         return _train_stoppably(argv)
     config, nproc_per_node = parse(argv)
     share_processors()
-    check_data(config)
+    missing = machine_problems(config, nproc_per_node)
+    if missing:
+        raise PreflightError("\n".join(missing))
+    check_reward(config, check_data(config))
     if nproc_per_node > 1:
         return launch("lightrft.cli.train", argv, nproc_per_node=nproc_per_node)
     become_only_process()

@@ -32,6 +32,8 @@ def convert(value: object, hint: object) -> object:
 def _from_text(text: str, kinds: tuple[object, ...]) -> object:
     if type(None) in kinds and text.lower() == "none":
         return None
+    if bool in kinds and text.lower() in ("true", "false"):
+        return text.lower() == "true"
     for kind in (int, float):
         if kind in kinds:
             return _number(text, kind)

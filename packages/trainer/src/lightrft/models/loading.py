@@ -24,6 +24,10 @@ class ModelLoadError(OSError):
     """A checkpoint is missing or cannot be read; the message names the path and the remedy."""
 
 
+# transformers does not check a JSON file's structure before it uses it.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+
+
 def load_config(path: str) -> PretrainedConfig:
     """The model's configuration.
 
@@ -33,7 +37,7 @@ def load_config(path: str) -> PretrainedConfig:
     _require(path, ("config.json",), "configuration")
     try:
         return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as err:
+    except _UNREADABLE as err:
         raise ModelLoadError(
             f"cannot read the configuration of {path!r}: {_first_line(err)}"
         ) from err
@@ -48,7 +52,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     _require(path, ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"), "tokenizer")
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as err:
+    except _UNREADABLE as err:
         raise ModelLoadError(f"cannot read the tokenizer of {path!r}: {_first_line(err)}") from err
 
 

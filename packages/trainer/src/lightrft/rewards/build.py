@@ -16,7 +16,7 @@ from lightrft.rewards.user import UserReward
 from lightrft.strategy.config import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,12 @@ class CombinedReward:
         with ThreadPoolExecutor(len(self._functions), thread_name_prefix="reward") as threads:
             by_function = list(threads.map(score, self._functions))
         return [self._combine(results) for results in zip(*by_function, strict=True)]
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raise a RewardError if a user's function needs an argument that is no column."""
+        for function in self._functions:
+            if isinstance(function, UserReward):
+                function.check_columns(columns)
 
     def close(self) -> None:
         """Ends the worker processes; may be called twice."""

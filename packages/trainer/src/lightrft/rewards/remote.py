@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from lightrft.rewards.errors import RewardError
 from lightrft.rewards.types import RewardResult
-from lightrft.strategy.config import ConfigError
+from lightrft.strategy.config import ConfigError, mask_address
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,8 +54,8 @@ class RemoteReward:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ConfigError(
-                f"remote_rm_url: got {url!r}, expected http://HOST:PORT/PATH; a Python file is "
-                "given by --reward_fn FILE.py:FUNCTION"
+                f"remote_rm_url: got {mask_address(url)!r}, expected http://HOST:PORT/PATH; a "
+                "Python file is given by --reward_fn FILE.py:FUNCTION"
             )
         self.name = name
         self._url = url

@@ -19,9 +19,10 @@ from lightrft.strategy import get_strategy
 from lightrft.strategy.config import ConfigError
 from lightrft.strategy.deadlines import phase
 from lightrft.trainer.algorithm import check_algorithm
-from lightrft.trainer.loggers import ConsoleLogger, JsonLinesLogger
+from lightrft.trainer.loggers import JsonLinesLogger
 from lightrft.trainer.ppo_config import PPOConfig, resolve_ppo_config
 from lightrft.trainer.pretrain_mix import PretrainMix
+from lightrft.trainer.progress import build_console, rank_log
 from lightrft.trainer.prompts import planned_steps
 from lightrft.trainer.run_files import (
     METRICS_FILE,
@@ -37,6 +38,7 @@ from lightrft.trainer.run_start import end_run, start_run
 from lightrft.trainer.samples import SampleLog
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 from lightrft.trainer.stopping import RunStoppedError
+from lightrft.trainer.trackers import build_trackers
 from lightrft.trainer.trajectories import TrajectoryLog
 
 if TYPE_CHECKING:
@@ -123,8 +125,12 @@ def run_training(
         plan = plan_run(config)
         inputs = read_inputs(config)
         stack.callback(inputs.reward.close)
-        if os.environ.get("RANK", "0") == "0":
-            stack.enter_context(sole_writer(Path(config.output_dir)))
+        folder, rank = Path(config.output_dir), int(os.environ.get("RANK", "0"))
+        if rank == 0:
+            stack.enter_context(sole_writer(folder))
+        stack.enter_context(rank_log(folder, rank))
+        if rank == 0:
+            loggers = (*build_trackers(config), *loggers)
         strategy = stack.enter_context(get_strategy(config))
         trainer, loader = build_trainer(config, inputs, strategy, loggers=loggers)
         stack.callback(trainer.close)
@@ -235,8 +241,7 @@ def build_trainer(
         tokenizer=inputs.tokenizer,
         eval_prompts=inputs.eval_prompts,
         loggers=(
-            ConsoleLogger(strategy.print, every=config.logging_steps),
-            JsonLinesLogger(folder / METRICS_FILE),
+            *(first_rank_loggers(config, strategy, num_steps) if strategy.is_rank_0() else ()),
             *loggers,
         ),
         sample_log=SampleLog(folder / SAMPLES_FILE),
@@ -245,6 +250,19 @@ def build_trainer(
         ckpt_path=str(config.checkpoint_dir),
     )
     return trainer, loader
+
+
+def first_rank_loggers(
+    config: TrainConfig, strategy: StrategyBase, num_steps: int
+) -> list[MetricsLogger]:
+    """Console and metrics file."""
+    console = build_console(
+        strategy.print,
+        num_steps=num_steps,
+        every=config.logging_steps,
+        heartbeat_seconds=config.heartbeat_seconds,
+    )
+    return [console, JsonLinesLogger(Path(config.output_dir) / METRICS_FILE)]
 
 
 def trajectory_log(config: TrainConfig) -> TrajectoryLog | None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Self
 
-from lightrft.strategy.config import ConfigError, StrategyConfig, option
+from lightrft.strategy.config import ConfigError, option
 from lightrft.trainer.config_checks import batch_problems, combination_problems, idle_options
 from lightrft.trainer.config_files import read_toml, write_toml
 from lightrft.trainer.config_unavailable import UNAVAILABLE, unavailable_problems
+from lightrft.trainer.tracking_config import TrackingConfig
 
 POLICY_LOSS_NAMES = (
     "ppo", "clipped", "dapo", "dr_grpo", "gspo", "gspo-token", "gmpo", "cpgd", "cispo", "sapo",
@@ -33,7 +34,7 @@ ENGINE_CHOICES = ("auto", "hf", "vllm", "sglang")
 
 
 @dataclass(kw_only=True)
-class TrainConfig(StrategyConfig):
+class TrainConfig(TrackingConfig):
     """Options of `lightrft train`: those of the strategy and those below.
 
     Raises:

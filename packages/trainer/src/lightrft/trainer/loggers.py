@@ -38,7 +38,7 @@ class MetricsLogger(Protocol):
 
 
 class ConsoleLogger:
-    """One line a step.
+    """One line of key=value pairs a step.
 
     Args:
         write: Prints one line.
@@ -54,8 +54,8 @@ class ConsoleLogger:
         shown = [name for name in CONSOLE_METRICS if name in metrics]
         evaluated = sorted(name for name in metrics if name.startswith("eval/"))
         if evaluated or step % self._every == 0:
-            parts = [f"{name} {metrics[name]:.4g}" for name in (*shown, *evaluated)]
-            self._write(f"step {step:>5}  " + "  ".join(parts))
+            parts = [f"{name}={metrics[name]:.4g}" for name in (*shown, *evaluated)]
+            self._write(" ".join([f"step={step}", *parts]))
 
     def close(self) -> None:
         """Has nothing pending."""

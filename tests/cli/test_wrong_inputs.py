@@ -1,0 +1,382 @@
+"""Every mistake gets its exit code and a message that names culprit and remedy, before any model.
+
+One table: configuration, data, reward code, environment, other commands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from lightrft.cli import train as train_command
+from lightrft.cli.main import main
+
+USAGE, PREFLIGHT, DATA, REWARD = 2, 3, 4, 5
+ENVIRONMENT = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHELASTIC_ERROR_FILE", "LIGHTRFT_LAUNCHED", "CUDA_VISIBLE_DEVICES", "WANDB_API_KEY",
+    "WANDB_MODE", "NETRC",
+)  # fmt: skip
+GOOD = "def f(responses):\n    return [0.0 for _ in responses]\n"
+HUGE = {"w": {"dtype": "F32", "shape": [10**8, 10**8], "data_offsets": [0, 4]}}
+"""Header of a model that fits on no disk."""
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One mistake.
+
+    Args:
+        code: Exit code.
+        expected: Parts of the message: what is wrong, and what to do.
+        options: Flags of `lightrft train` beside good ones; None drops one.
+        files: Contents by name.
+        environment: Variables.
+        argv: Instead of `lightrft train`.
+        num_lines: Of the message.
+        absent: A package to be missing.
+    """
+
+    code: int
+    expected: tuple[str, ...]
+    options: dict = field(default_factory=dict)
+    files: dict = field(default_factory=dict)
+    environment: dict = field(default_factory=dict)
+    argv: tuple[str, ...] = ()
+    num_lines: int | None = 1
+    absent: str | None = None
+
+
+def usage(*expected, **options):
+    return Wrong(USAGE, expected, options)
+
+
+def data(name, content, *expected, flag="prompt_data", **options):
+    files = {} if content is None else {name: content}
+    return Wrong(DATA, (name, *expected), {flag: name, **options}, files)
+
+
+def reward(code, source, *expected, function="f", **options):
+    spelling = f"wrong.py:{function}"
+    return Wrong(
+        code, ("wrong.py", *expected), {"reward_fn": spelling, **options}, {"wrong.py": source},
+        num_lines=None,
+    )  # fmt: skip
+
+
+def here(*expected, environment=None, absent=None, files=None, num_lines=1, **options):
+    return Wrong(
+        PREFLIGHT, expected, options, files or {}, environment or {}, absent=absent,
+        num_lines=num_lines,
+    )  # fmt: skip
+
+
+def command(*argv, expected):
+    return Wrong(USAGE, expected, argv=argv)
+
+
+CONFIGURATION = {
+    "no model": usage("--pretrain is missing", "init-model", pretrain=None),
+    "no data": usage("--prompt_data is missing", "JSONL", prompt_data=None),
+    "no reward": usage("--reward_fn is missing", "boxed_math", reward_fn=None),
+    "absent model": usage("--pretrain", "nowhere", pretrain="nowhere"),
+    "absent path": usage("--pretrain", "/no/where", pretrain="/no/where"),
+    "absent critic": usage("--critic_pretrain", critic_pretrain="x", advantage_estimator="gae"),
+    "unknown flag": usage("unknown option 'foo'", foo="1"),
+    "misspelt flag": usage("did you mean rollout_batch_size", rollout_batchsize="1"),
+    "unavailable": usage("load_in_4bit is not available", "quantised", load_in_4bit="1"),
+    "replaced": usage("flash_attn is not available", "scaled_dot_product", flash_attn="1"),
+    "estimator": usage("advantage_estimator", "'grpoo'", "'grpo'", advantage_estimator="grpoo"),
+    "engine": usage("engine_type", "'vlm'", "did you mean 'vllm'", engine_type="vlm"),
+    "loss": usage("policy_loss", "'pp'", "'ppo'", policy_loss="pp"),
+    "schedule": usage("lr_scheduler", "'cosine'", "linear", lr_scheduler="cosine"),
+    "aggregation": usage("loss_agg_mode", "token-mean", loss_agg_mode="token_mean"),
+    "stage": usage("zero_stage", "4", zero_stage="4"),
+    "batches": usage(
+        "10 * 8 = 80", "128", "train_batch_size: 80", "rollout_batch_size: 16",
+        rollout_batch_size="10",
+    ),
+    "micro batch": usage("3 * 1 = 3", "126 or 129", micro_train_batch_size="3"),
+    "negative": usage("rollout_batch_size", "-16", ">= 1", rollout_batch_size="-16"),
+    "zero": usage("train_batch_size", "0", ">= 1", train_batch_size="0"),
+    "length": usage("generate_max_len", "-1", generate_max_len="-1"),
+    "fraction": usage("max_steps", "'1.5'", max_steps="1.5"),
+    "text for number": usage("actor_learning_rate", "'fast'", actor_learning_rate="fast"),
+    "temperature": usage("temperature", "> 0", temperature="0"),
+    "share": usage("lr_warmup_ratio", "<= 1", lr_warmup_ratio="3"),
+    "off with 0": usage("save_steps", "-1 (off)", save_steps="0"),
+    "one sample": usage("n_samples_per_prompt >= 2", n_samples_per_prompt="1",
+                        train_batch_size="16"),
+    "no processes": usage("--nproc_per_node", "'0'", "1", nproc_per_node="0"),
+    "three processes": usage("3 processes", "15 or 18", nproc_per_node="3",
+                             n_samples_per_prompt="3", train_batch_size="24"),
+    "parallel size": usage("engine_tp_size", "4 and 2", nproc_per_node="2", engine_tp_size="4"),
+    "absent file": usage("--config", "none.toml", config="none.toml"),
+    "system prompt": usage("system_prompt", "apply_chat_template", system_prompt="x"),
+    "template": usage("input_template", "{}", input_template="x"),
+    "range": usage("policy_loss gmpo has no clip range", policy_loss="gmpo", eps_clip="0.3"),
+    "dual clip": usage("dual_clip", "ppo", policy_loss="gspo", dual_clip="3"),
+    "correction": usage("correction_high", "off_policy_correction", correction_high="2"),
+    "truncated": usage("top_p", "correction", off_policy_correction="tis", top_p="0.9"),
+    "alarm": usage("stop_on_alarm needs a bound", "alarm_kl", stop_on_alarm=""),
+    "weights": usage("reward_weights", "2 numbers for 1 rewards", reward_weights="1 2"),
+    "frozen": usage("freezing_actor_steps", "gae", freezing_actor_steps="3"),
+    "two losses": usage("different policy losses", use_gspo="", use_cpg_loss=""),
+    "used folder": usage("--output_dir", "used", "another run", output_dir="used"),
+    "no effect": usage("kl_horizon acts only with kl_target", kl_horizon="5", strict=""),
+    "toml": Wrong(USAGE, ("run.toml", "line 1"), {"config": "run.toml"},
+                  {"run.toml": "temperature = \n"}),
+    "toml key": Wrong(USAGE, ("run.toml", "'temprature'", "temperature"),
+                      {"config": "run.toml"}, {"run.toml": "temprature = 1\n"}),
+    "toml type": Wrong(USAGE, ("max_steps", "'many'"), {"config": "run.toml"},
+                       {"run.toml": "max_steps = 'many'\n"}),
+    "model without tokenizer": Wrong(USAGE, ("no tokenizer", "half", "tokenizer.json"),
+                                     {"pretrain": "half"},
+                                     {"half/config.json": "{}", "half/model.safetensors": "{}"}),
+    "model without weights": Wrong(USAGE, ("no weights", "safetensors"), {"pretrain": "bare"},
+                                   {"bare/config.json": "{}", "bare/tokenizer.json": "{}"}),
+}  # fmt: skip
+FILES = {
+    "absent": data("none.jsonl", None, "none.jsonl"),
+    "broken": data("broken.jsonl", '{"input": "a"}\n{"input": \n', "broken.jsonl:2", "JSON"),
+    "list": data("list.jsonl", "[1]\n", "list.jsonl:1", "object"),
+    "other key": data("o.jsonl", '{"input": "a"}\n{"question": "b"}\n', "o.jsonl:2", "--input_key"),
+    "null": data("null.jsonl", '{"input": null}\n', "null.jsonl:1", "'input'"),
+    "blank": data("blank.jsonl", '{"input": " "}\n', "blank.jsonl:1", "empty"),
+    "empty": data("empty.jsonl", "", "no rows"),
+    "latin": data("latin.jsonl", b'{"input": "\xe9"}\n', "latin.jsonl:1", "UTF-8"),
+    "csv": data("data.csv", "input\na\n", ".jsonl"),
+    "single": data("single.json", '{"input": "a"}', "list"),
+    "parquet": data("no.parquet", "text", "no.parquet"),
+    "eval absent": data("none.jsonl", None, "none.jsonl", flag="eval_data"),
+    "eval broken": data("broken.jsonl", "{\n", "broken.jsonl:1", "JSON", flag="eval_data"),
+    "eval key": data("o.jsonl", '{"question": "b"}\n', "o.jsonl:1", "--input_key",
+                     flag="eval_data"),
+}  # fmt: skip
+REWARDS = {
+    "unknown": usage("'gsm8'", "did you mean 'gsm8k'", reward_fn="gsm8"),
+    "absent file": usage("nofile.py:f", "no file", reward_fn="nofile.py:f"),
+    "no function": usage("reward.py:reward", "FILE.py:FUNCTION", reward_fn="reward.py"),
+    "misspelt": reward(USAGE, "def score(responses): return []\n", "'scor'", "did you mean 'score'",
+                       function="scor"),
+    "syntax": reward(REWARD, "def f(responses:\n", "SyntaxError", "line 1"),
+    "import": reward(REWARD, "import no_such_module\n" + GOOD, "No module named", "line 1"),
+    "raises": reward(REWARD, "raise ValueError('broken at once')\n", "broken at once", "line 1"),
+    "exits": reward(REWARD, "raise SystemExit(0)\n", "SystemExit"),
+    "async": reward(REWARD, "async def f(responses): return []\n", "async", "plain function"),
+    "signature": reward(REWARD, "def f(texts): return []\n", "argument responses", "(texts)"),
+    "positional": reward(REWARD, "def f(responses, /): return []\n", "keyword argument"),
+    "column": reward(REWARD, "def f(responses, answer): return []\n", "'answer'", "no column",
+                     "rename it"),
+    "address": usage("remote_rm_url", "http://HOST:PORT", reward_fn=None, remote_rm_url="host:1"),
+    "secret address": usage("remote_rm_url", "***@host", reward_fn=None,
+                            remote_rm_url="ftp://me:hunter2@host"),
+}  # fmt: skip
+MACHINE = {
+    "half launched": here("RANK is set", "WORLD_SIZE", "torchrun", environment={"RANK": "0"}),
+    "wrong rank": here("RANK='x'", "whole numbers", environment={
+        "RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}),
+    "rank too high": here("below WORLD_SIZE", "2 and 2", environment={
+        "RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}),
+    "port": here("MASTER_PORT='high'", "unset", environment={"MASTER_PORT": "high"}),
+    "port range": here("MASTER_PORT='99999'", "unset", environment={"MASTER_PORT": "99999"}),
+    "port taken": here("cannot be used", "unset it", environment={"MASTER_PORT": "TAKEN"}),
+    "no gpu": here("CUDA_VISIBLE_DEVICES=0", "unset", environment={"CUDA_VISIBLE_DEVICES": "0"}),
+    "no vllm": here("--engine_type", "not installed", "lightrft-engines[vllm]", engine_type="vllm",
+                    absent="vllm"),
+    "no sglang": here("--engine_type", "not installed", engine_type="sglang", absent="sglang"),
+    "no deepspeed": here("deepspeed", "--fsdp", absent="deepspeed"),
+    "no tensorboard": here("--use_tensorboard", "lightrft-trainer[tensorboard]",
+                           use_tensorboard="", absent="tensorboard"),
+    "no wandb": here("--use_wandb", "lightrft-trainer[wandb]", use_wandb="", absent="wandb",
+                     environment={"WANDB_MODE": "offline"}),
+    "no key": here("--use_wandb", "WANDB_API_KEY", "offline", use_wandb="",
+                   environment={"NETRC": "/no/netrc"}),
+    "no peft": here("--lora_rank", "lightrft-trainer[lora]", lora_rank="8", absent="peft"),
+    "folder in file": here("--output_dir", "reward.py is a file", output_dir="reward.py/run",
+                           ckpt_path="c", save_path="m"),
+    "full disk": here("--ckpt_path", "GB free", "another folder", pretrain="huge", num_lines=2,
+                      files={"huge/config.json": "{}", "huge/tokenizer.json": "{}",
+                             "huge/model.safetensors": HUGE}),
+}  # fmt: skip
+COMMANDS = {
+    "command": command("trian", expected=("unknown command 'trian'", "train")),
+    "no folder": command("init-model", expected=("DIR",)),
+    "preset": command("init-model", "new", "--preset", "tiny", expected=("'tiny'", "tiny-qwen3")),
+    "full folder": command("init-model", "model", expected=("model is not empty",)),
+    "file": command("init-model", "reward.py", expected=("reward.py is a file",)),
+    "seed": command("init-model", "new", "--seed", "-1", expected=("--seed", "'-1'")),
+    "algorithm": command("quickstart", "--algorithm", "gpro", expected=("--algorithm", "grpo")),
+    "strategy": command("quickstart", "--strategy", "ddp", expected=("'ddp'", "fsdp")),
+    "steps": command("quickstart", "--steps", "0", expected=("--steps", "'0'")),
+    "used": command("quickstart", "--output_dir", "model", expected=("model is not empty",)),
+    "flag": command("quickstart", "--stepz", "3", expected=("--stepz",)),
+    "no run": command("report", "nowhere", expected=("nowhere", "--output_dir")),
+    "nothing to export": command("export", "nowhere", "new", expected=("nowhere", "--output_dir")),
+}  # fmt: skip
+TABLE = {
+    f"{group}: {name}": wrong
+    for group, rows in (
+        ("configuration", CONFIGURATION), ("data", FILES), ("reward", REWARDS),
+        ("machine", MACHINE), ("command", COMMANDS),
+    )
+    for name, wrong in rows.items()
+}  # fmt: skip
+
+
+def test_the_table_has_at_least_sixty_rows_of_every_kind():
+    assert len(TABLE) >= 60
+    assert {wrong.code for wrong in TABLE.values()} == {USAGE, PREFLIGHT, DATA, REWARD}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a model, data and a reward; a run in it would be an error."""
+    monkeypatch.chdir(tmp_path)
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "")  # so that what a run sets is undone afterwards
+        monkeypatch.delenv(name)
+
+    def refuse(config, stop_request):
+        raise AssertionError("a run was started")
+
+    monkeypatch.setattr(train_command, "train", refuse)
+    write_inputs(tmp_path)
+    return tmp_path
+
+
+def write_inputs(folder):
+    rows = [{"input": f"{n}+1?", "label": str(n + 1)} for n in range(4)]
+    write(folder / "good.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
+    write(folder / "reward.py", GOOD)
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        write(folder / "model" / name, "{}")
+    write(folder / "used" / "metrics.jsonl", "{}")
+
+
+def write(path, content):
+    path.parent.mkdir(exist_ok=True)
+    if isinstance(content, dict):  # the header of a safetensors file
+        header = json.dumps(content).encode()
+        content = len(header).to_bytes(8, "little") + header
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def arguments(wrong):
+    if wrong.argv:
+        return list(wrong.argv)
+    options = {
+        "pretrain": "model", "prompt_data": "good.jsonl", "reward_fn": "reward.py:f",
+        "rollout_batch_size": "16", **wrong.options,
+    }  # fmt: skip
+    given = [(f"--{name}", *value.split(" ")) for name, value in options.items() if value]
+    given += [(f"--{name}",) for name, value in options.items() if value == ""]
+    return ["train", *(word for pair in given for word in pair)]
+
+
+def test_good_input_reaches_the_run(folder, capsys):
+    assert main(arguments(Wrong(0, ()))) == 1
+    assert "a run was started" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_mistake_costs_one_clear_message_and_its_exit_code(folder, capsys, monkeypatch, name):
+    wrong = TABLE[name]
+    if "no gpu" in name and Path("/dev/nvidia0").exists():
+        pytest.skip("this machine has a GPU")
+    for path, content in wrong.files.items():
+        write(folder / path, content)
+    if wrong.absent is not None:
+        monkeypatch.setitem(sys.modules, wrong.absent, None)
+    with socket.create_server(("", 0)) as listener:
+        taken = str(listener.getsockname()[1])
+        for variable, value in wrong.environment.items():
+            monkeypatch.setenv(variable, value.replace("TAKEN", taken))
+        before = sorted(path.name for path in folder.rglob("*"))
+        code = main(arguments(wrong))
+    text = capsys.readouterr().err
+    assert code == wrong.code, text
+    for part in wrong.expected:
+        assert part in text, text
+    assert "hunter2" not in text
+    lines = text.splitlines()
+    assert all(line.startswith("lightrft") for line in lines)
+    assert wrong.num_lines in (None, len(lines)), text
+    assert wrong.code == REWARD or "Traceback" not in text
+    assert sorted(path.name for path in folder.rglob("*") if "pycache" not in str(path)) == before
+
+
+def test_no_mistake_needs_torch_to_be_found(tmp_path):
+    write_inputs(tmp_path)
+    rows = {
+        name: wrong
+        for name, wrong in TABLE.items()
+        if wrong.absent is None and not wrong.environment and "export" not in name
+    }
+    for wrong in rows.values():
+        for path, content in wrong.files.items():
+            write(tmp_path / path, content)
+    # Contents of one name differ between rows: the last ones stay.
+    rows = {
+        name: wrong
+        for name, wrong in rows.items()
+        if all(TABLE[name].files[p] is content for p, content in _last_files(rows, wrong).items())
+    }
+    program = (
+        "import json, sys\n"
+        "from lightrft.cli.main import main\n"
+        "codes = {}\n"
+        "for name, argv in json.load(sys.stdin).items():\n"
+        "    codes[name] = (main(argv), 'torch' in sys.modules)\n"
+        "print(json.dumps(codes))\n"
+    )
+    kept = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=kept,
+        input=json.dumps({name: arguments(wrong) for name, wrong in rows.items()}), check=True,
+        timeout=120,
+    )  # fmt: skip
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {name: [wrong.code, False] for name, wrong in rows.items()}
+    assert len(found) > 40
+
+
+def _last_files(rows, wrong):
+    last = {path: content for row in rows.values() for path, content in row.files.items()}
+    return {path: last[path] for path in wrong.files}
+
+
+def test_all_problems_of_a_command_line_come_at_once(folder, capsys):
+    wrong = Wrong(2, (), {"foo": "1", "temperature": "hot", "top_k": "0", "load_in_4bit": "8"})
+    assert main(arguments(wrong)) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4
+    assert all(line.startswith("lightrft: ") for line in lines)
+
+
+def test_all_that_a_machine_lacks_comes_at_once(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.setenv("MASTER_PORT", "high")
+    assert main(arguments(Wrong(3, ()))) == 3
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_options_without_effect_are_only_errors_under_strict(folder, capsys):
+    assert main(arguments(Wrong(1, (), {"kl_horizon": "5"}))) == 1
+    assert "a run was started" in capsys.readouterr().err
+
+
+def test_the_same_mistake_is_found_in_a_worker(folder, capsys, monkeypatch):
+    launched = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "h",
+                "MASTER_PORT": "1"}  # fmt: skip
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    assert main(arguments(Wrong(2, ()))) == 2
+    assert "lightrft[1]: rollout_batch_size" in capsys.readouterr().err

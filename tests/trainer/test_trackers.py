@@ -1,0 +1,142 @@
+"""TensorBoard and W&B: asked for, checked first, never the end of a run."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+
+from lightrft.trainer.config import TrainConfig
+from lightrft.trainer.trackers import (
+    Dispensable,
+    TensorBoardLogger,
+    TrackerError,
+    WandbLogger,
+    build_trackers,
+)
+
+METRICS = {"reward": 0.5, "eval/reward": 0.25, "kl": math.nan}
+
+
+class Failing:
+    """A tracker that works once."""
+
+    def __init__(self):
+        self.calls = []
+
+    def log(self, step, metrics):
+        self.calls.append(step)
+        if step > 1:
+            raise ConnectionError("the network is gone")
+
+    def close(self):
+        self.calls.append("close")
+
+
+def test_nothing_is_tracked_unasked(tmp_path):
+    assert build_trackers(TrainConfig(output_dir=str(tmp_path))) == []
+
+
+def test_tensorboard_gets_every_finite_number(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tracker,) = build_trackers(TrainConfig(output_dir=str(tmp_path), use_tensorboard=True))
+    for step in (1, 2):
+        tracker.log(step, {**METRICS, "reward": step / 2})
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()  # readable while the run goes on
+    assert set(found.Tags()["scalars"]) == {"reward", "eval/reward"}
+    assert [(event.step, event.value) for event in found.Scalars("reward")] == [(1, 0.5), (2, 1.0)]
+    tracker.close()
+    chosen = TrainConfig(output_dir=str(tmp_path), use_tensorboard=str(tmp_path / "elsewhere"))
+    build_trackers(chosen)[0].close()
+    assert any((tmp_path / "elsewhere").iterdir())
+
+
+def test_wandb_gets_the_options_without_secrets_and_one_id_for_all_parts(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="needs wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_API_KEY", "")  # restored afterwards
+    ids = []
+    begin = wandb.init
+
+    def remember(**keywords):
+        assert "hunter2" not in str(keywords)
+        assert keywords["config"]["seed"] == 7
+        assert keywords["project"] == "lightrft_train_ppo"
+        assert "%" not in keywords["name"]
+        ids.append(keywords["id"])
+        return begin(**keywords)
+
+    monkeypatch.setattr(wandb, "init", remember)
+    config = TrainConfig(
+        output_dir=str(tmp_path),
+        use_wandb="hunter2" * 6,
+        seed=7,
+        remote_rm_url="http://a:hunter2@h",
+    )
+    (tracker,) = build_trackers(config)
+    tracker.log(1, METRICS)
+    tracker.close()
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    config.save(tmp_path / "config.toml")
+    assert "hunter2" not in (tmp_path / "config.toml").read_text()
+    assert "hunter2" not in config.summary()
+    monkeypatch.setattr(wandb, "init", lambda **keywords: ids.append(keywords["id"]))
+    build_trackers(config)
+    assert len(ids) == 2
+    assert len(set(ids)) == 1
+
+
+def test_a_tracker_that_cannot_be_used_is_an_error_before_the_run(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="needs wandb")
+
+    def refuse(**keywords):
+        raise wandb.errors.CommError("no such project")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(TrackerError, match=r"--use_wandb: .*no such project.*leave the option out"):
+        build_trackers(TrainConfig(output_dir=str(tmp_path), use_wandb=True))
+
+
+def test_a_tracker_that_fails_later_is_told_once_and_left_out(caplog):
+    inner = Failing()
+    tracker = Dispensable("use_wandb", inner)
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2, 3):
+            tracker.log(step, METRICS)
+        tracker.close()
+    assert inner.calls == [1, 2]
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "use_wandb failed and gets nothing more, the run goes on: the network is gone"
+    )
+
+
+def test_loggers_hand_on_what_they_get():
+    class Sink:
+        def __init__(self):
+            self.got = []
+
+        def add_scalar(self, tag, scalar_value, global_step):
+            self.got.append((tag, scalar_value, global_step))
+
+        def log(self, data, step):
+            self.got.append((data, step))
+
+        def flush(self):
+            self.got.append("flush")
+
+        def close(self):
+            self.got.append("close")
+
+        finish = close
+
+    board, run = Sink(), Sink()
+    for logger in (TensorBoardLogger(board), WandbLogger(run)):
+        logger.log(3, METRICS)
+        logger.close()
+    assert board.got == [("reward", 0.5, 3), ("eval/reward", 0.25, 3), "flush", "close"]
+    assert run.got == [(METRICS, 3), "close"]
