@@ -11,6 +11,8 @@ import pytest
 from lightrft.cli.main import COMMANDS, main, usage
 
 SECONDS = 0.3
+# A busy neighbour on the same core makes processor time longer, too.
+NUM_TRIES = 5
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "datasets")
 
 
@@ -23,13 +25,18 @@ def test_help_needs_no_heavy_package_and_little_time(argv):
         f"loaded = [name for name in {HEAVY!r} if name in sys.modules]; "
         "sys.exit(f'loaded {loaded}' if loaded else code)"
     )
-    before = processor_seconds()
-    done = subprocess.run(
-        [sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "lightrft" in done.stdout
-    assert processor_seconds() - before < SECONDS
+    durations = []
+    for _ in range(NUM_TRIES):
+        before = processor_seconds()
+        done = subprocess.run(
+            [sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False
+        )
+        durations.append(processor_seconds() - before)
+        assert done.returncode == 0, done.stderr
+        assert "lightrft" in done.stdout
+        if durations[-1] < SECONDS:
+            return
+    raise AssertionError(f"{durations} seconds")
 
 
 def processor_seconds():

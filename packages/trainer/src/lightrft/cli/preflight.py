@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from lightrft.datasets.mixture import read_sources
 from lightrft.datasets.render import PromptFormat, render
-from lightrft.rewards.build import RewardSettings, build_reward
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.run_plan import plan_run
 
@@ -97,6 +96,8 @@ def check_reward(config: TrainConfig, columns: frozenset[str]) -> None:
         ConfigError: An unknown function or file.
         RewardError: A file that cannot be loaded, or a function that cannot be called.
     """
+    from lightrft.rewards.build import RewardSettings, build_reward
+
     urls = config.remote_rm_url
     with build_reward(
         config.reward_fn,

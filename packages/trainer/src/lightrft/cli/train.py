@@ -10,12 +10,9 @@ from typing import TYPE_CHECKING
 
 from lightrft.cli.console import hide_progress_bars, share_processors
 from lightrft.cli.errors import ExitCode, MemoryExhaustedError, PreflightError, run_guarded
-from lightrft.cli.launch import become_only_process, end_with_launcher, is_worker, launch
-from lightrft.cli.machine import environment_problems, machine_problems
 from lightrft.cli.memory_advice import is_out_of_memory, memory_report
 from lightrft.cli.options import add_options, merge_options, normalise, unknown_flags
 from lightrft.cli.parser import Parser, at_least
-from lightrft.cli.preflight import check_data, check_paths, check_reward
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.config_checks import batch_problems
 from lightrft.trainer.stopping import StopRequest
@@ -46,6 +43,12 @@ def run(argv: Sequence[str]) -> int:
         DataError: Prompts that cannot be read.
         RewardError: A reward function that cannot be called.
     """
+    # Imports after the parser's work: --help is to be fast.
+    build_parser().parse_known_args(normalise(argv))
+    from lightrft.cli.launch import become_only_process, end_with_launcher, is_worker, launch
+    from lightrft.cli.machine import environment_problems, machine_problems
+    from lightrft.cli.preflight import check_data, check_reward
+
     missing = environment_problems()
     if missing:
         raise PreflightError("\n".join(missing))
@@ -101,6 +104,8 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
     config, problems = merge_options([Path(name) for name in files], flags)
     problems = unknown_flags(unknown) + problems
     if not problems:
+        from lightrft.cli.preflight import check_paths
+
         problems += batch_problems(config, int(os.environ.get("WORLD_SIZE", processes)))
         problems += check_paths(config)
         problems += config.ineffective_options() if config.strict else []

@@ -137,6 +137,7 @@ def run_training(
         num_resumed = start_run(config, trainer, plan)
         result = trainer.fit(prompts_dataloader=loader, stop_request=stop_request)
         if result.was_stopped:
+            strategy.finish_saving()
             end_run(config, strategy, "stopped", result.num_steps)
             raise RunStoppedError(result.num_steps, config.output_dir)
         strategy.save_model(trainer.actor, inputs.tokenizer, str(config.model_dir))

@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ def write_start(
     inputs: Mapping[str, object] | None = None,
 ) -> None:
     """Records when a run started, with how many processes, on which versions and inputs."""
+    from importlib.metadata import PackageNotFoundError, version
+
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in _PACKAGES:
         try:
