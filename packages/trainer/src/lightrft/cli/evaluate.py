@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.cli.console import hide_progress_bars, share_processors
-from lightrft.cli.errors import ExitCode, run_guarded
+from lightrft.cli.errors import ExitCode, PreflightError, run_guarded
 from lightrft.cli.init_model import require_empty
 from lightrft.cli.launch import become_only_process, end_with_launcher, is_worker, launch
+from lightrft.cli.machine import device_problems, engine_problems
 from lightrft.cli.options import add_options, merge_options, normalise, unknown_flags
 from lightrft.cli.parser import Parser, at_least
-from lightrft.cli.preflight import check_data, engine_problems, model_problems
+from lightrft.cli.preflight import check_data, model_problems
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.eval_settings import EvalSettings
 from lightrft.trainer.run_files import CONFIG_FILE
@@ -46,6 +47,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: Options that cannot be run; one line for each problem.
         UsageError: Arguments that cannot be read, or the target is not empty.
+        PreflightError: The engine or GPUs are missing.
         DataError: Prompts that cannot be read.
     """
     config, settings, nproc_per_node = parse(argv)
@@ -54,6 +56,9 @@ def run(argv: Sequence[str]) -> int:
         end_with_launcher()
     else:
         require_empty(Path(config.output_dir))
+        missing = engine_problems(config.engine_type) + device_problems(nproc_per_node)
+        if missing:
+            raise PreflightError("\n".join(missing))
         check_data(config)
         if nproc_per_node > 1:
             return launch("lightrft.cli.evaluate", argv, nproc_per_node=nproc_per_node)
@@ -93,7 +98,7 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
     config, problems = merge_options(files, flags)
     config.pretrain, config.output_dir, config.fsdp = str(model), output_dir, True
     problems = unknown_flags(unknown) + problems + settings.problems()
-    problems += model_problems("MODEL", str(model)) + engine_problems(config.engine_type)
+    problems += model_problems("MODEL", str(model))
     if config.eval_data is None:
         problems.append("--eval_data is missing: give a JSONL, JSON or Parquet file")
     if not config.reward_fn and not config.remote_rm_url:
