@@ -220,6 +220,10 @@ def test_options_that_contradict_each_other_are_named():
         ({"off_policy_correction": "tis", "top_p": 0.9}, "off_policy_correction needs"),
         ({"correction_high": 2.0}, "need off_policy_correction"),
         ({"policy_loss": "gspo", "dual_clip": 3.0}, "dual_clip is not part"),
+        (
+            {"meta_init": True, "lora_rank": 4, "fsdp": True},
+            "leave out one of meta_init and lora_rank",
+        ),
         ({"freezing_actor_steps": 3}, "freezing_actor_steps"),
         ({"stop_on_alarm": True}, "stop_on_alarm needs a bound"),
         ({"reward_weights": (1.0, 2.0), "reward_fn": ("gsm8k",)}, "2 numbers for 1 rewards"),

@@ -11,6 +11,7 @@ from torch import nn
 from lightrft.strategy.fake_strategy import FakeStrategy
 from lightrft.strategy.fsdp2.master_weights import MasterWeightsAdamW
 from lightrft.strategy.fsdp2.sharding import find_blocks
+from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.moving_averages import MovingAverages
 from lightrft.strategy.optimizers import AdamSettings
 from lightrft.strategy.parameter_source import module_parameter_source
@@ -112,7 +113,7 @@ def hybrid_cell(strategy, rank, world_size):
 
 def meta_cell(strategy, rank, world_size):
     """Only rank 0 has weights; unsaved buffers must arrive as well."""
-    with strategy.init_model_context(meta_init=True):
+    with torch.device("cpu" if rank == 0 else "meta"):
         model = build(seed=rank)
     is_meta = next(model.parameters()).is_meta
     ready = trained_by(strategy, model)
@@ -120,6 +121,60 @@ def meta_cell(strategy, rank, world_size):
         "is_meta": is_meta,
         "losses": train(strategy, ready, range(3), rank, world_size),
     }
+
+
+def streamed_cell(strategy, rank, world_size, folder):
+    """No rank has weights: each reads its rows of the files. A head in no file keeps its own."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = f"{folder}/causal_lm"
+    if rank == 0:
+        causal_lm().save_pretrained(path)
+    strategy.barrier()
+    with strategy.init_model_context(meta_init=True):
+        model = Scorer(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)))
+        with parameters_on_meta(False):
+            model.head = nn.Linear(2, 2)
+    inner = model.model
+    is_meta = [parameter.is_meta for parameter in inner.parameters()]
+    has_buffers = not any(buffer.is_meta for buffer in inner.buffers())
+    is_tied = inner.lm_head.weight is inner.model.embed_tokens.weight
+    # Ranks need not have drawn the same values: rank r holds row r of its own.
+    head = model.head.weight.detach().clone()[rank]
+    ready = trained_by(strategy, model)
+    with strategy.init_model_context(meta_init=True):
+        nowhere = causal_lm()
+    try:
+        strategy.prepare_model(nowhere)
+    except ValueError as error:
+        refusal = str(error)
+    return {
+        "checks": [all(is_meta), has_buffers, is_tied],
+        "head": torch.equal(ready[0].head.weight.full_tensor()[rank], head),
+        "refusal": refusal,
+        "losses": train(strategy, ready, range(3), rank, world_size),
+    }
+
+
+def compiled_cell(rank, world_size):
+    """Every block compiled, with gradient checkpointing on and off."""
+    from torch._dynamo.utils import counters
+
+    results = {}
+    for checkpoints in (False, True):
+        torch.compiler.reset()
+        counters.clear()
+        with make(world_size, compile_backend="aot_eager") as strategy:
+            model = build()
+            if checkpoints:
+                model.model.gradient_checkpointing_enable()
+                model.train()
+            ready = trained_by(strategy, model)
+            results[checkpoints] = {
+                "losses": train(strategy, ready, range(3), rank, world_size),
+                "graphs": counters["stats"]["unique_graphs"],
+            }
+    return results
 
 
 def average_cell(strategy, rank, world_size):
@@ -173,6 +228,7 @@ def two_rank_program(rank: int, world_size: int, folder: str):
         results = {
             "hybrid": hybrid_cell(strategy, rank, world_size),
             "meta": meta_cell(strategy, rank, world_size),
+            "streamed": streamed_cell(strategy, rank, world_size, folder),
             "average": average_cell(strategy, rank, world_size),
         }
         ready = trained_by(strategy, build())
@@ -182,6 +238,7 @@ def two_rank_program(rank: int, world_size: int, folder: str):
     torch.distributed.destroy_process_group()
     # Each strategy now starts and ends its own group, one after the other in one process.
     results["offload"] = offload_cell(rank, world_size)
+    results["compiled"] = compiled_cell(rank, world_size)
     results["low precision"] = low_precision_cell(rank, world_size, folder)
     return results
 
@@ -237,6 +294,25 @@ def test_weights_and_buffers_of_rank_0_reach_models_without_memory(two_ranks, ex
     assert [result["meta"]["is_meta"] for result in two_ranks] == [False, True]
     for result in two_ranks:
         assert result["meta"]["losses"] == [pytest.approx(r, rel=1e-5) for r in expected[:3]]
+
+
+@pytest.mark.multiprocess
+def test_every_rank_reads_its_own_rows_of_a_model_without_memory(two_ranks, expected):
+    for result in two_ranks:
+        cell = result["streamed"]
+        assert cell["checks"] == [True, True, True]
+        assert cell["head"]
+        assert "filled from its directory" in cell["refusal"]
+        assert cell["losses"] == [pytest.approx(r, rel=1e-5) for r in expected[:3]]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_compiled_blocks_train_like_others(two_ranks, expected, checkpoints):
+    for result in two_ranks:
+        cell = result["compiled"][checkpoints]
+        assert cell["graphs"] > 0
+        assert cell["losses"] == [pytest.approx(r, rel=1e-5) for r in expected[:3]]
 
 
 @pytest.mark.multiprocess

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -82,6 +85,21 @@ def wait_for(children):
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
+def import_what_a_rank_imports(file):
+    """So that forked processes start with all modules there."""
+
+    def task(rank):
+        strategy, _, _ = start(is_async=False)
+        file.with_name(f"{file.name}{rank}").write_text("\n".join(sys.modules))
+        strategy.close()
+
+    port = find_free_port()
+    assert wait_for([start_rank(r, port, task) for r in range(2)]) == [0, 0]
+    for name in file.with_name(f"{file.name}0").read_text().split("\n"):
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+
+
 def acknowledged(folder):
     file = folder.parent / "acknowledged"
     return int(file.read_text()) if file.exists() else 0
@@ -91,10 +109,9 @@ def kill_and_load(rank, world_size, folder, is_async):
     """(acknowledged, loaded) of every try, and how many kills fell into the middle of a save."""
     import torch
 
-    import lightrft.strategy.fsdp2.strategy  # noqa: F401 - forked processes have it then
-
     torch.set_num_threads(1)
     folder = Path(folder)
+    import_what_a_rank_imports(folder.parent / "modules")
     found = []
     num_in_the_middle = 0
     for _ in range(NUM_TRIES):
@@ -118,6 +135,7 @@ def kill_and_load(rank, world_size, folder, is_async):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("is_async", [False, True])
 def test_the_newest_complete_checkpoint_loads_after_every_kill(tmp_path, is_async):

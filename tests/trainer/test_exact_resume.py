@@ -129,6 +129,7 @@ def check(folder, model, world_size, backends):
             assert draws[0] == draws[1], where
 
 
+@pytest.mark.timeout(1500)
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])

@@ -141,6 +141,14 @@ class StrategyConfig:
         False, "Write checkpoints in the background, from copies in host memory.",
         group="distributed",
     )  # fmt: skip
+    meta_init: bool = option(
+        False, "FSDP2: build models without memory; each rank reads its own rows of the files.",
+        group="distributed",
+    )  # fmt: skip
+    compile_backend: str | None = option(
+        None, "FSDP2: compile every block by torch.compile with this backend; unset does not.",
+        group="distributed", choices=(None, "inductor", "aot_eager", "eager"),
+    )  # fmt: skip
     timeout_minutes: float = option(
         60.0, "Deadline of every collective and of every phase.", group="distributed", above=0
     )
@@ -256,6 +264,11 @@ class StrategyConfig:
             (self.fsdp_cpu_offload and not self.fsdp, "fsdp_cpu_offload acts only with fsdp"),
             (self.use_mp_opt and not self.fsdp, "use_mp_opt acts only with fsdp"),
             (self.mixed_mm_data and not self.fsdp, "mixed_mm_data acts only with fsdp"),
+            (self.meta_init and not self.fsdp, "meta_init acts only with fsdp"),
+            (
+                self.compile_backend is not None and not self.fsdp,
+                "compile_backend acts only with fsdp",
+            ),
             (
                 self.fsdp and self.fsdp_cpu_offload and self.adam_offload,
                 "adam_offload has no effect: fsdp_cpu_offload keeps Adam's states on the CPU",

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 CONFIG_NAME = "config.json"
+# Large enough for a disk, and small beside a shard.
+PIECE_BYTES = 8 * 2**20
 
 
 def pretrained_prefix(module: nn.Module) -> str | None:
@@ -152,6 +154,17 @@ class WeightFiles:
             part = stream.get_slice(stored_name)
             found: Tensor = part[start:stop] if part.get_shape() else stream.get_tensor(stored_name)
             return found
+
+    def read_rows(self, name: str, start: int, stop: int, target: Tensor) -> None:
+        """Copy rows [start, stop) into `target`, in pieces of at most `PIECE_BYTES`."""
+        if not target.dim() or not target.numel():
+            target.copy_(self.rows(name, start, stop))
+            return
+        row_bytes = target[0].numel() * max(target.element_size(), 4)
+        step = max(1, PIECE_BYTES // row_bytes)
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            target[first - start : last - start].copy_(self.rows(name, first, last))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""

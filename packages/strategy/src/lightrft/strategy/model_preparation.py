@@ -34,6 +34,8 @@ class ModelPreparation(TrainingInterface):
 
     wraps_before_optimizer = False
     """Whether a model must be wrapped before its optimizer is created (sharded parameters)."""
+    builds_on_meta = False
+    """Whether `init_model_context(meta_init=True)` has an effect."""
 
     def __init__(
         self,
@@ -242,13 +244,11 @@ class ModelPreparation(TrainingInterface):
 
     @contextmanager
     def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
-        """Where models are built; with `meta_init` they get no memory yet. Reports memory."""
+        """Where models are built; with `meta_init` FSDP2 gives them no memory. Reports memory."""
+        if meta_init and not self.builds_on_meta:
+            self.print("warning: option without effect: meta_init acts only with fsdp")
         try:
-            if meta_init:
-                with torch.device("meta"):
-                    yield
-            else:
-                yield
+            yield
         finally:
             self.report_memory("Finished init_model_context")
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightrft.models.actor import run_trunk
 from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import load_trunk
+from lightrft.strategy.meta_init import parameters_on_meta
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,7 +51,9 @@ class Critic(nn.Module):
         super().__init__()
         self.trunk = trunk
         hidden_size = trunk.config.get_text_config().hidden_size
-        self.value_head = ValueHead(hidden_size, trunk.dtype)
+        # In no file at first, so it gets its memory here.
+        with parameters_on_meta(False):
+            self.value_head = ValueHead(hidden_size, trunk.dtype)
 
     @classmethod
     def from_pretrained(

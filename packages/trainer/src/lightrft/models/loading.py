@@ -9,6 +9,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from lightrft.strategy.meta_init import is_building_on_meta
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -103,8 +105,13 @@ def _load(
     attn_implementation: str,
 ) -> PreTrainedModel:
     torch_dtype = parse_dtype(dtype)
-    load_config(path)
+    config = load_config(path)
     _require(path, WEIGHT_PATTERNS, "weights")
+    if is_building_on_meta():
+        # The strategy reads the weights from the configuration's directory, shard by shard.
+        return auto_class.from_config(
+            config, dtype=torch_dtype, attn_implementation=attn_implementation
+        )
     try:
         return auto_class.from_pretrained(
             path, dtype=torch_dtype, attn_implementation=attn_implementation

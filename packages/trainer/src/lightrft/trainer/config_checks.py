@@ -174,6 +174,12 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
             str(probabilities_do_not_fit),
         ),
         (
+            ("meta_init", "lora_rank"),
+            lambda: config.meta_init and config.lora_rank > 0,
+            "meta_init fills a model from its files, and adapters are in none: leave out one of "
+            "meta_init and lora_rank",
+        ),
+        (
             ("reward_weights", "reward_fn", "remote_rm_url"),
             lambda: len(config.reward_weights) not in (0, num_rewards),
             f"reward_weights: got {len(config.reward_weights)} numbers for {num_rewards} rewards; "

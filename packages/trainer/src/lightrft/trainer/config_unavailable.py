@@ -39,7 +39,6 @@ UNAVAILABLE: dict[str, str] = {
     "mixed_mm_data": _VISION,
     "images_key": _VISION,
     "limit_mm_image_per_prompt": _VISION,
-    "meta_init": "models are initialised from their checkpoint",
     "initial_model_shard_size": "the reference model is sharded over all processes",
     "load_in_4bit": "weights are never quantised in training",
     "reward_pretrain": "reward models are not available yet; " + _REWARD,

@@ -36,7 +36,7 @@ def build_models(config: TrainConfig, strategy: StrategyBase, max_steps: int) ->
     path = str(config.pretrain)
     critic: Critic | None = None
     reference: Actor | None = None
-    with strategy.init_model_context():
+    with strategy.init_model_context(config.meta_init):
         actor = _load_policy(path, config)
         if config.has_critic:
             critic_path = config.critic_pretrain

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +33,7 @@ from lightrft.strategy.process_groups import resolve_shard_size
 from lightrft.strategy.training_interface import refuse_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from datetime import timedelta
 
     from torch import Tensor, nn
@@ -105,14 +104,6 @@ class DeepspeedStrategy(CheckpointMethods):
         super()._end_processes()
 
     # ------------------------------------------------------------------ models
-
-    @contextmanager
-    def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
-        """Where models are built. `meta_init` is for FSDP2; here every rank builds whole models."""
-        if meta_init:
-            self.print("warning: option without effect: meta_init acts only with fsdp")
-        with super().init_model_context():
-            yield
 
     def prepare_model(
         self,

@@ -42,6 +42,7 @@ class ShardingPlan:
         offloads_to_cpu: Whether shards, gradients and optimizer states live on the CPU.
         keeps_vision_whole: Whether the vision tower stays in the root unit, so that ranks without
             images reach the same collectives as ranks with some.
+        compile_backend: Compile every block with this backend of torch.compile; None does not.
     """
 
     mesh: DeviceMesh
@@ -51,6 +52,7 @@ class ShardingPlan:
     reshard_after_forward: bool = True
     offloads_to_cpu: bool = False
     keeps_vision_whole: bool = False
+    compile_backend: str | None = None
 
     def mixed_precision(self) -> MixedPrecisionPolicy:
         """Gradients are reduced in float32 whatever the compute dtype."""
@@ -138,6 +140,19 @@ def shard_module(module: nn.Module, plan: ShardingPlan) -> nn.Module:
         ValueError: Rank 0 has parameters on the meta device.
     """
     full = _full_values_of_rank_0(module)
+    apply_units(module, plan)
+    if full is None:
+        move_buffers(module, plan.device)
+    else:
+        storage = torch.device("cpu") if plan.offloads_to_cpu else plan.device
+        module.to_empty(device=storage)
+        move_buffers(module, plan.device)
+        _fill_from_rank_0(module, full)
+    return module
+
+
+def apply_units(module: nn.Module, plan: ShardingPlan) -> None:
+    """Make the units of a model; parameters on the meta device stay there."""
     _cast_parameters(module, plan.param_dtype)
     options = {
         "mesh": plan.mesh,
@@ -146,17 +161,12 @@ def shard_module(module: nn.Module, plan: ShardingPlan) -> nn.Module:
         "offload_policy": plan.offload(),
     }
     for block in find_blocks(module, keeps_vision_whole=plan.keeps_vision_whole):
+        if plan.compile_backend is not None:
+            # Inside the unit: its hooks, which gather and free parameters, are not compiled.
+            block.compile(backend=plan.compile_backend)
         fully_shard(block, **options)  # type: ignore[call-overload]
     # The root is resharded too: its parameters are then shards whenever no forward pass runs.
     fully_shard(module, **options)  # type: ignore[call-overload]
-    if full is None:
-        _move_buffers(module, plan.device)
-    else:
-        storage = torch.device("cpu") if plan.offloads_to_cpu else plan.device
-        module.to_empty(device=storage)
-        _move_buffers(module, plan.device)
-        _fill_from_rank_0(module, full)
-    return module
 
 
 def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
@@ -166,7 +176,8 @@ def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Buffers are whole on every rank."""
     for buffer in module.buffers():
         buffer.data = buffer.data.to(device)
 

@@ -16,6 +16,12 @@ from lightrft.strategy.adapted_model import gathered_dtype
 from lightrft.strategy.checkpoint_methods import CheckpointMethods, WantedState
 from lightrft.strategy.deadlines import phase
 from lightrft.strategy.fsdp2 import training_state
+from lightrft.strategy.fsdp2.empty_models import (
+    is_empty_everywhere,
+    meta_parameters,
+    pretrained_directory,
+    shard_empty_module,
+)
 from lightrft.strategy.fsdp2.master_weights import MasterWeightsAdamW
 from lightrft.strategy.fsdp2.sharding import (
     ShardingPlan,
@@ -26,6 +32,7 @@ from lightrft.strategy.fsdp2.sharding import (
 )
 from lightrft.strategy.fsdp2.source import fsdp2_parameter_source, reshard_modules
 from lightrft.strategy.gathered_model import save_gathered_model
+from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.optimizers import (
     AdamSettings,
     optimizer_parameters,
@@ -61,6 +68,7 @@ class FSDPV2Strategy(CheckpointMethods):
     """
 
     wraps_before_optimizer = True
+    builds_on_meta = True
 
     def __init__(
         self,
@@ -98,12 +106,12 @@ class FSDPV2Strategy(CheckpointMethods):
 
     @contextmanager
     def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
-        """Where models are built. With `meta_init` only rank 0 gives them memory.
+        """Where models are built. With `meta_init` their parameters get no memory yet.
 
-        `prepare_model` then sends rank 0's weights to all ranks. transformers' `from_pretrained`
-        refuses to load onto the meta device, so the other ranks build from the configuration.
+        `prepare_model` shards them first and then reads the rows that this rank holds from the
+        directory in the model's configuration, so no rank ever holds a whole model.
         """
-        with super().init_model_context(meta_init=meta_init and self.get_rank() != 0):
+        with super().init_model_context(meta_init), parameters_on_meta(meta_init):
             yield
 
     def prepare_model(
@@ -116,8 +124,9 @@ class FSDPV2Strategy(CheckpointMethods):
         """Shards a model in place; one that is sharded already is returned as it is.
 
         Models for training keep float32 shards (bfloat16 with `use_mp_opt`), others are stored in
-        the compute dtype, without gradients. If some ranks hold the model on the meta device,
-        rank 0's weights are sent to all. See `StrategyBase.prepare_model`.
+        the compute dtype, without gradients. Parameters on the meta device are read from the
+        model's directory; if rank 0 has real ones, those are sent to all ranks. See
+        `StrategyBase.prepare_model`.
         """
         if isinstance(model, FSDPModule):
             return model
@@ -130,11 +139,18 @@ class FSDPV2Strategy(CheckpointMethods):
             reshard_after_forward=reshard_after_forward,
             offloads_to_cpu=self.config.fsdp_cpu_offload and is_training,
             keeps_vision_whole=self.config.mixed_mm_data,
+            compile_backend=self.config.compile_backend,
         )
         if not is_training:
             model.eval().requires_grad_(False)
         with phase("shard a model", self._timeout):
-            return shard_module(model, plan)
+            on_meta = meta_parameters(model)
+            if not is_empty_everywhere(on_meta):
+                return shard_module(model, plan)
+            path = pretrained_directory(model)
+            shard_empty_module(model, plan)
+            training_state.load_full_weights(path, model, strict=True, names=on_meta)
+            return model
 
     def create_optimizer(self, model: AnyModel, **kwargs: object) -> Optimizer:
         """AdamW on this rank's shards; biases and norm gains are not decayed."""

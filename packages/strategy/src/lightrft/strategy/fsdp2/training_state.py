@@ -73,8 +73,16 @@ def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
 
 
 @torch.no_grad()
-def load_full_weights(path: Path, module: nn.Module, *, strict: bool) -> None:
-    """Read a Hugging Face checkpoint; each rank reads only the rows it holds.
+def load_full_weights(
+    path: Path, module: nn.Module, *, strict: bool, names: set[str] | None = None
+) -> None:
+    """Read a Hugging Face checkpoint; each rank reads only the rows it holds, a few at a time.
+
+    Args:
+        path: A file or folder.
+        module: The wrapped module.
+        strict: Whether missing and unexpected names are errors.
+        names: Only these, which must all be there; None is all.
 
     Raises:
         FileNotFoundError: There are no weights.
@@ -83,17 +91,20 @@ def load_full_weights(path: Path, module: nn.Module, *, strict: bool) -> None:
     files = WeightFiles(path, module)
     state = module_state(module)
     found = files.names - set(tied_parameter_names(module))
-    names, note = check_names(set(state), found, source=str(path), strict=strict)
+    if names is not None:
+        found &= names
+    wanted = set(state) if names is None else names
+    readable, note = check_names(wanted, found, source=str(path), strict=strict)
     if note is not None:
         logger.warning(note)
-    for name in sorted(names):
+    for name in sorted(readable):
         target = state[name]
         if files.shape(name) != tuple(target.shape):
             raise RuntimeError(
                 f"{name} has shape {files.shape(name)} in {path}, expected {tuple(target.shape)}"
             )
         local, start, stop = local_rows(target)
-        local.copy_(files.rows(name, start, stop))
+        files.read_rows(name, start, stop, local)
 
 
 def gather_module(module: nn.Module, dtype: torch.dtype, *, keeps: bool) -> dict[str, Tensor]:

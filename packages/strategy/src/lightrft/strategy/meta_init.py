@@ -1,0 +1,48 @@
+"""Building models whose parameters have no memory yet."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_depth = [0]
+
+
+@contextmanager
+def parameters_on_meta(is_wanted: bool = True) -> Iterator[None]:
+    """Parameters that are registered inside lose their memory; buffers keep theirs.
+
+    Buffers are small, and those that are not saved (rotary frequencies) are in no file.
+
+    Args:
+        is_wanted: False gives parameters that are registered inside their memory as usual, for
+            parts of a model that are in no file.
+    """
+    original = nn.Module.register_parameter
+    outer = _depth[0]
+
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta and _depth[0] > 0:
+            # Tied parameters stay tied: one that lost its memory is registered as it is.
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        original(self, name, param)
+
+    _depth[0] = outer + 1 if is_wanted else 0
+    if outer == 0 and is_wanted:
+        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _depth[0] = outer
+        if outer == 0 and is_wanted:
+            nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def is_building_on_meta() -> bool:
+    """Whether parameters that are registered now get no memory."""
+    return _depth[0] > 0

@@ -1,0 +1,95 @@
+"""The recipes of the strategy guide run as printed, scaled down to four processes on a CPU.
+
+The test appends the model, data, batch sizes and what a CPU needs (the embedded engine); a later
+flag wins over an earlier one.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from lightrft.strategy.testing import find_free_port
+
+RECIPES = {
+    "high throughput": """
+    python train.py \\
+        --zero_stage 2 \\
+        --engine_tp_size 4 \\
+        --engine_mem_util 0.9 \\
+        --enable_engine_sleep \\
+        --micro_train_batch_size 1 \\
+        --train_batch_size 128
+""",
+    "memory efficient": """
+    python train.py \\
+        --fsdp \\
+        --fsdp_cpu_offload \\
+        --use_mp_opt \\
+        --engine_tp_size 2 \\
+        --engine_mem_util 0.85 \\
+        --enable_engine_sleep \\
+        --micro_train_batch_size 1 \\
+        --train_batch_size 64
+""",
+    "vision language": """
+    python train_vl.py \\
+        --fsdp \\
+        --engine_tp_size 4 \\
+        --mixed_mm_data \\
+        --packing_samples \\
+        --enable_engine_sleep \\
+        --plot_every 20
+""",
+}
+REWARD = """
+def score(responses):
+    return [float(sum(map(ord, text)) % 2) for text in responses]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_the_recipe_trains_on_four_processes(tmp_path, repository, recipe):
+    from safetensors.torch import load_file
+
+    from lightrft.models.presets import write_tiny_model
+
+    model = tmp_path / "model"
+    write_tiny_model(str(model), "tiny-qwen3", seed=1)
+    rows = [json.dumps({"input": f"say {'aeiou'[i % 5] * (1 + i % 3)}"}) for i in range(16)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    (tmp_path / "reward.py").write_text(REWARD)
+    words = shlex.split(RECIPES[recipe].replace("\\\n", " "))
+    script = repository / "examples" / words[1]
+    assert len(script.read_text().splitlines()) < 60
+    appended = [
+        "--pretrain", model, "--prompt_data", tmp_path / "train.jsonl",
+        "--reward_fn", f"{tmp_path / 'reward.py'}:score", "--save_path", tmp_path / "trained",
+        "--max_steps", 2, "--rollout_batch_size", 8, "--n_samples_per_prompt", 2,
+        "--generate_max_len", 6, "--train_batch_size", 8, "--micro_train_batch_size", 1,
+        "--log_dir", tmp_path / "logs", "--engine_type", "hf", "--bf16",
+    ]  # fmt: skip
+    finished = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "4",
+         "--master_port", str(find_free_port()), script, *words[2:], *map(str, appended)],
+        capture_output=True, text=True, timeout=1200, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-6000:]
+    assert "step 2: reward" in finished.stdout
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (model, tmp_path / "trained")
+    )
+    assert any(not before[name].to(after[name].dtype).equal(after[name]) for name in after)
+    if "--plot_every" in words:
+        assert (tmp_path / "logs" / "gen_len_step_0.png").exists()
+    # Nothing that the recipe asks for is ignored without a word.
+    ignored = [line for line in finished.stdout.splitlines() if "option without effect" in line]
+    for flag in ("fsdp_cpu_offload", "use_mp_opt", "zero_stage"):
+        assert not any(flag in line for line in ignored), ignored
