@@ -143,7 +143,7 @@ class ModelPreparation(TrainingInterface):
         if self.wraps_before_optimizer:
             self._remember(ready)
             return ready
-        return cast(PreparedModel, self.prepare(ready, is_rlhf=True))
+        return cast("PreparedModel", self.prepare(ready, is_rlhf=True))
 
     def prepare_models_and_optimizers(
         self,

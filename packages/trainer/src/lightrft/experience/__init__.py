@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from lightrft.experience.exchange import SampleTable as SampleTable
     from lightrft.experience.forward import ForwardModels as ForwardModels
     from lightrft.experience.maker import ExperienceMaker as ExperienceMaker
-    from lightrft.experience.maker import MakerSettings as MakerSettings
     from lightrft.experience.maker import StepExperience as StepExperience
     from lightrft.experience.minibatches import MinibatchPlan as MinibatchPlan
+    from lightrft.experience.sampling import MakerSettings as MakerSettings
     from lightrft.experience.types import ExperienceBatch as ExperienceBatch
     from lightrft.experience.types import PolicyOutputs as PolicyOutputs
     from lightrft.experience.types import Rollout as Rollout
@@ -25,7 +25,7 @@ _MODULES = {
     "ExperienceBatch": "types",
     "ExperienceMaker": "maker",
     "ForwardModels": "forward",
-    "MakerSettings": "maker",
+    "MakerSettings": "sampling",
     "MinibatchPlan": "minibatches",
     "PolicyOutputs": "types",
     "RewardShaping": "assemble",

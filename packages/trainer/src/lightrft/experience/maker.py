@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,26 +15,10 @@ from lightrft.experience.assemble import (
     shape_rewards,
 )
 from lightrft.experience.collate import collate, micro_slices
-from lightrft.experience.dynamic import (
-    DynamicSampling,
-    Selection,
-    apply_selection,
-    mixed_groups,
-    select_groups,
-)
-from lightrft.experience.exchange import SampleTable, exchange, merge
-from lightrft.experience.fire import generate_fire
 from lightrft.experience.forward import ForwardModels, compute_outputs
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
-from lightrft.experience.rollouts import (
-    Decoder,
-    build_requests,
-    global_positions,
-    pair_completions,
-)
-from lightrft.experience.scoring import OverlongPenalty, score_rollouts
+from lightrft.experience.sampling import MakerSettings, RolloutSampler
 from lightrft.experience.stages import StageMeter
-from lightrft.rewards.errors import RewardError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,43 +26,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lightrft.datasets.types import Prompt
-    from lightrft.engines.types import SamplingParams
-    from lightrft.experience.types import ExperienceBatch, Rollout, ScoredRollout
+    from lightrft.experience.dynamic import (
+        Selection,
+    )
+    from lightrft.experience.exchange import SampleTable
+    from lightrft.experience.model_rewards import ModelRewards
+    from lightrft.experience.rollouts import (
+        Decoder,
+    )
+    from lightrft.experience.types import ExperienceBatch, RolloutBatch, ScoredRollout
     from lightrft.rewards.types import RewardFunction
     from lightrft.strategy.strategy_base import StrategyBase
-
-
-@dataclass(frozen=True, slots=True)
-class MakerSettings:
-    """How experience is made.
-
-    Args:
-        sampling_params: How responses are drawn; `n` is the group size.
-        train_batch_size: Samples of one optimizer batch, over all ranks.
-        micro_rollout_batch_size: Rows of one forward pass without graph.
-        pad_token_id: Fills rows to equal length; never looked at.
-        seed: Fixes the optimizer batches.
-        overlong_penalty: Soft punishment of long responses, or None.
-        sleep_engine: Put the engine to sleep after generation.
-        masks_reward_failures: Exclude samples whose reward fails from the loss.
-        first_token_temperature: Draw the first token of a response at this temperature (FIRE);
-            None draws it like the others.
-        dynamic_sampling: Replace groups without signal, or None.
-        max_micro_tokens: Cut micro batches by tokens, padding included, instead of rows; None is
-            off.
-    """
-
-    sampling_params: SamplingParams
-    train_batch_size: int
-    micro_rollout_batch_size: int
-    pad_token_id: int
-    seed: int
-    overlong_penalty: OverlongPenalty | None = None
-    sleep_engine: bool = True
-    masks_reward_failures: bool = False
-    first_token_temperature: float | None = None
-    dynamic_sampling: DynamicSampling | None = None
-    max_micro_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +83,7 @@ class ExperienceMaker:
         decoder: Turns sampled ids into text.
         settings: How.
         device: Where the padded tensors go.
+        model_rewards: Reward models, or None.
     """
 
     def __init__(
@@ -136,13 +95,19 @@ class ExperienceMaker:
         decoder: Decoder,
         settings: MakerSettings,
         device: torch.device,
+        model_rewards: ModelRewards | None = None,
     ) -> None:
         self._strategy = strategy
         self._models = models
-        self._reward_function = reward_function
-        self._decoder = decoder
         self._settings = settings
         self._device = device
+        self._sampler = RolloutSampler(
+            strategy,
+            reward_function,
+            decoder=decoder,
+            settings=settings,
+            model_rewards=model_rewards,
+        )
 
     def make(
         self,
@@ -169,23 +134,11 @@ class ExperienceMaker:
                 optimizer batch.
         """
         settings, meter = self._settings, StageMeter()
-        samples = self._collect(prompts, first_request_id, advantage, next_prompts, meter)
+        samples = self._sampler.collect(prompts, first_request_id, advantage, next_prompts, meter)
         table = samples.table
-        plan = plan_minibatches(
-            table.lengths,
-            train_batch_size=settings.train_batch_size,
-            world_size=self._strategy.world_size,
-            seed=settings.seed,
-            step=step,
-        )
+        plan = self._plan(table, step)
         index = plan.row_index(self._strategy.get_rank())
-        batch = collate(
-            table.take(index),
-            pad_token_id=settings.pad_token_id,
-            temperature=settings.sampling_params.temperature,
-            device=self._device,
-            num_uncompared_tokens=0 if settings.first_token_temperature is None else 1,
-        )
+        batch = self._collate(table.take(index))
         with meter.stage("forward"):
             outputs = compute_outputs(
                 batch,
@@ -219,6 +172,25 @@ class ExperienceMaker:
             selection=samples.selection,
         )
 
+    def _plan(self, table: SampleTable, step: int) -> MinibatchPlan:
+        return plan_minibatches(
+            table.lengths,
+            train_batch_size=self._settings.train_batch_size,
+            world_size=self._strategy.world_size,
+            seed=self._settings.seed,
+            step=step,
+        )
+
+    def _collate(self, table: SampleTable) -> RolloutBatch:
+        settings = self._settings
+        return collate(
+            table,
+            pad_token_id=settings.pad_token_id,
+            temperature=settings.sampling_params.temperature,
+            device=self._device,
+            num_uncompared_tokens=0 if settings.first_token_temperature is None else 1,
+        )
+
     def _micro_slices(self, plan: MinibatchPlan, table: SampleTable) -> Sequence[slice]:
         """The forward passes over this rank's rows; every rank has equally many."""
         settings, rank = self._settings, self._strategy.get_rank()
@@ -233,165 +205,6 @@ class ExperienceMaker:
                 table.lengths, index=index, rank=rank, max_tokens=settings.max_micro_tokens
             )
         ]
-
-    def _collect(
-        self,
-        prompts: Sequence[Prompt],
-        first_request_id: int,
-        advantage: AdvantageSettings,
-        next_prompts: Callable[[], Sequence[Prompt]] | None,
-        meter: StageMeter,
-    ) -> _Samples:
-        """All samples of the step; with dynamic sampling as many batches as it takes."""
-        dynamic = self._settings.dynamic_sampling
-        num_wanted = len(prompts) * self._strategy.world_size
-        max_rounds = 1 if dynamic is None or next_prompts is None else dynamic.max_num_batches
-        rounds: list[_Samples] = []
-        num_mixed = 0
-        # Every rank sees the same table, so all take the same number of rounds.
-        while len(rounds) < max_rounds and num_mixed < num_wanted:
-            if rounds and next_prompts is not None:
-                prompts = next_prompts()
-            offset = sum(item.num_prompts for item in rounds)
-            rounds.append(self._sample_round(prompts, first_request_id, offset, advantage, meter))
-            num_mixed += len(mixed_groups(rounds[-1].table))
-            if dynamic is None:
-                break
-        samples = _join_rounds(rounds)
-        _check_any_scored(samples.table)
-        if dynamic is None:
-            return samples
-        selection = select_groups(samples.table, num_wanted)
-        table = apply_selection(samples.table, selection)
-        kept = set(table.group_ids.tolist())
-        return replace(
-            samples,
-            table=table,
-            scored=[item for item in samples.scored if item.rollout.group_id in kept],
-            selection=selection,
-        )
-
-    def _sample_round(
-        self,
-        prompts: Sequence[Prompt],
-        first_request_id: int,
-        offset: int,
-        advantage: AdvantageSettings,
-        meter: StageMeter,
-    ) -> _Samples:
-        """The samples of one batch of prompts, the first of which has number `offset`."""
-        sampling_params = self._settings.sampling_params
-        baseline: SampleTable | None = None
-        if advantage.estimator.needs_greedy_rewards:
-            greedy = greedy_params(sampling_params)
-            _, baseline = self._sample(prompts, first_request_id, offset, greedy, meter)
-        scored, table = self._sample(prompts, first_request_id, offset, sampling_params, meter)
-        return _Samples(scored, table, baseline, len(prompts) * self._strategy.world_size)
-
-    def _sample(
-        self,
-        prompts: Sequence[Prompt],
-        first_request_id: int,
-        offset: int,
-        sampling_params: SamplingParams,
-        meter: StageMeter,
-    ) -> tuple[list[ScoredRollout], SampleTable]:
-        """This rank's scored rollouts and the table of all ranks."""
-        scored: list[ScoredRollout] = []
-        problem: Exception | None = None
-        with meter.stage("rollout"):
-            rollouts = self._generate(prompts, first_request_id, offset, sampling_params)
-        with meter.stage("reward"):
-            try:
-                scored = score_rollouts(
-                    rollouts,
-                    self._reward_function,
-                    overlong_penalty=self._settings.overlong_penalty,
-                    masks_failures=self._settings.masks_reward_failures,
-                )
-            except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
-                problem = error
-        with meter.stage("exchange"):
-            return scored, exchange(problem or scored, self._strategy)
-
-    def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        first_request_id: int,
-        offset: int,
-        sampling_params: SamplingParams,
-    ) -> list[Rollout]:
-        with_images = [prompt.id for prompt in prompts if prompt.images or prompt.videos]
-        if with_images:
-            raise ValueError(
-                f"prompts with images or videos cannot be trained on: got rows {with_images[:10]}; "
-                "remove those columns or rows"
-            )
-        positions = global_positions(
-            len(prompts), rank=self._strategy.get_rank(), world_size=self._strategy.world_size
-        )
-        positions = tuple(offset + position for position in positions)
-        request_ids = [first_request_id + position for position in positions]
-        requests = build_requests(prompts, request_ids)
-        first_temperature = self._settings.first_token_temperature
-        if first_temperature is None or sampling_params.is_greedy:
-            completions = self._strategy.gather_and_generate(
-                sampling_params, requests, sleep_engine=self._settings.sleep_engine
-            )
-        else:
-            completions = generate_fire(
-                self._strategy,
-                sampling_params,
-                requests,
-                first_token_temperature=first_temperature,
-                sleep_engine=self._settings.sleep_engine,
-            )
-        return pair_completions(
-            prompts,
-            request_ids,
-            completions,
-            group_ids=positions,
-            group_size=sampling_params.n,
-            decoder=self._decoder,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Samples:
-    """Samples of one or several batches of prompts: this rank's, and the tables of all ranks."""
-
-    scored: list[ScoredRollout]
-    table: SampleTable
-    baseline: SampleTable | None
-    num_prompts: int
-    num_rounds: int = 1
-    selection: Selection | None = None
-
-
-def _join_rounds(rounds: Sequence[_Samples]) -> _Samples:
-    if len(rounds) == 1:
-        return rounds[0]
-    baselines = [item.baseline for item in rounds if item.baseline is not None]
-    return _Samples(
-        scored=[scored for item in rounds for scored in item.scored],
-        table=merge([item.table for item in rounds]),
-        baseline=merge(baselines) if baselines else None,
-        num_prompts=sum(item.num_prompts for item in rounds),
-        num_rounds=len(rounds),
-    )
-
-
-def _check_any_scored(table: SampleTable) -> None:
-    if table.is_masked.all():
-        raise RewardError(
-            f"the reward failed for all {len(table)} samples of the step: there is nothing to "
-            "train on; run with reward_failure=raise to see the cause"
-        )
-
-
-def greedy_params(sampling_params: SamplingParams) -> SamplingParams:
-    """One completion by the most likely token at every position, under the same stops."""
-    return replace(sampling_params, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, n=1)
 
 
 def _per_group(baseline: SampleTable, table: SampleTable) -> Tensor:

@@ -51,6 +51,7 @@ def score_rollouts(
     *,
     overlong_penalty: OverlongPenalty | None = None,
     masks_failures: bool = False,
+    model_results: Sequence[RewardResult] | None = None,
 ) -> list[ScoredRollout]:
     """Scores the rollouts of one rank with one call of the reward function.
 
@@ -64,6 +65,7 @@ def score_rollouts(
         masks_failures: If the call fails, score the rollouts one by one and exclude those that
             fail from the loss, their reward being 0; after three failures in a row the rest is
             excluded untried.
+        model_results: What reward models add to each rollout, or None.
 
     Raises:
         RewardError: The function returned another number of results, or a value that is not
@@ -83,16 +85,17 @@ def score_rollouts(
         if result is None:
             scored.append(ScoredRollout(rollout, 0.0, is_masked=True))
             continue
-        penalty = 0.0
+        penalty, reward = 0.0, result.reward
         components = dict(result.components)
+        if model_results is not None:
+            added = model_results[len(scored)]
+            reward += added.reward
+            components |= added.components
+            _check_finite(rollout, reward)
         if overlong_penalty is not None:
             penalty = overlong_penalty(len(rollout.completion.output_token_ids))
             components["overlong"] = penalty
-        scored.append(
-            ScoredRollout(
-                rollout, result.reward + penalty, components, unshaped_reward=result.reward
-            )
-        )
+        scored.append(ScoredRollout(rollout, reward + penalty, components, unshaped_reward=reward))
     return scored
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightrft.models.logprobs import entropy_from_logits, logprobs_from_logits
     from lightrft.models.lora import LoraActor, LoraSettings
     from lightrft.models.presets import byte_level_tokenizer, write_tiny_model
+    from lightrft.models.reward_model import RewardModel
     from lightrft.models.types import ActorOutput, EntropyMode, PolicyModel, ValueModel
 
 _MODULES = {
@@ -33,6 +34,7 @@ _MODULES = {
     "LoraSettings": "lora",
     "ModelLoadError": "loading",
     "PolicyModel": "types",
+    "RewardModel": "reward_model",
     "TokenLayout": "layout",
     "ValueModel": "types",
     "byte_level_tokenizer": "presets",
@@ -56,6 +58,7 @@ __all__ = [
     "LoraSettings",
     "ModelLoadError",
     "PolicyModel",
+    "RewardModel",
     "TokenLayout",
     "ValueModel",
     "byte_level_tokenizer",

@@ -18,6 +18,8 @@ from lightrft.strategy.config import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from lightrft.rewards.recipes import RewardRecipes
+
 
 @dataclass(frozen=True, slots=True)
 class RewardSettings:
@@ -66,13 +68,21 @@ class CombinedReward:
     use one name, the later one's becomes `function/name`.
 
     Args:
-        functions: At least one.
+        functions: May be none where reward models score the responses.
         weights: One per function.
+        recipes: Weights by row instead; a function is asked for the rows whose recipe names it.
     """
 
-    def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float]) -> None:
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        weights: Sequence[float],
+        *,
+        recipes: RewardRecipes | None = None,
+    ) -> None:
         self._functions = tuple(functions)
         self._weights = tuple(weights)
+        self._recipes = recipes
         self.name = "+".join(function.name for function in functions)
 
     @property
@@ -88,14 +98,38 @@ class CombinedReward:
         columns: Mapping[str, Sequence[object]],
     ) -> list[RewardResult]:
         """See `RewardFunction.score`."""
+        weights = self._row_weights(len(responses), columns)
 
-        def score(function: RewardFunction) -> list[RewardResult]:
-            return function.score(prompts, responses, labels, columns)
+        def score(index: int) -> dict[int, RewardResult]:
+            rows = [i for i, row in enumerate(weights) if index in row]
+            found = self._functions[index].score(
+                [prompts[i] for i in rows],
+                [responses[i] for i in rows],
+                [labels[i] for i in rows],
+                {name: [values[i] for i in rows] for name, values in columns.items()},
+            )
+            return dict(zip(rows, found, strict=True))
 
+        if not self._functions:
+            return [RewardResult(0.0) for _ in responses]
         # Functions wait for processes and services, so threads are enough to overlap them.
         with ThreadPoolExecutor(len(self._functions), thread_name_prefix="reward") as threads:
-            by_function = list(threads.map(score, self._functions))
-        return [self._combine(results) for results in zip(*by_function, strict=True)]
+            by_function = list(threads.map(score, range(len(self._functions))))
+        return [
+            self._combine(row, [found.get(i) for found in by_function])
+            for i, row in enumerate(weights)
+        ]
+
+    def _row_weights(
+        self, num_rows: int, columns: Mapping[str, Sequence[object]]
+    ) -> list[Mapping[int, float]]:
+        """Index of a function -> its weight, for each row."""
+        if self._recipes is None:
+            return [dict(enumerate(self._weights))] * num_rows
+        values = columns.get(self._recipes.column, [None] * num_rows)
+        recipes = [self._recipes.weights_of(value) for value in values]
+        names = [function.name for function in self._functions]
+        return [{i: row[n] for i, n in enumerate(names) if n in row} for row in recipes]
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise a RewardError if a user's function needs an argument that is no column."""
@@ -114,14 +148,17 @@ class CombinedReward:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _combine(self, results: Sequence[RewardResult]) -> RewardResult:
+    def _combine(
+        self, weights: Mapping[int, float], results: Sequence[RewardResult | None]
+    ) -> RewardResult:
         components: dict[str, float] = {}
-        for function, result in zip(self._functions, results, strict=True):
+        total = 0.0
+        for index, (function, result) in enumerate(zip(self._functions, results, strict=True)):
+            if result is None:
+                continue
             for name, value in result.components.items():
                 components[f"{function.name}/{name}" if name in components else name] = value
-        total = sum(
-            weight * result.reward for weight, result in zip(self._weights, results, strict=True)
-        )
+            total += weights[index] * result.reward
         return RewardResult(total, components)
 
 
@@ -130,6 +167,8 @@ def build_reward(
     *,
     urls: Sequence[str] = (),
     weights: Sequence[float] | None = None,
+    recipes: RewardRecipes | None = None,
+    has_models: bool = False,
     settings: RewardSettings | None = None,
 ) -> CombinedReward:
     """Loads and checks reward functions, before any model exists.
@@ -138,6 +177,8 @@ def build_reward(
         names: Names in `REWARDS` or `FILE.py:FUNCTION`; their rewards are summed.
         urls: Addresses of reward services, see `lightrft.rewards.remote`.
         weights: One factor per name and then per address; None means 1 each.
+        recipes: Weights by row instead of `weights`, or None.
+        has_models: Reward models score the responses too, so that there may be no names.
         settings: Deadlines and processes.
 
     Returns:
@@ -147,7 +188,7 @@ def build_reward(
         ConfigError: no names, an unknown name, file or function, one twice, or wrong weights.
         RewardError: a user's file cannot be imported or its function not be called.
     """
-    if not names and not urls:
+    if not names and not urls and not has_models:
         raise ConfigError(f"no reward: set --reward_fn to {', '.join(REWARDS)} or FILE.py:FUNCTION")
     count = len(names) + len(urls)
     factors = [1.0] * count if weights is None else list(weights)
@@ -163,10 +204,15 @@ def build_reward(
             opened.callback(function.close)
             functions.append(function)
         for index, url in enumerate(urls):
-            name = "remote" if len(urls) == 1 else f"remote_{index}"
+            name = numbered("remote", index, len(urls))
             functions.append(RemoteReward(url, name=name, timeout_seconds=settings.timeout_seconds))
         opened.pop_all()
-    return CombinedReward(functions, factors)
+    return CombinedReward(functions, factors, recipes=recipes)
+
+
+def numbered(name: str, index: int, count: int) -> str:
+    """The name of one of several rewards of a kind."""
+    return name if count == 1 else f"{name}_{index}"
 
 
 def _build_one(name: str, settings: RewardSettings) -> RewardFunction:

@@ -16,7 +16,7 @@ from lightrft.algorithms.lookup import lookup
 from lightrft.engines.types import SamplingParams
 from lightrft.experience.assemble import AdvantageSettings
 from lightrft.experience.dynamic import DynamicSampling
-from lightrft.experience.maker import MakerSettings
+from lightrft.experience.sampling import MakerSettings
 from lightrft.experience.scoring import OverlongPenalty
 from lightrft.trainer.alarms import Alarms
 from lightrft.trainer.ppo_config import PPOConfig

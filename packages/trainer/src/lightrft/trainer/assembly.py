@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING
 
 from lightrft.datasets import collate_prompts, load_prompts
 from lightrft.datasets.texts import load_texts
+from lightrft.experience.model_rewards import ModelRewards, ScoringModel
 from lightrft.models import load_tokenizer
 from lightrft.rewards import RewardSettings, build_reward
+from lightrft.rewards.build import numbered
+from lightrft.rewards.recipes import RewardRecipes, load_recipes
 from lightrft.strategy import get_strategy
 from lightrft.strategy.config import ConfigError
 from lightrft.strategy.deadlines import phase
@@ -44,6 +47,7 @@ from lightrft.trainer.trajectories import TrajectoryLog
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import nn
     from torch.utils.data import DataLoader
     from transformers import PreTrainedTokenizerBase
 
@@ -95,6 +99,7 @@ class RunInputs:
     reward: CombinedReward
     options: PPOConfig
     pretrain: PretrainMix | None = None
+    recipes: RewardRecipes | None = None
 
 
 def run_training(
@@ -167,9 +172,14 @@ def read_inputs(config: TrainConfig) -> RunInputs:
     eval_prompts: tuple[Prompt, ...] = ()
     if config.eval_data is not None:
         eval_prompts = load_run_prompts(config, tokenizer, for_evaluation=True).prompts
-    reward = build_run_reward(config)
+    recipes = reward_recipes(config)
+    if recipes is not None:
+        # At the start: in a step it would be one rank's error between collectives.
+        for prompt in (*prompts.prompts, *eval_prompts):
+            recipes.weights_of(prompt.columns.get(recipes.column))
+    reward = build_run_reward(config, recipes=recipes)
     return RunInputs(
-        tokenizer, prompts, eval_prompts, reward, options, pretrain_mix(config, tokenizer)
+        tokenizer, prompts, eval_prompts, reward, options, pretrain_mix(config, tokenizer), recipes
     )
 
 
@@ -188,12 +198,16 @@ def pretrain_mix(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
     return PretrainMix(texts, config.ptx_coef, batch_size, config.seed)
 
 
-def build_run_reward(config: TrainConfig) -> CombinedReward:
+def build_run_reward(
+    config: TrainConfig, *, recipes: RewardRecipes | None = None
+) -> CombinedReward:
     """The reward function of the options; a context manager that ends its processes."""
     return build_reward(
         config.reward_fn,
         urls=reward_urls(config),
-        weights=config.reward_weights or None,
+        weights=config.reward_weights[: num_functions(config)] or None,
+        recipes=recipes,
+        has_models=bool(config.reward_pretrain),
         settings=RewardSettings(timeout_seconds=config.reward_timeout_seconds),
     )
 
@@ -202,6 +216,46 @@ def reward_urls(config: TrainConfig) -> tuple[str, ...]:
     """Addresses of reward services."""
     urls = config.remote_rm_url
     return () if urls is None else (urls,) if isinstance(urls, str) else tuple(urls)
+
+
+def num_functions(config: TrainConfig) -> int:
+    """Rewards that are not models of this run."""
+    return len(config.reward_fn) + len(reward_urls(config))
+
+
+def reward_recipes(config: TrainConfig) -> RewardRecipes | None:
+    """The weights by row, or None without `reward_recipe`."""
+    if config.reward_recipe is None:
+        return None
+    urls, models = reward_urls(config), config.reward_pretrain
+    names = [
+        *(name.rpartition(":")[2] for name in config.reward_fn),
+        *(numbered("remote", i, len(urls)) for i in range(len(urls))),
+        *(numbered("model", i, len(models)) for i in range(len(models))),
+    ]
+    return load_recipes(config.reward_recipe, column=config.reward_recipe_column, names=names)
+
+
+def model_rewards(
+    config: TrainConfig, inputs: RunInputs, strategy: StrategyBase, models: Sequence[nn.Module]
+) -> ModelRewards | None:
+    """The reward models of a run, or None without any."""
+    if not models:
+        return None
+    weights = config.reward_weights[num_functions(config) :] or (1.0,) * len(models)
+    entries = []
+    for index, (path, model) in enumerate(zip(config.reward_pretrain, models, strict=True)):
+        tokenizer = load_tokenizer(path)
+        # With the actor's vocabulary the sampled ids themselves are read.
+        is_same = tokenizer.get_vocab() == inputs.tokenizer.get_vocab()
+        name = numbered("model", index, len(models))
+        entries.append(ScoringModel(name, model, None if is_same else tokenizer, weights[index]))
+    return ModelRewards(
+        strategy,
+        entries,
+        micro_batch_size=config.micro_rollout_batch_size,
+        recipes=inputs.recipes,
+    )
 
 
 def run_options(config: TrainConfig) -> PPOConfig:
@@ -248,6 +302,7 @@ def build_trainer(
         sample_log=SampleLog(folder / SAMPLES_FILE),
         trajectory_log=trajectory_log(config),
         pretrain=inputs.pretrain,
+        model_rewards=model_rewards(config, inputs, strategy, models.reward_models),
         ckpt_path=str(config.checkpoint_dir),
     )
     return trainer, loader

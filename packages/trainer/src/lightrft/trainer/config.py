@@ -88,7 +88,19 @@ class TrainConfig(TrackingConfig):
         120.0, "Deadline of one call of a reward function.", group="reward", above=0
     )
     reward_weights: tuple[float, ...] = option(
-        (), "Factor of each reward, those of remote_rm_url last; unset is 1 each.", group="reward"
+        (), "Factor of each reward_fn, then remote_rm_url, then reward_pretrain; unset is 1 each.",
+        group="reward",
+    )  # fmt: skip
+    reward_pretrain: tuple[str, ...] = option(
+        (), "Reward models: sequence classifiers with one label; their scores are added.",
+        group="reward",
+    )  # fmt: skip
+    reward_recipe: str | None = option(
+        None, "TOML file: a table per value of reward_recipe_column with weights of rewards.",
+        group="reward",
+    )  # fmt: skip
+    reward_recipe_column: str = option(
+        "task", "Column that names the recipe of a row.", group="reward"
     )
     reward_failure: str = option(
         "raise", "A failed reward ends the run, or excludes (masks) its sample.", group="reward",

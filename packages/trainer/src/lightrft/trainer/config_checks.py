@@ -130,7 +130,8 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
     estimator, samples = config.advantage_estimator, config.n_samples_per_prompt
     template, urls = config.input_template, config.remote_rm_url
     probabilities_do_not_fit = _wrong_probabilities(config, wrong_fields)
-    num_rewards = len(config.reward_fn) + (1 if isinstance(urls, str) else len(urls or ()))
+    num_urls = 1 if isinstance(urls, str) else len(urls or ())
+    num_rewards = len(config.reward_fn) + num_urls + len(config.reward_pretrain)
     changed_clip_range = _changed(config, "eps_clip", "eps_clip_low", "eps_clip_high")
     rules: tuple[tuple[tuple[str, ...], Callable[[], bool], str], ...] = (
         (
@@ -180,10 +181,15 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
             "meta_init and lora_rank",
         ),
         (
-            ("reward_weights", "reward_fn", "remote_rm_url"),
+            ("reward_weights", "reward_fn", "remote_rm_url", "reward_pretrain"),
             lambda: len(config.reward_weights) not in (0, num_rewards),
             f"reward_weights: got {len(config.reward_weights)} numbers for {num_rewards} rewards; "
-            "give one per --reward_fn and then per --remote_rm_url",
+            "give one per --reward_fn, then per --remote_rm_url, then per --reward_pretrain",
+        ),
+        (
+            ("reward_weights", "reward_recipe"),
+            lambda: bool(config.reward_weights) and config.reward_recipe is not None,
+            "reward_recipe gives the weights: leave reward_weights out",
         ),
         *(
             (
@@ -246,6 +252,7 @@ def idle_options(config: TrainConfig) -> list[str]:
             ("prompt_split",),
         ),
         (_have_splits(config.eval_data), "a folder or data set in eval_data", ("eval_split",)),
+        (config.reward_recipe is not None, "reward_recipe", ("reward_recipe_column",)),
         (config.fused_linear_logprob, "fused_linear_logprob", ("chunk_size",)),
         (config.use_fire, "use_fire", ("first_token_temperature",)),
         (config.dynamic_sampling, "dynamic_sampling", ("max_num_gen_batches",)),

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lightrft.strategy.config import StrategyConfig
 
 _METRICS = "metrics go to OUTPUT_DIR/metrics.jsonl"
-_REWARD = "use --reward_fn FILE.py:FUNCTION"
+_REWARD_MODELS = "reward models run in the trainer's processes"
 _TRACE = "use --save_trajectories, which writes trajectories.jsonl"
 _VISION = "only text models are trained yet"
 _FILES = "--pretrain_data takes one source, of which the split train is used"
@@ -41,9 +41,8 @@ UNAVAILABLE: dict[str, str] = {
     "limit_mm_image_per_prompt": _VISION,
     "initial_model_shard_size": "the reference model is sharded over all processes",
     "load_in_4bit": "weights are never quantised in training",
-    "reward_pretrain": "reward models are not available yet; " + _REWARD,
-    "rm_use_engine": "reward models are not available yet; " + _REWARD,
-    "rm_engine_cudagraph": "reward models are not available yet; " + _REWARD,
+    "rm_use_engine": _REWARD_MODELS,
+    "rm_engine_cudagraph": _REWARD_MODELS,
     "value_head_prefix": "the critic's head is always called value_head",
     "reference_key": "use --label_key; other columns reach the reward function by name",
     "use_ms": "models and data are read from local paths",

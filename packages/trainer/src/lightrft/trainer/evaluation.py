@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from lightrft.datasets.types import Prompt
     from lightrft.engines.types import SamplingParams
+    from lightrft.experience.model_rewards import ModelRewards
     from lightrft.experience.rollouts import Decoder
     from lightrft.experience.types import ScoredRollout
     from lightrft.rewards.types import RewardFunction
@@ -31,6 +32,7 @@ def evaluate(
     sampling_params: SamplingParams,
     sleep_engine: bool,
     masks_failures: bool = False,
+    model_rewards: ModelRewards | None = None,
 ) -> dict[str, float]:
     """Mean reward and components of one completion per prompt.
 
@@ -44,6 +46,7 @@ def evaluate(
         decoder: Turns sampled ids into text.
         sampling_params: Of one completion (n = 1).
         sleep_engine: Put the engine to sleep afterwards.
+        model_rewards: Reward models, or None.
         masks_failures: Leave prompts whose reward fails out of the means, and count them.
 
     Returns:
@@ -60,6 +63,7 @@ def evaluate(
         sampling_params=sampling_params,
         sleep_engine=sleep_engine,
         masks_failures=masks_failures,
+        model_rewards=model_rewards,
     )
     kept = table.take(np.flatnonzero(~table.is_masked).astype(np.int64))
     if not len(kept):
@@ -86,13 +90,15 @@ def sample_and_score(
     sampling_params: SamplingParams,
     sleep_engine: bool,
     masks_failures: bool = False,
+    model_rewards: ModelRewards | None = None,
 ) -> SampleTable:
     """All completions of all prompts with their rewards, the same table on every rank.
 
     Rank r of W completes the prompts r, r + W, ...; shares may be unequal or empty.
 
     Args:
-        prompts, strategy, reward_function, decoder, sleep_engine, masks_failures: See `evaluate`.
+        prompts, strategy, reward_function, decoder, sleep_engine, masks_failures, model_rewards:
+            See `evaluate`.
         sampling_params: With n completions of each prompt.
 
     Returns:
@@ -111,9 +117,12 @@ def sample_and_score(
         group_size=sampling_params.n,
         decoder=decoder,
     )
+    models = None if model_rewards is None else model_rewards.score(rollouts)
     scored: Sequence[ScoredRollout] | Exception
     try:
-        scored = score_rollouts(rollouts, reward_function, masks_failures=masks_failures)
+        scored = score_rollouts(
+            rollouts, reward_function, masks_failures=masks_failures, model_results=models
+        )
     except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
         scored = error
     return exchange(scored, strategy)

@@ -10,11 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+from lightrft.experience.collate import pad_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
     from torch import Tensor, nn
 
     from lightrft.models.types import ActorOutput
@@ -100,17 +102,8 @@ class PretrainMix:
     ) -> Tensor:
         # A rank without rows looks at any text and multiplies by 0: backward is a collective.
         texts = [self.texts[row] for row in rows] or [self.texts[0]]
-        token_ids, attention_mask = padded(texts, device)
+        token_ids, attention_mask = pad_rows(texts, device)
         output: ActorOutput = actor(token_ids, attention_mask, scored_mask=None)
         share = -output.logprobs.sum() * (1.0 if rows else 0.0) / num_tokens
         metrics.add_mean("ptx_loss", share, 0.0)
         return self.coef * share
-
-
-def padded(texts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids [batch, seq] int64, right-padded with 0, and what is no padding [batch, seq]."""
-    lengths = torch.tensor([len(text) for text in texts])
-    mask = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
-    token_ids = torch.zeros(mask.shape, dtype=torch.int64)
-    token_ids[mask] = torch.tensor([token for text in texts for token in text])
-    return token_ids.to(device), mask.to(device)

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrft.experience.maker import greedy_params
+from lightrft.experience.sampling import greedy_params
 from lightrft.trainer import algorithm
 from lightrft.trainer.checkpointing import CheckpointStore
 from lightrft.trainer.evaluation import evaluate
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lightrft.datasets.types import Prompt
+    from lightrft.experience.model_rewards import ModelRewards
     from lightrft.experience.types import ExperienceBatch
     from lightrft.rewards.types import RewardFunction
     from lightrft.strategy.prepared import Arguments
@@ -51,6 +52,7 @@ class RunControl:
     _stream: PromptStream | None
     _loggers: LoggerGroup
     _sample_log: SampleLog | None
+    _model_rewards: ModelRewards | None
     _trajectory_log: TrajectoryLog | None
     _stop_request: Callable[[], bool] | None = None
 
@@ -73,6 +75,7 @@ class RunControl:
             sampling_params=greedy_params(algorithm.sampling_params(self.config)),
             sleep_engine=self.config.enable_engine_sleep,
             masks_failures=self.config.reward_failure == "mask",
+            model_rewards=self._model_rewards,
         )
         if metrics:
             metrics["eval/seconds"] = time.perf_counter() - begin

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lightrft.datasets.types import Prompt
+    from lightrft.experience.model_rewards import ModelRewards
     from lightrft.experience.types import ExperienceBatch
     from lightrft.rewards.types import RewardFunction
     from lightrft.strategy.prepared import PreparedModel
@@ -67,6 +68,7 @@ class SPMDPPOTrainerBase(RunControl):
         tokenizer: Of the actor; None takes the one in `pretrain` of the configuration.
         processor: Of images; needed by vision-language models.
         reward_fn: Takes the place of `reward_model`.
+        model_rewards: Reward models whose scores are added to the reward, or None.
         prompts_dataloader: What `make_experience` takes prompts from.
         eval_prompts: Held-out prompts, all of them on every rank.
         loggers: Receive metrics on the first rank; None prints a line a step.
@@ -104,6 +106,7 @@ class SPMDPPOTrainerBase(RunControl):
         tokenizer: PreTrainedTokenizerBase | None = None,
         processor: object | None = None,
         reward_fn: RewardFunction | None = None,
+        model_rewards: ModelRewards | None = None,
         prompts_dataloader: PromptBatches | None = None,
         eval_prompts: Sequence[Prompt] = (),
         loggers: Sequence[MetricsLogger] | None = None,
@@ -138,7 +141,7 @@ class SPMDPPOTrainerBase(RunControl):
         self._experience: StepExperience | None = None
         self._is_first_step = True
         self._sample_log, self._trajectory_log = sample_log, trajectory_log
-        self._pretrain = pretrain
+        self._pretrain, self._model_rewards = pretrain, model_rewards
         self._is_deterministic = is_deterministic(strategy.unwrap_model(self._actor.model))
         if loggers is None:
             loggers = [ConsoleLogger(strategy.print, every=self.config.logging_steps)]
@@ -175,6 +178,7 @@ class SPMDPPOTrainerBase(RunControl):
                 self.config, pad_token_id=0 if pad_token_id is None else int(pad_token_id)
             ),
             device=self.strategy.device,
+            model_rewards=self._model_rewards,
         )
 
     @property

@@ -1,0 +1,123 @@
+"""Rewards from models in the trainer's processes, over all ranks together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightrft.experience.collate import pad_rows
+from lightrft.rewards.types import RewardResult
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
+
+    from lightrft.experience.types import Rollout
+    from lightrft.rewards.recipes import RewardRecipes
+    from lightrft.strategy.strategy_base import StrategyBase
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringModel:
+    """A prepared reward model.
+
+    Args:
+        name: Of its component, and in recipes.
+        model: [batch, seq] token ids and attention mask -> [batch] scores; see
+            `lightrft.models.reward_model.RewardModel`.
+        tokenizer: Of the model; None if it reads the sampled ids themselves.
+        weight: Of its score in the reward, without recipes.
+    """
+
+    name: str
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase | None = None
+    weight: float = 1.0
+
+
+class ModelRewards:
+    """Scores the rollouts of all ranks, one model after the other.
+
+    Every model is on the device only while it scores. Sharded models are called equally often on
+    every rank, with a row of padding where a rank has nothing left.
+
+    Args:
+        strategy: Moves models and counts over ranks.
+        models: What scores.
+        micro_batch_size: Rows of one forward pass.
+        recipes: Weights by row, instead of those of the models; None is off.
+    """
+
+    def __init__(
+        self,
+        strategy: StrategyBase,
+        models: Sequence[ScoringModel],
+        *,
+        micro_batch_size: int,
+        recipes: RewardRecipes | None = None,
+    ) -> None:
+        self._strategy = strategy
+        self._models = tuple(models)
+        self._micro_batch_size = micro_batch_size
+        self._recipes = recipes
+        for entry in models:
+            strategy.offload_model(entry.model)
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[RewardResult]:
+        """What the models say about this rank's rollouts; collective.
+
+        Returns:
+            One result a rollout: the weighted sum, and each score unweighted by name.
+
+        Raises:
+            RewardError: A row has no recipe.
+        """
+        weights = [self._weights(rollout) for rollout in rollouts]
+        scores: list[dict[str, float]] = [{} for _ in rollouts]
+        for entry in self._models:
+            wanted = [i for i, row in enumerate(weights) if entry.name in row]
+            texts = [_token_ids(rollouts[i], entry.tokenizer) for i in wanted]
+            for i, value in zip(wanted, self._score_texts(entry.model, texts), strict=True):
+                scores[i][entry.name] = value
+        return [
+            RewardResult(sum(row[name] * value for name, value in found.items()), found)
+            for row, found in zip(weights, scores, strict=True)
+        ]
+
+    def _weights(self, rollout: Rollout) -> Mapping[str, float]:
+        if self._recipes is None:
+            return {entry.name: entry.weight for entry in self._models}
+        return self._recipes.weights_of(rollout.prompt.columns.get(self._recipes.column))
+
+    @torch.no_grad()
+    def _score_texts(self, model: nn.Module, texts: Sequence[Sequence[int]]) -> list[float]:
+        size, device = self._micro_batch_size, self._strategy.device
+        num_batches = max(self._strategy.gather_objects(-(-len(texts) // size)))
+        # Texts of like length share a batch.
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        scores = [0.0] * len(texts)
+        self._strategy.reload_model(model)
+        for number in range(num_batches):
+            rows = order[number * size : (number + 1) * size]
+            token_ids, mask = pad_rows([texts[i] for i in rows] or [(0,)], device)
+            found: Tensor = model(token_ids, mask)
+            for i, value in zip(rows, found.tolist(), strict=False):
+                scores[i] = value
+        self._strategy.offload_model(model)
+        return scores
+
+
+def _token_ids(rollout: Rollout, tokenizer: PreTrainedTokenizerBase | None) -> Sequence[int]:
+    """Prompt and response as a model reads them; a finished response ends with its end token."""
+    completion = rollout.completion
+    if tokenizer is None:
+        return (*completion.prompt_token_ids, *completion.output_token_ids)
+    text = rollout.prompt.text + rollout.response_text
+    token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if completion.finish_reason == "stop" and tokenizer.eos_token_id is not None:
+        token_ids = [*token_ids, tokenizer.eos_token_id]
+    return token_ids

@@ -1,0 +1,99 @@
+"""A model that gives a whole text one number."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
+
+from lightrft.models.actor import run_trunk
+from lightrft.models.layout import TokenLayout
+from lightrft.models.loading import ModelLoadError, load_config, parse_dtype
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+HEAD = "score"
+
+
+class RewardModel(nn.Module):
+    """Scores token sequences with a sequence classifier that has one output.
+
+    Args:
+        model: A transformers model "for sequence classification" with one label and its head in
+            the child `score`.
+
+    Raises:
+        ValueError: It has more labels, or no such head.
+    """
+
+    is_actor = False
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        if model.config.num_labels != 1:
+            raise ValueError(
+                "a reward model has one label: got num_labels = "
+                f"{model.config.num_labels} in {type(model).__name__}"
+            )
+        if HEAD not in dict(model.named_children()):
+            raise ValueError(
+                f"a reward model has a head called {HEAD!r}: got {type(model).__name__} with "
+                f"{', '.join(name for name, _ in model.named_children())}"
+            )
+        self.model = model
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str, *, dtype: str = "float32", attn_implementation: str = "sdpa"
+    ) -> RewardModel:
+        """Loads a sequence classifier.
+
+        Raises:
+            ModelLoadError: It cannot be read, has more than one label, or lacks a trained head.
+        """
+        config = load_config(path)
+        if config.num_labels != 1:
+            raise ModelLoadError(
+                f"the reward model {path!r} must have one label: got num_labels = "
+                f"{config.num_labels}; give a sequence classifier that was trained as a reward "
+                "model"
+            )
+        try:
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                path,
+                dtype=parse_dtype(dtype),
+                attn_implementation=attn_implementation,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as err:
+            first_line = (str(err).strip().splitlines() or [type(err).__name__])[0]
+            raise ModelLoadError(f"cannot load the reward model {path!r}: {first_line}") from err
+        if report["missing_keys"]:
+            raise ModelLoadError(
+                f"the reward model {path!r} lacks {', '.join(sorted(report['missing_keys'])[:3])}: "
+                "a language model without a trained head gives random rewards"
+            )
+        return cls(model)
+
+    def forward(self, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The score at the last token of each row: [batch] float32.
+
+        Args:
+            token_ids: [batch, seq] int64, right-padded.
+            attention_mask: [batch, seq] bool, True on real tokens; one or more in each row.
+        """
+        layout = TokenLayout.padded(token_ids, attention_mask)
+        hidden = run_trunk(self.model.base_model, token_ids, attention_mask, layout, None)
+        rows = torch.arange(len(token_ids), device=token_ids.device)
+        last = hidden[rows, attention_mask.long().sum(dim=1) - 1]
+        scores: Tensor = self.model.get_submodule(HEAD)(last)
+        return scores.squeeze(-1).float()
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The configuration of the wrapped model."""
+        return self.model.config

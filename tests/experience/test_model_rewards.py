@@ -1,0 +1,132 @@
+"""Reward models in the step: equal calls on every rank, one model on the device at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightrft.datasets.types import Prompt
+from lightrft.engines.types import Completion
+from lightrft.experience.model_rewards import ModelRewards, ScoringModel
+from lightrft.experience.scoring import score_rollouts
+from lightrft.experience.types import Rollout
+from lightrft.models.presets import byte_level_tokenizer
+from lightrft.rewards.errors import RewardError
+from lightrft.rewards.recipes import RewardRecipes
+from lightrft.rewards.types import RewardResult
+
+
+class SumOfIds(torch.nn.Module):
+    """The sum of the ids of a row, times a factor."""
+
+    def __init__(self, log, factor=1.0):
+        super().__init__()
+        self.log, self.factor = log, factor
+
+    def forward(self, token_ids, attention_mask):
+        self.log.append(("call", self.factor, token_ids.shape[0]))
+        return (token_ids * attention_mask).sum(dim=1).float() * self.factor
+
+
+class OneOfTwoRanks:
+    """The other rank has `others` rows more or less."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, log, others):
+        self.log, self.others = log, others
+
+    def gather_objects(self, count):
+        return [count, self.others]
+
+    def reload_model(self, model):
+        self.log.append(("reload", model.factor))
+
+    def offload_model(self, model):
+        self.log.append(("offload", model.factor))
+
+
+def rollout(i, response, *, task="a", finish="stop"):
+    prompt = Prompt(i, "ab", (97, 98), columns={"task": task})
+    text = bytes(response).decode()
+    completion = Completion(
+        request_id=i, sample_index=0, prompt_token_ids=(97, 98),
+        output_token_ids=tuple(response), output_logprobs=(0.0,) * len(response),
+        logprobs_law="temperature", finish_reason=finish, weights_version=0,
+    )  # fmt: skip
+    return Rollout(prompt, completion, i, i, text)
+
+
+def rollouts():
+    return [rollout(0, [99, 99, 99]), rollout(1, [100]), rollout(2, [101, 101], task="b")]
+
+
+def test_scores_keep_their_rows_and_calls_do_not_depend_on_a_ranks_own_rows():
+    log = []
+    strategy = OneOfTwoRanks(log, others=3)
+    models = [
+        ScoringModel("first", SumOfIds(log), weight=2.0),
+        ScoringModel("second", SumOfIds(log, -1.0)),
+    ]
+    rewards = ModelRewards(strategy, models, micro_batch_size=2)
+    assert log == [("offload", 1.0), ("offload", -1.0)]
+    log.clear()
+    results = rewards.score(rollouts())
+    sums = [195 + 297, 195 + 100, 195 + 202]
+    assert [r.reward for r in results] == [2.0 * s - s for s in sums]
+    assert results[1].components == {"first": 295.0, "second": -295.0}
+    # Two batches of own rows, and one more because the other rank has three.
+    calls = [("call", 1.0, 2), ("call", 1.0, 1), ("call", 1.0, 1)]
+    assert log[:5] == [("reload", 1.0), *calls, ("offload", 1.0)]
+    log.clear()
+    assert rewards.score([]) == []
+    assert sum(entry[0] == "call" for entry in log) == 6
+
+
+def test_recipes_choose_rows_and_weights():
+    log = []
+    recipes = RewardRecipes("task", {"a": {"first": 0.5}, "b": {"rule": 1.0}})
+    rewards = ModelRewards(
+        OneOfTwoRanks(log, 0), [ScoringModel("first", SumOfIds(log))], micro_batch_size=8,
+        recipes=recipes,
+    )  # fmt: skip
+    log.clear()
+    found = rewards.score(rollouts())
+    assert [r.reward for r in found] == [246.0, 147.5, 0.0]
+    assert found[2].components == {}
+    assert ("call", 1.0, 2) in log
+
+
+def test_another_tokenizer_reads_the_text_and_the_end_of_finished_responses():
+    log = []
+    tokenizer = byte_level_tokenizer()
+    rewards = ModelRewards(
+        OneOfTwoRanks(log, 0), [ScoringModel("m", SumOfIds(log), tokenizer)], micro_batch_size=1
+    )
+    finished, cut = rewards.score([rollout(0, [99]), rollout(0, [99], finish="length")])
+    assert cut.reward == 97 + 98 + 99
+    assert finished.reward == cut.reward + tokenizer.eos_token_id
+
+
+class Rule:
+    name, needs_labels = "rule", False
+
+    def score(self, prompts, responses, labels, columns):
+        return [RewardResult(1.0, {"rule": 1.0}) for _ in responses]
+
+    def close(self):
+        pass
+
+
+def test_model_scores_are_added_to_the_rules_and_must_be_finite():
+    items = rollouts()[:2]
+    scored = score_rollouts(
+        items,
+        Rule(),
+        model_results=[RewardResult(0.5, {"model": 5.0}), RewardResult(-2.0, {"model": -20.0})],
+    )
+    assert [s.reward for s in scored] == [1.5, -1.0]
+    assert scored[0].components == {"rule": 1.0, "model": 5.0}
+    assert scored[0].accuracy == 1.5
+    with pytest.raises(RewardError, match="prompt 1"):
+        score_rollouts(items, Rule(), model_results=[RewardResult(0.0), RewardResult(float("nan"))])
