@@ -51,7 +51,8 @@ def train_each(rank, world_size, runs):
 
     # Kept over all runs: to end one and start the next at the same address is a race.
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    return [asdict(run_training(TrainConfig(**values)))["last_metrics"] for values in runs]
+    summaries = [asdict(run_training(TrainConfig(**values))) for values in runs]
+    return [{**summary["last_metrics"], **summary["last_eval"]} for summary in summaries]
 
 
 def same(first, second, *, rel=1e-3):
