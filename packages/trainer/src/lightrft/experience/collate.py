@@ -25,6 +25,7 @@ def collate(
     temperature: float,
     device: torch.device,
     num_uncompared_tokens: int = 0,
+    version: int | None = None,
 ) -> RolloutBatch:
     """The rows of a table as right-padded tensors.
 
@@ -37,6 +38,8 @@ def collate(
         temperature: At which all rows were sampled.
         device: Where the tensors go.
         num_uncompared_tokens: First response tokens that were drawn at another temperature.
+        version: Of the trainer's weights: tokens of other versions cannot be compared with them.
+            None takes all tokens as sampled by the weights of the step.
     """
     prompt_lengths = torch.from_numpy(table.prompt_lengths)[:, None]  # [batch, 1]
     lengths = torch.from_numpy(table.lengths)[:, None]
@@ -51,6 +54,10 @@ def collate(
     is_kept = torch.from_numpy(~table.is_masked)[:, None]
     is_compared = is_kept & torch.from_numpy(table.is_comparable)[:, None]
     is_compared = is_compared & is_response & (positions >= prompt_lengths + num_uncompared_tokens)
+    if version is not None:
+        is_current = torch.zeros_like(is_response)
+        is_current[is_response] = torch.from_numpy(table.token_versions == version)
+        is_compared = is_compared & is_current
     return RolloutBatch(
         token_ids=token_ids.to(device),
         attention_mask=attention_mask.to(device),

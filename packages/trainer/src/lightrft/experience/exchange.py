@@ -42,7 +42,8 @@ class SampleTable:
         is_truncated: [rows] bool; the token budget ended the response.
         is_masked: [rows] bool; excluded from the loss.
         is_comparable: [rows] bool; `rollout_logprobs` follow the law the trainer scores with.
-        weights_versions: [rows] int64 of the weights that sampled the row.
+        weights_versions: [rows] int64 of the weights that sampled the end of the row.
+        token_versions: [sum of response lengths] int64 of the weights that sampled each token.
     """
 
     sample_ids: NDArray[np.int64]
@@ -59,6 +60,7 @@ class SampleTable:
     is_masked: NDArray[np.bool_]
     is_comparable: NDArray[np.bool_]
     weights_versions: NDArray[np.int64]
+    token_versions: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -85,6 +87,7 @@ class SampleTable:
             is_masked=self.is_masked[rows],
             is_comparable=self.is_comparable[rows],
             weights_versions=self.weights_versions[rows],
+            token_versions=_take_segments(self.token_versions, self.response_lengths, rows),
         )
 
 
@@ -111,7 +114,15 @@ def tabulate(scored: Sequence[ScoredRollout]) -> SampleTable:
         is_masked=np.array([item.is_masked for item in scored], dtype=np.bool_),
         is_comparable=np.array([c.logprobs_law == "temperature" for c in completions], np.bool_),
         weights_versions=np.array([c.weights_version for c in completions], dtype=np.int64),
+        token_versions=np.array([v for item in scored for v in _versions(item)], dtype=np.int64),
     )
+
+
+def _versions(item: ScoredRollout) -> tuple[int, ...]:
+    completion = item.rollout.completion
+    if item.rollout.token_versions is not None:
+        return item.rollout.token_versions
+    return (completion.weights_version,) * len(completion.output_token_ids)
 
 
 def merge(tables: Sequence[SampleTable]) -> SampleTable:
@@ -136,6 +147,7 @@ def merge(tables: Sequence[SampleTable]) -> SampleTable:
         is_masked=np.concatenate([t.is_masked for t in tables]),
         is_comparable=np.concatenate([t.is_comparable for t in tables]),
         weights_versions=np.concatenate([t.weights_versions for t in tables]),
+        token_versions=np.concatenate([t.token_versions for t in tables]),
     )
     order = np.argsort(joined.sample_ids, kind="stable").astype(np.int64)
     ordered = joined.take(order)

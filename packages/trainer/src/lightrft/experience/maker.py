@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +14,7 @@ from lightrft.experience.assemble import (
     assemble,
     shape_rewards,
 )
+from lightrft.experience.carry import CarryOver
 from lightrft.experience.collate import collate, micro_slices
 from lightrft.experience.forward import ForwardModels, compute_outputs
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
@@ -31,12 +32,16 @@ if TYPE_CHECKING:
     )
     from lightrft.experience.exchange import SampleTable
     from lightrft.experience.model_rewards import ModelRewards
+    from lightrft.experience.partial import PartialReport
     from lightrft.experience.rollouts import (
         Decoder,
     )
     from lightrft.experience.types import ExperienceBatch, RolloutBatch, ScoredRollout
     from lightrft.rewards.types import RewardFunction
     from lightrft.strategy.strategy_base import StrategyBase
+
+
+NOTHING_CARRIED = CarryOver()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,8 @@ class StepExperience:
         num_prompts: Prompts that were rolled out, over all ranks.
         num_rounds: Batches of prompts among them.
         selection: What dynamic sampling did, or None.
+        partial: What partial rollouts did, or None.
+        has_engine_logprobs: The old logprobs are the engine's.
     """
 
     batch: ExperienceBatch
@@ -66,6 +73,8 @@ class StepExperience:
     num_prompts: int
     num_rounds: int = 1
     selection: Selection | None = None
+    partial: PartialReport | None = None
+    has_engine_logprobs: bool = False
 
     def rows_of_minibatch(self, index: int) -> slice:
         """Rows of `batch` that belong to one optimizer batch."""
@@ -119,6 +128,7 @@ class ExperienceMaker:
         shaping: RewardShaping,
         next_prompts: Callable[[], Sequence[Prompt]] | None = None,
         defers_actor: bool = False,
+        carry: CarryOver = NOTHING_CARRIED,
     ) -> StepExperience:
         """The experience of one step.
 
@@ -132,20 +142,28 @@ class ExperienceMaker:
             next_prompts: This rank's share of further prompts, for dynamic sampling.
             defers_actor: Leave old logprobs and entropies to the update if the step has one
                 optimizer batch.
+            carry: Responses that the step before left unfinished.
         """
         settings, meter = self._settings, StageMeter()
-        samples = self._sampler.collect(prompts, first_request_id, advantage, next_prompts, meter)
+        samples = self._sampler.collect(
+            prompts, first_request_id, advantage, next_prompts, meter, carry
+        )
         table = samples.table
         plan = self._plan(table, step)
         index = plan.row_index(self._strategy.get_rank())
-        batch = self._collate(table.take(index))
+        version = None if samples.partial is None else samples.partial.version
+        batch = self._collate(table.take(index), version)
         with meter.stage("forward"):
             outputs = compute_outputs(
                 batch,
                 self._models,
                 slices=self._micro_slices(plan, table),
-                scores_actor=not (defers_actor and plan.num_minibatches == 1),
+                scores_actor=not settings.takes_engine_logprobs
+                and not (defers_actor and plan.num_minibatches == 1),
             )
+        if settings.takes_engine_logprobs:
+            sampled = torch.where(batch.response_mask, batch.rollout_logprobs, 0.0)
+            outputs = replace(outputs, old_logprobs=sampled)
         shaped = shape_rewards(table, shaping)
         experience = assemble(
             table,
@@ -170,6 +188,8 @@ class ExperienceMaker:
             num_prompts=samples.num_prompts,
             num_rounds=samples.num_rounds,
             selection=samples.selection,
+            partial=samples.partial,
+            has_engine_logprobs=settings.takes_engine_logprobs,
         )
 
     def _plan(self, table: SampleTable, step: int) -> MinibatchPlan:
@@ -181,7 +201,7 @@ class ExperienceMaker:
             step=step,
         )
 
-    def _collate(self, table: SampleTable) -> RolloutBatch:
+    def _collate(self, table: SampleTable, version: int | None) -> RolloutBatch:
         settings = self._settings
         return collate(
             table,
@@ -189,6 +209,7 @@ class ExperienceMaker:
             temperature=settings.sampling_params.temperature,
             device=self._device,
             num_uncompared_tokens=0 if settings.first_token_temperature is None else 1,
+            version=version,
         )
 
     def _micro_slices(self, plan: MinibatchPlan, table: SampleTable) -> Sequence[slice]:

@@ -14,6 +14,12 @@ from lightrft.experience.dynamic import (
 )
 from lightrft.experience.exchange import SampleTable, exchange, merge
 from lightrft.experience.fire import generate_fire
+from lightrft.experience.partial import (
+    PartialReport,
+    PartialRollout,
+    finish_groups,
+    open_groups,
+)
 from lightrft.experience.rollouts import (
     Decoder,
     build_requests,
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
     from lightrft.datasets.types import Prompt
     from lightrft.engines.types import SamplingParams
     from lightrft.experience.assemble import AdvantageSettings
+    from lightrft.experience.carry import CarryOver, OpenGroup
     from lightrft.experience.model_rewards import ModelRewards
     from lightrft.experience.stages import StageMeter
     from lightrft.experience.types import Rollout, ScoredRollout
@@ -54,6 +61,8 @@ class MakerSettings:
         dynamic_sampling: Replace groups without signal, or None.
         max_micro_tokens: Cut micro batches by tokens, padding included, instead of rows; None is
             off.
+        partial: Carry unfinished responses over to the next step, or None.
+        takes_engine_logprobs: The engine's logprobs are the old ones; the actor is not asked.
     """
 
     sampling_params: SamplingParams
@@ -67,6 +76,8 @@ class MakerSettings:
     first_token_temperature: float | None = None
     dynamic_sampling: DynamicSampling | None = None
     max_micro_tokens: int | None = None
+    partial: PartialRollout | None = None
+    takes_engine_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +90,7 @@ class Samples:
     num_prompts: int
     num_rounds: int = 1
     selection: Selection | None = None
+    partial: PartialReport | None = None
 
 
 class RolloutSampler:
@@ -114,8 +126,13 @@ class RolloutSampler:
         advantage: AdvantageSettings,
         next_prompts: Callable[[], Sequence[Prompt]] | None,
         meter: StageMeter,
+        carry: CarryOver,
     ) -> Samples:
         """All samples of the step; with dynamic sampling as many batches as it takes."""
+        if self._settings.partial is not None:
+            return self._collect_partial(
+                prompts, first_request_id, self._settings.partial, next_prompts, meter, carry
+            )
         dynamic = self._settings.dynamic_sampling
         num_wanted = len(prompts) * self._strategy.world_size
         max_rounds = 1 if dynamic is None or next_prompts is None else dynamic.max_num_batches
@@ -144,6 +161,59 @@ class RolloutSampler:
             selection=selection,
         )
 
+    def _collect_partial(
+        self,
+        prompts: Sequence[Prompt],
+        first_request_id: int,
+        partial: PartialRollout,
+        next_prompts: Callable[[], Sequence[Prompt]] | None,
+        meter: StageMeter,
+        carry: CarryOver,
+    ) -> Samples:
+        """The groups that are finished first, and what goes on in the next step."""
+        settings, strategy = self._settings, self._strategy
+        params = settings.sampling_params
+        num_wanted, num_prompts = len(prompts) * strategy.world_size, 0
+        groups = list(carry.groups)
+        while True:
+            _check_text_only(prompts)
+            first = first_request_id + num_prompts
+            groups += open_groups(
+                prompts, first_request_id=first, group_size=params.n, strategy=strategy
+            )
+            num_prompts += num_wanted
+            if next_prompts is None or len(groups) >= partial.num_prompts:
+                break
+            prompts = next_prompts()
+        with meter.stage("rollout"):
+            chosen, report = finish_groups(
+                replace(carry, groups=tuple(groups)),
+                num_wanted,
+                settings=partial,
+                sampling_params=params,
+                strategy=strategy,
+                sleep_engine=settings.sleep_engine,
+            )
+            own = range(strategy.get_rank(), num_wanted, strategy.world_size)
+            rollouts = [item for i in own for item in self._group_rollouts(chosen[i], i)]
+        scored, table = self._score(rollouts, meter)
+        _check_any_scored(table)
+        return Samples(scored, table, None, num_prompts, partial=report)
+
+    def _group_rollouts(self, group: OpenGroup, group_id: int) -> list[Rollout]:
+        rollouts = pair_completions(
+            [group.prompt],
+            [group.request_id],
+            group.completions(self._settings.sampling_params.logprobs_law),
+            group_ids=[group_id],
+            group_size=len(group.samples),
+            decoder=self._decoder,
+        )
+        return [
+            replace(item, token_versions=sample.versions)
+            for item, sample in zip(rollouts, group.samples, strict=True)
+        ]
+
     def _sample_round(
         self,
         prompts: Sequence[Prompt],
@@ -170,10 +240,15 @@ class RolloutSampler:
         meter: StageMeter,
     ) -> tuple[list[ScoredRollout], SampleTable]:
         """This rank's scored rollouts and the table of all ranks."""
-        scored: list[ScoredRollout] = []
-        problem: Exception | None = None
         with meter.stage("rollout"):
             rollouts = self._generate(prompts, first_request_id, offset, sampling_params)
+        return self._score(rollouts, meter)
+
+    def _score(
+        self, rollouts: Sequence[Rollout], meter: StageMeter
+    ) -> tuple[list[ScoredRollout], SampleTable]:
+        scored: list[ScoredRollout] = []
+        problem: Exception | None = None
         with meter.stage("reward"):
             # A collective: no failure of this rank alone may come before it.
             models = None if self._model_rewards is None else self._model_rewards.score(rollouts)
@@ -197,12 +272,7 @@ class RolloutSampler:
         offset: int,
         sampling_params: SamplingParams,
     ) -> list[Rollout]:
-        with_images = [prompt.id for prompt in prompts if prompt.images or prompt.videos]
-        if with_images:
-            raise ValueError(
-                f"prompts with images or videos cannot be trained on: got rows {with_images[:10]}; "
-                "remove those columns or rows"
-            )
+        _check_text_only(prompts)
         positions = global_positions(
             len(prompts), rank=self._strategy.get_rank(), world_size=self._strategy.world_size
         )
@@ -229,6 +299,15 @@ class RolloutSampler:
             group_ids=positions,
             group_size=sampling_params.n,
             decoder=self._decoder,
+        )
+
+
+def _check_text_only(prompts: Sequence[Prompt]) -> None:
+    with_images = [prompt.id for prompt in prompts if prompt.images or prompt.videos]
+    if with_images:
+        raise ValueError(
+            f"prompts with images or videos cannot be trained on: got rows {with_images[:10]}; "
+            "remove those columns or rows"
         )
 
 

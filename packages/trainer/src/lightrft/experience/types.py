@@ -24,6 +24,8 @@ class Rollout:
         group_id: Completions of one prompt in one step share it; global over ranks.
         sample_id: Unique within the step and global over ranks: group_id * group_size + index.
         response_text: The decoded response only, special tokens removed.
+        token_versions: Version of the weights that sampled each token; None means that of the
+            completion for all.
     """
 
     prompt: Prompt
@@ -31,6 +33,7 @@ class Rollout:
     group_id: int
     sample_id: int
     response_text: str
+    token_versions: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from lightrft.algorithms.lookup import lookup
 from lightrft.engines.types import SamplingParams
 from lightrft.experience.assemble import AdvantageSettings
 from lightrft.experience.dynamic import DynamicSampling
+from lightrft.experience.partial import PartialRollout
 from lightrft.experience.sampling import MakerSettings
 from lightrft.experience.scoring import OverlongPenalty
 from lightrft.trainer.alarms import Alarms
@@ -159,6 +160,17 @@ def sampling_params(config: PPOConfig) -> SamplingParams:
     )
 
 
+def partial_of(config: PPOConfig) -> PartialRollout | None:
+    """How unfinished responses are carried over; None without `partial_rollout`."""
+    if not config.partial_rollout:
+        return None
+    return PartialRollout(
+        num_prompts=config.partial_rollout_prompts or -(-3 * config.rollout_batch_size // 2),
+        chunk_tokens=config.partial_rollout_tokens or -(-config.generate_max_len // 4),
+        max_staleness=config.max_staleness,
+    )
+
+
 def maker_settings(config: PPOConfig, *, pad_token_id: int) -> MakerSettings:
     """How experience is made."""
     penalty = None
@@ -179,6 +191,8 @@ def maker_settings(config: PPOConfig, *, pad_token_id: int) -> MakerSettings:
         masks_reward_failures=config.reward_failure == "mask",
         first_token_temperature=config.first_token_temperature if config.use_fire else None,
         max_micro_tokens=config.micro_batch_tokens,
+        partial=partial_of(config),
+        takes_engine_logprobs=config.use_rollout_logprobs,
         dynamic_sampling=DynamicSampling(config.max_num_gen_batches)
         if config.dynamic_sampling
         else None,

@@ -133,6 +133,26 @@ class TrainConfig(TrackingConfig):
         at_least=1,
     )  # fmt: skip
 
+    partial_rollout: bool = option(
+        False, "Carry responses that are not finished over to the next step.", group="rollout"
+    )
+    partial_rollout_prompts: int | None = option(
+        None, "Prompts in flight with partial_rollout; unset is 1.5 rollout_batch_size.",
+        group="rollout", at_least=1,
+    )  # fmt: skip
+    partial_rollout_tokens: int | None = option(
+        None, "Tokens of each response between two looks at what is finished, with "
+        "partial_rollout; unset is a quarter of generate_max_len.", group="rollout", at_least=1,
+    )  # fmt: skip
+    max_staleness: int = option(
+        4, "Updates between a token and the step that trains on it, at most, with "
+        "partial_rollout.", group="rollout", at_least=1,
+    )  # fmt: skip
+    use_rollout_logprobs: bool = option(
+        False, "Take the old logprobs from the engine instead of a forward pass of the actor.",
+        group="rollout",
+    )  # fmt: skip
+
     # Algorithm
     policy_loss: str = option(
         "ppo", "Policy loss; ppo is the clipped surrogate.", group="algorithm",

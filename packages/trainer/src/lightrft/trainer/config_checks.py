@@ -109,7 +109,47 @@ def trainer_problems(config: TrainConfig | PPOConfig) -> list[str]:
             "alarm_reward_std",
         ),
     )
-    return [text for is_broken, text in rules if is_broken]
+    further = (*_partial_rules(config), *_engine_logprob_rules(config))
+    return [text for is_broken, text in (*rules, *further) if is_broken]
+
+
+def _partial_rules(config: TrainConfig | PPOConfig) -> tuple[tuple[bool, str], ...]:
+    prompts = config.rollout_batch_size
+    in_flight = config.partial_rollout_prompts
+    excluded = {
+        "dynamic_sampling": config.dynamic_sampling,
+        "use_fire": config.use_fire,
+        "advantage_estimator remax": config.advantage_estimator == "remax",
+    }
+    return (
+        *(
+            (
+                config.partial_rollout and is_set,
+                f"partial_rollout and {name} exclude each other: leave one of them out",
+            )
+            for name, is_set in excluded.items()
+        ),
+        (
+            in_flight is not None and not prompts <= in_flight <= 2 * prompts,
+            "partial_rollout_prompts must lie between rollout_batch_size and twice that, or old "
+            f"responses could not all be trained on in time: got {in_flight} and {prompts}",
+        ),
+    )
+
+
+def _engine_logprob_rules(config: TrainConfig | PPOConfig) -> tuple[tuple[bool, str], ...]:
+    needed, truncates = "use_rollout_logprobs", config.top_p < 1 or config.top_k != -1
+    corrects = config.off_policy_correction is not None
+    excluded = {
+        "top_p and top_k: the engine's logprobs then follow another law": truncates,
+        "use_fire: its first tokens are drawn at another temperature": config.use_fire,
+        "off_policy_correction: all its weights would be 1": corrects,
+        "high_entropy_token_ratio: it needs a forward pass": config.high_entropy_token_ratio > 0,
+    }
+    return tuple(
+        (config.use_rollout_logprobs and is_set, f"{needed} excludes {text}; leave one of them out")
+        for text, is_set in excluded.items()
+    )
 
 
 def has_alarm(config: TrainConfig | PPOConfig) -> bool:
@@ -256,6 +296,11 @@ def idle_options(config: TrainConfig) -> list[str]:
         (config.fused_linear_logprob, "fused_linear_logprob", ("chunk_size",)),
         (config.use_fire, "use_fire", ("first_token_temperature",)),
         (config.dynamic_sampling, "dynamic_sampling", ("max_num_gen_batches",)),
+        (
+            config.partial_rollout,
+            "partial_rollout",
+            ("partial_rollout_prompts", "partial_rollout_tokens", "max_staleness"),
+        ),
         (
             config.high_entropy_token_ratio > 0,
             "high_entropy_token_ratio > 0",

@@ -77,6 +77,13 @@ _ROWS = (
     MetricRow(
         "dynamic/skipped_steps", "", "1 if no prompt taught anything and nothing was trained."
     ),
+    MetricRow("partial/num_chunks", "", "Calls of the engine until enough prompts were finished."),
+    MetricRow("partial/sampled_tokens", "tokens", "Tokens sampled in the step, carried ones too."),
+    MetricRow("partial/carried_groups", "prompts", "Prompts begun that go on in the next step."),
+    MetricRow("partial/carried_tokens", "tokens", "Tokens sampled for those so far."),
+    MetricRow("partial/stale_token_share", "share", "Trained tokens that older weights sampled."),
+    MetricRow("partial/staleness_mean", "updates", "Mean age of the trained tokens' weights."),
+    MetricRow("partial/staleness_max", "updates", "Largest age; at most max_staleness."),
     MetricRow("advantage_mean", "", "Mean advantage over response tokens."),
     MetricRow("advantage_abs", "", "Mean size of the advantages over response tokens."),
     MetricRow("entropy", "nats", "Mean entropy of the policy's next-token distribution."),

@@ -73,6 +73,11 @@ class PPOKeywords(TypedDict, total=False):
     use_fire: bool
     first_token_temperature: float
     max_num_gen_batches: int
+    partial_rollout: bool
+    partial_rollout_prompts: int | None
+    partial_rollout_tokens: int | None
+    max_staleness: int
+    use_rollout_logprobs: bool
     reward_failure: str
     freezing_actor_steps: int
     alarm_kl: float | None
@@ -152,6 +157,11 @@ class PPOConfig:
     use_fire: bool = False
     first_token_temperature: float = 10.0
     max_num_gen_batches: int = 10
+    partial_rollout: bool = False
+    partial_rollout_prompts: int | None = None
+    partial_rollout_tokens: int | None = None
+    max_staleness: int = 4
+    use_rollout_logprobs: bool = False
     reward_failure: str = "raise"
     freezing_actor_steps: int = -1
     alarm_kl: float | None = None
@@ -220,6 +230,7 @@ _COUNTS = (
     "num_episodes",
     "logging_steps",
     "max_num_gen_batches",
+    "max_staleness",
 )
 _RUN_OPTIONS = (
     "num_episodes",

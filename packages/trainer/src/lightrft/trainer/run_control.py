@@ -83,7 +83,8 @@ class RunControl:
 
     def _next_prompts(self) -> Callable[[], Sequence[Prompt]] | None:
         has_loader = self._prompts_dataloader is not None
-        if not self.config.dynamic_sampling or not has_loader:
+        draws_more = self.config.dynamic_sampling or self.config.partial_rollout
+        if not draws_more or not has_loader:
             return None
 
         def draw() -> Sequence[Prompt]:
@@ -173,6 +174,9 @@ class RunControl:
             return False
         self.state, self._stream = restored, None
         self.strategy.update_engine_weights(self._actor.model)
+        engine = self.strategy.inference_engine
+        if engine is not None:
+            self.state = self.state.with_engine_version(engine.weights_version)
         return True
 
     def close(self) -> None:

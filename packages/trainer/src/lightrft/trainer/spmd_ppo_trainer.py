@@ -219,6 +219,7 @@ class SPMDPPOTrainerBase(RunControl):
             shaping=self.state.shaping,
             next_prompts=self._next_prompts(),
             defers_actor=self._defers_actor(),
+            carry=self.state.carry,
         )
         if self._parity_is_due():
             self.check_parity()
@@ -252,7 +253,7 @@ class SPMDPPOTrainerBase(RunControl):
             return None
         rollouts = step.batch.rollouts
         logprobs = step.batch.outputs.old_logprobs
-        if logprobs is None:
+        if logprobs is None or step.has_engine_logprobs:
             rows = micro_slices(0, len(rollouts.rewards), self.config.micro_rollout_batch_size)
             with step.meter.stage("forward"):
                 logprobs = score_actor(rollouts, self.actor, slices=rows)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lightrft.algorithms import AdaptiveKlController, FixedKlController, RunningMoments
 from lightrft.experience.assemble import RewardShaping
+from lightrft.experience.carry import CarryOver
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +27,7 @@ class TrainerState:
         num_requests: Prompts rolled out so far, over all ranks; the id of the next request.
         episode: Pass over the prompts that is under way.
         num_episode_prompts: Prompts of that pass already used, over all ranks.
+        carry: Responses that are not finished yet.
         kl: Weight of the KL term.
         shaping: Running moments of the rewards.
     """
@@ -36,6 +38,7 @@ class TrainerState:
     num_requests: int = 0
     episode: int = 0
     num_episode_prompts: int = 0
+    carry: CarryOver = field(default_factory=CarryOver)
 
     def to_client_state(self) -> dict[str, object]:
         """Plain values for `strategy.save_ckpt`."""
@@ -46,6 +49,7 @@ class TrainerState:
             "episode": self.episode,
             "consumed_samples": self.num_episode_prompts,
             "kl_coef": self.kl.coef,
+            "carry": self.carry.to_json(),
             "reward_moments": None
             if moments is None
             else [moments.count, moments.mean, moments.sum_of_squares],
@@ -74,7 +78,12 @@ class TrainerState:
             num_requests=self.num_requests + num_prompts,
             episode=self.episode if stream is None else stream.episode,
             num_episode_prompts=self.num_episode_prompts if stream is None else stream.num_consumed,
+            carry=self.carry if step.partial is None else step.partial.carry,
         )
+
+    def with_engine_version(self, weights_version: int) -> TrainerState:
+        """This state for an engine that has just received these weights and counts its own way."""
+        return replace(self, carry=self.carry.rebased(weights_version))
 
     def after_prompts(self, consumed_samples: int) -> TrainerState:
         """This state with a position in the first pass over the prompts."""
@@ -99,6 +108,7 @@ class TrainerState:
                 num_requests=int(_number(client_state["num_requests"])),
                 episode=int(_number(client_state["episode"])),
                 num_episode_prompts=int(_number(client_state["consumed_samples"])),
+                carry=CarryOver.from_json(_mapping(client_state["carry"])),
             )
         except KeyError as error:
             raise ValueError(
@@ -121,6 +131,12 @@ def initial_state(config: PPOConfig) -> TrainerState:
             clip=config.reward_clip,
         ),
     )
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object in the checkpoint's client state, got {value!r}")
+    return value
 
 
 def _number(value: object) -> float:

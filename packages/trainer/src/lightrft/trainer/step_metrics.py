@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from lightrft.experience.dynamic import Selection
     from lightrft.experience.exchange import SampleTable
     from lightrft.experience.maker import StepExperience
+    from lightrft.experience.partial import PartialReport
     from lightrft.experience.stages import StageMeter
     from lightrft.experience.types import RolloutBatch
     from lightrft.strategy.optimizers import OptimizerStepResult
@@ -80,6 +82,8 @@ def finished_metrics(
     metrics = {**reduced, **table_metrics(step.table)}
     if step.selection is not None:
         metrics |= selection_metrics(step.selection, num_rounds=step.num_rounds)
+    if step.partial is not None:
+        metrics |= partial_metrics(step.table, step.partial)
     metrics["step_seconds"] = sum(metrics[f"{stage}_seconds"] for stage in STAGES)
     metrics["tokens_per_second"] = float(step.table.lengths.sum()) / metrics["step_seconds"]
     metrics |= _stage_speeds(step, metrics, num_epochs)
@@ -97,6 +101,8 @@ def _stage_speeds(
     sampled = float(step.table.response_lengths.sum())
     if step.selection is not None:
         sampled = float(step.selection.num_sampled_tokens)
+    if step.partial is not None:
+        sampled = float(step.partial.num_sampled_tokens)
     speeds = {
         "train_tokens_per_second": num_epochs * num_tokens / metrics["train_seconds"],
         "rollout_tokens_per_second": sampled / metrics["rollout_seconds"],
@@ -123,6 +129,20 @@ def selection_metrics(selection: Selection, *, num_rounds: int) -> dict[str, flo
     }
 
 
+def partial_metrics(table: SampleTable, report: PartialReport) -> dict[str, float]:
+    """How old the tokens are that are trained on, and what goes on in the next step."""
+    staleness = report.version - table.token_versions
+    return {
+        "partial/num_chunks": float(report.num_chunks),
+        "partial/sampled_tokens": float(report.num_sampled_tokens),
+        "partial/carried_groups": float(report.num_carried),
+        "partial/carried_tokens": float(report.num_carried_tokens),
+        "partial/stale_token_share": float((staleness > 0).mean()) if len(staleness) else 0.0,
+        "partial/staleness_mean": float(staleness.mean()) if len(staleness) else 0.0,
+        "partial/staleness_max": float(staleness.max(initial=0)),
+    }
+
+
 def constant_group_share(table: SampleTable) -> float:
     """Share of the prompts whose samples all have the same reward, which teach nothing."""
     groups = np.unique(table.group_ids)
@@ -138,13 +158,16 @@ def group_reward_std(table: SampleTable) -> float:
 
 def record_experience(step: StepExperience, metrics: StepMetrics, *, kl_estimator: str) -> None:
     """Adds what this rank's rows say: advantages, values and, where the actor was asked, policy."""
-    batch = step.batch
-    mask = batch.rollouts.response_mask
+    batch, rollouts = step.batch, step.batch.rollouts
+    mask = rollouts.response_mask
+    if step.has_engine_logprobs:
+        # Compared with themselves they would look perfect.
+        rollouts = replace(rollouts, compared_mask=None)
     if batch.outputs.old_logprobs is not None:
         record_policy(
             batch.outputs.old_logprobs,
             batch.outputs.entropy,
-            batch.rollouts,
+            rollouts,
             batch.outputs.ref_logprobs,
             metrics,
             kl_estimator=kl_estimator,

@@ -1,0 +1,188 @@
+"""Responses that are not finished yet, as they are carried from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self, cast
+
+from lightrft.datasets.types import Prompt
+from lightrft.engines.types import Completion, FinishReason
+
+if TYPE_CHECKING:
+    from lightrft.engines.types import LogprobsLaw
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSample:
+    """A response so far.
+
+    Args:
+        token_ids: What was sampled.
+        logprobs: fp32 logprob of each token under the weights that sampled it.
+        versions: Version of those weights, for each token.
+        finish_reason: None while it goes on.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+
+    def extended(self, part: Completion, *, max_tokens: int) -> OpenSample:
+        """The response with a further part.
+
+        Args:
+            part: What the engine sampled after it.
+            max_tokens: Length at which a response ends.
+        """
+        token_ids = (*self.token_ids, *part.output_token_ids)
+        is_over = part.finish_reason != "length" or len(token_ids) >= max_tokens
+        return OpenSample(
+            token_ids,
+            (*self.logprobs, *part.output_logprobs),
+            (*self.versions, *(part.weights_version for _ in part.output_token_ids)),
+            part.finish_reason if is_over else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """A prompt and its responses so far.
+
+    Args:
+        request_id: Number of the prompt in the run.
+        prompt: The data row.
+        samples: One a response.
+    """
+
+    request_id: int
+    prompt: Prompt
+    samples: tuple[OpenSample, ...]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all responses are."""
+        return all(sample.finish_reason is not None for sample in self.samples)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Of the weights that sampled any of its tokens; None before the first."""
+        return min((v for sample in self.samples for v in sample.versions), default=None)
+
+    def completions(self, law: LogprobsLaw) -> list[Completion]:
+        """The finished responses as completions of the prompt."""
+        return [
+            Completion(
+                request_id=self.request_id,
+                sample_index=index,
+                prompt_token_ids=self.prompt.token_ids,
+                output_token_ids=sample.token_ids,
+                output_logprobs=sample.logprobs,
+                logprobs_law=law,
+                finish_reason=sample.finish_reason or "abort",
+                weights_version=max(sample.versions, default=-1),
+            )
+            for index, sample in enumerate(self.samples)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class CarryOver:
+    """What a step leaves to the next one; the same on every rank.
+
+    Args:
+        groups: Ordered by request id; those without tokens have not begun.
+        num_calls: Calls of the engine so far; each has random numbers of its own.
+        weights_version: Of the engine during the step.
+    """
+
+    groups: tuple[OpenGroup, ...] = ()
+    num_calls: int = 0
+    weights_version: int = -1
+
+    def rebased(self, weights_version: int) -> CarryOver:
+        """The same for an engine that counts anew.
+
+        Args:
+            weights_version: Its version of the weights that followed those of the step.
+        """
+        shift = weights_version - (self.weights_version + 1)
+        groups = tuple(
+            replace(
+                group,
+                samples=tuple(
+                    replace(sample, versions=tuple(v + shift for v in sample.versions))
+                    for sample in group.samples
+                ),
+            )
+            for group in self.groups
+        )
+        return replace(self, groups=groups, weights_version=weights_version - 1)
+
+    def to_json(self) -> dict[str, object]:
+        """Plain values for a checkpoint."""
+        return {
+            "num_calls": self.num_calls,
+            "weights_version": self.weights_version,
+            "groups": [
+                {
+                    "request_id": group.request_id,
+                    "prompt": {
+                        "id": group.prompt.id,
+                        "text": group.prompt.text,
+                        "token_ids": list(group.prompt.token_ids),
+                        "label": group.prompt.label,
+                        "columns": dict(group.prompt.columns),
+                    },
+                    "samples": [
+                        [list(s.token_ids), list(s.logprobs), list(s.versions), s.finish_reason]
+                        for s in group.samples
+                    ],
+                }
+                for group in self.groups
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, object]) -> Self:
+        """What `to_json` gave.
+
+        Raises:
+            ValueError: The values are none of ours.
+        """
+        try:
+            groups = [_group(item) for item in cast("Sequence[_Values]", values["groups"])]
+            return cls(
+                tuple(groups),
+                cast("int", values["num_calls"]),
+                cast("int", values["weights_version"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the checkpoint's unfinished responses cannot be read: {error!r}; start anew, or "
+                "load it with load_module_only"
+            ) from error
+
+
+_Values = Mapping[str, object]
+_Sample = tuple[list[int], list[float], list[int], FinishReason | None]
+
+
+def _group(values: _Values) -> OpenGroup:
+    prompt = cast("_Values", values["prompt"])
+    samples = cast("Sequence[_Sample]", values["samples"])
+    return OpenGroup(
+        cast("int", values["request_id"]),
+        Prompt(
+            cast("int", prompt["id"]),
+            cast("str", prompt["text"]),
+            tuple(cast("list[int]", prompt["token_ids"])),
+            cast("str | None", prompt["label"]),
+            cast("_Values", prompt["columns"]),
+        ),
+        tuple(
+            OpenSample(tuple(tokens), tuple(logprobs), tuple(versions), reason)
+            for tokens, logprobs, versions, reason in samples
+        ),
+    )
