@@ -151,7 +151,7 @@ def test_all_problems_are_reported_at_once():
 
 def test_near_names_are_suggested():
     assert "rollout_batch_size" in unknown_name("rolout_batch_size")
-    assert "--reward_fn" in unknown_name("reward_pretrain")
+    assert "trainer's processes" in unknown_name("rm_use_engine")
     with pytest.raises(ConfigError, match="did you mean 'group_norm'"):
         TrainConfig(advantage_estimator="grup_norm")
 

@@ -49,6 +49,7 @@ def make_table(lengths, rewards, *, group_size=4, masked=()):
         is_masked=np.isin(np.arange(rows), masked),
         is_comparable=np.ones(rows, dtype=bool),
         weights_versions=np.zeros(rows, dtype=np.int64),
+        token_versions=np.zeros(int(np.sum(lengths)), dtype=np.int64),
     )
 
 

@@ -33,6 +33,7 @@ def table(prompts, responses, *, masked=None):
         is_masked=np.zeros(rows, dtype=bool) if masked is None else np.array(masked),
         is_comparable=np.ones(rows, dtype=bool),
         weights_versions=np.zeros(rows, dtype=np.int64),
+        token_versions=np.zeros(sum(len(r) for r in responses), dtype=np.int64),
     )
 
 

@@ -25,6 +25,7 @@ def table(groups, *, rewards=None, masked=()):
         is_masked=np.isin(np.arange(rows), masked),
         is_comparable=np.ones(rows, dtype=bool),
         weights_versions=np.zeros(rows, dtype=np.int64),
+        token_versions=np.zeros(rows, dtype=np.int64),
     )
 
 

@@ -25,6 +25,7 @@ def table(rewards, group_ids, lengths, *, masked=(), truncated=(), components=No
         is_masked=np.isin(np.arange(rows), masked),
         is_comparable=np.ones(rows, dtype=bool),
         weights_versions=np.zeros(rows, dtype=np.int64),
+        token_versions=np.zeros(int(np.sum(lengths)), dtype=np.int64),
     )
 
 

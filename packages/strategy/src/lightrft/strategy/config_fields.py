@@ -16,6 +16,7 @@ SECRET_WORDS = ("key", "token", "secret", "password", "passwd", "credential", "w
 PUBLIC_NAMES = frozenset(
     {"input_key", "label_key", "images_key", "reference_key"}
     | {"first_token_temperature", "high_entropy_token_ratio", "micro_batch_tokens"}
+    | {"partial_rollout_tokens"}
     | {"wandb_project", "wandb_run_name", "wandb_group", "wandb_org"}
 )
 
