@@ -107,6 +107,8 @@ class CarryOver:
         Args:
             weights_version: Its version of the weights that followed those of the step.
         """
+        if not self.groups:
+            return self
         shift = weights_version - (self.weights_version + 1)
         groups = tuple(
             replace(
