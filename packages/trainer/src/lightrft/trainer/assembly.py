@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING
 
 from lightrft.datasets import collate_prompts, load_prompts
 from lightrft.datasets.texts import load_texts
-from lightrft.experience.model_rewards import ModelRewards, ScoringModel
 from lightrft.models import load_tokenizer
-from lightrft.rewards import RewardSettings, build_reward
-from lightrft.rewards.build import numbered
-from lightrft.rewards.recipes import RewardRecipes, load_recipes
 from lightrft.strategy import get_strategy
 from lightrft.strategy.config import ConfigError
 from lightrft.strategy.deadlines import phase
@@ -37,6 +33,7 @@ from lightrft.trainer.run_files import (
 from lightrft.trainer.run_lock import sole_writer
 from lightrft.trainer.run_models import build_models
 from lightrft.trainer.run_plan import plan_run
+from lightrft.trainer.run_rewards import build_model_rewards, build_run_reward, reward_recipes
 from lightrft.trainer.run_start import end_run, start_run
 from lightrft.trainer.samples import SampleLog
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
@@ -47,12 +44,12 @@ from lightrft.trainer.trajectories import TrajectoryLog
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import nn
     from torch.utils.data import DataLoader
     from transformers import PreTrainedTokenizerBase
 
     from lightrft.datasets import Prompt, PromptDataset
     from lightrft.rewards import CombinedReward
+    from lightrft.rewards.recipes import RewardRecipes
     from lightrft.strategy.strategy_base import StrategyBase
     from lightrft.trainer.config import TrainConfig
     from lightrft.trainer.loggers import MetricsLogger
@@ -172,11 +169,7 @@ def read_inputs(config: TrainConfig) -> RunInputs:
     eval_prompts: tuple[Prompt, ...] = ()
     if config.eval_data is not None:
         eval_prompts = load_run_prompts(config, tokenizer, for_evaluation=True).prompts
-    recipes = reward_recipes(config)
-    if recipes is not None:
-        # At the start: in a step it would be one rank's error between collectives.
-        for prompt in (*prompts.prompts, *eval_prompts):
-            recipes.weights_of(prompt.columns.get(recipes.column))
+    recipes = reward_recipes(config, (*prompts.prompts, *eval_prompts))
     reward = build_run_reward(config, recipes=recipes)
     return RunInputs(
         tokenizer, prompts, eval_prompts, reward, options, pretrain_mix(config, tokenizer), recipes
@@ -196,66 +189,6 @@ def pretrain_mix(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
     )
     batch_size = config.ptx_batch_size or config.train_batch_size
     return PretrainMix(texts, config.ptx_coef, batch_size, config.seed)
-
-
-def build_run_reward(
-    config: TrainConfig, *, recipes: RewardRecipes | None = None
-) -> CombinedReward:
-    """The reward function of the options; a context manager that ends its processes."""
-    return build_reward(
-        config.reward_fn,
-        urls=reward_urls(config),
-        weights=config.reward_weights[: num_functions(config)] or None,
-        recipes=recipes,
-        has_models=bool(config.reward_pretrain),
-        settings=RewardSettings(timeout_seconds=config.reward_timeout_seconds),
-    )
-
-
-def reward_urls(config: TrainConfig) -> tuple[str, ...]:
-    """Addresses of reward services."""
-    urls = config.remote_rm_url
-    return () if urls is None else (urls,) if isinstance(urls, str) else tuple(urls)
-
-
-def num_functions(config: TrainConfig) -> int:
-    """Rewards that are not models of this run."""
-    return len(config.reward_fn) + len(reward_urls(config))
-
-
-def reward_recipes(config: TrainConfig) -> RewardRecipes | None:
-    """The weights by row, or None without `reward_recipe`."""
-    if config.reward_recipe is None:
-        return None
-    urls, models = reward_urls(config), config.reward_pretrain
-    names = [
-        *(name.rpartition(":")[2] for name in config.reward_fn),
-        *(numbered("remote", i, len(urls)) for i in range(len(urls))),
-        *(numbered("model", i, len(models)) for i in range(len(models))),
-    ]
-    return load_recipes(config.reward_recipe, column=config.reward_recipe_column, names=names)
-
-
-def model_rewards(
-    config: TrainConfig, inputs: RunInputs, strategy: StrategyBase, models: Sequence[nn.Module]
-) -> ModelRewards | None:
-    """The reward models of a run, or None without any."""
-    if not models:
-        return None
-    weights = config.reward_weights[num_functions(config) :] or (1.0,) * len(models)
-    entries = []
-    for index, (path, model) in enumerate(zip(config.reward_pretrain, models, strict=True)):
-        tokenizer = load_tokenizer(path)
-        # With the actor's vocabulary the sampled ids themselves are read.
-        is_same = tokenizer.get_vocab() == inputs.tokenizer.get_vocab()
-        name = numbered("model", index, len(models))
-        entries.append(ScoringModel(name, model, None if is_same else tokenizer, weights[index]))
-    return ModelRewards(
-        strategy,
-        entries,
-        micro_batch_size=config.micro_rollout_batch_size,
-        recipes=inputs.recipes,
-    )
 
 
 def run_options(config: TrainConfig) -> PPOConfig:
@@ -302,7 +235,13 @@ def build_trainer(
         sample_log=SampleLog(folder / SAMPLES_FILE),
         trajectory_log=trajectory_log(config),
         pretrain=inputs.pretrain,
-        model_rewards=model_rewards(config, inputs, strategy, models.reward_models),
+        model_rewards=build_model_rewards(
+            config,
+            strategy,
+            models.reward_models,
+            tokenizer=inputs.tokenizer,
+            recipes=inputs.recipes,
+        ),
         ckpt_path=str(config.checkpoint_dir),
     )
     return trainer, loader

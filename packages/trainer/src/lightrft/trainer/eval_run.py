@@ -13,10 +13,16 @@ import numpy as np
 from lightrft.engines.types import SamplingParams
 from lightrft.models import Actor, load_tokenizer
 from lightrft.strategy import get_strategy
-from lightrft.trainer.assembly import build_run_reward, load_run_prompts
+from lightrft.trainer.assembly import load_run_prompts
 from lightrft.trainer.evaluation import sample_and_score
 from lightrft.trainer.loggers import JsonLinesFile
 from lightrft.trainer.pass_at_k import default_k, pass_at_k
+from lightrft.trainer.run_rewards import (
+    build_model_rewards,
+    build_run_reward,
+    prepare_reward_models,
+    reward_recipes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,11 +69,19 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
     with ExitStack() as stack:
         tokenizer = load_tokenizer(path)
         prompts = load_run_prompts(config, tokenizer, for_evaluation=True).prompts
-        reward = stack.enter_context(build_run_reward(config))
+        recipes = reward_recipes(config, prompts)
+        reward = stack.enter_context(build_run_reward(config, recipes=recipes))
         strategy = stack.enter_context(get_strategy(config))
         with strategy.init_model_context():
             actor = Actor.from_pretrained(path)
         model = strategy.prepare_model(actor)
+        models = build_model_rewards(
+            config,
+            strategy,
+            prepare_reward_models(config, strategy),
+            tokenizer=tokenizer,
+            recipes=recipes,
+        )
         strategy.setup_inference_engine(config, config.engine_type, actor=model)
         strategy.update_engine_weights(model)
         metrics: dict[str, float] = {}
@@ -75,7 +89,7 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         for name, params in sampling(config, settings).items():
             tables[name] = sample_and_score(
                 prompts, strategy=strategy, reward_function=reward, decoder=tokenizer,
-                sampling_params=params, sleep_engine=False,
+                sampling_params=params, sleep_engine=False, model_rewards=models,
             )  # fmt: skip
             metrics |= summarise(name, tables[name], settings, params.n)
         result = EvalResult(len(prompts), metrics)

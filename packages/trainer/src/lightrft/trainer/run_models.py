@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightrft.models import Actor, Critic, LoraActor, LoraSettings, RewardModel
+from lightrft.models import Actor, Critic, LoraActor, LoraSettings
+from lightrft.trainer.run_rewards import prepare_reward_models
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,7 +46,6 @@ def build_models(config: TrainConfig, strategy: StrategyBase, max_steps: int) ->
         if config.init_kl_coef > 0:
             reference = _load_actor(path, config)
         average = _load_policy(path, config) if config.enable_ema else None
-        reward_models = [RewardModel.from_pretrained(folder) for folder in config.reward_pretrain]
     if config.aux_loss_coef > 0:
         actor.enable_router_sums()
     if config.gradient_checkpointing:
@@ -60,8 +60,7 @@ def build_models(config: TrainConfig, strategy: StrategyBase, max_steps: int) ->
         critic=None if critic is None else ready_critic,
         reference=ready_reference,
         average=None if average is None else strategy.prepare_model(average),
-        # Not by prepare_models_and_optimizers, which leaves them alone beside a remote reward.
-        reward_models=tuple(strategy.prepare_model(model, shard_size=8) for model in reward_models),
+        reward_models=prepare_reward_models(config, strategy),
     )
 
 
