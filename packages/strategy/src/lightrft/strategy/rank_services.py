@@ -163,7 +163,9 @@ class RankServices:
         self._owns_process_group = False
 
     def _end_processes(self) -> None:
-        dist.destroy_process_group()
+        # DeepSpeed ends the default group with its own.
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     @classmethod
     def is_rank_0(cls) -> bool:
