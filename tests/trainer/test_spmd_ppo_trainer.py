@@ -283,9 +283,8 @@ def test_a_truncated_law_is_not_compared_with_the_full_one(build_world):
 
 
 def test_options_without_effect_are_named_and_long_prompts_refused(build_world, capsys):
-    world = build_world(packing_samples=True, kl_target=0.1, prompt_max_len=5)
+    world = build_world(kl_target=0.1, prompt_max_len=5)
     printed = capsys.readouterr().out
-    assert "packing_samples" in printed
     assert "kl_target" in printed
     with pytest.raises(ValueError, match=r"rows \[.*prompt_max_len = 5"):
         world.trainer.make_experience()

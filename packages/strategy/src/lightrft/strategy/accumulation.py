@@ -16,11 +16,13 @@ class AccumulationState:
         takes_shares: The loss is this micro-batch's share of the batch loss (inside
             `StrategyBase.accumulation`) rather than the micro-batch's mean.
         num_done: Micro-batches of the current step whose `optimizer_step` has been called.
+        sp_size: Ranks that work on one micro-batch together; their gradients are parts of one.
     """
 
     num_micro_batches: int
     takes_shares: bool = False
     num_done: int = 0
+    sp_size: int = 1
 
     def loss_scale(self, num_averaging_ranks: int) -> float:
         """Factor that turns the caller's loss into the one to differentiate.
@@ -28,7 +30,10 @@ class AccumulationState:
         Args:
             num_averaging_ranks: Ranks over which the backend averages gradients.
         """
-        return float(num_averaging_ranks) if self.takes_shares else 1.0 / self.num_micro_batches
+        if self.takes_shares:
+            return float(num_averaging_ranks)
+        # The mean is over the micro-batches of all data-parallel groups, not of all ranks.
+        return self.sp_size / self.num_micro_batches
 
     def is_last(self) -> bool:
         """Whether the current micro-batch is the one after which the optimizer acts."""

@@ -33,6 +33,7 @@ from lightrft.strategy.parameter_source import (
 )
 from lightrft.strategy.prepared import AnyModel, Arguments, PreparedModel
 from lightrft.strategy.process_groups import resolve_shard_size
+from lightrft.strategy.sequence_parallel import share_sequences
 from lightrft.strategy.training_interface import refuse_options
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ class FakeStrategy(CheckpointMethods):
         """Moves the model to the device; see `StrategyBase.prepare_model`."""
         del reshard_after_forward
         resolve_shard_size(shard_size, self.world_size)
+        share_sequences(model, self.sp_group, is_trained=is_training)
         model = model.to(self.device)
         uses_bf16 = self._compute_dtype == torch.bfloat16
         if not is_training:

@@ -60,6 +60,7 @@ class RankServices:
         self._group_sizes: dict[str, int] | None = None
         self.sp_mesh_device: DeviceMesh | None = None
         self.sp_group: ProcessGroup | None = None
+        self.dp_group: ProcessGroup | None = None
         self._check_options()
 
     @property
@@ -75,6 +76,16 @@ class RankServices:
     def num_averaging_ranks(self) -> int:
         """Ranks over which this backend averages gradients."""
         return self.world_size
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Data-parallel groups: with sequence parallelism `sp_size` ranks share their samples."""
+        return self.world_size // self.config.sp_size
+
+    @property
+    def data_rank(self) -> int:
+        """Which data-parallel group this rank belongs to."""
+        return self.get_rank() // self.config.sp_size
 
     def _group_or_alone(self, group: ProcessGroup | None) -> Group:
         return ALONE if group is None else group
@@ -154,6 +165,8 @@ class RankServices:
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("dp", "sp"))
         self.sp_mesh_device = mesh
         self.sp_group = mesh["sp"].get_group()
+        # One rank of each data-parallel group.
+        self.dp_group = mesh["dp"].get_group()
         self.print(f"sequence parallelism: mesh dp x sp = {shape[0]} x {shape[1]}")
 
     def close(self) -> None:
@@ -232,6 +245,12 @@ class RankServices:
             ValueError: Ranks passed different keys, types or shapes (raised on every rank).
         """
         return distributed.all_reduce(cast("distributed.Tree", data), op, group=self.world_group)
+
+    def reduce_over_data(self, data: T, op: str = "mean") -> T:
+        """Like `all_reduce`, counting ranks that share their samples once."""
+        group = self.world_group if self.dp_group is None else self.dp_group
+        reduced = distributed.all_reduce(cast("distributed.Tree", data), op, group=group)
+        return cast("T", reduced)
 
     @overload
     def all_gather(self, data: Tensor | float) -> Tensor: ...

@@ -1,12 +1,43 @@
-"""Sharing work items among the ranks of one sequence-parallel group."""
+"""Sharing work items, and models, among the ranks of one sequence-parallel group."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from lightrft.strategy.distributed import ALONE, Group, gather_objects, group_rank, group_size
 
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed import ProcessGroup
+
 T = TypeVar("T")
+
+
+@runtime_checkable
+class SharesSequences(Protocol):
+    """Models whose forward pass can be divided along the sequence."""
+
+    def share_sequences(self, group: ProcessGroup | None) -> None:
+        """All ranks of the group call the model with the same batch from now on."""
+
+
+def share_sequences(model: nn.Module, group: ProcessGroup | None, *, is_trained: bool) -> None:
+    """Divides a model's sequences among the ranks of a group; None leaves the model as it is.
+
+    Raises:
+        ValueError: A model for training cannot be divided: the ranks of a group would each compute
+            all of it, and their gradients would be counted as often.
+    """
+    if group is None:
+        return
+    if isinstance(model, SharesSequences):
+        model.share_sequences(group)
+    elif is_trained:
+        raise ValueError(
+            f"sp_size {group_size(group)} needs a model that divides its sequences "
+            f"(lightrft.models.Actor or Critic): got {type(model).__name__}; wrap it, or set "
+            "sp_size to 1"
+        )
 
 
 class SPDataProcessor:

@@ -200,7 +200,9 @@ class TrainingInterface(RankServices, ABC):
     def accumulation_state(self, optimizer: Optimizer) -> AccumulationState:
         """How far this optimizer is inside its current step."""
         if optimizer not in self._accumulations:
-            self._accumulations[optimizer] = AccumulationState(self.accumulated_gradient)
+            self._accumulations[optimizer] = AccumulationState(
+                self.accumulated_gradient, sp_size=self.config.sp_size
+            )
         return self._accumulations[optimizer]
 
     @contextmanager

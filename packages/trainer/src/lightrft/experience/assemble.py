@@ -128,7 +128,7 @@ def assemble(
     estimated = _estimate(table, rows, rollouts, outputs, rewards, greedy_rewards, settings)
     advantages, mask = estimated.advantages, rollouts.response_mask
     if settings.whitens:
-        moments = Moments(strategy.all_reduce(masked_moments(advantages, mask).sums, "sum"))
+        moments = Moments(strategy.reduce_over_data(masked_moments(advantages, mask).sums, "sum"))
         advantages = whiten(advantages, mask, moments.mean, moments.std())
     if settings.advantage_clip > 0:
         advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip)

@@ -150,7 +150,7 @@ class ExperienceMaker:
         )
         table = samples.table
         plan = self._plan(table, step)
-        index = plan.row_index(self._strategy.get_rank())
+        index = plan.row_index(self._strategy.data_rank)
         version = None if samples.partial is None else samples.partial.version
         batch = self._collate(table.take(index), version)
         with meter.stage("forward"):
@@ -179,7 +179,7 @@ class ExperienceMaker:
         )
         return StepExperience(
             batch=experience,
-            rows_per_minibatch=settings.train_batch_size // self._strategy.world_size,
+            rows_per_minibatch=settings.train_batch_size // self._strategy.num_data_ranks,
             table=table,
             rewards=shaped,
             plan=plan,
@@ -196,7 +196,7 @@ class ExperienceMaker:
         return plan_minibatches(
             table.lengths,
             train_batch_size=self._settings.train_batch_size,
-            world_size=self._strategy.world_size,
+            world_size=self._strategy.num_data_ranks,
             seed=self._settings.seed,
             step=step,
         )
@@ -214,8 +214,8 @@ class ExperienceMaker:
 
     def _micro_slices(self, plan: MinibatchPlan, table: SampleTable) -> Sequence[slice]:
         """The forward passes over this rank's rows; every rank has equally many."""
-        settings, rank = self._settings, self._strategy.get_rank()
-        rows_per_minibatch = settings.train_batch_size // self._strategy.world_size
+        settings, rank = self._settings, self._strategy.data_rank
+        rows_per_minibatch = settings.train_batch_size // self._strategy.num_data_ranks
         if settings.max_micro_tokens is None:
             num_rows = plan.num_minibatches * rows_per_minibatch
             return micro_slices(0, num_rows, settings.micro_rollout_batch_size)
@@ -223,7 +223,11 @@ class ExperienceMaker:
             slice(index * rows_per_minibatch + rows.start, index * rows_per_minibatch + rows.stop)
             for index in range(plan.num_minibatches)
             for rows in plan.micro_slices(
-                table.lengths, index=index, rank=rank, max_tokens=settings.max_micro_tokens
+                table.lengths,
+                index=index,
+                rank=rank,
+                max_tokens=settings.max_micro_tokens,
+                packs_samples=settings.packs_samples,
             )
         ]
 

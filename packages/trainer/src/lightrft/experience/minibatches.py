@@ -44,6 +44,7 @@ class MinibatchPlan:
         index: int,
         rank: int,
         max_tokens: int,
+        packs_samples: bool = False,
     ) -> tuple[slice, ...]:
         """Micro batches of one optimizer batch: consecutive rows of one rank's share.
 
@@ -51,14 +52,16 @@ class MinibatchPlan:
             lengths: [rows] tokens of each sample.
             index: Of the optimizer batch.
             rank: Whose share.
-            max_tokens: Bound of rows * longest row, padding included; a longer row stands alone.
+            max_tokens: Bound of the tokens of a micro batch; a longer row stands alone.
+            packs_samples: Count the rows' tokens; else rows * longest row, padding included.
 
         Returns:
             Slices that cover the share; every rank gets equally many.
         """
         shares = [[int(lengths[row]) for row in rows] for rows in self.rows[index]]
-        count = max(len(_cut(share, max_tokens)) for share in shares)
-        return tuple(_split(_cut(shares[rank], max_tokens), count))
+        cut = _cut_stream if packs_samples else _cut
+        count = max(len(cut(share, max_tokens)) for share in shares)
+        return tuple(_split(cut(shares[rank], max_tokens), count))
 
     def row_index(self, rank: int) -> NDArray[np.int64]:
         """`rows_of` as an array."""
@@ -113,6 +116,17 @@ def _cut(lengths: Sequence[int], max_tokens: int) -> list[slice]:
             slices.append(slice(start, row))
             start, wider = row, length
         width = wider
+    return [*slices, slice(start, len(lengths))]
+
+
+def _cut_stream(lengths: Sequence[int], max_tokens: int) -> list[slice]:
+    slices: list[slice] = []
+    start, num_tokens = 0, 0
+    for row, length in enumerate(lengths):
+        if row > start and num_tokens + length > max_tokens:
+            slices.append(slice(start, row))
+            start, num_tokens = row, 0
+        num_tokens += length
     return [*slices, slice(start, len(lengths))]
 
 

@@ -59,8 +59,8 @@ class MakerSettings:
         first_token_temperature: Draw the first token of a response at this temperature (FIRE);
             None draws it like the others.
         dynamic_sampling: Replace groups without signal, or None.
-        max_micro_tokens: Cut micro batches by tokens, padding included, instead of rows; None is
-            off.
+        max_micro_tokens: Cut micro batches by tokens instead of rows; None is off.
+        packs_samples: Count no padding then: the models lay out packed streams.
         partial: Carry unfinished responses over to the next step, or None.
         takes_engine_logprobs: The engine's logprobs are the old ones; the actor is not asked.
     """
@@ -76,6 +76,7 @@ class MakerSettings:
     first_token_temperature: float | None = None
     dynamic_sampling: DynamicSampling | None = None
     max_micro_tokens: int | None = None
+    packs_samples: bool = False
     partial: PartialRollout | None = None
     takes_engine_logprobs: bool = False
 

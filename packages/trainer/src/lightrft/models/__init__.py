@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from lightrft.models.actor import Actor
     from lightrft.models.critic import Critic
     from lightrft.models.head import LinearLogprobHead
-    from lightrft.models.layout import TokenLayout
+    from lightrft.models.layout import LayoutPolicy, TokenLayout
     from lightrft.models.loading import (
         ModelLoadError,
         load_causal_lm,
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightrft.models.lora import LoraActor, LoraSettings
     from lightrft.models.presets import byte_level_tokenizer, write_tiny_model
     from lightrft.models.reward_model import RewardModel
+    from lightrft.models.sequence_model import SequenceModel
     from lightrft.models.types import ActorOutput, EntropyMode, PolicyModel, ValueModel
 
 _MODULES = {
@@ -29,12 +30,14 @@ _MODULES = {
     "ActorOutput": "types",
     "Critic": "critic",
     "EntropyMode": "types",
+    "LayoutPolicy": "layout",
     "LinearLogprobHead": "head",
     "LoraActor": "lora",
     "LoraSettings": "lora",
     "ModelLoadError": "loading",
     "PolicyModel": "types",
     "RewardModel": "reward_model",
+    "SequenceModel": "sequence_model",
     "TokenLayout": "layout",
     "ValueModel": "types",
     "byte_level_tokenizer": "presets",
@@ -53,12 +56,14 @@ __all__ = [
     "ActorOutput",
     "Critic",
     "EntropyMode",
+    "LayoutPolicy",
     "LinearLogprobHead",
     "LoraActor",
     "LoraSettings",
     "ModelLoadError",
     "PolicyModel",
     "RewardModel",
+    "SequenceModel",
     "TokenLayout",
     "ValueModel",
     "byte_level_tokenizer",

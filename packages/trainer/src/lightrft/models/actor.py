@@ -9,16 +9,15 @@ from torch import Tensor, nn
 
 from lightrft.models.head import LinearLogprobHead
 from lightrft.models.head_law import read_head_law
-from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.routing import router_sums
+from lightrft.models.sequence_model import SequenceModel
 from lightrft.models.types import ActorOutput, EntropyMode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from transformers import PretrainedConfig, PreTrainedModel
-    from transformers.modeling_outputs import MoeModelOutputWithPast
 
 # FSDP2 finds the tensors of a module's output, to hook the backward pass, by flattening it.
 pytree.register_pytree_node(
@@ -28,7 +27,7 @@ pytree.register_pytree_node(
 )
 
 
-class Actor(nn.Module):
+class Actor(SequenceModel):
     """Scores tokens under a causal language model; see `lightrft.models.types.PolicyModel`.
 
     The model's output projection is replaced by a `LinearLogprobHead` with the same parameters, so
@@ -107,16 +106,12 @@ class Actor(nn.Module):
             model_inputs: Further inputs of the model (images ...), passed on by name.
 
         Raises:
-            ValueError: Shapes differ, or `scored_mask` marks padding or a first token.
+            ValueError: Shapes differ, `scored_mask` marks padding or a first token, or the ranks
+                that share sequences pass different batches.
         """
-        layout = TokenLayout.padded(token_ids, attention_mask, scored_mask)
-        output = trunk_output(
-            self.model.base_model,
-            token_ids,
-            attention_mask,
-            layout,
-            model_inputs,
-            with_router_logits=self.sums_routers,
+        layout = self.layout_policy.lay_out(token_ids, attention_mask, scored_mask)
+        output = self._trunk_output(
+            self.model.base_model, layout, model_inputs, with_router_logits=self.sums_routers
         )
         hidden: Tensor = output.last_hidden_state
         head = self.model.get_output_embeddings()
@@ -126,8 +121,12 @@ class Actor(nn.Module):
         return ActorOutput(
             logprobs=layout.scatter(logprobs),
             entropy=None if entropies is None else layout.scatter(entropies),
-            router_sums=router_sums(
-                output.router_logits, attention_mask, top_k=self.config.num_experts_per_tok
+            router_sums=layout.join(
+                router_sums(
+                    output.router_logits,
+                    layout.attention_mask,
+                    top_k=self.config.num_experts_per_tok,
+                )
             )
             if self.sums_routers
             else None,
@@ -147,6 +146,11 @@ class Actor(nn.Module):
         self.sums_routers = True
 
     @property
+    def pretrained(self) -> PreTrainedModel:
+        """The wrapped model."""
+        return self.model
+
+    @property
     def config(self) -> PretrainedConfig:
         """The configuration of the wrapped model."""
         return self.model.config
@@ -154,49 +158,3 @@ class Actor(nn.Module):
     def gradient_checkpointing_enable(self) -> None:
         """Recomputes activations in the backward pass instead of storing them."""
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-def run_trunk(
-    trunk: nn.Module,
-    token_ids: Tensor,
-    attention_mask: Tensor,
-    layout: TokenLayout,
-    model_inputs: Mapping[str, Tensor] | None,
-) -> Tensor:
-    """Last hidden states [batch, seq, hidden] of padded rows; see `trunk_output`."""
-    hidden: Tensor = trunk_output(
-        trunk, token_ids, attention_mask, layout, model_inputs
-    ).last_hidden_state
-    return hidden
-
-
-def trunk_output(
-    trunk: nn.Module,
-    token_ids: Tensor,
-    attention_mask: Tensor,
-    layout: TokenLayout,
-    model_inputs: Mapping[str, Tensor] | None,
-    *,
-    with_router_logits: bool = False,
-) -> MoeModelOutputWithPast:
-    """What a transformers trunk returns for padded rows.
-
-    Models with further inputs place their tokens themselves (rotary positions of images).
-
-    Args:
-        trunk: The model up to its last hidden states.
-        token_ids: [batch, seq] int64.
-        attention_mask: [batch, seq] bool.
-        layout: Places the tokens.
-        model_inputs: Further inputs of the model, by name.
-        with_router_logits: Ask for the logits of the experts of every layer.
-    """
-    extra: dict[str, Tensor | bool] = dict(model_inputs or {})
-    if not extra:
-        extra["position_ids"] = layout.position_ids
-    if with_router_logits:
-        extra["output_router_logits"] = True
-    output: MoeModelOutputWithPast = trunk(
-        input_ids=token_ids, attention_mask=attention_mask.long(), use_cache=False, **extra
-    )
-    return output

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lightrft.models.actor import run_trunk
-from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import load_trunk
+from lightrft.models.sequence_model import SequenceModel
 from lightrft.strategy.meta_init import parameters_on_meta
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class ValueHead(nn.Linear):
         return values.squeeze(-1)
 
 
-class Critic(nn.Module):
+class Critic(SequenceModel):
     """Predicts the return before each token; see `lightrft.models.types.ValueModel`.
 
     Args:
@@ -89,9 +88,14 @@ class Critic(nn.Module):
             [batch, seq] float32; entry t comes from the hidden state of token t - 1; entry 0 and
             padding are 0.
         """
-        layout = TokenLayout.padded(token_ids, attention_mask)
-        hidden = run_trunk(self.trunk, token_ids, attention_mask, layout, model_inputs)
-        return layout.scatter(self.value_head(layout.select(hidden)))
+        layout = self.layout_policy.lay_out(token_ids, attention_mask)
+        output = self._trunk_output(self.trunk, layout, model_inputs)
+        return layout.scatter(self.value_head(layout.select(output.last_hidden_state)))
+
+    @property
+    def pretrained(self) -> PreTrainedModel:
+        """The trunk."""
+        return self.trunk
 
     @property
     def config(self) -> PretrainedConfig:

@@ -1,36 +1,56 @@
-"""Where each scored token lies in the model's forward pass."""
+"""How a padded batch is laid out for a model's forward pass, and where its scored tokens lie."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from lightrft.models.packed_attention import SequenceBounds
+from lightrft.models.ulysses import check_same_batch, sum_over_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """Padded rows: the forward sees [batch, seq] as it is, the head only the scored positions.
+    """What the forward pass of one batch sees; the head sees the scored positions only.
 
-    Token t is scored from the hidden state of token t - 1.
+    Padded: the rows as they are. Packed: one stream of the real tokens, row after row. Split: this
+    rank's slice of the stream. Token t is scored from the hidden state of token t - 1.
 
     Args:
-        position_ids: [batch, seq] int64, counting attended tokens from 0.
-        rows: [scored] row of each scored token, ascending.
+        shape: (batch, seq) of the batch.
+        input_ids: [batch, seq], or [1, tokens] of a stream or slice, int64.
+        position_ids: Like `input_ids`; counts the tokens of each sequence from 0.
+        attention_mask: Like `input_ids`, bool, True on real tokens.
+        rows: [scored] row of each scored token, ascending; of a split stream those whose hidden
+            states this rank computes.
         columns: [scored] its column, at least 1.
         targets: [scored] its token id.
+        sources: [scored] where its hidden state lies in the flattened forward pass.
+        bounds: Sequences of a stream; None for padded rows.
     """
 
+    shape: tuple[int, int]
+    input_ids: Tensor
     position_ids: Tensor
+    attention_mask: Tensor
     rows: Tensor
     columns: Tensor
     targets: Tensor
+    sources: Tensor
+    bounds: SequenceBounds | None = None
 
     @classmethod
     def padded(
         cls, token_ids: Tensor, attention_mask: Tensor, scored_mask: Tensor | None = None
-    ) -> TokenLayout:
+    ) -> Self:
         """The layout of padded rows.
 
         Args:
@@ -42,34 +62,168 @@ class TokenLayout:
         Raises:
             ValueError: Shapes differ, or the mask marks padding or a token without predecessor.
         """
-        for name, mask in (("attention_mask", attention_mask), ("scored_mask", scored_mask)):
-            if mask is not None and (mask.shape != token_ids.shape or token_ids.dim() != 2):
-                raise ValueError(
-                    f"{name} and token_ids must both be [batch, seq]: got {tuple(mask.shape)} and "
-                    f"{tuple(token_ids.shape)}"
-                )
         is_real = attention_mask.bool()
-        can_score = is_real.clone()
-        can_score[:, :1] = False
-        can_score[:, 1:] &= is_real[:, :-1]
-        is_scored = can_score if scored_mask is None else scored_mask.bool()
-        wrong = (is_scored & ~can_score).nonzero()
-        if len(wrong):
-            row, column = wrong[0].tolist()
-            raise ValueError(
-                "scored_mask must mark only tokens that follow another token and are no padding: "
-                f"got {len(wrong)} others, the first at row {row}, position {column}"
-            )
+        is_scored = _scored_tokens(token_ids, attention_mask, scored_mask)
         rows, columns = is_scored.nonzero(as_tuple=True)
-        position_ids = (is_real.long().cumsum(dim=1) - 1).clamp_(min=0)
-        return cls(position_ids, rows, columns, token_ids[rows, columns])
+        batch, seq = token_ids.shape
+        return cls(
+            shape=(batch, seq),
+            input_ids=token_ids,
+            position_ids=_positions(is_real),
+            attention_mask=is_real,
+            rows=rows,
+            columns=columns,
+            targets=token_ids[rows, columns],
+            sources=rows * seq + columns - 1,
+        )
+
+    @classmethod
+    def packed(
+        cls,
+        token_ids: Tensor,
+        attention_mask: Tensor,
+        scored_mask: Tensor | None = None,
+        *,
+        group: ProcessGroup | None = None,
+    ) -> Self:
+        """The layout of one stream, or of this rank's slice of it.
+
+        The stream is filled up to a multiple of the ranks; the filling is a sequence of its own.
+
+        Args:
+            token_ids, attention_mask, scored_mask: As for `padded`; equal on all ranks of `group`.
+            group: The ranks that share the stream; None gives this rank all of it.
+
+        Raises:
+            ValueError: As for `padded`, or the ranks of the group hold different batches.
+        """
+        is_scored = _scored_tokens(token_ids, attention_mask, scored_mask)
+        is_real = attention_mask.bool()
+        if group is not None:
+            check_same_batch(token_ids, is_real, is_scored, group=group)
+        num_ranks = 1 if group is None else dist.get_world_size(group)
+        lengths = [length for length in is_real.sum(dim=1).tolist() if length]
+        num_tokens = sum(lengths)
+        # An empty stream gets a token per rank: models do not take empty input.
+        num_filling = -num_tokens % num_ranks if num_tokens else num_ranks
+        lengths += [num_filling] if num_filling else []
+        rows, columns = is_scored.nonzero(as_tuple=True)
+        stream_index = (is_real.flatten().long().cumsum(0) - 1).view_as(is_real)
+        sources = stream_index[rows, columns] - 1
+        own = slice(0, num_tokens + num_filling)
+        if group is not None:
+            size = (num_tokens + num_filling) // num_ranks
+            own = slice(dist.get_rank(group) * size, (dist.get_rank(group) + 1) * size)
+            is_own = (sources >= own.start) & (sources < own.stop)
+            rows, columns, sources = rows[is_own], columns[is_own], sources[is_own] - own.start
+        filling = torch.arange(num_filling, device=token_ids.device)
+        is_token = torch.arange(num_tokens + num_filling, device=token_ids.device) < num_tokens
+        positions = torch.cat([_positions(is_real)[is_real], filling])
+        batch, seq = token_ids.shape
+        return cls(
+            shape=(batch, seq),
+            input_ids=F.pad(token_ids[is_real], (0, num_filling))[None, own],
+            position_ids=positions[None, own],
+            attention_mask=is_token[None, own],
+            rows=rows,
+            columns=columns,
+            targets=token_ids[rows, columns],
+            sources=sources,
+            bounds=_bounds(lengths, token_ids.device, group),
+        )
+
+    def attention_inputs(self) -> dict[str, object]:
+        """What tells the model which tokens see each other."""
+        if self.bounds is not None:
+            return {"sequence_bounds": self.bounds}
+        return {"attention_mask": self.attention_mask.long()}
 
     def select(self, hidden: Tensor) -> Tensor:
-        """Hidden states the scored tokens are predicted from: [batch, seq, h] -> [scored, h]."""
-        return hidden[self.rows, self.columns - 1]
+        """Hidden states the scored tokens are predicted from: [.., tokens, h] -> [scored, h]."""
+        return hidden.flatten(0, 1)[self.sources]
 
     def scatter(self, values: Tensor) -> Tensor:
-        """One value per scored token back into [batch, seq]; all other entries are 0."""
+        """One value per scored token back into [batch, seq]; all other entries are 0.
+
+        Of a split stream every rank gets the values of all ranks. Collective then.
+        """
         # Not a view of a flat tensor: FSDP2 attaches hooks to what a module returns.
-        empty = values.new_zeros(self.position_ids.shape)
-        return empty.index_put((self.rows, self.columns), values)
+        placed = values.new_zeros(self.shape).index_put((self.rows, self.columns), values)
+        return self.join(placed)
+
+    def join(self, sums: Tensor) -> Tensor:
+        """Sums over this rank's tokens as sums over all tokens; collective for a split stream."""
+        if self.bounds is None or self.bounds.group is None:
+            return sums
+        return sum_over_ranks(sums, self.bounds.group)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutPolicy:
+    """Which layout a model uses.
+
+    Args:
+        packs_samples: Lay batches out as streams.
+        sp_group: The ranks that share one stream; implies packing. None does not split.
+    """
+
+    packs_samples: bool = False
+    sp_group: ProcessGroup | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        # A copied model works with the same ranks; process groups cannot be copied.
+        return self
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the forward pass sees a stream."""
+        return self.packs_samples or self.sp_group is not None
+
+    @property
+    def sp_size(self) -> int:
+        """Ranks that share one stream."""
+        return 1 if self.sp_group is None else dist.get_world_size(self.sp_group)
+
+    def lay_out(
+        self, token_ids: Tensor, attention_mask: Tensor, scored_mask: Tensor | None = None
+    ) -> TokenLayout:
+        """The layout of a batch; arguments and errors as for `TokenLayout.padded`."""
+        if self.is_packed:
+            return TokenLayout.packed(token_ids, attention_mask, scored_mask, group=self.sp_group)
+        return TokenLayout.padded(token_ids, attention_mask, scored_mask)
+
+
+def _scored_tokens(token_ids: Tensor, attention_mask: Tensor, scored_mask: Tensor | None) -> Tensor:
+    """[batch, seq] bool, the tokens to score; see `TokenLayout.padded`."""
+    for name, mask in (("attention_mask", attention_mask), ("scored_mask", scored_mask)):
+        if mask is not None and (mask.shape != token_ids.shape or token_ids.dim() != 2):
+            raise ValueError(
+                f"{name} and token_ids must both be [batch, seq]: got {tuple(mask.shape)} and "
+                f"{tuple(token_ids.shape)}"
+            )
+    is_real = attention_mask.bool()
+    can_score = is_real.clone()
+    can_score[:, :1] = False
+    can_score[:, 1:] &= is_real[:, :-1]
+    is_scored = can_score if scored_mask is None else scored_mask.bool()
+    wrong = (is_scored & ~can_score).nonzero()
+    if len(wrong):
+        row, column = wrong[0].tolist()
+        raise ValueError(
+            "scored_mask must mark only tokens that follow another token and are no padding: "
+            f"got {len(wrong)} others, the first at row {row}, position {column}"
+        )
+    return is_scored
+
+
+def _positions(is_real: Tensor) -> Tensor:
+    return (is_real.long().cumsum(dim=1) - 1).clamp_(min=0)
+
+
+def _bounds(lengths: list[int], device: torch.device, group: ProcessGroup | None) -> SequenceBounds:
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + length)
+    return SequenceBounds(
+        tuple(offsets), torch.tensor(offsets, dtype=torch.int32, device=device), group
+    )

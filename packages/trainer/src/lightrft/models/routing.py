@@ -43,7 +43,7 @@ def router_sums(
         elif len(logits) != num_real:
             raise ValueError(
                 f"router logits must be of {num_all} positions or of {num_real} tokens: got "
-                f"{len(logits)}; balancing experts does not work with divided sequences"
+                f"{len(logits)}"
             )
         probabilities = F.softmax(logits, dim=-1)
         chosen = probabilities.topk(top_k, dim=-1).indices.reshape(-1)

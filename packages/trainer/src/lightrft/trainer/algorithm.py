@@ -129,7 +129,8 @@ def loss_settings(config: PPOConfig, *, kl_coef: float) -> LossSettings:
         entropy_coef=config.entropy_coef,
         value_clip=config.value_clip or None,
         weighting=weighting_of(config),
-        max_micro_tokens=config.micro_batch_tokens,
+        max_micro_tokens=config.max_micro_tokens(config.micro_train_batch_size),
+        packs_samples=config.packing_samples,
         aux_loss_coef=config.aux_loss_coef,
     )
 
@@ -190,7 +191,8 @@ def maker_settings(config: PPOConfig, *, pad_token_id: int) -> MakerSettings:
         sleep_engine=config.enable_engine_sleep,
         masks_reward_failures=config.reward_failure == "mask",
         first_token_temperature=config.first_token_temperature if config.use_fire else None,
-        max_micro_tokens=config.micro_batch_tokens,
+        max_micro_tokens=config.max_micro_tokens(config.micro_rollout_batch_size),
+        packs_samples=config.packing_samples,
         partial=partial_of(config),
         takes_engine_logprobs=config.use_rollout_logprobs,
         dynamic_sampling=DynamicSampling(config.max_num_gen_batches)

@@ -344,7 +344,15 @@ def batch_problems(config: TrainConfig | PPOConfig, world_size: int) -> list[str
     """
     prompts, group_size = config.rollout_batch_size, config.n_samples_per_prompt
     samples, train = prompts * group_size, config.train_batch_size
-    unit = config.micro_train_batch_size * world_size
+    if world_size % config.sp_size:
+        legal = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        return [
+            f"sp_size must divide the number of processes: got {config.sp_size} and {world_size}; "
+            f"legal sp_size: {_either(legal)}"
+        ]
+    # Ranks that share their sequences share their samples.
+    num_data_ranks = world_size // config.sp_size
+    unit = config.micro_train_batch_size * num_data_ranks
     legal_train = [size for size in range(unit, samples + 1, unit) if samples % size == 0]
     found = []
     if world_size % config.engine_tp_size:
@@ -361,8 +369,8 @@ def batch_problems(config: TrainConfig | PPOConfig, world_size: int) -> list[str
         nearest = _closest(legal_train, train) or _multiples(train, unit)
         found.append(
             "train_batch_size must be a multiple of micro_train_batch_size * processes: got "
-            f"{train} and {config.micro_train_batch_size} * {world_size} = {unit}; nearest legal "
-            f"train_batch_size: {_either(nearest)}"
+            f"{train} and {config.micro_train_batch_size} * {num_data_ranks} = {unit}; nearest "
+            f"legal train_batch_size: {_either(nearest)}"
         )
     elif samples % train:
         legal_prompts = _multiples(

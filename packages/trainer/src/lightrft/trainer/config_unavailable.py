@@ -46,8 +46,6 @@ UNAVAILABLE: dict[str, str] = {
     "value_head_prefix": "the critic's head is always called value_head",
     "reference_key": "use --label_key; other columns reach the reward function by name",
     "use_ms": "models and data are read from local paths",
-    "packing_samples": "rows are padded; the results are the same",
-    "sp_size": "sequence parallelism is not available yet; --gradient_checkpointing saves memory",
 }
 
 

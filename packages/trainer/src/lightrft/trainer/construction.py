@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lightrft.models import Actor, load_tokenizer
+from lightrft.models import Actor, SequenceModel, load_tokenizer
+from lightrft.strategy.config import ConfigError
 from lightrft.strategy.prepared import PreparedModel
 from lightrft.trainer.updates import TrainedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
@@ -43,7 +44,6 @@ def check_engine_group(strategy: StrategyBase) -> None:
 def idle_options(config: PPOConfig, *, has_reference: bool) -> list[str]:
     """Options that are set and do nothing in this trainer, one sentence each."""
     rules = (
-        (config.packing_samples, "packing_samples: rows are padded; the results are the same"),
         (
             config.kl_target is not None and not has_reference,
             "kl_target acts only with a reference model and init_kl_coef > 0",
@@ -54,6 +54,30 @@ def idle_options(config: PPOConfig, *, has_reference: bool) -> list[str]:
         ),
     )
     return [text for applies, text in rules if applies]
+
+
+def lay_out_models(
+    config: PPOConfig, strategy: StrategyBase, models: Sequence[nn.Module | None]
+) -> None:
+    """Packs the samples of all models, or pads them, as configured.
+
+    Raises:
+        ConfigError: A model cannot be packed, or `sp_size` is not the strategy's.
+    """
+    if config.sp_size != strategy.config.sp_size:
+        raise ConfigError(
+            f"sp_size is {config.sp_size} in the trainer and {strategy.config.sp_size} in the "
+            "strategy: set it where the strategy is made"
+        )
+    for model in models:
+        module = None if model is None else strategy.unwrap_model(model)
+        if isinstance(module, SequenceModel):
+            module.pack_samples(config.packing_samples)
+        elif config.packing_samples and module is not None:
+            raise ConfigError(
+                "packing_samples needs models of lightrft.models (Actor, Critic): got "
+                f"{type(module).__name__}"
+            )
 
 
 def trained_model(

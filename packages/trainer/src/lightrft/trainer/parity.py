@@ -135,7 +135,9 @@ def compare_logprobs(
     size = torch.where(mask, size, 0.0)
     worst = _worst_token(batch, logprobs, size, mask)
     own = (int(mask.sum()), float(size.sum()), worst)
-    found: list[tuple[int, float, WorstToken | None]] = strategy.gather_objects(own)
+    found: list[tuple[int, float, WorstToken | None]] = strategy.gather_objects(
+        own, strategy.dp_group
+    )
     num_tokens = sum(count for count, _, _ in found)
     total = sum(amount for _, amount, _ in found)
     candidates = [token for _, _, token in found if token is not None]
@@ -219,6 +221,8 @@ def _layer(report: ParityReport, actor: nn.Module, strategy: StrategyBase) -> st
     engine = strategy.inference_engine
     if report.worst is None or engine is None:
         return ""
+    if strategy.config.sp_size > 1:
+        return "  layers: not compared, each rank computes a slice of the sequence"
     strategy.wakeup_inference_engine()
     if engine.weights_were_dropped:
         return "  layers: not compared, the engine has dropped its weights to sleep"

@@ -190,11 +190,6 @@ class PPOConfig:
             if getattr(self, name) < 1
         ]
         problems += trainer_problems(self)
-        if self.sp_size > 1:
-            problems.append(
-                f"the trainer needs sp_size 1: got {self.sp_size}; a sequence is not divided "
-                "among ranks"
-            )
         if problems:
             raise ConfigError("; ".join(problems))
 
@@ -207,6 +202,15 @@ class PPOConfig:
         problems = batch_problems(self, world_size)
         if problems:
             raise ConfigError("; ".join(problems))
+
+    def max_micro_tokens(self, micro_batch_size: int) -> int | None:
+        """Bound of the tokens of a micro batch; None where rows are counted.
+
+        Packed micro batches hold, by default, what `micro_batch_size` rows of full length would.
+        """
+        if self.micro_batch_tokens is not None or not self.packing_samples:
+            return self.micro_batch_tokens
+        return micro_batch_size * (self.prompt_max_len + self.generate_max_len)
 
     @property
     def num_minibatches(self) -> int:
@@ -226,6 +230,7 @@ _COUNTS = (
     "micro_train_batch_size",
     "micro_rollout_batch_size",
     "max_epochs",
+    "sp_size",
     "generate_max_len",
     "num_episodes",
     "logging_steps",

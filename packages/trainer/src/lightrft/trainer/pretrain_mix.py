@@ -71,13 +71,13 @@ class PretrainMix:
         Args:
             actor: Scores the texts.
             position: Optimizer steps of the actor before this one.
-            strategy: Gives rank, world size and device.
+            strategy: Gives data-parallel rank, number of those, and device.
             micro_batch_size: Rows of one forward and backward pass.
             metrics: Receives `ptx_loss`.
         """
-        rows, num_ranks = self.rows(position), strategy.world_size
+        rows, num_ranks = self.rows(position), strategy.num_data_ranks
         num_tokens = sum(len(self.texts[row]) - 1 for row in rows)
-        own = rows[strategy.get_rank() :: num_ranks]
+        own = rows[strategy.data_rank :: num_ranks]
         num_rows = -(-len(rows) // num_ranks)
         metrics.add_mean("ptx_loss", 0.0, 1.0 / num_ranks)
         return [

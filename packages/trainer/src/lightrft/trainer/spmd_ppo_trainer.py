@@ -13,6 +13,7 @@ from lightrft.trainer.construction import (
     check_processor,
     idle_options,
     is_deterministic,
+    lay_out_models,
     reward_of,
     tokenizer_beside,
     trained_model,
@@ -131,6 +132,7 @@ class SPMDPPOTrainerBase(RunControl):
             self.config, has_critic=self._critic is not None, has_reference=uses_reference
         )
         self.initial_model = initial_model if uses_reference else None
+        lay_out_models(self.config, strategy, (self.actor, self.critic, self.initial_model))
         self.ema_model, self.processor = ema_model, processor
         self.tokenizer = tokenizer or tokenizer_beside(strategy.config.pretrain)
         self.reward_function = reward_of(reward_model, reward_fn)

@@ -88,7 +88,9 @@ def _entropy_mask(
     if weighting.entropy_scope == "sequence":
         kept = high_entropy_mask_per_sequence(entropy, mask, ratio=ratio)
     else:
-        shares: list[list[float]] = strategy.gather_objects(entropy[mask].tolist())
+        shares: list[list[float]] = strategy.gather_objects(
+            entropy[mask].tolist(), strategy.dp_group
+        )
         everyone = torch.tensor([value for share in shares for value in share])
         threshold = entropy_threshold(everyone, everyone.isfinite(), ratio=ratio)
         kept = high_entropy_mask(entropy, mask, threshold=threshold.to(entropy.device))

@@ -58,6 +58,7 @@ class LossSettings:
         weighting: Which tokens the policy loss counts, and how much.
         max_micro_tokens: Cut micro batches by tokens instead of rows; None is off.
         aux_loss_coef: Weight of the loss that balances experts; 0 is off.
+        packs_samples: Count no padding then.
     """
 
     policy_loss: PolicyLossFunction
@@ -71,6 +72,7 @@ class LossSettings:
     weighting: TokenWeighting | None = None
     max_micro_tokens: int | None = None
     aux_loss_coef: float = 0.0
+    packs_samples: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +165,9 @@ def _token_slices(
     return step.plan.micro_slices(
         step.table.lengths,
         index=index,
-        rank=strategy.get_rank(),
+        rank=strategy.data_rank,
         max_tokens=settings.max_micro_tokens,
+        packs_samples=settings.packs_samples,
     )
 
 
@@ -205,9 +208,9 @@ def policy_update(
             result = strategy.optimizer_step(
                 actor.optimizer, actor.model, actor.scheduler, name=actor.name
             )
-    metrics.add_mean("policy_loss", 0.0, 1.0 / strategy.world_size)
+    metrics.add_mean("policy_loss", 0.0, 1.0 / strategy.num_data_ranks)
     if whole.router_sums is not None:
-        metrics.add_mean("aux_loss", 0.0, 1.0 / strategy.world_size)
+        metrics.add_mean("aux_loss", 0.0, 1.0 / strategy.num_data_ranks)
     record_step(actor.name, result, metrics)
 
 
@@ -232,7 +235,7 @@ def value_update(
             result = strategy.optimizer_step(
                 critic.optimizer, critic.model, critic.scheduler, name=critic.name
             )
-    metrics.add_mean("critic_loss", 0.0, 1.0 / strategy.world_size)
+    metrics.add_mean("critic_loss", 0.0, 1.0 / strategy.num_data_ranks)
     record_step(critic.name, result, metrics)
 
 
@@ -242,7 +245,7 @@ def _normalizer(batch: ExperienceBatch, strategy: StrategyBase, settings: LossSe
         settings.aggregation,
         max_response_tokens=settings.max_response_tokens,
     )
-    return strategy.all_reduce(local, "sum")
+    return strategy.reduce_over_data(local, "sum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +282,7 @@ def _whole_batch(
                 _router_sums(_forward(select_experience(batch, rows), actor, entropy="none"))
                 for rows in slices
             ]
-        sums = strategy.all_reduce(torch.stack(parts).sum(dim=0), "sum")
+        sums = strategy.reduce_over_data(torch.stack(parts).sum(dim=0), "sum")
     return _WholeBatch(_normalizer(batch, strategy, settings), weights, sums)
 
 

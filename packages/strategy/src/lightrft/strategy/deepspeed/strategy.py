@@ -30,6 +30,7 @@ from lightrft.strategy.optimizers import (
 from lightrft.strategy.parameter_source import module_parameter_source
 from lightrft.strategy.prepared import AnyModel, Arguments, PreparedModel, wrapped_module
 from lightrft.strategy.process_groups import resolve_shard_size
+from lightrft.strategy.sequence_parallel import share_sequences
 from lightrft.strategy.training_interface import refuse_options
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class DeepspeedStrategy(CheckpointMethods):
         size = resolve_shard_size(shard_size, self.world_size)
         if runtime.is_engine_module(model):
             return model
+        share_sequences(model, self.sp_group, is_trained=is_training)
         if is_training:
             return model.to(self.device)
         model.eval().requires_grad_(False)
@@ -152,6 +154,7 @@ class DeepspeedStrategy(CheckpointMethods):
         self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None
     ) -> PreparedModel:
         """The schedule stays ours: it must not advance with a skipped step."""
+        share_sequences(model, self.sp_group, is_trained=True)
         with phase("prepare a model for training", self._timeout):
             engine = runtime.initialize(model, training_config(self._settings), optimizer)
         self._engines[optimizer] = engine

@@ -40,6 +40,7 @@ from lightrft.strategy.optimizers import (
 )
 from lightrft.strategy.prepared import AnyModel, Arguments, PreparedModel, wrapped_module
 from lightrft.strategy.process_groups import resolve_shard_size
+from lightrft.strategy.sequence_parallel import share_sequences
 from lightrft.strategy.training_interface import refuse_options
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ class FSDPV2Strategy(CheckpointMethods):
         """
         if isinstance(model, FSDPModule):
             return model
+        share_sequences(model, self.sp_group, is_trained=is_training)
         stores_compute_dtype = not is_training or self.uses_master_weights
         plan = ShardingPlan(
             mesh=self._mesh(shard_size),

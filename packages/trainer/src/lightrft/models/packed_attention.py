@@ -1,0 +1,192 @@
+"""Attention within the sequences of one stream of tokens, for models of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from lightrft.models.ulysses import check_head_counts, gather_sequence, scatter_sequence
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed import ProcessGroup
+    from transformers import PreTrainedModel
+
+PACKED = "lightrft_packed"
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+VARLEN_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBounds:
+    """Where the sequences of a stream begin and end.
+
+    Args:
+        offsets: First token of each sequence, then the number of tokens of the whole stream.
+        offsets_tensor: [sequences + 1] int32, the same on the stream's device.
+        group: The ranks that hold a slice each of the stream; None if this rank holds it all.
+    """
+
+    offsets: tuple[int, ...]
+    offsets_tensor: Tensor
+    group: ProcessGroup | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(b - a for a, b in zip(self.offsets, self.offsets[1:], strict=False))
+
+
+def packed_attention(  # noqa: PLR0913 - what transformers passes
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sequence_bounds: SequenceBounds | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each sequence; registered with transformers as `PACKED`.
+
+    No mask over the whole stream is formed: the work is that of the sequences alone.
+
+    Args:
+        module: The attention layer.
+        query: [1, heads, tokens, head_dim], of this rank's slice of the stream.
+        key, value: [1, kv_heads, tokens, head_dim].
+        attention_mask: Must be None: padding is not part of a stream.
+        dropout, scaling: As transformers passes them.
+        sliding_window: Tokens before and including itself that a token sees; None is all.
+        softcap, s_aux: Must be None: such attention is not computed here.
+        sequence_bounds: Of the whole stream.
+        kwargs: What else transformers passes on; none of it concerns attention.
+
+    Returns:
+        [1, tokens, heads, head_dim], and None for the weights.
+
+    Raises:
+        ValueError: The model was called directly, or its attention is of another kind.
+    """
+    del kwargs
+    if sequence_bounds is None or attention_mask is not None:
+        raise ValueError(
+            "this model reads packed sequences: call it through its actor or critic, or give it "
+            "back its attention by pack_samples(False)"
+        )
+    if softcap is not None or s_aux is not None or not vars(module).get("is_causal", True):
+        raise ValueError(
+            f"{type(module).__name__} computes attention with softcap, sinks or without causality, "
+            "which packed sequences do not support: train without packing_samples and sp_size"
+        )
+    group = sequence_bounds.group
+    if group is not None:
+        query, key, value = gather_sequence(query, key, value, group)
+    arguments = (dropout, scaling, sliding_window)
+    if query.is_cuda and {x.dtype for x in (query, key, value)} in [{d} for d in VARLEN_DTYPES]:
+        attended = _attend_varlen(query, key, value, sequence_bounds, *arguments)
+    else:
+        attended = _attend_each(query, key, value, sequence_bounds, *arguments)
+    if group is not None:
+        attended = scatter_sequence(attended, group)
+    return attended.transpose(1, 2).contiguous(), None
+
+
+def _attend_each(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: SequenceBounds,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """One call of torch's attention for each sequence: [1, heads, tokens, head_dim]."""
+    is_grouped = query.shape[1] != key.shape[1]
+    pieces = []
+    for start, stop in zip(bounds.offsets, bounds.offsets[1:], strict=False):
+        q, k, v = (x[:, :, start:stop] for x in (query, key, value))
+        mask = None
+        if sliding_window is not None and sliding_window < stop - start:
+            index = torch.arange(stop - start, device=query.device)
+            distance = index[:, None] - index[None, :]
+            mask = (distance >= 0) & (distance < sliding_window)
+        pieces.append(
+            F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=is_grouped,
+            )
+        )
+    return torch.cat(pieces, dim=2)
+
+
+def _attend_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: SequenceBounds,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """One kernel of FlashAttention for all sequences, as torch ships it for CUDA."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if dropout:
+        raise ValueError("packed attention has no dropout on a GPU: set attention_dropout to 0")
+    window = -1 if sliding_window is None else sliding_window - 1
+    heads = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]
+    attended: Tensor = varlen_attn(
+        *heads,
+        bounds.offsets_tensor,
+        bounds.offsets_tensor,
+        bounds.longest,
+        bounds.longest,
+        scale=scaling,
+        window_size=(window, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended.transpose(0, 1).unsqueeze(0)
+
+
+def use_packed_attention(model: PreTrainedModel, *, sp_size: int = 1) -> None:
+    """Lets a model read packed sequences.
+
+    Args:
+        model: With or without output projection; changed in place.
+        sp_size: Ranks that will share a sequence.
+
+    Raises:
+        ValueError: Tokens of the model see each other by other ways than attention, or the heads
+            cannot be dealt to the ranks.
+    """
+    config = model.config.get_text_config()
+    kinds = set(config.to_dict().get("layer_types") or ()) - LAYER_TYPES
+    supports = model._supports_attention_backend and model._supports_flash_attn
+    if kinds or not supports:
+        what = f"layers of type {', '.join(sorted(kinds))}" if kinds else "attention of its own"
+        raise ValueError(
+            f"{type(model).__name__} has {what}, which would mix packed sequences: train without "
+            "packing_samples and sp_size"
+        )
+    check_head_counts(config.num_attention_heads, sp_size)
+    model.set_attn_implementation(PACKED)
+
+
+AttentionInterface.register(PACKED, packed_attention)

@@ -1,0 +1,102 @@
+"""What actor and critic share: a choice of layout, and the forward pass up to hidden states."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from lightrft.models.layout import LayoutPolicy, TokenLayout
+from lightrft.models.packed_attention import use_packed_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed import ProcessGroup
+    from transformers import PreTrainedModel
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+
+class SequenceModel(nn.Module):
+    """A model that reads padded batches and lays them out for its forward pass as it is told.
+
+    The layout changes no result: logprobs, values and gradients are those of padded rows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layout_policy = LayoutPolicy()
+        self._plain_attention: str | None = None
+
+    @property
+    @abstractmethod
+    def pretrained(self) -> PreTrainedModel:
+        """The wrapped model of transformers."""
+
+    def pack_samples(self, is_packed: bool = True) -> None:
+        """Lays batches out as one stream without padding, or as padded rows again.
+
+        Raises:
+            ValueError: The model mixes packed sequences; see `use_packed_attention`.
+        """
+        self._use_policy(replace(self.layout_policy, packs_samples=is_packed))
+
+    def share_sequences(self, group: ProcessGroup | None) -> None:
+        """Divides each batch's stream among the ranks of a group (sequence parallelism).
+
+        From then on all ranks of the group call the model with the same batch, and each gets the
+        results of the whole batch.
+
+        Args:
+            group: The ranks that share; None divides nothing.
+
+        Raises:
+            ValueError: The heads cannot be dealt to the ranks, or the model mixes sequences.
+        """
+        self._use_policy(replace(self.layout_policy, sp_group=group))
+
+    def _use_policy(self, policy: LayoutPolicy) -> None:
+        if policy.is_packed:
+            plain = self.pretrained.config._attn_implementation
+            use_packed_attention(self.pretrained, sp_size=policy.sp_size)
+            if not self.layout_policy.is_packed:
+                self._plain_attention = plain
+        elif self.layout_policy.is_packed:
+            self.pretrained.set_attn_implementation(self._plain_attention)
+        self.layout_policy = policy
+
+    def _trunk_output(
+        self,
+        trunk: nn.Module,
+        layout: TokenLayout,
+        model_inputs: Mapping[str, Tensor] | None,
+        *,
+        with_router_logits: bool = False,
+    ) -> MoeModelOutputWithPast:
+        """What a transformers trunk returns for what the layout shows.
+
+        Models with further inputs place their tokens themselves (rotary positions of images).
+
+        Args:
+            trunk: The model up to its last hidden states [batch or 1, tokens, hidden].
+            layout: Places the tokens.
+            model_inputs: Further inputs of the model, by name.
+            with_router_logits: Ask for the logits of the experts of every layer.
+        """
+        extra: dict[str, object] = dict(model_inputs or {})
+        if extra and layout.bounds is not None:
+            raise ValueError(
+                f"packed batches carry text only: got model inputs {sorted(extra)}; train without "
+                "packing_samples and sp_size"
+            )
+        if not extra:
+            extra["position_ids"] = layout.position_ids
+        if with_router_logits:
+            extra["output_router_logits"] = True
+        extra |= layout.attention_inputs()
+        output: MoeModelOutputWithPast = trunk(
+            input_ids=layout.input_ids, use_cache=False, **extra
+        )
+        return output

@@ -1,0 +1,131 @@
+"""Sequence parallelism by exchange of heads: every rank holds a slice of the token stream, and for
+attention all tokens of a share of the heads.
+
+Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509, sec. 3.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
+    from torch.distributed import ProcessGroup
+
+
+class _AllToAll(torch.autograd.Function):
+    """Block r of the first dimension goes to rank r; the exchange is its own transpose."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, blocks: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group  # type: ignore[attr-defined]
+        received = torch.empty_like(blocks, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, blocks.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+        group: ProcessGroup = ctx.group  # type: ignore[attr-defined]
+        return _AllToAll.apply(gradients[0], group), None  # type: ignore[no-untyped-call]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of the ranks' values; the gradient goes to each of them as it is."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, values: Tensor, group: ProcessGroup) -> Tensor:
+        del ctx
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+        del ctx
+        return gradients[0], None
+
+
+def sum_over_ranks(values: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over a sequence-parallel group, from which every rank computes the same loss.
+
+    Each rank's gradient is that of its own terms: the sum over the group of the parameters'
+    gradients is the gradient of one loss, not of as many losses as there are ranks.
+
+    Args:
+        values: Of equal shape on all ranks of the group.
+        group: The ranks that share a sequence.
+    """
+    total: Tensor = _SumOverRanks.apply(values, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+def check_head_counts(num_heads: int, sp_size: int) -> None:
+    """Raises ValueError unless the query heads can be dealt evenly to the ranks."""
+    if num_heads % sp_size:
+        legal = [size for size in range(1, num_heads + 1) if num_heads % size == 0]
+        raise ValueError(
+            f"sp_size must divide the number of attention heads: got sp_size {sp_size} and "
+            f"{num_heads} heads; legal values: {legal}"
+        )
+
+
+def gather_sequence(
+    query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All tokens of this rank's share of the heads, by one exchange.
+
+    Key heads are repeated where there are fewer than ranks, so that each rank gets those that its
+    query heads belong to.
+
+    Args:
+        query: [1, heads, tokens / ranks, head_dim].
+        key, value: [1, kv_heads, tokens / ranks, head_dim].
+        group: The ranks that share a sequence; their number divides `heads`.
+
+    Returns:
+        [1, heads / ranks, tokens, head_dim], and twice [1, kv_heads', tokens, head_dim].
+    """
+    size = dist.get_world_size(group)
+    check_head_counts(query.shape[1], size)
+    num_copies = size // math.gcd(key.shape[1], size)
+    key, value = (x.repeat_interleave(num_copies, dim=1) for x in (key, value))
+    # [ranks, heads of one rank, tokens / ranks, head_dim]
+    parts = [x[0].unflatten(0, (size, -1)) for x in (query, key, value)]
+    counts = [part.shape[1] for part in parts]
+    blocks: Tensor = _AllToAll.apply(torch.cat(parts, dim=1), group)  # type: ignore[no-untyped-call]
+    whole = blocks.transpose(0, 1).flatten(1, 2).unsqueeze(0)  # ranks and tokens become tokens
+    query, key, value = whole.split(counts, dim=1)
+    return query, key, value
+
+
+def scatter_sequence(attended: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's tokens of all heads: [1, heads / ranks, tokens, dim] to [1, heads, own, dim]."""
+    size = dist.get_world_size(group)
+    blocks = attended[0].unflatten(1, (size, -1)).transpose(0, 1)  # [ranks, heads, own, dim]
+    received: Tensor = _AllToAll.apply(blocks, group)  # type: ignore[no-untyped-call]
+    return received.flatten(0, 1).unsqueeze(0)
+
+
+def check_same_batch(token_ids: Tensor, *masks: Tensor, group: ProcessGroup) -> None:
+    """Raises ValueError unless all ranks of the group hold the same batch. Collective.
+
+    Ranks with batches of different sizes would otherwise wait for each other inside a collective.
+    """
+    index = torch.arange(1, token_ids.numel() + 1, device=token_ids.device)
+    content = token_ids.long().flatten() + 1
+    for factor, mask in enumerate(masks, start=1):
+        content = content + 1_000_003 * factor * mask.long().flatten()
+    fingerprint = torch.stack([*index.new_tensor(token_ids.shape), (content * index).sum()])
+    bounds = torch.cat([fingerprint, -fingerprint])
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    highest, lowest = bounds.chunk(2)
+    if not torch.equal(highest, -lowest):
+        raise ValueError(
+            "the ranks of a sequence-parallel group must pass the same batch: got different ones; "
+            "share them with strategy.sp_data_processor.preprocess"
+        )

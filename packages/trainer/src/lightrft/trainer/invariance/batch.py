@@ -1,0 +1,103 @@
+"""The rows of the step that all ways to carry it out share, and its loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lightrft.algorithms import aggregate, local_normalizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lightrft.models import ActorOutput
+
+NUM_ROWS = 8
+# Unequal, so that ranks and micro-batches hold unequal numbers of tokens.
+PROMPT_LENGTHS = (3, 1, 7, 2, 5, 4, 1, 6)
+RESPONSE_LENGTHS = (14, 9, 2, 21, 1, 11, 17, 5)
+KL_COEF, ENTROPY_COEF = 0.05, 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Padded rows and what their losses need; per-token tensors are [rows, seq].
+
+    Args:
+        token_ids: int64.
+        attention_mask: bool, True on real tokens.
+        response_mask: bool, True on the tokens that the loss counts.
+        advantages, ref_logprobs, returns: float32.
+    """
+
+    token_ids: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    advantages: Tensor
+    ref_logprobs: Tensor
+    returns: Tensor
+
+    def select(self, rows: slice | list[int], device: torch.device) -> Rows:
+        """Some rows, without the columns that are padding in all of them."""
+        width = int(self.attention_mask[rows].sum(dim=1).max())
+        return Rows(
+            *(
+                tensor[rows, :width].to(device)
+                for tensor in (
+                    self.token_ids,
+                    self.attention_mask,
+                    self.response_mask,
+                    self.advantages,
+                    self.ref_logprobs,
+                    self.returns,
+                )
+            )
+        )
+
+
+def make_rows(vocab_size: int, *, seed: int = 0) -> Rows:
+    """Random rows of unequal lengths; the response of one does not count."""
+    rng = np.random.default_rng(seed)
+    prompts = np.array(PROMPT_LENGTHS)[:, None]
+    lengths = prompts + np.array(RESPONSE_LENGTHS)[:, None]
+    columns = np.arange(lengths.max())[None, :]
+    shape = (NUM_ROWS, int(lengths.max()))
+    is_response = (columns >= prompts) & (columns < lengths)
+    is_response[4] = False
+
+    def noise(scale: float) -> Tensor:
+        return torch.from_numpy(rng.normal(0, scale, shape).astype(np.float32))
+
+    return Rows(
+        token_ids=torch.from_numpy(rng.integers(0, vocab_size, shape)),
+        attention_mask=torch.from_numpy(columns < lengths),
+        response_mask=torch.from_numpy(is_response),
+        advantages=noise(1.0),
+        ref_logprobs=noise(0.5) - float(np.log(vocab_size)),
+        returns=noise(1.0),
+    )
+
+
+def normalizer_of(rows: Rows) -> Tensor:
+    """This rank's part of the loss's denominator: its response tokens."""
+    return local_normalizer(rows.response_mask, "token-mean", max_response_tokens=1)
+
+
+def policy_share(output: ActorOutput, rows: Rows, normalizer: Tensor) -> Tensor:
+    """Share of the mean over tokens of -A lp + KL_COEF (lp - ref)^2 / 2 - ENTROPY_COEF H."""
+    if output.entropy is None:
+        raise RuntimeError("the policy loss needs entropies")
+    logprobs = output.logprobs
+    penalty = 0.5 * KL_COEF * (logprobs - rows.ref_logprobs).square()
+    token_loss = penalty - rows.advantages * logprobs - ENTROPY_COEF * output.entropy
+    token_loss = torch.where(rows.response_mask, token_loss, 0.0)
+    return aggregate(token_loss, rows.response_mask, "token-mean", normalizer)
+
+
+def value_share(values: Tensor, rows: Rows, normalizer: Tensor) -> Tensor:
+    """Share of the mean over tokens of (v - returns)^2 / 2."""
+    token_loss = torch.where(rows.response_mask, 0.5 * (values - rows.returns).square(), 0.0)
+    return aggregate(token_loss, rows.response_mask, "token-mean", normalizer)

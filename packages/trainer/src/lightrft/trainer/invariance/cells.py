@@ -1,0 +1,135 @@
+"""Ways to carry out one training step, and how far their results may lie apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Backend = Literal["fake", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
+Role = Literal["actor", "critic"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One way to carry out a step.
+
+    Args:
+        backend: Strategy; "hsdp" is FSDP2 with shards over two ranks and replicas of them.
+        world_size: Processes.
+        micro_batch_size: Rows of one forward and backward pass, at most.
+        packs_samples: Lay rows out as one stream.
+        sp_size: Ranks that share a stream.
+        recomputes: Gradient checkpointing.
+        is_fused: Logprobs by chunks of the vocabulary.
+        role: What is trained.
+        bf16: Compute in bfloat16.
+    """
+
+    backend: Backend = "fake"
+    world_size: int = 1
+    micro_batch_size: int = 8
+    packs_samples: bool = False
+    sp_size: int = 1
+    recomputes: bool = False
+    is_fused: bool = False
+    role: Role = "actor"
+    bf16: bool = False
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.backend} x{self.world_size}",
+            f"micro {self.micro_batch_size}",
+            "packed" if self.packs_samples else "padded",
+            f"sp {self.sp_size}" if self.sp_size > 1 else "",
+            "recomputed" if self.recomputes else "",
+            "fused" if self.is_fused else "",
+            self.role if self.role == "critic" else "",
+            "bf16" if self.bf16 else "",
+        ]
+        return ", ".join(part for part in parts if part)
+
+
+REFERENCE = Cell()
+"""One process, one padded micro-batch of all rows: what every other cell is compared with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deviations:
+    """How far a cell's results are from the reference's.
+
+    Args:
+        outputs: Largest difference of a logprob; of values, over the largest value.
+        loss: Difference of the batch loss, over its magnitude.
+        weights: Weights after a step of SGD: norm of the difference over the norm.
+        gradient: Gradient of that step, likewise over all parameters.
+        gradient_tensor: The same for the worst single tensor whose norm exceeds 1e-4 of the whole.
+        update: Change of the weights by two steps of AdamW, over all parameters.
+    """
+
+    outputs: float
+    loss: float
+    weights: float
+    gradient: float
+    gradient_tensor: float
+    update: float
+
+    def above(self, bounds: Deviations) -> list[str]:
+        """Names of the deviations that are above their bounds, or no numbers."""
+        return [
+            name
+            for name in self.__dataclass_fields__
+            # Written so that NaN fails.
+            if not self.value(name) <= bounds.value(name)
+        ]
+
+    def value(self, name: str) -> float:
+        """One deviation by name."""
+        values: dict[str, float] = {
+            "outputs": self.outputs,
+            "loss": self.loss,
+            "weights": self.weights,
+            "gradient": self.gradient,
+            "gradient_tensor": self.gradient_tensor,
+            "update": self.update,
+        }
+        return values[name]
+
+
+FP32_BOUNDS = Deviations(
+    outputs=2e-5, loss=1e-5, weights=1e-6, gradient=1e-6, gradient_tensor=5e-6, update=1e-3
+)
+"""Bounds of the norms in float32; those of outputs and loss are a few roundings of logits."""
+
+
+def doctor_cells(world_size: int, *, has_deepspeed: bool) -> tuple[Cell, ...]:
+    """A set in which every feature occurs, small enough for a user's own model."""
+    cells = [
+        Cell(micro_batch_size=2),
+        Cell(micro_batch_size=4, packs_samples=True),
+        Cell(micro_batch_size=4, recomputes=True, is_fused=True),
+    ]
+    if world_size > 1:
+        cells += [
+            Cell(backend="fsdp", world_size=world_size, micro_batch_size=2),
+            Cell(backend="fsdp", world_size=world_size, micro_batch_size=4, packs_samples=True),
+            Cell(
+                backend="fsdp",
+                world_size=world_size,
+                micro_batch_size=4,
+                packs_samples=True,
+                sp_size=world_size,
+                recomputes=True,
+            ),
+        ]
+    if world_size > 1 and has_deepspeed:
+        cells += [
+            Cell(backend="zero2", world_size=world_size, micro_batch_size=2),
+            Cell(
+                backend="zero3",
+                world_size=world_size,
+                micro_batch_size=4,
+                packs_samples=True,
+                is_fused=True,
+            ),
+        ]
+    return tuple(cells)

@@ -1,0 +1,268 @@
+"""Carries out one step in several ways, on the ranks that each of them needs, and compares."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.optim import SGD
+
+from lightrft.experience.collate import micro_slices
+from lightrft.models import Actor, Critic
+from lightrft.strategy import get_fake_strategy, get_strategy
+from lightrft.strategy.parameter_source import checkpoint_module
+from lightrft.trainer.invariance.batch import (
+    NUM_ROWS,
+    Rows,
+    make_rows,
+    normalizer_of,
+    policy_share,
+    value_share,
+)
+from lightrft.trainer.invariance.cells import REFERENCE, Backend, Cell, Deviations, Role
+from lightrft.trainer.invariance.compare import deviation, local_values
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from lightrft.strategy.prepared import PreparedModel
+    from lightrft.strategy.strategy_base import StrategyBase
+
+ADAM_RATE = 1e-3
+SGD_MOVE = 1e3
+"""How far the step of SGD moves the weights, over their norm: so far that the gradient can be read
+off them, whatever the strategy keeps of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step returns on this rank.
+
+    Args:
+        loss: Of the whole batch.
+        outputs: [NUM_ROWS, seq] logprobs or values of this rank's rows where the loss counts
+            them, 0 elsewhere.
+        rows: Numbers of those rows.
+    """
+
+    loss: float
+    outputs: Tensor
+    rows: list[int]
+
+
+def make_strategy(backend: Backend, *, sp_size: int = 1, bf16: bool = False) -> StrategyBase:
+    """A strategy that never clips, for NUM_ROWS samples a step."""
+    args: dict[str, object] = {
+        "fsdp": backend in ("fsdp", "hsdp"),
+        "zero_stage": int(backend[-1]) if backend.startswith("zero") else 2,
+        "sp_size": sp_size,
+        "bf16": bf16,
+        "max_norm": 0.0,
+        "micro_train_batch_size": 1,
+        "train_batch_size": NUM_ROWS,
+        "l2": 0.01,
+    }
+    return get_fake_strategy(args) if backend == "fake" else get_strategy(args)
+
+
+def prepare(
+    strategy: StrategyBase,
+    cell: Cell,
+    path: str,
+    make_optimizer: Callable[[nn.Module], Optimizer],
+) -> PreparedModel:
+    """The cell's model, laid out, sharded and with its optimizer."""
+    model: Actor | Critic
+    if cell.role == "actor":
+        model = Actor.from_pretrained(path, fused_linear_logprob=cell.is_fused, chunk_size=100)
+    else:
+        model = Critic.from_pretrained(path)
+        # The head is zero at first, and would pass no gradient on.
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            model.value_head.weight.normal_(0.0, 0.02, generator=generator)
+    model.pack_samples(cell.packs_samples)
+    if cell.recomputes:
+        model.gradient_checkpointing_enable()
+    module: nn.Module = model.train()
+    if strategy.wraps_before_optimizer:
+        size = 2 if cell.backend == "hsdp" else -1
+        module = strategy.prepare_model(module, is_training=True, shard_size=size)
+    ready: PreparedModel = strategy.prepare((module, make_optimizer(module), None))  # type: ignore[assignment]
+    return ready
+
+
+def take_step(strategy: StrategyBase, ready: PreparedModel, cell: Cell, rows: Rows) -> StepResult:
+    """One optimizer step on this rank's rows."""
+    model, optimizer = ready.model, ready.optimizer
+    if model is None or optimizer is None:
+        raise ValueError("a step needs a model and its optimizer")
+    own = list(range(strategy.data_rank, NUM_ROWS, strategy.num_data_ranks))
+    device = strategy.device
+    normalizer = strategy.reduce_over_data(normalizer_of(rows.select(own, device)), "sum")
+    outputs = torch.zeros_like(rows.advantages)
+    slices = micro_slices(0, len(own), cell.micro_batch_size)
+    loss = 0.0
+    with strategy.accumulation(len(slices), optimizer):
+        for part in slices:
+            micro = rows.select(own[part], device)
+            share, found = _share(model, cell.role, micro, normalizer)
+            strategy.backward(share, model, optimizer)
+            strategy.optimizer_step(optimizer, model, None)
+            loss += share.item()
+            found = torch.where(micro.response_mask, found.detach(), 0.0)
+            outputs[own[part], : found.shape[1]] = found.cpu()
+    return StepResult(strategy.reduce_over_data(loss, "sum"), outputs, own)
+
+
+def _share(model: nn.Module, role: Role, micro: Rows, normalizer: Tensor) -> tuple[Tensor, Tensor]:
+    if role == "critic":
+        values: Tensor = model(micro.token_ids, micro.attention_mask)
+        return value_share(values, micro, normalizer), values
+    output = model(
+        micro.token_ids, micro.attention_mask, scored_mask=micro.response_mask, entropy="grad"
+    )
+    return policy_share(output, micro, normalizer), output.logprobs
+
+
+def write_reference(path: str, role: Role, file: Path) -> None:
+    """Carries out the step in one process with one padded micro-batch, and keeps the results.
+
+    The gradient is the one autograd leaves; all others are read off weights.
+    """
+    cell = replace(REFERENCE, role=role)
+    strategy = make_strategy("fake")
+    first, second = rows_of(path)
+    results: dict[str, Tensor] = {}
+    ready = prepare(strategy, cell, path, lambda model: SGD(model.parameters(), lr=0.0))
+    weights, gradients = _named(strategy, ready), {}
+
+    def keep_gradients(*_: object) -> None:
+        for name, parameter in weights.items():
+            empty = torch.zeros_like(parameter)
+            gradients[name] = empty if parameter.grad is None else parameter.grad.detach().clone()
+
+    optimizer = cast("SGD", ready.optimizer)
+    optimizer.register_step_pre_hook(keep_gradients)
+    step = take_step(strategy, ready, cell, first)
+    results |= {f"gradient/{n}": g.cpu() for n, g in gradients.items()}
+    size = _norm(weights.values()) / _norm(gradients.values())
+    rate = 2.0 ** round(math.log2(SGD_MOVE * size))  # exact to multiply with
+    optimizer.param_groups[0]["lr"] = rate
+    take_step(strategy, ready, cell, first)
+    results |= {f"weights/{n}": p.detach().cpu().clone() for n, p in weights.items()}
+    ready = prepare(strategy, cell, path, lambda m: strategy.create_optimizer(m, lr=ADAM_RATE))
+    weights = _named(strategy, ready)
+    before = {name: p.detach().clone() for name, p in weights.items()}
+    for rows in (first, second):
+        take_step(strategy, ready, cell, rows)
+    results |= {f"update/{n}": (p.detach() - before[n]).cpu() for n, p in weights.items()}
+    results["outputs"] = step.outputs
+    results["numbers"] = torch.tensor([step.loss, rate], dtype=torch.float64)
+    save_file({name: tensor.contiguous() for name, tensor in results.items()}, file)
+
+
+def rows_of(path: str) -> tuple[Rows, Rows]:
+    """The rows of the first and of the second step."""
+    from lightrft.models import load_config
+
+    vocab_size = load_config(path).get_text_config().vocab_size
+    return make_rows(vocab_size, seed=0), make_rows(vocab_size, seed=1)
+
+
+def measure(strategy: StrategyBase, cell: Cell, path: str, reference: Path) -> Deviations:
+    """Carries out the step as the cell says. Collective; the same result on every rank.
+
+    Args:
+        strategy: Of the cell's backend, number of ranks, `sp_size` and dtype.
+        cell: How.
+        path: Checkpoint of the model.
+        reference: A file of `write_reference` for this model and role.
+    """
+    expected = load_file(reference)
+    loss, rate = expected["numbers"].tolist()
+    ready = prepare(strategy, cell, path, lambda model: SGD(model.parameters(), lr=rate))
+    before = local_values(strategy.parameter_source(ready))
+    step = take_step(strategy, ready, cell, rows_of(path)[0])
+    after = local_values(strategy.parameter_source(ready))
+    weights = _compare(strategy, ready, after, expected, "weights")
+    read_off = {name: (before[name] - value) / rate for name, value in after.items()}
+    gradient = _compare(strategy, ready, read_off, expected, "gradient")
+    del ready
+    update = _adam_update(strategy, cell, path, expected)
+    difference = (step.outputs - expected["outputs"])[step.rows].abs().max()
+    scale = 1.0 if cell.role == "actor" else float(expected["outputs"].abs().max())
+    return Deviations(
+        outputs=strategy.all_reduce(float(difference), "max") / scale,
+        loss=abs(step.loss - loss) / abs(loss),
+        weights=weights[0],
+        gradient=gradient[0],
+        gradient_tensor=gradient[1],
+        update=update,
+    )
+
+
+def _adam_update(
+    strategy: StrategyBase, cell: Cell, path: str, expected: Mapping[str, Tensor]
+) -> float:
+    ready = prepare(strategy, cell, path, lambda m: strategy.create_optimizer(m, lr=ADAM_RATE))
+    before = local_values(strategy.parameter_source(ready))
+    for rows in rows_of(path):
+        take_step(strategy, ready, cell, rows)
+    after = local_values(strategy.parameter_source(ready))
+    moved = {name: value - before[name] for name, value in after.items()}
+    return _compare(strategy, ready, moved, expected, "update")[0]
+
+
+def _compare(
+    strategy: StrategyBase,
+    ready: PreparedModel,
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    kind: str,
+) -> tuple[float, float]:
+    prefix = f"{kind}/"
+    wanted = {n.removeprefix(prefix): t for n, t in expected.items() if n.startswith(prefix)}
+    return deviation(found, wanted, strategy.parameter_source(ready), strategy)
+
+
+def _named(strategy: StrategyBase, ready: PreparedModel) -> dict[str, Tensor]:
+    return dict(checkpoint_module(strategy.unwrap_model(ready)).named_parameters())
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return float(sum(float(t.detach().double().square().sum()) for t in tensors)) ** 0.5
+
+
+def measure_cells(
+    rank: int, world_size: int, cells: list[tuple[Cell, str, str]]
+) -> list[Deviations]:
+    """Measures cells of one number of ranks, one after the other; runs on every rank.
+
+    Args:
+        rank, world_size: As `run_multiprocess` passes them.
+        cells: Each cell with the path of its model and of its reference.
+    """
+    import torch.distributed as dist
+
+    del rank
+    # Kept over all strategies: to end one group and start the next at one address is a race.
+    if not dist.is_initialized() and world_size > 1:
+        from lightrft.strategy.process_groups import start_process_group
+
+        start_process_group(None)
+    strategies: dict[tuple[Backend, int, bool], StrategyBase] = {}
+    results = []
+    for cell, path, reference in cells:
+        key = (cell.backend, cell.sp_size, cell.bf16)
+        if key not in strategies:
+            strategies[key] = make_strategy(cell.backend, sp_size=cell.sp_size, bf16=cell.bf16)
+        results.append(measure(strategies[key], cell, path, Path(reference)))
+    return results

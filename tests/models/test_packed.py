@@ -1,0 +1,174 @@
+"""A packed stream gives what padded rows give, and keeps its sequences apart."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+
+from lightrft.models import Actor, Critic, TokenLayout
+from lightrft.models.packed_attention import PACKED
+
+LENGTHS = (19, 5, 33, 1, 12)
+
+
+def make_batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor(LENGTHS)[:, None]
+    width = int(lengths.max())
+    token_ids = torch.randint(0, 256, (len(LENGTHS), width), generator=generator)
+    attention_mask = torch.arange(width) < lengths
+    scored_mask = attention_mask & (torch.arange(width) >= 1 + lengths // 3)
+    upstream = torch.randn(len(LENGTHS), width, generator=generator)
+    return token_ids, attention_mask, scored_mask, upstream
+
+
+def relative_norm(found, expected):
+    difference = sum(float((found[n] - expected[n]).double().square().sum()) for n in expected)
+    return (difference / sum(float(v.double().square().sum()) for v in expected.values())) ** 0.5
+
+
+def actor_results(actor):
+    token_ids, attention_mask, scored_mask, upstream = make_batch()
+    actor.zero_grad()
+    output = actor(
+        token_ids, attention_mask, scored_mask=scored_mask, entropy="grad", temperature=0.7
+    )
+    ((output.logprobs - 0.3 * output.entropy) * upstream).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in actor.named_parameters()}
+    return output.logprobs.detach(), output.entropy.detach(), gradients
+
+
+def critic_results(critic):
+    token_ids, attention_mask, _, upstream = make_batch()
+    critic.zero_grad()
+    values = critic(token_ids, attention_mask)
+    (values * upstream).square().sum().backward()
+    return values.detach(), {name: p.grad.clone() for name, p in critic.named_parameters()}
+
+
+def random_critic(checkpoint):
+    critic = Critic.from_pretrained(checkpoint)
+    torch.manual_seed(3)
+    torch.nn.init.normal_(critic.value_head.weight)
+    return critic
+
+
+def test_the_stream_has_the_real_tokens_and_positions_that_start_anew():
+    token_ids = torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0], [0, 0, 0, 0]])
+    scored = torch.tensor([[0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
+    layout = TokenLayout.packed(token_ids, token_ids > 0, scored)
+    assert layout.input_ids.tolist() == [[5, 6, 7, 8, 9]]
+    assert layout.position_ids.tolist() == [[0, 1, 2, 0, 1]]
+    assert layout.bounds.offsets == (0, 3, 5)
+    assert layout.targets.tolist() == [7, 9]
+    hidden = torch.arange(5.0).view(1, 5, 1)
+    selected = layout.select(hidden).squeeze(1)
+    assert selected.tolist() == [1.0, 3.0]
+    assert layout.scatter(selected).tolist() == [[0, 0, 1, 0], [0, 3, 0, 0], [0, 0, 0, 0]]
+
+
+def test_left_padding_and_empty_batches_can_be_packed():
+    token_ids = torch.tensor([[0, 0, 5, 6], [7, 8, 0, 0]])
+    layout = TokenLayout.packed(token_ids, token_ids > 0)
+    assert layout.input_ids.tolist() == [[5, 6, 7, 8]]
+    assert layout.targets.tolist() == [6, 8]
+    assert layout.sources.tolist() == [0, 2]
+    empty = TokenLayout.packed(token_ids, torch.zeros_like(token_ids, dtype=torch.bool))
+    assert empty.input_ids.shape == (1, 1)
+    assert not empty.scatter(torch.zeros(0)).any()
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
+def test_packed_logprobs_entropies_and_gradients_equal_padded_ones(checkpoint, is_fused):
+    actor = Actor.from_pretrained(checkpoint, fused_linear_logprob=is_fused, chunk_size=100)
+    logprobs, entropy, gradients = actor_results(actor)
+    actor.pack_samples()
+    packed_logprobs, packed_entropy, packed_gradients = actor_results(actor)
+    assert torch.allclose(packed_logprobs, logprobs, rtol=0, atol=1e-5)
+    assert torch.allclose(packed_entropy, entropy, rtol=0, atol=1e-5)
+    assert relative_norm(packed_gradients, gradients) <= 1e-6
+    actor.pack_samples(False)
+    assert torch.equal(actor_results(actor)[0], logprobs)
+
+
+def test_packed_values_and_gradients_equal_padded_ones(checkpoint):
+    critic = random_critic(checkpoint)
+    values, gradients = critic_results(critic)
+    critic.pack_samples()
+    packed_values, packed_gradients = critic_results(critic)
+    assert (packed_values - values).norm() <= 1e-6 * values.norm()
+    assert relative_norm(packed_gradients, gradients) <= 1e-6
+
+
+def test_gradient_checkpointing_of_a_stream_changes_no_gradient(checkpoint):
+    actor = Actor.from_pretrained(checkpoint).train()
+    actor.pack_samples()
+    _, _, gradients = actor_results(actor)
+    actor.gradient_checkpointing_enable()
+    assert relative_norm(actor_results(actor)[2], gradients) <= 1e-6
+
+
+def test_no_sequence_sees_another(checkpoint):
+    token_ids, attention_mask, scored_mask, _ = make_batch()
+    actor = Actor.from_pretrained(checkpoint)
+    actor.pack_samples()
+    before = actor(token_ids, attention_mask, scored_mask=scored_mask).logprobs
+    changed = token_ids.clone()
+    changed[1] = (changed[1] + 1) % 256
+    after = actor(changed, attention_mask, scored_mask=scored_mask).logprobs
+    others = [0, 2, 3, 4]
+    assert torch.equal(after[others], before[others])
+    assert (after[1] - before[1]).abs().max() > 0.1
+
+
+def test_the_comparison_catches_sequences_that_see_each_other(checkpoint):
+    token_ids, attention_mask, scored_mask, _ = make_batch()
+    actor = Actor.from_pretrained(checkpoint)
+    expected = actor(token_ids, attention_mask, scored_mask=scored_mask).logprobs
+    stream = token_ids[attention_mask][None]
+    leaking = actor(
+        stream, torch.ones_like(stream, dtype=torch.bool),
+        scored_mask=scored_mask[attention_mask][None],
+    ).logprobs[0]  # fmt: skip
+    difference = (leaking - expected[attention_mask]).abs()
+    assert difference[19:].max() > 0.1
+
+
+def test_a_sliding_window_holds_inside_each_sequence():
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=256, hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1,
+        num_hidden_layers=2, intermediate_size=96, initializer_range=0.1, sliding_window=7,
+    )  # fmt: skip
+    actor = Actor(MistralForCausalLM(config))
+    logprobs, _, gradients = actor_results(actor)
+    actor.pack_samples()
+    packed, _, packed_gradients = actor_results(actor)
+    assert torch.allclose(packed, logprobs, rtol=0, atol=1e-5)
+    assert relative_norm(packed_gradients, gradients) <= 1e-6
+    config.sliding_window = None
+    for layer in actor.model.model.layers:
+        layer.self_attn.sliding_window = None
+    assert (actor_results(actor)[0] - logprobs).abs().max() > 0.01
+
+
+def test_a_packed_model_called_past_its_actor_refuses(checkpoint):
+    actor = Actor.from_pretrained(checkpoint)
+    actor.pack_samples()
+    with pytest.raises(ValueError, match="call it through its actor"):
+        actor.model(input_ids=torch.tensor([[1, 2, 3]]))
+    with pytest.raises(ValueError, match=r"text only.*pixel_values"):
+        actor(*make_batch()[:2], model_inputs={"pixel_values": torch.zeros(1)})
+
+
+def test_models_that_would_mix_sequences_are_refused(checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    config = copy.deepcopy(model.config)
+    config.layer_types = ["full_attention", "linear_attention"]
+    model.config = config
+    with pytest.raises(ValueError, match="linear_attention"):
+        Actor(model).pack_samples()
+    assert config._attn_implementation != PACKED

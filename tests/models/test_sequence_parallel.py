@@ -1,0 +1,124 @@
+"""Ranks that share a sequence compute what one rank computes, each from its slice of the tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightrft.models import Actor, Critic
+from lightrft.models.ulysses import check_head_counts
+from lightrft.strategy.testing import run_multiprocess
+
+LENGTHS = (19, 5, 33, 1, 12)  # 70 tokens: filled up to 72 for 4 ranks
+
+
+def make_batch():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor(LENGTHS)[:, None]
+    width = int(lengths.max())
+    token_ids = torch.randint(0, 256, (len(LENGTHS), width), generator=generator)
+    attention_mask = torch.arange(width) < lengths
+    scored_mask = attention_mask & (torch.arange(width) >= 1 + lengths // 3)
+    return (
+        token_ids,
+        attention_mask,
+        scored_mask,
+        torch.randn(*token_ids.shape, generator=generator),
+    )
+
+
+def run_actor(directory, *, is_fused, group=None, widths=None):
+    actor = Actor.from_pretrained(directory, fused_linear_logprob=is_fused, chunk_size=100).train()
+    actor.gradient_checkpointing_enable()
+    if group is not None:
+        actor.share_sequences(group)
+    if widths is not None:
+        block = actor.model.model.layers[1]
+        block.register_forward_pre_hook(lambda _, args: widths.append(tuple(args[0].shape[:2])))
+    token_ids, attention_mask, scored_mask, upstream = make_batch()
+    output = actor(token_ids, attention_mask, scored_mask=scored_mask, entropy="grad")
+    ((output.logprobs - 0.3 * output.entropy) * upstream).sum().backward()
+    return output.logprobs.detach(), gradients_of(actor, group)
+
+
+def run_critic(directory, *, group=None):
+    critic = Critic.from_pretrained(directory)
+    torch.manual_seed(3)
+    torch.nn.init.normal_(critic.value_head.weight)
+    if group is not None:
+        critic.share_sequences(group)
+    token_ids, attention_mask, _, upstream = make_batch()
+    values = critic(token_ids, attention_mask)
+    (values * upstream).square().sum().backward()
+    return values.detach(), gradients_of(critic, group)
+
+
+def gradients_of(model, group):
+    """The gradient of one loss is the sum over the ranks that share it."""
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    if group is not None:
+        for gradient in gradients.values():
+            dist.all_reduce(gradient, group=group)
+    return gradients
+
+
+def relative_norm(found, expected):
+    difference = sum(float((found[n] - expected[n]).double().square().sum()) for n in expected)
+    return (difference / sum(float(v.double().square().sum()) for v in expected.values())) ** 0.5
+
+
+def check_different_batches(directory, group, rank):
+    actor = Actor.from_pretrained(directory)
+    actor.share_sequences(group)
+    token_ids, attention_mask, scored_mask, _ = make_batch()
+    token_ids[0, 3] += rank
+    with pytest.raises(ValueError, match="must pass the same batch"):
+        actor(token_ids, attention_mask, scored_mask=scored_mask)
+    with pytest.raises(ValueError, match="must pass the same batch"):
+        actor(token_ids[: 2 + rank], attention_mask[: 2 + rank])
+    empty = torch.zeros_like(scored_mask)
+    assert not actor(make_batch()[0], attention_mask, scored_mask=empty).logprobs.any()
+
+
+def compare(rank, world_size, directories):
+    dist.init_process_group("gloo")
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    found = []
+    for directory in directories:
+        for is_fused in (False, True):
+            expected, expected_gradients = run_actor(directory, is_fused=is_fused)
+            # Two key heads: one for each of two ranks, copied for four.
+            for group in (pairs[rank // 2], dist.group.WORLD):
+                widths = []
+                logprobs, gradients = run_actor(
+                    directory, is_fused=is_fused, group=group, widths=widths
+                )
+                size = dist.get_world_size(group)
+                # Twice: the block is computed again in the backward pass.
+                assert widths == [(1, -(-sum(LENGTHS) // size))] * 2, widths
+                found.append(float((logprobs - expected).abs().max()))
+                found.append(relative_norm(gradients, expected_gradients))
+                planted = {n: g / size for n, g in gradients.items()}
+                assert relative_norm(planted, expected_gradients) > 0.4
+        expected, expected_gradients = run_critic(directory)
+        values, gradients = run_critic(directory, group=dist.group.WORLD)
+        found.append(float((values - expected).abs().max() / expected.abs().max()))
+        found.append(relative_norm(gradients, expected_gradients))
+    check_different_batches(directories[0], pairs[rank // 2], rank % 2)
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.multiprocess
+def test_shared_sequences_give_the_results_of_whole_ones(checkpoints):
+    args = (list(checkpoints.values()),)
+    for found in run_multiprocess(compare, 4, args=args, timeout_seconds=280):
+        assert max(found[0::2]) <= 1e-5, found
+        assert max(found[1::2]) <= 1e-6, found
+
+
+def test_heads_that_cannot_be_dealt_are_named():
+    check_head_counts(6, 3)
+    with pytest.raises(ValueError, match=r"sp_size 4 and 6 heads; legal values: \[1, 2, 3, 6\]"):
+        check_head_counts(6, 4)
