@@ -38,10 +38,8 @@ class Rank:
     """One rank of several, as far as mixing looks at it."""
 
     def __init__(self, rank, world_size):
-        self.rank, self.world_size, self.device = rank, world_size, torch.device("cpu")
-
-    def get_rank(self):
-        return self.rank
+        self.data_rank, self.num_data_ranks = rank, world_size
+        self.device = torch.device("cpu")
 
 
 def random_texts(count=11):

@@ -50,11 +50,11 @@ class ManyRanks:
     """Accumulates gradients of one rank as the strategies do; Z of all ranks is given."""
 
     def __init__(self, world_size, total):
-        self.world_size = world_size
+        self.world_size = self.num_data_ranks = world_size
         self.total = total
         self.calls = []
 
-    def all_reduce(self, data, op):
+    def reduce_over_data(self, data, op):
         self.calls.append("all_reduce")
         return self.total
 

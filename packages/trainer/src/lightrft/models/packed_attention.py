@@ -151,9 +151,10 @@ def _attend_varlen(
     if dropout:
         raise ValueError("packed attention has no dropout on a GPU: set attention_dropout to 0")
     window = -1 if sliding_window is None else sliding_window - 1
-    heads = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]
-    attended: Tensor = varlen_attn(
-        *heads,
+    attended = varlen_attn(
+        query[0].transpose(0, 1).contiguous(),
+        key[0].transpose(0, 1).contiguous(),
+        value[0].transpose(0, 1).contiguous(),
         bounds.offsets_tensor,
         bounds.offsets_tensor,
         bounds.longest,
@@ -162,6 +163,7 @@ def _attend_varlen(
         window_size=(window, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    assert isinstance(attended, Tensor)  # a pair only if more is asked for
     return attended.transpose(0, 1).unsqueeze(0)
 
 

@@ -96,7 +96,5 @@ class SequenceModel(nn.Module):
         if with_router_logits:
             extra["output_router_logits"] = True
         extra |= layout.attention_inputs()
-        output: MoeModelOutputWithPast = trunk(
-            input_ids=layout.input_ids, use_cache=False, **extra
-        )
+        output: MoeModelOutputWithPast = trunk(input_ids=layout.input_ids, use_cache=False, **extra)
         return output

@@ -95,18 +95,19 @@ def gather_sequence(
     num_copies = size // math.gcd(key.shape[1], size)
     key, value = (x.repeat_interleave(num_copies, dim=1) for x in (key, value))
     # [ranks, heads of one rank, tokens / ranks, head_dim]
-    parts = [x[0].unflatten(0, (size, -1)) for x in (query, key, value)]
+    parts = [x[0].reshape(size, -1, *x.shape[2:]) for x in (query, key, value)]
     counts = [part.shape[1] for part in parts]
     blocks: Tensor = _AllToAll.apply(torch.cat(parts, dim=1), group)  # type: ignore[no-untyped-call]
     whole = blocks.transpose(0, 1).flatten(1, 2).unsqueeze(0)  # ranks and tokens become tokens
-    query, key, value = whole.split(counts, dim=1)
+    query, key, value = torch.split(whole, counts, dim=1)
     return query, key, value
 
 
 def scatter_sequence(attended: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's tokens of all heads: [1, heads / ranks, tokens, dim] to [1, heads, own, dim]."""
     size = dist.get_world_size(group)
-    blocks = attended[0].unflatten(1, (size, -1)).transpose(0, 1)  # [ranks, heads, own, dim]
+    heads = attended.shape[1]
+    blocks = attended.reshape(heads, size, -1, attended.shape[-1]).transpose(0, 1)
     received: Tensor = _AllToAll.apply(blocks, group)  # type: ignore[no-untyped-call]
     return received.flatten(0, 1).unsqueeze(0)
 

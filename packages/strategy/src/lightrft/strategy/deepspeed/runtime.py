@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import os
 import warnings
@@ -109,9 +111,25 @@ def start(timeout: timedelta) -> None:
         # An all-reduce over shared memory that training never calls; compiling it takes a minute
         # or two at the first start.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _import_muon_uncompiled()
     deepspeed.comm.init_distributed(
         dist_backend=dist.get_backend(), timeout=timeout, verbose=False, dist_init_required=False
     )
+
+
+def _import_muon_uncompiled() -> None:
+    """Spares every rank the seconds in which torch's compiler is imported.
+
+    DeepSpeed asks of each optimizer whether it is its Muon, and that module compiles functions as
+    soon as it is imported. They are not used here.
+    """
+    compile_function = torch.compile
+    torch.compile = lambda *_, **__: lambda function: function  # type: ignore[assignment]
+    try:
+        with contextlib.suppress(ImportError):  # other versions keep it elsewhere
+            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        torch.compile = compile_function
 
 
 def stop() -> None:

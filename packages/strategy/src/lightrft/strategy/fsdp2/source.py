@@ -50,11 +50,12 @@ def fsdp2_parameter_source(module: nn.Module) -> ModuleSource:
         entries.append(entry)
         if not entry.is_sharded:
             continue
-        if group is not None and parameter_group is not group:
+        # By their ranks: a mesh may return its group as another object each time.
+        ranks = dist.get_process_group_ranks(parameter_group)
+        if group is not None and ranks != dist.get_process_group_ranks(group):
             raise ValueError(
-                f"all parameters must be sharded over the same ranks: got {name!r} on "
-                f"{dist.get_process_group_ranks(parameter_group)} and others on "
-                f"{dist.get_process_group_ranks(group)}"
+                f"all parameters must be sharded over the same ranks: got {name!r} on {ranks} and "
+                f"others on {dist.get_process_group_ranks(group)}"
             )
         group = parameter_group
     return ModuleSource(module, tuple(entries), group, tied_parameter_names(root))

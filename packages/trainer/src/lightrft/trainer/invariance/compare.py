@@ -54,8 +54,8 @@ def deviation(
     total = strategy.all_reduce(torch.stack(sums), "sum")  # [parameters, 3]
     # Ranks that hold the same values are counted once.
     copies = total[:, 2] / torch.tensor(sizes, dtype=torch.float64).clamp(min=1)
-    differences, squares = (total[:, 0] / copies).sqrt(), (total[:, 1] / copies).sqrt()
-    whole = float(squares.norm())
-    is_judged = squares > SMALLEST_TENSOR * whole
-    worst = (differences / squares)[is_judged].max() if is_judged.any() else differences.norm()
-    return float(differences.norm()) / whole, float(worst)
+    differences, norms = (total[:, 0] / copies).sqrt(), (total[:, 1] / copies).sqrt()
+    whole = float(torch.linalg.vector_norm(norms))
+    deviation_of_all = float(torch.linalg.vector_norm(differences)) / whole
+    is_judged = norms > SMALLEST_TENSOR * whole
+    return deviation_of_all, float((differences / norms)[is_judged].max())

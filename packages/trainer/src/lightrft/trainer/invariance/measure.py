@@ -238,7 +238,7 @@ def _named(strategy: StrategyBase, ready: PreparedModel) -> dict[str, Tensor]:
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:
-    return float(sum(float(t.detach().double().square().sum()) for t in tensors)) ** 0.5
+    return math.sqrt(sum(float(t.detach().double().square().sum()) for t in tensors))
 
 
 def measure_cells(
