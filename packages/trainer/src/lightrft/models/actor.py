@@ -11,7 +11,7 @@ from lightrft.models.head import LinearLogprobHead
 from lightrft.models.head_law import read_head_law
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.routing import router_sums
-from lightrft.models.sequence_model import SequenceModel
+from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.models.types import ActorOutput, EntropyMode
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Actor(SequenceModel):
                 that share sequences pass different batches.
         """
         layout = self.layout_policy.lay_out(token_ids, attention_mask, scored_mask)
-        output = self._trunk_output(
+        output = trunk_output(
             self.model.base_model, layout, model_inputs, with_router_logits=self.sums_routers
         )
         hidden: Tensor = output.last_hidden_state

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lightrft.models.loading import load_trunk
-from lightrft.models.sequence_model import SequenceModel
+from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.strategy.meta_init import parameters_on_meta
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Critic(SequenceModel):
             padding are 0.
         """
         layout = self.layout_policy.lay_out(token_ids, attention_mask)
-        output = self._trunk_output(self.trunk, layout, model_inputs)
+        output = trunk_output(self.trunk, layout, model_inputs)
         return layout.scatter(self.value_head(layout.select(output.last_hidden_state)))
 
     @property

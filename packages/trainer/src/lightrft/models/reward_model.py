@@ -9,9 +9,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from lightrft.models.actor import run_trunk
 from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import ModelLoadError, load_config, parse_dtype
+from lightrft.models.sequence_model import trunk_output
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -87,7 +87,7 @@ class RewardModel(nn.Module):
             attention_mask: [batch, seq] bool, True on real tokens; one or more in each row.
         """
         layout = TokenLayout.padded(token_ids, attention_mask)
-        hidden = run_trunk(self.model.base_model, token_ids, attention_mask, layout, None)
+        hidden = trunk_output(self.model.base_model, layout, None).last_hidden_state
         rows = torch.arange(len(token_ids), device=token_ids.device)
         last = hidden[rows, attention_mask.long().sum(dim=1) - 1]
         scores: Tensor = self.model.get_submodule(HEAD)(last)

@@ -67,34 +67,34 @@ class SequenceModel(nn.Module):
             self.pretrained.set_attn_implementation(self._plain_attention)
         self.layout_policy = policy
 
-    def _trunk_output(
-        self,
-        trunk: nn.Module,
-        layout: TokenLayout,
-        model_inputs: Mapping[str, Tensor] | None,
-        *,
-        with_router_logits: bool = False,
-    ) -> MoeModelOutputWithPast:
-        """What a transformers trunk returns for what the layout shows.
 
-        Models with further inputs place their tokens themselves (rotary positions of images).
+def trunk_output(
+    trunk: nn.Module,
+    layout: TokenLayout,
+    model_inputs: Mapping[str, Tensor] | None,
+    *,
+    with_router_logits: bool = False,
+) -> MoeModelOutputWithPast:
+    """What a transformers trunk returns for what the layout shows.
 
-        Args:
-            trunk: The model up to its last hidden states [batch or 1, tokens, hidden].
-            layout: Places the tokens.
-            model_inputs: Further inputs of the model, by name.
-            with_router_logits: Ask for the logits of the experts of every layer.
-        """
-        extra: dict[str, object] = dict(model_inputs or {})
-        if extra and layout.bounds is not None:
-            raise ValueError(
-                f"packed batches carry text only: got model inputs {sorted(extra)}; train without "
-                "packing_samples and sp_size"
-            )
-        if not extra:
-            extra["position_ids"] = layout.position_ids
-        if with_router_logits:
-            extra["output_router_logits"] = True
-        extra |= layout.attention_inputs()
-        output: MoeModelOutputWithPast = trunk(input_ids=layout.input_ids, use_cache=False, **extra)
-        return output
+    Models with further inputs place their tokens themselves (rotary positions of images).
+
+    Args:
+        trunk: The model up to its last hidden states [batch or 1, tokens, hidden].
+        layout: Places the tokens.
+        model_inputs: Further inputs of the model, by name.
+        with_router_logits: Ask for the logits of the experts of every layer.
+    """
+    extra: dict[str, object] = dict(model_inputs or {})
+    if extra and layout.bounds is not None:
+        raise ValueError(
+            f"packed batches carry text only: got model inputs {sorted(extra)}; train without "
+            "packing_samples and sp_size"
+        )
+    if not extra:
+        extra["position_ids"] = layout.position_ids
+    if with_router_logits:
+        extra["output_router_logits"] = True
+    extra |= layout.attention_inputs()
+    output: MoeModelOutputWithPast = trunk(input_ids=layout.input_ids, use_cache=False, **extra)
+    return output
