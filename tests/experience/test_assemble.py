@@ -17,7 +17,7 @@ from lightrft.experience.types import PolicyOutputs
 class Alone:
     """All collectives of one rank."""
 
-    def all_reduce(self, data, op):
+    def reduce_over_data(self, data, op):
         assert op == "sum"
         return data
 
@@ -28,7 +28,7 @@ class Peer:
     def __init__(self, other):
         self.other = other
 
-    def all_reduce(self, data, op):
+    def reduce_over_data(self, data, op):
         return data + self.other
 
 
