@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.options import merge_options, normalise, unknown_flags
 from lightrft.cli.parser import Parser, at_least
-from lightrft.cli.train import build_parser
+from lightrft.cli.train import build_parser as build_train_parser
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.config_checks import batch_problems
 
@@ -108,7 +108,7 @@ def parse(argv: Sequence[str]) -> Job:
         UsageError, ConfigError: See `run`.
     """
     own, separator, arguments = _split(argv)
-    options = _parser().parse_args(own)
+    options = build_parser().parse_args(own)
     if not separator:
         raise UsageError(f"the options of the run are missing: {EXAMPLE}")
     if not options.print:
@@ -160,7 +160,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
 
 
 def _check(arguments: Sequence[str], *, world_size: int) -> None:
-    parsed, unknown = build_parser().parse_known_args(normalise(arguments))
+    parsed, unknown = build_train_parser().parse_known_args(normalise(arguments))
     flags = vars(parsed)
     processes = flags.pop("nproc_per_node")
     config, problems = merge_options([Path(name) for name in flags.pop("config")], flags)
@@ -173,7 +173,8 @@ def _check(arguments: Sequence[str], *, world_size: int) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `lightrft launch slurm`, without the options of the run."""
     parser = Parser(
         prog="lightrft launch slurm",
         description=DESCRIPTION,

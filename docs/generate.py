@@ -1,0 +1,123 @@
+"""Writes the pages that follow from the code: configuration.md and metrics.md.
+
+Run `python docs/generate.py` after an option or a metric has changed; a test compares them.
+"""
+
+from __future__ import annotations
+
+import sys
+import typing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.cli.options import GROUPS, available_fields
+from lightrft.trainer.config import TrainConfig
+from lightrft.trainer.config_unavailable import UNAVAILABLE
+from lightrft.trainer.metric_table import METRICS
+
+if TYPE_CHECKING:
+    from dataclasses import Field
+
+FOLDER = Path(__file__).resolve().parent
+NOTE = "<!-- Written by docs/generate.py from the code; changes here are lost. -->"
+
+
+def configuration() -> str:
+    """The page of all options of `lightrft train`."""
+    hints = typing.get_type_hints(TrainConfig)
+    lines = [
+        "# Configuration reference",
+        "",
+        NOTE,
+        "",
+        "Every option is a flag of `lightrft train` (`--name value`; booleans have `--no_name`), a "
+        "key of a TOML file (`--config run.toml`), and a field of "
+        "`lightrft.trainer.config.TrainConfig`. Later files win over earlier ones, flags over "
+        "files. Unknown names and wrong values are errors, all reported at once; options that act "
+        "in no run like the given one are listed at the start, or refused with `--strict`.",
+        "",
+    ]
+    options = available_fields()
+    for group in GROUPS:
+        rows = [entry for entry in options if entry.metadata["group"] == group]
+        if not rows:
+            continue
+        lines += [f"## {group.capitalize()}", "", "| option | type | default | meaning |"]
+        lines += ["|---|---|---|---|"]
+        lines += [_option_row(entry, hints[entry.name]) for entry in rows]
+        lines.append("")
+    lines += [
+        "## Names that are refused",
+        "",
+        "These names are known from other versions. They are refused rather than ignored.",
+        "",
+        "| name | instead |",
+        "|---|---|",
+        *(f"| `{name}` | {_cell(reason)} |" for name, reason in sorted(UNAVAILABLE.items())),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def metrics() -> str:
+    """The page of all metrics."""
+    lines = [
+        "# Metrics reference",
+        "",
+        NOTE,
+        "",
+        "`metrics.jsonl` has one line a step with these names; the report and the trackers use the "
+        "same ones. A name that ends in `/*` stands for all of its group. Outside the healthy "
+        "range the report raises an alarm: look there first, not at the loss.",
+        "",
+        "| metric | unit | meaning | healthy |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{row.name}` | {row.unit} | {_cell(row.meaning)} | {row.healthy_range} |"
+        for row in METRICS.values()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"configuration.md": configuration, "metrics.md": metrics}
+
+
+def main() -> int:
+    """Write the pages that differ, and name them."""
+    for name, make in PAGES.items():
+        path, text = FOLDER / name, make()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            sys.stdout.write(f"wrote {path}\n")
+    return 0
+
+
+def _option_row(entry: Field[object], hint: object) -> str:
+    text = entry.metadata["help"]
+    choices = entry.metadata.get("choices")
+    if choices:
+        text += " One of " + ", ".join(f"`{str(choice).lower()}`" for choice in choices) + "."
+    return f"| `{entry.name}` | {_type(hint)} | {_default(entry.default)} | {_cell(text)} |"
+
+
+def _type(hint: object) -> str:
+    name = hint.__name__ if isinstance(hint, type) else str(hint)
+    name = name.replace("collections.abc.", "").replace("typing.", "")
+    return f"`{_cell(name)}`"
+
+
+def _default(value: object) -> str:
+    if value is None or value == ():
+        return "unset"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return f"`{_cell(shown)}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

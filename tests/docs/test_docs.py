@@ -1,0 +1,157 @@
+"""The pages of docs: every block runs, generated pages follow from the code, links lead on."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightrft.cli.errors import ExitCode
+from lightrft.cli.main import COMMANDS, main
+from lightrft.models.presets import write_tiny_model
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+LANGUAGES = {"bash", "python", "text"}
+# What takes seconds runs by default, what trains a model with the slow tests.
+CHEAP = ("errors.md", "data_formats.md")
+COSTLY = ("after_a_run.md", "first_reward.md", "index.md", "scaling.md")
+
+
+def blocks(page):
+    """Language and text of each block."""
+    return BLOCK.findall(PAGES[page])
+
+
+def run_page(page, folder):
+    """Runs the blocks of a page one after another in one folder.
+
+    Substitutions: `lightrft` and `torchrun` are those of this environment. A Python block whose
+    first line is a comment with a file name is written to that file.
+    """
+    bin_folder = Path(sys.executable).parent
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["PATH"] = f"{bin_folder}{os.pathsep}{environment['PATH']}"
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    for language, text in blocks(page):
+        if language == "text":
+            continue
+        name = re.match(r"# (\w+\.py)\n", text)
+        if language == "python" and name:
+            (folder / name[1]).write_text(text)
+            continue
+        program = ["bash", "-euo", "pipefail", "-c", text] if language == "bash" else None
+        done = subprocess.run(
+            program or [sys.executable, "-c", text],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=1500,
+            check=False,
+        )
+        assert done.returncode == 0, text + done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_every_page_is_either_run_or_has_nothing_to_run():
+    with_blocks = {page for page in PAGES if any(kind != "text" for kind, _ in blocks(page))}
+    assert with_blocks == {*CHEAP, *COSTLY}
+    assert {kind for page in PAGES for kind, _ in blocks(page)} <= LANGUAGES
+    for text in PAGES.values():
+        assert text.count("```") == 2 * len(BLOCK.findall(text))
+
+
+@pytest.mark.parametrize("page", CHEAP)
+def test_a_cheap_page_runs(page, tmp_path):
+    run_page(page, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("page", COSTLY)
+def test_a_costly_page_runs(page, tmp_path):
+    run_page(page, tmp_path)
+
+
+@pytest.mark.parametrize("page", [*CHEAP, *COSTLY])
+def test_every_bash_block_parses_and_names_known_commands(page):
+    for language, text in blocks(page):
+        if language == "bash":
+            checked = subprocess.run(["bash", "-n", "-c", text], capture_output=True, check=False)
+            assert checked.returncode == 0, checked.stderr
+        commands = re.findall(r"^lightrft ([\w-]+)", text, flags=re.MULTILINE)
+        assert set(commands) <= set(COMMANDS), text
+
+
+@pytest.mark.parametrize("page", [*CHEAP, *COSTLY])
+def test_every_flag_in_the_text_exists(page):
+    from lightrft.cli import evaluate, slurm, train
+
+    known = {"--print", "--output_dir", "--warm_start_steps", "--rdzv-backend", "--rdzv-endpoint"}
+    known |= {"--nnodes", "--pretrian"}  # of torchrun, and a misspelling that is shown on purpose
+    for parser in (train.build_parser(), evaluate.build_parser(), slurm.build_parser()):
+        known |= {flag for action in parser._actions for flag in action.option_strings}
+    found = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", PAGES[page]))
+    assert found - known == set()
+
+
+def test_generated_pages_follow_from_the_code():
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    for name, make in generate.PAGES.items():
+        assert PAGES[name] == make(), "run: uv run python docs/generate.py"
+
+
+def test_every_exit_code_is_explained():
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", PAGES["errors.md"], flags=re.MULTILINE)
+    assert rows == [(str(int(code)), code.name) for code in ExitCode]
+
+
+def test_links_and_the_navigation_lead_to_pages():
+    for page, text in PAGES.items():
+        for target in re.findall(r"\]\(([^)#]+)", text):
+            assert target in PAGES, f"{page}: {target}"
+    navigation = (DOCS.parent / "mkdocs.yml").read_text()
+    assert sorted(re.findall(r": (\w+\.md)$", navigation, flags=re.MULTILINE)) == sorted(PAGES)
+
+
+def rows_of_data_formats():
+    table = PAGES["data_formats.md"].split("## Sources")[0]
+    cells = re.findall(r"^\| ([^|]+) \| `(\{.*?\})` \| (`[^|]*`)? *\|$", table, flags=re.MULTILINE)
+    return [(what.strip(), row, options.strip("`")) for what, row, options in cells]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("docs") / "model"
+    write_tiny_model(path, "tiny-qwen3", seed=0)
+    return str(path)
+
+
+def test_the_table_of_rows_is_read_whole():
+    table = PAGES["data_formats.md"].split("## Sources")[0]
+    assert len(rows_of_data_formats()) == table.count("\n| ") - 1 >= 10
+
+
+@pytest.mark.parametrize(("what", "row", "options"), rows_of_data_formats())
+def test_every_literal_row_is_accepted_with_its_options(
+    what, row, options, tmp_path, monkeypatch, model, capsys
+):
+    json.loads(row)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.jsonl").write_text(row + "\n")
+    chosen = ["--pretrain", model, *shlex.split(options)]
+    assert main(["data", "check", "p.jsonl", *chosen]) == 0, what
+    shown = capsys.readouterr().out
+    assert "proposed options: none, the keys fit" in shown
+    assert "1 prompts can be trained on" in shown
