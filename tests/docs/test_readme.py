@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -75,15 +76,47 @@ def test_own_run(tmp_path):
     assert named <= made
 
 
+@pytest.fixture(scope="module")
+def quickstart_run(tmp_path_factory):
+    """The folder of the README's first command."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    shown = run(command("quickstart"), folder, "--output_dir", "run", timeout_seconds=580.0)
+    assert "open run/report.html in a browser" in shown
+    assert "lightrft train --config run/config.toml" in shown
+    return folder / "run"
+
+
 @pytest.mark.timeout(600)
-def test_quickstart(tmp_path):
-    run(command("quickstart"), tmp_path, "--output_dir", "run", timeout_seconds=580.0)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+def test_quickstart(quickstart_run):
+    summary = json.loads((quickstart_run / "summary.json").read_text())
     assert summary["accuracy_before"] < 0.4
     assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.6
     from transformers import AutoModelForCausalLM
 
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").num_parameters() > 1e5
+    assert AutoModelForCausalLM.from_pretrained(quickstart_run / "model").num_parameters() > 1e5
+
+
+@pytest.mark.timeout(600)
+def test_the_report_of_quickstart_opens_offline(quickstart_run):
+    reason = "package playwright is not installed"
+    playwright = pytest.importorskip("playwright.sync_api", reason=reason)
+    program = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("neither chromium nor google-chrome is here")
+    with playwright.sync_playwright() as driver:
+        arguments = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        browser = driver.chromium.launch(executable_path=program, args=arguments)
+        page = browser.new_context(offline=True).new_page()
+        requests, complaints = [], []
+        page.on("request", lambda request: requests.append(request.url))
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto((quickstart_run / "report.html").as_uri())
+        page.wait_for_selector("html[data-drawn=true]", timeout=120_000)
+        assert page.locator(".plot .scatterlayer .trace path.js-line").count() >= 12
+        assert page.locator("#token-samples .token").count() > 20
+        assert (requests, complaints) == ([(quickstart_run / "report.html").as_uri()], [])
+        browser.close()
 
 
 @pytest.mark.slow
