@@ -114,3 +114,22 @@ def test_adam_settings():
     assert found == AdamSettings(1.0, (0.0, 0.5), 1e-8, 0.0)
     with pytest.raises(TypeError, match="learning_rate"):
         AdamSettings.read({"learning_rate": 1.0}, config)
+
+
+def test_the_floor_of_the_cosine_is_an_option_and_the_others_have_none():
+    from lightrft.strategy.optimizers import learning_rate_schedule
+
+    def end(name, ratio):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+        schedule = learning_rate_schedule(
+            name, optimizer, max_steps=5, warmup_ratio=0.0, min_lr_ratio=ratio
+        )
+        for _ in range(7):
+            optimizer.step()
+            schedule.step()
+        return optimizer.param_groups[0]["lr"]
+
+    assert end("cosine_with_min_lr", 0.25) == pytest.approx(0.5)
+    assert end("cosine_with_min_lr", 0.0) == pytest.approx(0.0)
+    assert end("linear", 0.25) == 0.0
+    assert end("constant", 0.25) == 2.0

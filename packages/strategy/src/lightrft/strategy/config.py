@@ -88,6 +88,10 @@ class StrategyConfig:
         "cosine_with_min_lr", "How the learning rate changes after the rise.", group="training",
         choices=("cosine_with_min_lr", "linear", "constant"),
     )  # fmt: skip
+    min_lr_ratio: float = option(
+        0.1, "Final over peak learning rate of cosine_with_min_lr.", group="training", at_least=0,
+        at_most=1,
+    )  # fmt: skip
     gradient_checkpointing: bool = option(
         False, "Recompute activations in the backward pass.", group="training"
     )
@@ -281,6 +285,10 @@ class StrategyConfig:
             ),
             (self.rm_use_engine, "rm_use_engine: reward models run in the trainer's process"),
             (self.rm_engine_cudagraph, "rm_engine_cudagraph: no reward engine exists"),
+            (
+                self.min_lr_ratio != 0.1 and self.lr_scheduler != "cosine_with_min_lr",
+                "min_lr_ratio acts only with lr_scheduler cosine_with_min_lr",
+            ),
             (
                 self.plot_every > 0 and self.log_dir is None,
                 "plot_every writes no files without log_dir",

@@ -127,6 +127,7 @@ class ModelPreparation(TrainingInterface):
             optimizer,
             max_steps=max_steps,
             warmup_ratio=config.lr_warmup_ratio,
+            min_lr_ratio=config.min_lr_ratio,
         )
 
     def _trainable(

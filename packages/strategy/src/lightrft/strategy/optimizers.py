@@ -138,15 +138,21 @@ def constant_factor(step: int, *, num_warmup_steps: int, num_training_steps: int
     return min(1.0, step / max(1, num_warmup_steps)) if num_warmup_steps else 1.0
 
 
+COSINE = "cosine_with_min_lr"
 LR_SCHEDULES: dict[str, Callable[..., float]] = {
-    "cosine_with_min_lr": partial(cosine_with_min_lr_factor, min_lr_ratio=0.1),
+    COSINE: cosine_with_min_lr_factor,
     "linear": linear_factor,
     "constant": constant_factor,
 }
 
 
 def learning_rate_schedule(
-    name: str, optimizer: Optimizer, *, max_steps: int, warmup_ratio: float
+    name: str,
+    optimizer: Optimizer,
+    *,
+    max_steps: int,
+    warmup_ratio: float,
+    min_lr_ratio: float = 0.1,
 ) -> LambdaLR:
     """The named schedule with a linear warm-up over ceil(max_steps * warmup_ratio) steps.
 
@@ -155,6 +161,7 @@ def learning_rate_schedule(
         optimizer: Its groups' current learning rates are the peaks.
         max_steps: Optimizer steps of the whole run.
         warmup_ratio: Share of them that warms up.
+        min_lr_ratio: Final over peak learning rate of the cosine.
 
     Raises:
         ValueError: Unknown name; the message lists the known ones.
@@ -162,7 +169,9 @@ def learning_rate_schedule(
     if name not in LR_SCHEDULES:
         raise ValueError(f"unknown lr_scheduler {name!r}: expected one of {list(LR_SCHEDULES)}")
     factor = partial(
-        LR_SCHEDULES[name],
+        partial(LR_SCHEDULES[name], min_lr_ratio=min_lr_ratio)
+        if name == COSINE
+        else LR_SCHEDULES[name],
         num_warmup_steps=math.ceil(max_steps * warmup_ratio),
         num_training_steps=max_steps,
     )

@@ -167,6 +167,11 @@ class TrainConfig(SampleOptions, TrackingConfig):
         group="training", at_least=1,
     )  # fmt: skip
 
+    peak_tflops: float | None = option(
+        None, "Peak of a device for the metric mfu, in 1e12 operations per second; unset knows "
+        "common GPUs.", group="monitoring", above=0,
+    )  # fmt: skip
+
     # Alarms
     alarm_kl: float | None = option(
         None, "Warn when the KL to the reference or of an update exceeds this.",
@@ -224,6 +229,10 @@ class TrainConfig(SampleOptions, TrackingConfig):
     save_path: str | None = option(
         None, "Folder of the trained model; unset is OUTPUT_DIR/model.", group="run"
     )
+    best_metric: str | None = option(
+        None, "Keep the model of the best evaluation by this metric, such as eval/reward, in "
+        "the folder best beside the checkpoints; larger is better.", group="run",
+    )  # fmt: skip
     load_checkpoint: bool = option(
         False, "Continue also a complete run; an unfinished one continues without it.",
         group="run",

@@ -285,7 +285,11 @@ def idle_options(config: TrainConfig) -> list[str]:
         (has_critic, "advantage_estimator gae", ("value_clip", "lambd")),
         (config.init_kl_coef > 0, "init_kl_coef > 0", ("kl_estimator", "kl_target")),
         (config.kl_target is not None, "kl_target", ("kl_horizon",)),
-        (config.eval_data is not None, "eval_data", ("eval_steps", "max_eval_samples")),
+        (
+            config.eval_data is not None,
+            "eval_data",
+            ("eval_steps", "max_eval_samples", "best_metric"),
+        ),
         (
             _have_splits(config.prompt_data),
             "a folder or data set in prompt_data",

@@ -55,6 +55,7 @@ def run_loop(trainer: RunControl, cadence: Cadence) -> LoopResult:
     metrics: dict[str, float] = {}
     if trainer.state.num_steps == 0:
         first_eval = last_eval = trainer.evaluate()
+        trainer.keep_best(0, first_eval)
         if first_eval:
             trainer.log_metrics(0, first_eval)
     num_saved = -1
@@ -72,6 +73,7 @@ def run_loop(trainer: RunControl, cadence: Cadence) -> LoopResult:
         is_evaluated = is_last or _is_due(step, cadence.eval_steps)
         if is_evaluated:
             last_eval = trainer.evaluate()
+            trainer.keep_best(step, last_eval)
         trainer.log_metrics(step, {**metrics, **last_eval} if is_evaluated else metrics)
         if is_last or _is_due(step, cadence.save_steps):
             trainer.save_checkpoint()

@@ -78,6 +78,8 @@ class PPOKeywords(TypedDict, total=False):
     partial_rollout_tokens: int | None
     max_staleness: int
     use_rollout_logprobs: bool
+    best_metric: str | None
+    peak_tflops: float | None
     reward_failure: str
     freezing_actor_steps: int
     alarm_kl: float | None
@@ -162,6 +164,8 @@ class PPOConfig:
     partial_rollout_tokens: int | None = None
     max_staleness: int = 4
     use_rollout_logprobs: bool = False
+    best_metric: str | None = None
+    peak_tflops: float | None = None
     reward_failure: str = "raise"
     freezing_actor_steps: int = -1
     alarm_kl: float | None = None

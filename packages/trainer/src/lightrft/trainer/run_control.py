@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.experience.sampling import greedy_params
 from lightrft.trainer import algorithm
+from lightrft.trainer.best_model import keep_best
 from lightrft.trainer.checkpointing import CheckpointStore
 from lightrft.trainer.evaluation import evaluate
 from lightrft.trainer.loop import Cadence, run_loop
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from lightrft.trainer.state import TrainerState
     from lightrft.trainer.trajectories import TrajectoryLog
     from lightrft.trainer.updates import TrainedModel
+
+BEST_FOLDER = "best"
 
 
 class RunControl:
@@ -149,6 +153,23 @@ class RunControl:
         if self._stop_request is None:
             return False
         return self.strategy.all_reduce(int(self._stop_request()), op="max") > 0
+
+    def keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Saves the actor in `ckpt_path`/best if `best_metric` was never better; collective."""
+        metric, folder = self.config.best_metric, self.config.ckpt_path
+        if metric is None or folder is None:
+            return
+        best = keep_best(
+            self.state.best,
+            metrics,
+            metric=metric,
+            step=step,
+            actor=self._actor.model,
+            tokenizer=self.tokenizer,
+            folder=Path(folder) / BEST_FOLDER,
+            strategy=self.strategy,
+        )
+        self.state = replace(self.state, best=best)
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hands metrics to the loggers, on the first rank."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lightrft.algorithms import AdaptiveKlController, FixedKlController, RunningMoments
 from lightrft.experience.assemble import RewardShaping
 from lightrft.experience.carry import CarryOver
+from lightrft.trainer.best_model import BestModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +29,7 @@ class TrainerState:
         episode: Pass over the prompts that is under way.
         num_episode_prompts: Prompts of that pass already used, over all ranks.
         carry: Responses that are not finished yet.
+        best: The best evaluation so far, or None.
         kl: Weight of the KL term.
         shaping: Running moments of the rewards.
     """
@@ -39,6 +41,7 @@ class TrainerState:
     episode: int = 0
     num_episode_prompts: int = 0
     carry: CarryOver = field(default_factory=CarryOver)
+    best: BestModel | None = None
 
     def to_client_state(self) -> dict[str, object]:
         """Plain values for `strategy.save_ckpt`."""
@@ -50,6 +53,7 @@ class TrainerState:
             "consumed_samples": self.num_episode_prompts,
             "kl_coef": self.kl.coef,
             "carry": self.carry.to_json(),
+            "best": None if self.best is None else [self.best.value, self.best.step],
             "reward_moments": None
             if moments is None
             else [moments.count, moments.mean, moments.sum_of_squares],
@@ -79,6 +83,7 @@ class TrainerState:
             episode=self.episode if stream is None else stream.episode,
             num_episode_prompts=self.num_episode_prompts if stream is None else stream.num_consumed,
             carry=self.carry if step.partial is None else step.partial.carry,
+            best=self.best,
         )
 
     def with_engine_version(self, weights_version: int) -> TrainerState:
@@ -108,6 +113,7 @@ class TrainerState:
                 num_requests=int(_number(client_state["num_requests"])),
                 episode=int(_number(client_state["episode"])),
                 num_episode_prompts=int(_number(client_state["consumed_samples"])),
+                best=_best(client_state["best"]),
                 carry=CarryOver.from_json(_mapping(client_state["carry"])),
             )
         except KeyError as error:
@@ -131,6 +137,12 @@ def initial_state(config: PPOConfig) -> TrainerState:
             clip=config.reward_clip,
         ),
     )
+
+
+def _best(value: object) -> BestModel | None:
+    if not isinstance(value, list):
+        return None
+    return BestModel(_number(value[0]), int(_number(value[1])))
 
 
 def _mapping(value: object) -> Mapping[str, object]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightrft.strategy.optimizers import OptimizerStepResult
     from lightrft.strategy.weight_sync import WeightSyncReport
     from lightrft.trainer.metrics import StepMetrics
+    from lightrft.trainer.throughput import Utilisation
 
 GIGABYTE = 2**30
 
@@ -70,6 +71,7 @@ def finished_metrics(
     report: WeightSyncReport | None,
     *,
     num_epochs: int = 1,
+    utilisation: Utilisation | None = None,
 ) -> dict[str, float]:
     """The metrics of a step, names sorted.
 
@@ -78,6 +80,7 @@ def finished_metrics(
         reduced: Metrics over all ranks.
         report: What the weight sync did, or None without an engine.
         num_epochs: Passes of the update over the samples.
+        utilisation: What an update costs on which hardware, or None.
     """
     metrics = {**reduced, **table_metrics(step.table)}
     if step.selection is not None:
@@ -87,6 +90,10 @@ def finished_metrics(
     metrics["step_seconds"] = sum(metrics[f"{stage}_seconds"] for stage in STAGES)
     metrics["tokens_per_second"] = float(step.table.lengths.sum()) / metrics["step_seconds"]
     metrics |= _stage_speeds(step, metrics, num_epochs)
+    if utilisation is not None and not (step.selection is not None and step.selection.is_empty):
+        metrics |= utilisation.metrics(
+            step.table, num_epochs=num_epochs, seconds=metrics["train_seconds"]
+        )
     if report is not None:
         metrics["weights_version"] = report.weights_version
         metrics["engine_hash"] = report.engine_hash

@@ -1,0 +1,51 @@
+"""The best evaluation's model is kept, across resumes, and never replaced by a worse one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
+
+SCORES = [0.3, 0.5, 0.4, 0.5, 0.7]
+
+
+class Graded(SPMDPPOTrainer):
+    """Evaluations whose results are given."""
+
+    def evaluate(self):
+        return {"eval/reward": SCORES[self.state.num_steps]}
+
+
+def test_the_best_model_stays(build_world, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    def world():
+        return build_world(
+            trainer_class=Graded, ckpt_path=str(tmp_path), best_metric="eval/reward",
+            num_prompts=16,
+        )  # fmt: skip
+
+    first = world()
+    first.trainer.fit({"max_steps": 3, "eval_steps": 1, "num_episodes": 9})
+    assert (first.trainer.state.best.value, first.trainer.state.best.step) == (0.5, 1)
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "best").state_dict()
+    now = {n.removeprefix("model."): v for n, v in first.weights().items()}
+    assert any(not torch.equal(value, now[name]) for name, value in kept.items() if name in now)
+    resumed = world()
+    assert resumed.trainer.load_checkpoint()
+    resumed.trainer.fit({"max_steps": 4, "eval_steps": 1, "num_episodes": 9})
+    assert (resumed.trainer.state.best.value, resumed.trainer.state.best.step) == (0.7, 4)
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "best").state_dict()
+    now = {n.removeprefix("model."): v for n, v in resumed.weights().items()}
+    assert all(torch.equal(value, now[name]) for name, value in kept.items() if name in now)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["_actor", "best"]
+    assert json.loads((tmp_path / "best" / "config.json").read_text())["model_type"] == "qwen3"
+
+
+def test_an_unknown_metric_is_told_at_the_first_evaluation(build_world, tmp_path):
+    world = build_world(trainer_class=Graded, ckpt_path=str(tmp_path), best_metric="eval/rewrad")
+    with pytest.raises(ValueError, match=r"no 'eval/rewrad', it has eval/reward"):
+        world.trainer.fit({"max_steps": 1})

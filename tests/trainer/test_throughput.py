@@ -1,0 +1,74 @@
+"""Operations of an update against torch's own count of every matrix product."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightrft.models import Actor
+from lightrft.models.presets import PRESETS
+from lightrft.strategy import get_fake_strategy
+from lightrft.trainer.throughput import Utilisation, peak_tflops, training_flops
+
+
+def tiny_actor(preset):
+    from transformers import AutoModelForCausalLM
+
+    config = PRESETS[preset]()
+    return Actor(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-llama"])
+def test_operations_are_those_that_torch_counts(preset):
+    actor = tiny_actor(preset)
+    length, num_rows = 24, 3
+    token_ids = torch.randint(0, 200, (num_rows, length))
+    mask = torch.ones_like(token_ids).bool()
+    scored = torch.zeros_like(mask)
+    scored[:, 10:] = True
+    with FlopCounterMode(display=False) as counter:
+        actor(token_ids, mask, scored_mask=scored).logprobs.sum().backward()
+    flops = training_flops(actor, get_fake_strategy({"bf16": False}))
+    lengths, responses = np.full(num_rows, length), np.full(num_rows, 14)
+    # Without a causal kernel torch computes all pairs of tokens, and the first layer needs no
+    # gradient of its input.
+    attention = flops.per_squared_length * float((lengths**2).sum())
+    expected = flops.total(lengths, responses) + attention
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)
+
+
+def test_frozen_weights_and_idle_experts_cost_less():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    strategy = get_fake_strategy({"bf16": False})
+    actor = tiny_actor("tiny-qwen3")
+    before = training_flops(actor, strategy)
+    actor.requires_grad_(False)
+    assert training_flops(actor, strategy).per_token == pytest.approx(before.per_token * 4 / 6)
+    config = Qwen3MoeConfig(
+        vocab_size=131, hidden_size=64, intermediate_size=64, moe_intermediate_size=32,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        num_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = Actor(Qwen3MoeForCausalLM(config))
+    experts = 6 * (8 * 64 * 64 + 8 * 64 * 32)
+    # q and o, k and v, and the router.
+    others = 6 * (2 * 64 * 64 + 2 * 64 * 32 + 8 * 64)
+    assert training_flops(model, strategy).per_token == experts / 4 + others
+
+
+def test_utilisation_is_the_share_of_all_devices_peak():
+    class Table:
+        lengths, response_lengths = np.array([4, 6]), np.array([1, 2])
+
+    from lightrft.trainer.throughput import TrainingFlops
+
+    model = TrainingFlops(1e12, 1e11, 1e10)
+    total = 2 * (10e12 + 3e11 + 52e10)
+    found = Utilisation((model,), 4, 2.0).metrics(Table(), num_epochs=2, seconds=5.0)
+    assert found["train_tflops"] == pytest.approx(total / 5 / 4 / 1e12)
+    assert found["mfu"] == pytest.approx(found["train_tflops"] / 2)
+    assert "mfu" not in Utilisation((model,), 4, None).metrics(Table(), num_epochs=1, seconds=1.0)
+    assert peak_tflops(3.0, uses_bf16=False) == 3.0
