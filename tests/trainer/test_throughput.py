@@ -68,7 +68,7 @@ def test_utilisation_is_the_share_of_all_devices_peak():
     model = TrainingFlops(1e12, 1e11, 1e10)
     total = 2 * (10e12 + 3e11 + 52e10)
     found = Utilisation((model,), 4, 2.0).metrics(Table(), num_epochs=2, seconds=5.0)
-    assert found["train_tflops"] == pytest.approx(total / 5 / 4 / 1e12)
-    assert found["mfu"] == pytest.approx(found["train_tflops"] / 2)
+    assert found["train_tflops_per_second"] == pytest.approx(total / 5 / 4 / 1e12)
+    assert found["mfu"] == pytest.approx(found["train_tflops_per_second"] / 2)
     assert "mfu" not in Utilisation((model,), 4, None).metrics(Table(), num_epochs=1, seconds=1.0)
     assert peak_tflops(3.0, uses_bf16=False) == 3.0

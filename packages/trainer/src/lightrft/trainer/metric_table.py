@@ -175,7 +175,9 @@ _ROWS = (
     MetricRow("rollout_tokens_per_second", "tokens/s", "Sampled tokens per second of rollout."),
     MetricRow("forward_tokens_per_second", "tokens/s", "Tokens per second of the forward stage."),
     MetricRow("train_tokens_per_second", "tokens/s", "Tokens per second of the update."),
-    MetricRow("train_tflops", "1e12/s", "Operations per second of a device in the update."),
+    MetricRow(
+        "train_tflops_per_second", "1e12/s", "Operations per second of a device in the update."
+    ),
     MetricRow("mfu", "share", "Share of the device's peak that these are."),
     MetricRow("memory/*", "GiB", "Largest memory during a stage, fullest rank."),
     MetricRow("weights_version", "", "Version of the weights that the engine holds."),

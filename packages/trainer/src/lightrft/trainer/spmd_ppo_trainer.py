@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Unpack
 
-import torch
-
 from lightrft.experience.collate import micro_slices
 from lightrft.experience.forward import ForwardModels, score_actor
 from lightrft.experience.maker import ExperienceMaker, StepExperience
@@ -28,12 +26,7 @@ from lightrft.trainer.prompts import check_lengths
 from lightrft.trainer.run_control import RunControl
 from lightrft.trainer.state import initial_state
 from lightrft.trainer.step_metrics import finished_metrics, record_experience, record_stages
-from lightrft.trainer.throughput import (
-    TrainingFlops,
-    Utilisation,
-    peak_tflops,
-    training_flops,
-)
+from lightrft.trainer.throughput import UtilisationMeter
 from lightrft.trainer.updates import Schedule, UpdateModels, update_models
 
 if TYPE_CHECKING:
@@ -152,7 +145,7 @@ class SPMDPPOTrainerBase(RunControl):
         self._is_first_step = True
         self._sample_log, self._trajectory_log = sample_log, trajectory_log
         self._pretrain, self._model_rewards = pretrain, model_rewards
-        self._flops: dict[nn.Module, TrainingFlops | None] = {}
+        self._utilisation = UtilisationMeter(strategy, self.config.peak_tflops)
         self._is_deterministic = is_deterministic(strategy.unwrap_model(self._actor.model))
         if loggers is None:
             loggers = [ConsoleLogger(strategy.print, every=self.config.logging_steps)]
@@ -328,6 +321,7 @@ class SPMDPPOTrainerBase(RunControl):
         with step.meter.stage("weight_sync"):
             self.strategy.update_engine_weights(self.actor)
         record_stages(step.meter, metrics)
+        models = [m for m in self._models() if self._trains_actor or m is not self.actor]
         reduced = metrics.reduce(self.strategy)
         self._experience = None
         self.state = self.state.after_step(
@@ -342,20 +336,8 @@ class SPMDPPOTrainerBase(RunControl):
             reduced,
             self.strategy.last_weight_sync,
             num_epochs=self.config.max_epochs,
-            utilisation=self._utilisation(),
+            utilisation=self._utilisation.of(models),
         )
-
-    def _utilisation(self) -> Utilisation | None:
-        # The step has been counted already.
-        trains_actor = self.state.num_steps > self.config.freezing_actor_steps
-        models = [model for model in self._models() if trains_actor or model is not self.actor]
-        for model in models:
-            if model not in self._flops:
-                self._flops[model] = training_flops(model, self.strategy)
-        flops = tuple(found for m in models if (found := self._flops[m]) is not None)
-        uses_bf16 = self.strategy.config.computes_in_bf16(has_gpu=torch.cuda.is_available())
-        peak = peak_tflops(self.config.peak_tflops, uses_bf16=uses_bf16)
-        return Utilisation(flops, self.strategy.world_size, peak) if flops else None
 
     def _update(self, step: StepExperience, metrics: StepMetrics) -> None:
         """All optimizer steps; none where dynamic sampling found nothing to learn from."""

@@ -122,7 +122,7 @@ class Utilisation:
     peak: float | None
 
     def metrics(self, table: SampleTable, *, num_epochs: int, seconds: float) -> dict[str, float]:
-        """`train_tflops` of each device and, where the peak is known, its share `mfu`.
+        """`train_tflops_per_second` of each device and, where the peak is known, its share `mfu`.
 
         Args:
             table: The samples of all ranks.
@@ -132,8 +132,31 @@ class Utilisation:
         lengths, responses = table.lengths, table.response_lengths
         flops = num_epochs * sum(model.total(lengths, responses) for model in self.models)
         achieved = flops / seconds / self.num_devices / 1e12
-        found = {"train_tflops": achieved}
+        found = {"train_tflops_per_second": achieved}
         return found if self.peak is None else {**found, "mfu": achieved / self.peak}
+
+
+class UtilisationMeter:
+    """Counts each model once.
+
+    Args:
+        strategy: Holds the models.
+        given_peak: Of a device, in 1e12 operations per second; None looks the device up.
+    """
+
+    def __init__(self, strategy: StrategyBase, given_peak: float | None) -> None:
+        self._strategy = strategy
+        uses_bf16 = strategy.config.computes_in_bf16(has_gpu=torch.cuda.is_available())
+        self._peak = peak_tflops(given_peak, uses_bf16=uses_bf16)
+        self._counts: dict[nn.Module, TrainingFlops | None] = {}
+
+    def of(self, models: Sequence[nn.Module]) -> Utilisation | None:
+        """The cost of an update of these models; None if none of them can be counted."""
+        for model in models:
+            if model not in self._counts:
+                self._counts[model] = training_flops(model, self._strategy)
+        found = tuple(count for m in models if (count := self._counts[m]) is not None)
+        return Utilisation(found, self._strategy.world_size, self._peak) if found else None
 
 
 def _inner(root: nn.Module) -> PreTrainedModel | None:
