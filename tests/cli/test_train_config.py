@@ -13,41 +13,6 @@ from lightrft.trainer import config_checks
 from lightrft.trainer.config import TrainConfig, unknown_name
 from lightrft.trainer.config_checks import batch_problems
 from lightrft.trainer.config_files import format_toml, is_secret
-from lightrft.trainer.config_unavailable import UNAVAILABLE
-
-# The flags that LightRFT's main example and its library are known to take.
-FLAGS = """
-engine_tp_size engine_mem_util enable_engine_sleep packing_samples sp_size fsdp use_mp_opt
-fsdp_cpu_offload log_dir plot_every rm_use_engine rm_engine_cudagraph mixed_mm_data
-fused_linear_logprob chunk_size engine_type text_only save_path save_steps save_hf_ckpt
-disable_ds_ckpt save_trajectories num_trajectories_to_save mark_high_entropy_tokens
-trajectory_analysis print_replay_buffer_stats logging_steps eval_steps ckpt_path max_ckpt_num
-max_ckpt_mem load_checkpoint dynamic_sampling overlong_buffer overlong_buffer_len
-overlong_buffer_penalty_factor num_episodes rollout_batch_size micro_rollout_batch_size max_epochs
-prompt_max_len generate_max_len max_len max_samples max_norm l2 ptx_coef eps_clip loss_agg_mode
-use_gspo normalize_advantages use_sequence_rewards value_clip lambd gamma micro_train_batch_size
-train_batch_size normalize_reward_for_critic top_p temperature use_fire first_token_temperature
-freeze_prefix freezing_actor_steps n_samples_per_prompt save_value_network actor_learning_rate
-critic_learning_rate lr_warmup_ratio kl_target init_kl_coef kl_estimator adam_betas
-reward_running_norm reward_running_norm_minus_mean reward_clip advantages_norm advantage_clip seed
-local_rank zero_stage gradient_checkpointing bf16 enable_ema zpg adam_offload actor_init_on_gpu
-flash_attn aux_loss_coef grad_accum_dtype overlap_comm gradient_checkpointing_use_reentrant
-disable_fast_tokenizer disable_logprobs_flashattn no_shard_vit meta_init initial_model_shard_size
-advantage_estimator use_kl_loss use_cpg_loss high_entropy_token_ratio load_in_4bit lora_rank
-lora_alpha target_modules lora_dropout pretrain reward_pretrain remote_rm_url critic_pretrain
-value_head_prefix prompt_data prompt_data_probs prompt_split eval_data eval_split max_eval_samples
-pretrain_data pretrain_data_probs pretrain_split input_key images_key reference_key label_key
-input_template apply_chat_template system_prompt limit_mm_image_per_prompt use_wandb wandb_org
-wandb_group wandb_project wandb_run_name use_tensorboard use_ms
-"""
-
-
-def test_every_documented_flag_is_an_option_or_refused_with_a_reason():
-    options = {entry.name for entry in available_fields()}
-    missing = [name for name in FLAGS.split() if name not in options | set(UNAVAILABLE)]
-    assert missing == []
-    assert options.isdisjoint(UNAVAILABLE)
-    assert all(reason and "\n" not in reason for reason in UNAVAILABLE.values())
 
 
 def test_every_option_has_help_and_a_group():

@@ -67,16 +67,16 @@ def test_wandb_gets_the_options_without_secrets_and_one_id_for_all_parts(tmp_pat
         assert keywords["config"]["seed"] == 7
         assert keywords["project"] == "lightrft_train_ppo"
         assert "%" not in keywords["name"]
+        assert (keywords["entity"], keywords["group"]) == ("org", "group")
         ids.append(keywords["id"])
         return begin(**keywords)
 
     monkeypatch.setattr(wandb, "init", remember)
     config = TrainConfig(
-        output_dir=str(tmp_path),
-        use_wandb="hunter2" * 6,
-        seed=7,
-        remote_rm_url="http://a:hunter2@h",
-    )
+        output_dir=str(tmp_path), use_wandb="hunter2" * 6, seed=7,
+        remote_rm_url="http://a:hunter2@h", wandb_org="org", wandb_group="group",
+        wandb_project="lightrft_train_ppo", wandb_run_name="%H",
+    )  # fmt: skip
     (tracker,) = build_trackers(config)
     tracker.log(1, METRICS)
     tracker.close()

@@ -99,10 +99,11 @@ def check_reward(config: TrainConfig, columns: frozenset[str]) -> None:
     from lightrft.rewards.build import RewardSettings, build_reward
 
     urls = config.remote_rm_url
+    if not config.reward_fn and not urls:
+        return  # reward models alone
     with build_reward(
         config.reward_fn,
         urls=() if urls is None else (urls,) if isinstance(urls, str) else urls,
-        weights=config.reward_weights or None,
         settings=RewardSettings(timeout_seconds=config.reward_timeout_seconds),
     ) as reward:
         reward.check_columns(columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -91,7 +92,7 @@ class CheckpointStore:
             str(self.folder / name),
             tag,
             max_num,
-            int(self.max_mem),
+            math.ceil(self.max_mem),
             dict(client_state),
             optimizer=trained.optimizer,
             scheduler=trained.scheduler,

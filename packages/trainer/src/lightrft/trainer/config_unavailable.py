@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 _METRICS = "metrics go to OUTPUT_DIR/metrics.jsonl"
 _REWARD_MODELS = "reward models run in the trainer's processes"
 _TRACE = "use --save_trajectories, which writes trajectories.jsonl"
+_NO_REWARD_TRAINING = "reward models are used (--reward_pretrain), not trained"
 _VISION = "only text models are trained yet"
 _FILES = "--pretrain_data takes one source, of which the split train is used"
 
@@ -45,6 +46,31 @@ UNAVAILABLE: dict[str, str] = {
     "rm_engine_cudagraph": _REWARD_MODELS,
     "value_head_prefix": "the critic's head is always called value_head",
     "reference_key": "use --label_key; other columns reach the reward function by name",
+    "fps": _VISION,
+    "max_pixels": _VISION,
+    "limit_mm_video_per_prompt": _VISION,
+    "processor": _VISION,
+    "system_prompt_path": "give the text itself by --system_prompt, or in a --config file",
+    "ckpt_path_local": "use --ckpt_path",
+    "train_data": "use --prompt_data",
+    "task_instruction": "use --system_prompt",
+    "loss_type": _NO_REWARD_TRAINING,
+    "margin": _NO_REWARD_TRAINING,
+    "pooling_method": _NO_REWARD_TRAINING,
+    "scale_for_train": _NO_REWARD_TRAINING,
+    "probing_layer": _NO_REWARD_TRAINING,
+    "heads_types": _NO_REWARD_TRAINING,
+    "gspo_alpha": "use --eps_clip_low and --eps_clip_high with --policy_loss gspo",
+    "clip_range": "use --eps_clip",
+    "clip_range_lower": "use --eps_clip_low",
+    "clip_range_higher": "use --eps_clip_high",
+    "use_clip_higher": "use --eps_clip_high",
+    "mirror_tau": "use --init_kl_coef with --use_kl_loss",
+    "use_length_penalty": "use --overlong_buffer",
+    "length_penalty_coef": "use --overlong_buffer_penalty_factor",
+    "baseline_type": "use --advantage_estimator",
+    "normalize_reward": "use --reward_running_norm",
+    "save_interval": "use --save_steps",
     "use_ms": "models and data are read from local paths",
 }
 
