@@ -104,12 +104,12 @@ def test_all_problems_are_reported_at_once():
             policy_loss="gmpo",
             eps_clip=0.3,
             input_template="no slot \\boxed{}",
-            lora_rank=2,
+            rm_use_engine=True,
         )
     text = str(caught.value)
     for name in (
         "rollout_batch_size", "temperature", "n_samples_per_prompt", "top_k", "system_prompt",
-        "use_kl_loss", "gmpo", "input_template", "lora_rank is not available",
+        "use_kl_loss", "gmpo", "input_template", "rm_use_engine is not available",
     ):  # fmt: skip
         assert name in text
 
