@@ -481,6 +481,7 @@ OBSERVED = {
     "n_samples_per_prompt": (4, sampling, {}),
     "generate_max_len": (9, sampling, {}),
     "reward_failure": ("mask", maker, {}),
+    "packing_samples": (True, maker, {}),
     "overlong_buffer_penalty_factor": (0.5, maker, {"overlong_buffer": True}),
     "advantages_norm": (True, advantages, {}),
     "reward_running_norm_minus_mean": (True, moments, {"reward_running_norm": True}),
