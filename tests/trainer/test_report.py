@@ -505,3 +505,32 @@ def test_without_the_chart_library_the_page_has_its_drawings(tmp_path, monkeypat
     packed_library.cache_clear()
     assert [a.get("id") for a, _ in page.scripts] == ["page-data", None]
     assert page.tags.count("polyline") >= 10
+
+
+def test_starts_stops_and_continuations_are_told(tmp_path):
+    folder = write_run(tmp_path / "run", summary=False)
+    change = {"name": "max_steps", "before": "<3>", "after": "5", "is_free": True}
+    events = [
+        {"unix_seconds": 1763756107.5, "event": "started", "step": 0, "world_size": 2},
+        {"unix_seconds": 1763756207.5, "event": "stopped", "step": 3},
+    ]
+    path = folder / "events.jsonl"
+    path.write_text("\n".join(map(json.dumps, events)))
+    written = max(file.stat().st_mtime for file in folder.iterdir())
+    assert read_run(folder, now=written + 4000).status == "paused"
+    shown = "\n".join(Page(render_report(folder)).texts)
+    assert "2025-11-21 20:15:07 UTC" in shown
+    assert "started, 2 processes" in shown
+    assert "stopped by a signal after step 3, with a checkpoint" in shown
+    assert "stopped with a checkpoint: the same command continues" in shown
+    resumed = {"unix_seconds": "x", "event": "resumed", "step": 3, "world_size": 1}
+    odd = {"event": "<b>odd", "step": 4, "unix_seconds": 1e300}
+    lines = [*events, resumed | {"changes": [change, 3]}, odd, {"event": "half"}]
+    path.write_text("\n".join(map(json.dumps, lines)) + '\n{"event": "fin')
+    run = read_run(folder, now=written + 4000)
+    assert run.status == "stopped"
+    assert [event.sentence for event in run.events][2:] == [
+        "continued after step 3, 1 process; max_steps: <3> → 5",
+        "<b>odd, step 4",
+    ]
+    assert Page(render_report(folder)).open == []

@@ -39,6 +39,7 @@ CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
 STATUS_WORDS = {
     "finished": "finished",
     "running": "running",
+    "paused": "stopped with a checkpoint: the same command continues",
     "stopped": "crashed or killed: no summary.json",
 }
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.config import TrainConfig
 from lightrft.trainer.config_files import format_toml, is_secret, read_toml
+from lightrft.trainer.report_events import Event, read_events
 from lightrft.trainer.run_files import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-Status = Literal["finished", "running", "stopped"]
+Status = Literal["finished", "running", "paused", "stopped"]
 LARGEST = 1e30
 """Values beyond are drawn as gaps: no axis can show them beside others."""
 QUIET_SECONDS = 300.0
@@ -48,7 +49,8 @@ class RunData:
 
     Args:
         name: Of its folder.
-        status: `stopped` has written nothing for long and has no summary.
+        status: `paused` was stopped by a signal; `stopped` has written nothing for long and has
+            no summary.
         quiet_seconds: Since something was written.
         metrics: By step, ascending; a number that is missing or not finite is None.
         hashes: Hash of the engine's weights by step.
@@ -57,6 +59,7 @@ class RunData:
         world_size: Processes; None where not recorded.
         seconds: Sum of the durations of all steps.
         notes: What could not be read.
+        events: Starts, stops and continuations, oldest first.
     """
 
     name: str
@@ -69,6 +72,7 @@ class RunData:
     world_size: int | None
     seconds: float
     notes: Sequence[str]
+    events: Sequence[Event]
 
     def points(self, name: str) -> list[tuple[int, float | None]]:
         """Steps and values of one metric, where a step has it."""
@@ -111,9 +115,11 @@ def read_run(folder: Path, *, now: float | None = None) -> RunData:
     durations = [row["step_seconds"] or 0.0 for row in metrics.values() if "step_seconds" in row]
     last_step = max(metrics, default=0)
     world_size = start.get("world_size", summary.get("world_size"))
+    events = read_events(folder)
+    is_paused = bool(events) and events[-1].name == "stopped"
     return RunData(
         name=folder.resolve().name,
-        status=_status(summary, last_step, quiet, durations),
+        status="paused" if is_paused else _status(summary, last_step, quiet, durations),
         quiet_seconds=quiet,
         metrics=metrics,
         hashes=hashes,
@@ -122,6 +128,7 @@ def read_run(folder: Path, *, now: float | None = None) -> RunData:
         world_size=world_size if isinstance(world_size, int) else None,
         seconds=sum(durations),
         notes=notes,
+        events=events,
     )
 
 
