@@ -8,9 +8,8 @@ from functools import partial
 from operator import eq
 from typing import TYPE_CHECKING
 
-from lightrft.datasets.files import has_splits
-from lightrft.datasets.mixture import probability_problem, split_sources
 from lightrft.strategy.config import ConfigError
+from lightrft.trainer.config_sources import have_splits, wrong_probabilities
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -169,7 +168,7 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
     """
     estimator, samples = config.advantage_estimator, config.n_samples_per_prompt
     template, urls = config.input_template, config.remote_rm_url
-    probabilities_do_not_fit = _wrong_probabilities(config, wrong_fields)
+    probabilities_do_not_fit = wrong_probabilities(config, wrong_fields)
     num_urls = 1 if isinstance(urls, str) else len(urls or ())
     num_rewards = len(config.reward_fn) + num_urls + len(config.reward_pretrain)
     changed_clip_range = _changed(config, "eps_clip", "eps_clip_low", "eps_clip_high")
@@ -254,17 +253,6 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
     return found
 
 
-def _wrong_probabilities(config: TrainConfig, wrong_fields: Collection[str]) -> str | None:
-    if not {"prompt_data_probs", "prompt_data"}.isdisjoint(wrong_fields):
-        return None
-    sources = split_sources(config.prompt_data or "")
-    return probability_problem(sources, config.prompt_data_probs)
-
-
-def _have_splits(text: str | None) -> bool:
-    return text is not None and any(map(has_splits, split_sources(text)))
-
-
 def _alias_problems(config: TrainConfig) -> list[str]:
     try:
         loss_by_alias(
@@ -291,11 +279,11 @@ def idle_options(config: TrainConfig) -> list[str]:
             ("eval_steps", "max_eval_samples", "best_metric"),
         ),
         (
-            _have_splits(config.prompt_data),
+            have_splits(config.prompt_data),
             "a folder or data set in prompt_data",
             ("prompt_split",),
         ),
-        (_have_splits(config.eval_data), "a folder or data set in eval_data", ("eval_split",)),
+        (have_splits(config.eval_data), "a folder or data set in eval_data", ("eval_split",)),
         (config.reward_recipe is not None, "reward_recipe", ("reward_recipe_column",)),
         (config.fused_linear_logprob, "fused_linear_logprob", ("chunk_size",)),
         (config.use_fire, "use_fire", ("first_token_temperature",)),
