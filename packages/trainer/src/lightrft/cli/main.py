@@ -21,6 +21,7 @@ COMMANDS = {
     "serve-reward": ("lightrft.cli.serve_reward", "serve a reward function over HTTP"),
     "report": ("lightrft.cli.report", "one HTML page about a run: curves, times, samples, options"),
     "export": ("lightrft.cli.export", "the final model of a run as a checked HF checkpoint"),
+    "doctor": ("lightrft.cli.doctor", "whether training a model is exact, on this machine"),
     "init-model": ("lightrft.cli.init_model", "write a tiny model with random weights"),
 }
 

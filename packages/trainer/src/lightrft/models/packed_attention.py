@@ -10,7 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from lightrft.models.ulysses import check_head_counts, gather_sequence, scatter_sequence
+from lightrft.models.ulysses import (
+    LayoutRefusedError,
+    check_head_counts,
+    gather_sequence,
+    scatter_sequence,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,7 +81,8 @@ def packed_attention(  # noqa: PLR0913 - what transformers passes
         [1, tokens, heads, head_dim], and None for the weights.
 
     Raises:
-        ValueError: The model was called directly, or its attention is of another kind.
+        ValueError: The model was called directly.
+        LayoutRefusedError: Its attention is of another kind.
     """
     del kwargs
     if sequence_bounds is None or attention_mask is not None:
@@ -85,7 +91,7 @@ def packed_attention(  # noqa: PLR0913 - what transformers passes
             "back its attention by pack_samples(False)"
         )
     if softcap is not None or s_aux is not None or not vars(module).get("is_causal", True):
-        raise ValueError(
+        raise LayoutRefusedError(
             f"{type(module).__name__} computes attention with softcap, sinks or without causality, "
             "which packed sequences do not support: train without packing_samples and sp_size"
         )
@@ -175,15 +181,15 @@ def use_packed_attention(model: PreTrainedModel, *, sp_size: int = 1) -> None:
         sp_size: Ranks that will share a sequence.
 
     Raises:
-        ValueError: Tokens of the model see each other by other ways than attention, or the heads
-            cannot be dealt to the ranks.
+        LayoutRefusedError: Tokens of the model see each other by other ways than attention, or
+            the heads cannot be dealt to the ranks.
     """
     config = model.config.get_text_config()
     kinds = set(config.to_dict().get("layer_types") or ()) - LAYER_TYPES
     supports = model._supports_attention_backend and model._supports_flash_attn
     if kinds or not supports:
         what = f"layers of type {', '.join(sorted(kinds))}" if kinds else "attention of its own"
-        raise ValueError(
+        raise LayoutRefusedError(
             f"{type(model).__name__} has {what}, which would mix packed sequences: train without "
             "packing_samples and sp_size"
         )

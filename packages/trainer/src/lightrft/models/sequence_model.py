@@ -39,7 +39,7 @@ class SequenceModel(nn.Module):
         """Lays batches out as one stream without padding, or as padded rows again.
 
         Raises:
-            ValueError: The model mixes packed sequences; see `use_packed_attention`.
+            LayoutRefusedError: The model mixes packed sequences; see `use_packed_attention`.
         """
         self._use_policy(replace(self.layout_policy, packs_samples=is_packed))
 
@@ -53,7 +53,8 @@ class SequenceModel(nn.Module):
             group: The ranks that share; None divides nothing.
 
         Raises:
-            ValueError: The heads cannot be dealt to the ranks, or the model mixes sequences.
+            LayoutRefusedError: The heads cannot be dealt to the ranks, or the model mixes
+                sequences.
         """
         self._use_policy(replace(self.layout_policy, sp_group=group))
 

@@ -64,11 +64,15 @@ def sum_over_ranks(values: Tensor, group: ProcessGroup) -> Tensor:
     return total
 
 
+class LayoutRefusedError(ValueError):
+    """A model cannot be laid out as asked; the message says why."""
+
+
 def check_head_counts(num_heads: int, sp_size: int) -> None:
-    """Raises ValueError unless the query heads can be dealt evenly to the ranks."""
+    """Raises LayoutRefusedError unless the query heads can be dealt evenly to the ranks."""
     if num_heads % sp_size:
         legal = [size for size in range(1, num_heads + 1) if num_heads % size == 0]
-        raise ValueError(
+        raise LayoutRefusedError(
             f"sp_size must divide the number of attention heads: got sp_size {sp_size} and "
             f"{num_heads} heads; legal values: {legal}"
         )

@@ -13,6 +13,7 @@ from torch.optim import SGD
 
 from lightrft.experience.collate import micro_slices
 from lightrft.models import Actor, Critic
+from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.strategy.parameter_source import checkpoint_module
 from lightrft.trainer.invariance.batch import (
@@ -243,12 +244,15 @@ def _norm(tensors: Iterable[Tensor]) -> float:
 
 def measure_cells(
     rank: int, world_size: int, cells: list[tuple[Cell, str, str]]
-) -> list[Deviations]:
+) -> list[Deviations | str]:
     """Measures cells of one number of ranks, one after the other; runs on every rank.
 
     Args:
         rank, world_size: As `run_multiprocess` passes them.
         cells: Each cell with the path of its model and of its reference.
+
+    Returns:
+        Deviations of each cell, or why its model cannot be laid out so.
     """
     import torch.distributed as dist
 
@@ -259,10 +263,13 @@ def measure_cells(
 
         start_process_group(None)
     strategies: dict[tuple[Backend, int, bool], StrategyBase] = {}
-    results = []
+    results: list[Deviations | str] = []
     for cell, path, reference in cells:
         key = (cell.backend, cell.sp_size, cell.bf16)
         if key not in strategies:
             strategies[key] = make_strategy(cell.backend, sp_size=cell.sp_size, bf16=cell.bf16)
-        results.append(measure(strategies[key], cell, path, Path(reference)))
+        try:
+            results.append(measure(strategies[key], cell, path, Path(reference)))
+        except LayoutRefusedError as refusal:  # by all ranks alike
+            results.append(str(refusal))
     return results

@@ -1,0 +1,83 @@
+"""`lightrft doctor --invariance` measures a model and says by its exit code whether it is exact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightrft.cli import doctor
+from lightrft.cli.main import main
+from lightrft.models.presets import write_tiny_model
+from lightrft.trainer.invariance.cells import FP32_BOUNDS, Cell, Deviations
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("doctor") / "model"
+    write_tiny_model(folder, "tiny-llama", seed=1)
+    return str(folder)
+
+
+def lines_of(output):
+    return [line for line in output.splitlines() if line.startswith(("ok ", "BAD ", "-- "))]
+
+
+@pytest.mark.multiprocess
+def test_a_sound_model_gives_the_same_step_in_every_way_of_one_process(model, capsys):
+    assert main(["doctor", "--invariance", "--pretrain", model, "--nproc_per_node", "1"]) == 0
+    output = capsys.readouterr().out
+    assert len(lines_of(output)) == 3
+    assert all(line.startswith("ok") for line in lines_of(output))
+    assert "3 of 3 ways give the same step" in output
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_try_every_backend(model, capsys):
+    assert main(["doctor", "--invariance", "--pretrain", model]) == 0
+    output = capsys.readouterr().out
+    assert len(lines_of(output)) >= 6
+    assert "fsdp x2, micro 4, packed, sp 2, recomputed" in output
+
+
+def test_a_deviation_is_marked_and_gives_exit_code_8(monkeypatch, capsys):
+    import lightrft.trainer.invariance.run as invariance
+
+    good = Deviations(**dict.fromkeys(Deviations.__dataclass_fields__, 1e-09))
+    results = [
+        (Cell(), good),
+        (Cell(packs_samples=True), "Odd has layers of type conv"),
+        (Cell(micro_batch_size=2), replace(good, gradient=2 * FP32_BOUNDS.gradient)),
+    ]
+    monkeypatch.setattr(invariance, "examine", lambda *_, **__: iter(results))
+    assert main(["doctor", "--invariance", "--pretrain", "m", "--nproc_per_node", "2"]) == 8
+    output = capsys.readouterr().out
+    first, second, third = lines_of(output)
+    assert first.startswith("ok")
+    assert "layers of type conv" in second
+    assert third.startswith("BAD")
+    assert "2.0e-06!" in third
+    assert "1 of 2 ways give the same step; 1 not possible with this model" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--pretrain", "m"], "--invariance"),
+        (["--invariance"], "--pretrain"),
+        (["--invariance", "--pretrain", "/absent/model"], "no model directory"),
+        (["--invariance", "--pretrain", "m", "--nproc_per_node", "3"], "invalid choice"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message, capsys):
+    assert main(["doctor", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_two_processes_are_the_default_without_gpus():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert doctor.default_processes() == 2
