@@ -10,8 +10,8 @@ import pytest
 from lightrft.cli.options import available_fields
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer import config_checks
+from lightrft.trainer.batch_checks import batch_problems
 from lightrft.trainer.config import TrainConfig, unknown_name
-from lightrft.trainer.config_checks import batch_problems
 from lightrft.trainer.config_files import format_toml, is_secret
 
 

@@ -14,7 +14,7 @@ from lightrft.cli.options import merge_options, normalise, unknown_flags
 from lightrft.cli.parser import Parser, at_least
 from lightrft.cli.train import build_parser as build_train_parser
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.config_checks import batch_problems
+from lightrft.trainer.batch_checks import batch_problems
 
 if TYPE_CHECKING:
     import argparse

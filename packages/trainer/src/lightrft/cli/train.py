@@ -14,7 +14,7 @@ from lightrft.cli.memory_advice import is_out_of_memory, memory_report
 from lightrft.cli.options import add_options, merge_options, normalise, unknown_flags
 from lightrft.cli.parser import Parser, at_least
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.config_checks import batch_problems
+from lightrft.trainer.batch_checks import batch_problems
 from lightrft.trainer.stopping import StopRequest
 
 if TYPE_CHECKING:

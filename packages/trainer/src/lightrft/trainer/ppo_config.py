@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, TypedDict
 
 from lightrft.strategy.config import ConfigError, StrategyConfig
+from lightrft.trainer.batch_checks import batch_problems
 from lightrft.trainer.config_checks import (
     DEFAULT_POLICY_LOSS,
-    batch_problems,
     loss_by_alias,
     trainer_problems,
 )
