@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightrft.strategy.testing import run_multiprocess
 
@@ -31,6 +32,13 @@ CELLS = {
         "FSDP2": {"fsdp": True},
         "FSDP2, bf16": {"fsdp": True, "bf16": True},
         "FSDP2, bf16, use_mp_opt": {"fsdp": True, "bf16": True, "use_mp_opt": True},
+        "FSDP2, bf16, adam_offload": {"fsdp": True, "bf16": True, "adam_offload": True},
+        "  and use_mp_opt": {
+            "fsdp": True,
+            "bf16": True,
+            "adam_offload": True,
+            "use_mp_opt": True,
+        },
         "FSDP2, adam_offload": {"fsdp": True, "adam_offload": True},
         "FSDP2, fsdp_cpu_offload": {"fsdp": True, "fsdp_cpu_offload": True},
         "ZeRO-1": {"zero_stage": 1},
@@ -66,20 +74,23 @@ class Scorer(nn.Module):
         return self.model(input_ids=token_ids, use_cache=False).logits.float().logsumexp(-1).mean()
 
 
+def local_part(tensor):
+    """What this process holds of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def live_storages():
     """Address -> bytes of the storages of all live tensors."""
     gc.collect()
+    kinds = (torch.Tensor, nn.Parameter, DTensor)
+    tensors = [item for item in gc.get_objects() if type(item) in kinds]
+    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     found = {}
-    for item in gc.get_objects():
-        # Not isinstance: some lazy modules import on access.
-        if not issubclass(type(item), torch.Tensor):
+    for tensor in map(local_part, tensors):
+        if tensor.is_meta:
             continue
-        tensor = item._local_tensor if "_local_tensor" in vars(item) else item
-        for part in (tensor, tensor.grad if tensor.is_leaf else None):
-            if part is None or part.is_meta or not issubclass(type(part), torch.Tensor):
-                continue
-            part = part._local_tensor if "_local_tensor" in vars(part) else part
-            storage = part.untyped_storage()
+        storage = tensor.untyped_storage()
+        if storage.nbytes() > 0:
             found[storage.data_ptr()] = storage.nbytes()
     return found
 
@@ -98,8 +109,7 @@ def host_storages(strategy, model, optimizer):
     if config.adam_offload and not config.fsdp:
         tensors += [p for group in optimizer.param_groups for p in group["params"]]
         tensors += [p.grad for p in tensors if p.is_leaf and p.grad is not None]
-    local = [t._local_tensor if "_local_tensor" in vars(t) else t for t in tensors]
-    return {tensor.untyped_storage().data_ptr() for tensor in local}
+    return {tensor.untyped_storage().data_ptr() for tensor in map(local_part, tensors)}
 
 
 def make(options):
@@ -242,7 +252,7 @@ def load_model(rank, world_size, path, meta_init):
             actor = strategy.prepare_model(actor, is_training=True)
         seconds = time.perf_counter() - begin
         shard = sum(p.to_local().numel() * 4 for p in actor.parameters())
-        checksum = sum(float(p.full_tensor().double().sum()) for p in actor.parameters())
+        checksum = sum(float(p.detach().full_tensor().double().sum()) for p in actor.parameters())
     return peak.bytes, shard, seconds, checksum
 
 

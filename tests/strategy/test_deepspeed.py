@@ -93,6 +93,22 @@ def plain_cell(stage, rank, world_size, **changes):
         return train(strategy, prepared(strategy), range(3), rank, world_size)
 
 
+def checkpointed_cell(stage, rank, world_size):
+    """Gradient checkpointing: the same numbers from activations that are computed again."""
+    with make(stage, world_size) as strategy:
+        model = build()
+        model.gradient_checkpointing_enable()
+        calls = []
+        model.model.base_model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
+        ready = strategy.prepare((model, strategy.create_optimizer(model, lr=1e-2), None))
+        ready.model.train()
+        losses = train(strategy, ready, range(3), rank, world_size)
+        # Every micro-batch ran the layer twice: forward, and again in the backward pass.
+        return losses, len(calls) == 2 * sum(
+            len(rows_of_step(step).chunk(world_size)[rank]) for step in range(3)
+        )
+
+
 def bfloat16_cell(stage, rank, world_size):
     with make(stage, world_size, bf16=True) as strategy:
         ready = prepared(strategy)
@@ -129,6 +145,8 @@ def two_rank_program(rank: int, world_size: int, folder: str):
         "zero 2 offload": plain_cell(2, rank, world_size, adam_offload=True),
         "zero 3 offload": plain_cell(3, rank, world_size, adam_offload=True),
         "zero 2 overlap": plain_cell(2, rank, world_size, overlap_comm=True),
+        "zero 2 checkpointed": checkpointed_cell(2, rank, world_size),
+        "zero 3 checkpointed": checkpointed_cell(3, rank, world_size),
         "bf16 1": bfloat16_cell(1, rank, world_size),
         "bf16 3": bfloat16_cell(3, rank, world_size),
     }
@@ -233,6 +251,16 @@ def test_actors_train_like_one_process_at_every_stage(two_ranks, expected):
 
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradient_checkpointing_changes_no_number(two_ranks, expected, stage):
+    for result in two_ranks:
+        losses, has_recomputed = result[f"zero {stage} checkpointed"]
+        assert losses == [pytest.approx(row, rel=1e-5) for row in expected[:3]]
+        assert has_recomputed
+
+
+@pytest.mark.multiprocess
+@pytest.mark.deepspeed
 def test_bfloat16_keeps_rotary_frequencies_and_averages_exactly(two_ranks, expected):
     for result in two_ranks:
         for name in ("bf16 1", "bf16 3"):
@@ -299,6 +327,13 @@ def test_every_option_reaches_deepspeed():
     assert zero["zero_hpz_partition_size"] == 4
     assert zero["overlap_comm"] is True
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+def test_no_model_gets_a_buffer_larger_than_itself():
+    settings = ZeroSettings(stage=2, uses_bf16=True)
+    for num_elements, expected in ((1000, 1000), (10**10, 50_000_000)):
+        zero = training_config(settings, num_elements=num_elements)["zero_optimization"]
+        assert zero["reduce_bucket_size"] == expected
 
 
 def test_stage_0_is_refused_where_deepspeed_gets_it_wrong():

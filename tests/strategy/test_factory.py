@@ -49,6 +49,14 @@ def test_all_backends_have_the_same_interface():
                 assert same, (backend, name, parameter)
 
 
+def test_no_backend_has_methods_of_its_own():
+    """A program that runs on one backend finds all that it calls on the others."""
+    common = {name for name, _ in inspect.getmembers(StrategyBase, inspect.isroutine)}
+    for backend in backends():
+        own = {name for name, _ in inspect.getmembers(backend, inspect.isroutine)}
+        assert {name for name in own - common if not name.startswith("_")} == set(), backend
+
+
 def choose(rank, world_size):
     for given in (
         argparse.Namespace(fsdp=True, **SETTINGS),

@@ -278,6 +278,10 @@ class StrategyConfig:
                 "adam_offload has no effect: fsdp_cpu_offload keeps Adam's states on the CPU",
             ),
             (self.fsdp and self.zpg != 1, "zpg acts only with DeepSpeed"),
+            (
+                not self.fsdp and self.zpg != 1 and self.zero_stage != 3,
+                "zpg acts only with zero_stage 3",
+            ),
             (self.fsdp and self.overlap_comm, "overlap_comm acts only with DeepSpeed"),
             (
                 self.fsdp and self.grad_accum_dtype is not None,

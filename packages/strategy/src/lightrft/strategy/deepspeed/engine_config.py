@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 # Never: DeepSpeed's own progress lines would repeat what the trainer reports.
 STEPS_PER_PRINT = 2**62
+# Elements of the buffer in which gradients are reduced. DeepSpeed's default of 5e8 would take 2 GB
+# of every device for every model that is trained, whatever its size.
+MAX_BUCKET_ELEMENTS = 50_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +50,22 @@ class ZeroSettings:
             raise ValueError("adam_offload needs zero_stage 1, 2 or 3: got zero_stage 0")
 
 
-def training_config(settings: ZeroSettings) -> dict[str, object]:
+def training_config(
+    settings: ZeroSettings, *, num_elements: int = MAX_BUCKET_ELEMENTS
+) -> dict[str, object]:
     """The dictionary for `deepspeed.initialize` with an optimizer of torch.
 
     Accumulation is driven by the strategy, so DeepSpeed is told of one micro-batch per step.
+
+    Args:
+        settings: Of all models.
+        num_elements: Of all parameters of this model; no buffer is larger.
     """
     zero: dict[str, object] = {
         "stage": settings.stage,
         "overlap_comm": settings.overlap_comm,
         "contiguous_gradients": True,
+        "reduce_bucket_size": min(num_elements, MAX_BUCKET_ELEMENTS),
         # It would replace torch.nn.functional.linear for the whole process.
         "memory_efficient_linear": False,
     }

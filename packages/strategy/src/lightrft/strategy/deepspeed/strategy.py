@@ -155,8 +155,10 @@ class DeepspeedStrategy(CheckpointMethods):
     ) -> PreparedModel:
         """The schedule stays ours: it must not advance with a skipped step."""
         share_sequences(model, self.sp_group, is_trained=True)
+        num_elements = sum(p.numel() for p in model.parameters())
+        config = training_config(self._settings, num_elements=num_elements)
         with phase("prepare a model for training", self._timeout):
-            engine = runtime.initialize(model, training_config(self._settings), optimizer)
+            engine = runtime.initialize(model, config, optimizer)
         self._engines[optimizer] = engine
         return PreparedModel(engine, optimizer, scheduler)
 
