@@ -114,6 +114,15 @@ def test_all_problems_are_reported_at_once():
         assert name in text
 
 
+@pytest.mark.parametrize("value", ["text", -1, 0, 2.5, True, [1], ["a"], {"a": 1}, ()])
+def test_a_value_of_any_type_is_accepted_or_named(value):
+    for entry in available_fields():
+        try:
+            TrainConfig(**{entry.name: value})
+        except ConfigError as err:
+            assert entry.name in str(err)
+
+
 def test_near_names_are_suggested():
     assert "rollout_batch_size" in unknown_name("rolout_batch_size")
     assert "trainer's processes" in unknown_name("rm_use_engine")

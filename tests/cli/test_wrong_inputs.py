@@ -137,6 +137,8 @@ CONFIGURATION = {
                       {"config": "run.toml"}, {"run.toml": "temprature = 1\n"}),
     "toml type": Wrong(USAGE, ("max_steps", "'many'"), {"config": "run.toml"},
                        {"run.toml": "max_steps = 'many'\n"}),
+    "toml list": Wrong(USAGE, ("reward_fn", "got 3", "tuple"), {"config": "list.toml",
+                       "reward_fn": None}, {"list.toml": "reward_fn = 3\n"}),
     "model without tokenizer": Wrong(USAGE, ("no tokenizer", "half", "tokenizer.json"),
                                      {"pretrain": "half"},
                                      {"half/config.json": "{}", "half/model.safetensors": "{}"}),

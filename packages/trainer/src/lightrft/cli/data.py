@@ -102,6 +102,24 @@ def parse(argv: Sequence[str]) -> Request:
         ConfigError: Unknown names or wrong values, all at once.
         UsageError: No source.
     """
+    parsed, unknown = build_parser().parse_known_args(normalise(argv))
+    flags = vars(parsed)
+    source, files = flags.pop("source"), [Path(name) for name in flags.pop("config")]
+    config, problems = merge_options(files, flags)
+    problems = unknown_flags(unknown) + problems
+    if config.pretrain is not None:
+        problems += model_problems("--pretrain", config.pretrain)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    source = source or config.prompt_data
+    if source is None:
+        raise UsageError("give a file, a folder or the name of a data set to check")
+    changed = {name for name in OPTIONS if config.__dict__[name] != _default(config, name)}
+    return Request(source, config, frozenset(changed | set(flags)))
+
+
+def build_parser() -> Parser:
+    """The parser of `lightrft data check`."""
     parser = Parser(
         prog="lightrft data check",
         description=DESCRIPTION,
@@ -117,20 +135,7 @@ def parse(argv: Sequence[str]) -> Request:
         "--config", nargs="+", default=[], metavar="FILE.toml", help="Files with options of a run."
     )
     add_options(parser, OPTIONS)
-    parsed, unknown = parser.parse_known_args(normalise(argv))
-    flags = vars(parsed)
-    source, files = flags.pop("source"), [Path(name) for name in flags.pop("config")]
-    config, problems = merge_options(files, flags)
-    problems = unknown_flags(unknown) + problems
-    if config.pretrain is not None:
-        problems += model_problems("--pretrain", config.pretrain)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    source = source or config.prompt_data
-    if source is None:
-        raise UsageError("give a file, a folder or the name of a data set to check")
-    changed = {name for name in OPTIONS if config.__dict__[name] != _default(config, name)}
-    return Request(source, config, frozenset(changed | set(flags)))
+    return parser
 
 
 def propose_format(request: Request, rows: Sequence[Row]) -> PromptFormat:

@@ -30,6 +30,7 @@ class ExitCode(IntEnum):
     VERIFICATION = 8
     STOPPED = 75
     INTERRUPTED = 130
+    BROKEN_PIPE = 141
     TERMINATED = 143
 
 
@@ -128,6 +129,9 @@ def run_guarded(program: str, body: Callable[[], int]) -> int:
         return body()
     except SystemExit as stop:  # argparse after --help
         return stop.code if isinstance(stop.code, int) else ExitCode.OK
+    except BrokenPipeError:  # the reader of `lightrft ... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return ExitCode.BROKEN_PIPE
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the boundary to the shell
         code = exit_code_of(error)
         text = describe(error)

@@ -20,15 +20,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         UsageError: No final model, or the target is not empty.
     """
-    parser = Parser(
-        prog="lightrft export",
-        description="Write the final model of a run as a Hugging Face checkpoint (safetensors, "
-        "tokenizer, model card), read it back, and compare weights and logits.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", metavar="RUN", help="The --output_dir of a run that has ended.")
-    parser.add_argument("directory", metavar="DIR", help="Where to write it: new or empty.")
-    options = parser.parse_args(argv)
+    options = build_parser().parse_args(argv)
     folder, directory = Path(options.run), Path(options.directory)
     require_empty(directory)
     if not folder.is_dir():
@@ -47,3 +39,16 @@ def run(argv: Sequence[str]) -> int:
         f"back: weights equal, logits of one prompt within {report.max_logit_difference:.2g}"
     )
     return ExitCode.OK
+
+
+def build_parser() -> Parser:
+    """The parser of `lightrft export`."""
+    parser = Parser(
+        prog="lightrft export",
+        description="Write the final model of a run as a Hugging Face checkpoint (safetensors, "
+        "tokenizer, model card), read it back, and compare weights and logits.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="The --output_dir of a run that has ended.")
+    parser.add_argument("directory", metavar="DIR", help="Where to write it: new or empty.")
+    return parser

@@ -22,20 +22,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         UsageError: Unknown preset, or the directory is not empty.
     """
-    parser = Parser(
-        prog="lightrft init-model",
-        description="Write a Hugging Face checkpoint of a tiny model with random weights, "
-        "a byte-level tokenizer and a chat template.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("directory", metavar="DIR", help="Where to write it: new or empty.")
-    parser.add_argument(
-        "--preset", default=PRESETS[0], help=f"{' or '.join(PRESETS)}. Default: {PRESETS[0]}."
-    )
-    parser.add_argument(
-        "--seed", default=0, type=at_least(0), help="Fixes the weights. Default: 0."
-    )
-    options = parser.parse_args(argv)
+    options = build_parser().parse_args(argv)
     directory, preset = Path(options.directory), options.preset
     if preset not in PRESETS:
         raise UsageError(f"unknown preset {preset!r}{did_you_mean(preset, PRESETS)}")
@@ -59,3 +46,21 @@ def require_empty(directory: Path) -> None:
         raise UsageError(f"{directory} is a file: expected a new or empty directory")
     if directory.is_dir() and any(directory.iterdir()):
         raise UsageError(f"{directory} is not empty: choose another directory or remove it first")
+
+
+def build_parser() -> Parser:
+    """The parser of `lightrft init-model`."""
+    parser = Parser(
+        prog="lightrft init-model",
+        description="Write a Hugging Face checkpoint of a tiny model with random weights, "
+        "a byte-level tokenizer and a chat template.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("directory", metavar="DIR", help="Where to write it: new or empty.")
+    parser.add_argument(
+        "--preset", default=PRESETS[0], help=f"{' or '.join(PRESETS)}. Default: {PRESETS[0]}."
+    )
+    parser.add_argument(
+        "--seed", default=0, type=at_least(0), help="Fixes the weights. Default: 0."
+    )
+    return parser

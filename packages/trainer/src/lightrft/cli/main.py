@@ -22,6 +22,8 @@ COMMANDS = {
     "report": ("lightrft.cli.report", "one HTML page about a run: curves, times, samples, options"),
     "export": ("lightrft.cli.export", "the final model of a run as a checked HF checkpoint"),
     "doctor": ("lightrft.cli.doctor", "whether training a model is exact, on this machine"),
+    "config": ("lightrft.cli.config_command", "options as they come out, compared, or as a schema"),
+    "completion": ("lightrft.cli.completion", "completion of commands and flags for a shell"),
     "init-model": ("lightrft.cli.init_model", "write a tiny model with random weights"),
 }
 

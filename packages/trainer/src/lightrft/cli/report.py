@@ -20,6 +20,17 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         UsageError: The folder holds no run.
     """
+    folder = Path(build_parser().parse_args(argv).run)
+    try:
+        path = write_report(folder)
+    except NotARunError as err:
+        raise UsageError(str(err)) from err
+    print(f"wrote {path}")
+    return ExitCode.OK
+
+
+def build_parser() -> Parser:
+    """The parser of `lightrft report`."""
     parser = Parser(
         prog="lightrft report",
         description="Write RUN/report.html: one page with curves, times, samples and options, "
@@ -27,10 +38,4 @@ def run(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="The --output_dir of a run.")
-    folder = Path(parser.parse_args(argv).run)
-    try:
-        path = write_report(folder)
-    except NotARunError as err:
-        raise UsageError(str(err)) from err
-    print(f"wrote {path}")
-    return ExitCode.OK
+    return parser

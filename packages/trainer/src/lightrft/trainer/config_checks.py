@@ -168,8 +168,8 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
     estimator, samples = config.advantage_estimator, config.n_samples_per_prompt
     template, urls = config.input_template, config.remote_rm_url
     probabilities_do_not_fit = wrong_probabilities(config, wrong_fields)
-    num_urls = 1 if isinstance(urls, str) else len(urls or ())
-    num_rewards = len(config.reward_fn) + num_urls + len(config.reward_pretrain)
+    num_urls = 1 if isinstance(urls, str) else _length(urls)
+    num_rewards = _length(config.reward_fn) + num_urls + _length(config.reward_pretrain)
     changed_clip_range = _changed(config, "eps_clip", "eps_clip_low", "eps_clip_high")
     rules: tuple[tuple[tuple[str, ...], Callable[[], bool], str], ...] = (
         (
@@ -221,7 +221,7 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
         (
             ("reward_weights", "reward_fn", "remote_rm_url", "reward_pretrain"),
             lambda: len(config.reward_weights) not in (0, num_rewards),
-            f"reward_weights: got {len(config.reward_weights)} numbers for {num_rewards} rewards; "
+            f"reward_weights: got {_length(config.reward_weights)} numbers for {num_rewards} rewards; "
             "give one per --reward_fn, then per --remote_rm_url, then per --reward_pretrain",
         ),
         (
@@ -250,6 +250,11 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
     if not wrong_fields:
         found += trainer_problems(config) + _alias_problems(config)
     return found
+
+
+def _length(value: object) -> int:
+    """Of a tuple; other types are reported elsewhere."""
+    return len(value) if isinstance(value, tuple) else 0
 
 
 def _alias_problems(config: TrainConfig) -> list[str]:

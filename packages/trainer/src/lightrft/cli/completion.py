@@ -1,0 +1,90 @@
+"""`lightrft completion`: what a shell needs to complete commands, flags and values."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import TYPE_CHECKING, cast
+
+from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.names import did_you_mean
+from lightrft.cli.options import available_fields
+from lightrft.cli.parser import Parser
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+SHELLS = ("bash", "zsh", "fish")
+DESCRIPTION = """\
+Print a completion script. bash: eval "$(lightrft completion bash)" in ~/.bashrc; zsh: write it to
+a file _lightrft in a folder of $fpath; fish: write it to ~/.config/fish/completions/lightrft.fish.
+"""
+_FOLDERS = frozenset({"pretrain", "critic_pretrain", "output_dir", "save_path", "ckpt_path"})
+_FILES = frozenset({"config", "prompt_data", "eval_data", "pretrain_data", "source", "reward_fn"})
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft completion --help`.
+
+    Raises:
+        UsageError: An unknown shell.
+    """
+    shell = build_parser().parse_args(argv).shell
+    if shell not in SHELLS:
+        raise UsageError(f"unknown shell {shell!r}{did_you_mean(shell, SHELLS)}")
+    import shtab
+
+    from lightrft.cli.main import COMMANDS
+
+    modules = {name: module for name, (module, _) in COMMANDS.items()}
+    print(shtab.complete(whole_parser(modules), shell))
+    return ExitCode.OK
+
+
+def build_parser() -> Parser:
+    """The parser of `lightrft completion`."""
+    parser = Parser(prog="lightrft completion", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("shell", metavar="SHELL", help=f"{', '.join(SHELLS)}.")
+    return parser
+
+
+def whole_parser(modules: Mapping[str, str]) -> argparse.ArgumentParser:
+    """One parser of all commands, made from theirs.
+
+    Args:
+        modules: Module of each command by its name; it has `build_parser` or `build_parsers`.
+    """
+    root = argparse.ArgumentParser(prog="lightrft")
+    root.add_argument("--version", action="store_true")
+    commands = root.add_subparsers()
+    for name, module in modules.items():
+        found = vars(importlib.import_module(module))
+        build = found.get("build_parsers") or (lambda make=found["build_parser"]: [make()])
+        parsers = cast("list[argparse.ArgumentParser]", build())
+        for parser in parsers:
+            _prepare(parser)
+        # prog is "lightrft COMMAND" or "lightrft COMMAND ACTION".
+        actions = [parser.prog.split()[2:] for parser in parsers]
+        if actions == [[]]:
+            # shtab leaves out a command without help.
+            commands.add_parser(name, parents=parsers, add_help=False, help=name)
+            continue
+        nested = commands.add_parser(name, help=name).add_subparsers()
+        for parser, action in zip(parsers, actions, strict=True):
+            nested.add_parser(action[0], parents=[parser], add_help=False, help=action[0])
+    return root
+
+
+def _prepare(parser: argparse.ArgumentParser) -> None:
+    """Give actions the values that a shell may offer."""
+    import shtab
+
+    choices = {entry.name: entry.metadata.get("choices") for entry in available_fields()}
+    for action in parser._actions:
+        known = choices.get(action.dest)
+        if known and action.nargs != 0:
+            action.choices = [str(choice) for choice in known if choice is not None]
+        elif action.dest in _FOLDERS:
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        elif action.dest in _FILES:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]

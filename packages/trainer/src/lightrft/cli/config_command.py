@@ -1,0 +1,163 @@
+"""`lightrft config`: the options of a run as they come out, as a schema, or compared."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.names import did_you_mean
+from lightrft.cli.options import (
+    add_options,
+    available_fields,
+    merge_options,
+    normalise,
+    unknown_flags,
+)
+from lightrft.cli.parser import Parser
+from lightrft.strategy.config import ConfigError
+from lightrft.trainer.config import TrainConfig
+from lightrft.trainer.config_files import format_toml, is_secret, without_secrets
+from lightrft.trainer.run_files import CONFIG_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ACTIONS = ("show", "schema", "diff")
+_SCHEMA_OF = {"at_least": "minimum", "at_most": "maximum", "above": "exclusiveMinimum"}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft config show --help`.
+
+    Raises:
+        UsageError: Arguments that cannot be read.
+        ConfigError: Options with wrong values.
+    """
+    actions = {"show": show, "schema": schema, "diff": diff}
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: lightrft config {{{','.join(ACTIONS)}}} ...; --help after one explains it")
+        return ExitCode.OK
+    name, *rest = argv
+    if name not in actions:
+        raise UsageError(f"unknown action {name!r}{did_you_mean(name, ACTIONS)}")
+    print(actions[name](rest))
+    return ExitCode.OK
+
+
+def build_parsers() -> list[Parser]:
+    """The parsers of the three actions."""
+    show_parser = Parser(
+        prog="lightrft config show",
+        description="Print the options that lightrft train would run with, as TOML, the changed "
+        "ones marked; secrets are left out.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    show_parser.add_argument(
+        "--config", nargs="+", default=[], metavar="FILE.toml", help="Files with options."
+    )
+    show_parser.add_argument(
+        "--changed", action="store_true", default=False, help="Only what differs from the default."
+    )
+    add_options(show_parser)
+    schema_parser = Parser(
+        prog="lightrft config schema",
+        description="Print a JSON schema of the TOML files, for editors.",
+        allow_abbrev=False,
+    )
+    diff_parser = Parser(
+        prog="lightrft config diff",
+        description="Print the options in which two files or runs differ.",
+        allow_abbrev=False,
+    )
+    for name in ("left", "right"):
+        diff_parser.add_argument(
+            name, metavar=name.upper(), help="A TOML file, or the --output_dir of a run."
+        )
+    return [show_parser, schema_parser, diff_parser]
+
+
+def show(argv: Sequence[str]) -> str:
+    """The options as TOML."""
+    parsed, unknown = build_parsers()[0].parse_known_args(normalise(argv))
+    flags = vars(parsed)
+    files, only_changed = [Path(name) for name in flags.pop("config")], flags.pop("changed")
+    config, problems = merge_options(files, flags)
+    problems = unknown_flags(unknown) + problems
+    if problems:
+        raise ConfigError("\n".join(problems))
+    values = without_secrets(config)
+    lines: list[str] = []
+    group = ""
+    for entry in available_fields():
+        value = values.get(entry.name)
+        is_changed = config.__dict__[entry.name] != entry.default
+        if is_secret(entry.name) or (only_changed and not is_changed):
+            continue
+        if entry.metadata["group"] != group:
+            group = str(entry.metadata["group"])
+            lines += ["", f"# {group}"]
+        if value is None:
+            lines.append(f"# {entry.name} is unset")
+            continue
+        mark = "  # changed" if is_changed else ""
+        lines.append(f"{entry.name} = {format_toml(value)}{mark}")
+    return "\n".join(lines).strip()
+
+
+def schema(argv: Sequence[str]) -> str:
+    """A JSON schema: types by pydantic, choices, bounds and help from the options."""
+    build_parsers()[1].parse_args(argv)
+    from pydantic import TypeAdapter
+
+    made = TypeAdapter(TrainConfig).json_schema()
+    properties = {}
+    for entry in available_fields():
+        found = dict(made["properties"][entry.name])
+        found["description"] = entry.metadata["help"]
+        if entry.metadata.get("choices"):
+            found["enum"] = list(entry.metadata["choices"])
+        limits = {
+            keyword: entry.metadata[name]
+            for name, keyword in _SCHEMA_OF.items()
+            if entry.metadata.get(name) is not None
+        }
+        # A bound concerns the number, not the null beside it; JSON schema ignores it there.
+        properties[entry.name] = {**found, **limits}
+    return json.dumps(
+        {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "title": "Options of lightrft train",
+            "type": "object",
+            "additionalProperties": False,
+            "properties": properties,
+        },
+        indent=2,
+    )
+
+
+def diff(argv: Sequence[str]) -> str:
+    """The options in which two configurations differ, one line each."""
+    options = build_parsers()[2].parse_args(argv)
+    left, right = _load(options.left), _load(options.right)
+    before, after = without_secrets(left), without_secrets(right)
+    lines = [
+        f"{entry.name}: {before[entry.name]!r} -> {after[entry.name]!r}"
+        for entry in fields(TrainConfig)
+        if entry.default is not MISSING
+        and entry.name in before
+        and before[entry.name] != after[entry.name]
+    ]
+    return "\n".join(lines) or "no option differs"
+
+
+def _load(name: str) -> TrainConfig:
+    path = Path(name)
+    path = path / CONFIG_FILE if path.is_dir() else path
+    if not path.is_file():
+        raise UsageError(f"no options at {path}: expected a TOML file or the folder of a run")
+    return TrainConfig.load(path)
