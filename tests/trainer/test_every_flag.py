@@ -227,6 +227,10 @@ EVIDENCE = {
     "integration/test_recipes.py": {
         "test_the_recipe_trains_on_four_processes": "fsdp_cpu_offload",
     },
+    "trainer/test_throughput.py": {
+        "test_utilisation_is_the_share_of_all_devices_peak": "peak_tflops",
+    },
+    "trainer/test_best_model.py": {"test_the_best_model_stays": "best_metric"},
     "invariance/test_step.py": {
         "test_a_cover_of_all_pairs_of_options_gives_the_reference": "sp_size",
     },
@@ -257,6 +261,7 @@ EVIDENCE = {
         "test_compiled_blocks_train_like_others": "compile_backend",
     },
     "strategy/test_optimizers.py": {
+        "test_the_floor_of_the_cosine_is_an_option_and_the_others_have_none": "min_lr_ratio",
         "test_clipping_is_by_the_global_norm": "max_norm",
         "test_adam_settings": "l2",
     },

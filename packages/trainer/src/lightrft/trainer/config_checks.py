@@ -221,7 +221,8 @@ def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) 
         (
             ("reward_weights", "reward_fn", "remote_rm_url", "reward_pretrain"),
             lambda: len(config.reward_weights) not in (0, num_rewards),
-            f"reward_weights: got {_length(config.reward_weights)} numbers for {num_rewards} rewards; "
+            "reward_weights: got "
+            f"{_length(config.reward_weights)} numbers for {num_rewards} rewards; "
             "give one per --reward_fn, then per --remote_rm_url, then per --reward_pretrain",
         ),
         (
