@@ -36,6 +36,12 @@ def test_flags_become_values_of_their_type():
     assert (config.pretrain, config.critic_pretrain) == ("12", "m")
 
 
+def test_engine_options_may_come_one_by_one():
+    config, problems = parse("--engine_arg", "a=1", "--engine_arg", "b=x", "--engine-args", "c=2.5")
+    assert problems == []
+    assert config.engine_args == {"a": 1, "b": "x", "c": 2.5}
+
+
 def test_booleans_have_a_negative_form():
     config, problems = parse("--no_verify_weight_sync", "--no_bf16", "--disable_engine_sleep")
     assert problems == []

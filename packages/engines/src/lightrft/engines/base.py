@@ -65,6 +65,15 @@ class RolloutEngine(ABC):
             ValueError: A request is malformed; the message names its id.
         """
 
+    def params_of_native(self, native: object) -> SamplingParams | None:
+        """Our parameters from the backend's own object; None if it is no such object.
+
+        Raises:
+            ValueError: It sets what our completions cannot honour; the message names all of it.
+        """
+        del native
+        return None
+
     @abstractmethod
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Scores a given sequence at temperature 1.

@@ -138,7 +138,7 @@ class EngineInterface(ModelPreparation):
         """Generates on this rank's engine without gathering prompts.
 
         Args:
-            sampling_params: `SamplingParams` or a mapping of its fields.
+            sampling_params: `SamplingParams`, a mapping of its fields, or the engine's own object.
             prompt_token_ids: Token ids per prompt; a flat list of ids is one prompt.
             multi_modal_inputs: Items `{"prompt": text, "multi_modal_data": {"image": [...],
                 "video": [...]}}`.
@@ -156,7 +156,7 @@ class EngineInterface(ModelPreparation):
             raise ValueError(
                 "Both prompt_token_ids and multi_modal_inputs can not be provided at the same time."
             )
-        params = engine_session.as_sampling_params(sampling_params)
+        params = engine_session.as_sampling_params(sampling_params, self._session.engine)
         if multi_modal_inputs is not None:
             requests = engine_session.multimodal_requests(multi_modal_inputs, 0)
         else:
@@ -199,7 +199,7 @@ class EngineInterface(ModelPreparation):
         before and, with `sleep_engine`, put to sleep after, also if generation fails.
 
         Args:
-            sampling_params: `SamplingParams` or a mapping of its fields.
+            sampling_params: `SamplingParams`, a mapping of its fields, or the engine's own object.
             all_prompt_token_ids: Token ids (or `GenerationRequest`s), one per prompt.
             all_prompts: Prompts as text; needed with images or videos.
             all_images, all_videos: Nested (a list per prompt) or flat (cut by the counts).

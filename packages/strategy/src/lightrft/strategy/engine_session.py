@@ -75,19 +75,23 @@ def engine_config(
     )
 
 
-def as_sampling_params(given: object) -> SamplingParams:
-    """Our `SamplingParams` from itself or from a mapping of its field names.
+def as_sampling_params(given: object, engine: RolloutEngine | None = None) -> SamplingParams:
+    """Our `SamplingParams` from itself, a mapping of its field names or the engine's own object.
 
     Raises:
-        ValueError: The mapping has unknown names.
-        TypeError: It is neither.
+        ValueError: The mapping has unknown names, or the engine's object sets what cannot be used.
+        TypeError: It is none of them.
     """
     if isinstance(given, SamplingParams):
         return given
     if not isinstance(given, Mapping):
+        converted = None if engine is None else engine.params_of_native(given)
+        if converted is not None:
+            return converted
         raise TypeError(
             "sampling_params must be a lightrft.engines.SamplingParams or a mapping with its field "
-            f"names, got {type(given).__module__}.{type(given).__qualname__}"
+            "names, or the engine's own object, got "
+            f"{type(given).__module__}.{type(given).__qualname__}"
         )
     known = [entry.name for entry in dataclasses.fields(SamplingParams)]
     unknown = [str(name) for name in given if name not in known]
@@ -278,7 +282,7 @@ class EngineSession:
         problem: Exception | None = None
         params = SamplingParams()
         try:
-            params = as_sampling_params(sampling_params)
+            params = as_sampling_params(sampling_params, self.engine)
             if batch.token_ids is None and batch.texts is None:
                 raise ValueError("either all_prompt_token_ids or all_prompts must be given")
         except (TypeError, ValueError) as err:

@@ -112,7 +112,10 @@ def _add_option(group: argparse._ArgumentGroup, entry: Field[object], hint: obje
         return
     origins = [typing.get_origin(kind) for kind in kinds]
     if Mapping in origins:
-        group.add_argument(flag, nargs="+", metavar="KEY=VALUE", help=text)
+        # Several of them may come at once, or one after each of several flags.
+        group.add_argument(
+            flag, flag.removesuffix("s"), action="extend", nargs="+", metavar="KEY=VALUE", help=text
+        )
     elif tuple in origins:
         items = typing.get_args(kinds[origins.index(tuple)])
         count = "+" if Ellipsis in items else len(items)

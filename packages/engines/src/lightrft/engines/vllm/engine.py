@@ -26,6 +26,7 @@ from lightrft.engines.vllm.sampling import (
     joined,
     native_params,
     next_job,
+    params_of_native,
     scoring_params,
 )
 from lightrft.engines.vllm.weights import VLLMWeights
@@ -141,6 +142,10 @@ class VLLMEngine(RolloutEngine):
     def native(self) -> object:
         """The `vllm.LLM`."""
         return self._started.llm
+
+    def params_of_native(self, native: object) -> SamplingParams | None:
+        """Ours from a `vllm.SamplingParams`; see `RolloutEngine.params_of_native`."""
+        return params_of_native(native)
 
     def generate(
         self, requests: Sequence[GenerationRequest], sampling_params: SamplingParams
