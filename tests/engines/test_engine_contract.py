@@ -27,8 +27,8 @@ EOS = 1
 MAX_MODEL_LEN = 64
 
 
-class SharedVLLM:
-    """One vLLM engine for many tests: it takes seconds to start. `fresh` undoes what tests did."""
+class SharedEngine:
+    """One engine for many tests: some take seconds to start. `fresh` undoes what tests did."""
 
     def __init__(self, build) -> None:
         self._build = build
@@ -52,7 +52,7 @@ class SharedVLLM:
 
 
 @pytest.fixture(scope="module")
-def shared_vllm(tiny_model) -> Iterator[SharedVLLM]:
+def shared_vllm(tiny_model) -> Iterator[SharedEngine]:
     """Storage as on a GPU: on a CPU vLLM repacks linear weights, which then cannot be read."""
     layers = importlib.import_module("vllm.model_executor.layers.utils")
     linear = torch.nn.functional.linear
@@ -67,17 +67,35 @@ def shared_vllm(tiny_model) -> Iterator[SharedVLLM]:
             "dispatch_cpu_unquantized_gemm",
             lambda layer, remove_weight: setattr(layer, "cpu_linear", linear),
         )
-        shared = SharedVLLM(build)
+        shared = SharedEngine(build)
         yield shared
         shared.close()
 
 
-@pytest.fixture(params=["hf", "fake", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(scope="module")
+def shared_sglang(tiny_model) -> Iterator[SharedEngine]:
+    def build() -> RolloutEngine:
+        config = EngineConfig("sglang", "", max_model_len=MAX_MODEL_LEN)
+        return build_engine(config, module=tiny_model("qwen3", is_tied=True))
+
+    shared = SharedEngine(build)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(
+    params=[
+        "hf",
+        "fake",
+        pytest.param("vllm", marks=pytest.mark.vllm),
+        pytest.param("sglang", marks=pytest.mark.sglang),
+    ]
+)
 def engine(request, tiny_model) -> Iterator[RolloutEngine]:
     name = request.param
     module = tiny_model("qwen3", is_tied=True) if name != "fake" else None
-    if name == "vllm":
-        yield request.getfixturevalue("shared_vllm").fresh(
+    if name in ("vllm", "sglang"):
+        yield request.getfixturevalue(f"shared_{name}").fresh(
             {n: p.detach() for n, p in module.named_parameters()}
         )
         return

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from lightrft.engines.backend_options import check_options, parse_options
+from lightrft.engines.drafts import Draft, joined, request_seed
 from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.types import SamplingParams
 from lightrft.engines.vllm.backend import choose_executor, prepare_environment
-from lightrft.engines.vllm.options import check_options, parse_options
-from lightrft.engines.vllm.sampling import Draft, drafts_of, joined, request_seed
+from lightrft.engines.vllm.options import RESERVED
+from lightrft.engines.vllm.sampling import drafts_of
 
+VLLM = {"reserved": RESERVED, "engine_name": "vllm"}
 KNOWN = ("block_size", "enforce_eager", "max_num_seqs", "model", "seed")
 HINTS = {
     "block_size": int | None,
@@ -23,13 +26,14 @@ HINTS = {
 
 
 def test_unknown_and_reserved_options_are_listed_together_with_what_to_do():
-    check_options({"block_size": 32, "enforce_eager": True}, KNOWN)
+    check_options({"block_size": 32, "enforce_eager": True}, KNOWN, **VLLM)
     with pytest.raises(ValueError) as caught:
-        check_options({"blok_size": 1, "seed": 3, "zzz": 1, "logprobs_mode": "raw"}, KNOWN)
+        given = {"blok_size": 1, "seed": 3, "zzz": 1, "logprobs_mode": "raw"}
+        check_options(given, KNOWN, **VLLM)
     message = str(caught.value)
     assert "blok_size (did you mean block_size?)" in message
     assert "seed (set by seed)" in message
-    assert "zzz (no vLLM option has a similar name)" in message
+    assert "zzz (no option has a similar name)" in message
     assert "logprobs_mode (set by the trainer" in message
 
 

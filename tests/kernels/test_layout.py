@@ -62,8 +62,21 @@ def test_a_tensor_larger_than_a_bucket_is_split_in_proportion():
     layout = BucketLayout.plan([spec], bucket_bytes=1024, alignment=16)
     parts = [segment.ranges for bucket in layout.buckets for segment in bucket.segments]
     assert len(parts) == 5  # 600 * 4 bytes in parts of at most 512
-    assert parts[0] == ((0, 120), (600, 680))
+    assert parts[0] == ((0, 128), (600, 685))
+    assert parts[-1] == ((512, 600), (941, 1000))
     assert not any(segment.is_whole for bucket in layout.buckets for segment in bucket.segments)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("num_rows", [3, 130, 700])
+def test_every_bucket_but_the_last_is_full(world, num_rows):
+    """So the number of collectives is the smallest possible, whatever the sizes of the tensors."""
+    size = num_rows * 8
+    shards = tuple((size * r // world, size * (r + 1) // world) for r in range(world))
+    specs = [TensorSpec(f"p{i}", (num_rows, 8), torch.float32, shards) for i in range(40)]
+    layout = BucketLayout.plan(specs, bucket_bytes=65536, alignment=256)
+    assert len(layout.buckets) == -(-layout.padded_bytes // 65536)
+    assert all(bucket.num_bytes == 65536 for bucket in layout.buckets[:-1])
 
 
 def test_buckets_hold_one_kind_and_owner_and_count_bytes():

@@ -38,7 +38,18 @@ def _build_vllm(config: EngineConfig, *, module: nn.Module | None = None) -> Rol
     return VLLMEngine(config, module=module)
 
 
-ENGINES: dict[str, EngineBuilder] = {"hf": _build_hf, "fake": _build_fake, "vllm": _build_vllm}
+def _build_sglang(config: EngineConfig, *, module: nn.Module | None = None) -> RolloutEngine:
+    from lightrft.engines.sglang.engine import SGLangEngine
+
+    return SGLangEngine(config, module=module)
+
+
+ENGINES: dict[str, EngineBuilder] = {
+    "hf": _build_hf,
+    "fake": _build_fake,
+    "vllm": _build_vllm,
+    "sglang": _build_sglang,
+}
 
 # Backends with a package of their own, which an extra installs.
 _EXTRAS = {"vllm": "vllm", "sglang": "sglang"}
@@ -54,7 +65,7 @@ def build_engine(config: EngineConfig, *, module: nn.Module | None = None) -> Ro
             its own.
 
     Raises:
-        ValueError: The name is unknown, or the engine is not part of this build.
+        ValueError: The name is unknown.
         ImportError: The backend's package is not installed.
     """
     return ENGINES[resolve_engine_type(config.engine_type)](config, module=module)
@@ -66,11 +77,11 @@ def resolve_engine_type(engine_type: str) -> str:
     "auto" takes vllm if it is importable and there is a GPU, else sglang likewise, else hf.
 
     Raises:
-        ValueError: The name is unknown, or the engine is not part of this build.
+        ValueError: The name is unknown.
         ImportError: The backend's package is not installed.
     """
     if engine_type == "auto":
-        return next((name for name in _EXTRAS if name in ENGINES and _is_usable(name)), "hf")
+        return next((name for name in _EXTRAS if _is_usable(name)), "hf")
     if engine_type in _EXTRAS and importlib.util.find_spec(engine_type) is None:
         raise ImportError(
             f"engine {engine_type!r} needs the package {engine_type!r}, which is not installed; "
@@ -80,12 +91,7 @@ def resolve_engine_type(engine_type: str) -> str:
     if engine_type in ENGINES:
         return engine_type
     known = ", ".join(sorted(ENGINES))
-    if engine_type in _EXTRAS:
-        raise ValueError(
-            f"engine_type={engine_type!r}: this build has the engines {known}; the {engine_type} "
-            "adapter is not included; choose one of them"
-        )
-    nearest = difflib.get_close_matches(engine_type, [*ENGINES, *_EXTRAS, "auto"], n=1)
+    nearest = difflib.get_close_matches(engine_type, [*ENGINES, "auto"], n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(f"unknown engine_type {engine_type!r}; known: auto, {known}{hint}")
 

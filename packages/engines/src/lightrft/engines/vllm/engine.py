@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lightrft.engines.base import RolloutEngine
+from lightrft.engines.drafts import Draft, completion_of, joined
 from lightrft.engines.hf.build import architecture_of
 from lightrft.engines.hf.stopping import end_of_sequence_ids
 from lightrft.engines.hf.text import Text
+from lightrft.engines.model_shape import model_configs, model_shape
 from lightrft.engines.parameter_store import is_full_tensor
 from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.requests import Limits, rows_of_requests
 from lightrft.engines.types import EngineStatus, WeightPiece
 from lightrft.engines.vllm.backend import Backend, has_tokenizer, start_backend, stop_backend
-from lightrft.engines.vllm.layout import LayoutReader, model_shape
+from lightrft.engines.vllm.layout import LayoutReader
 from lightrft.engines.vllm.sampling import (
-    Draft,
     Job,
-    completion_of,
     drafts_of,
     first_jobs,
-    joined,
     native_params,
     next_job,
     params_of_native,
@@ -70,7 +69,7 @@ class VLLMEngine(RolloutEngine):
             raise ValueError(
                 f"unknown dtype {config.dtype!r} of the vllm engine; known: {', '.join(_DTYPES)}"
             )
-        hf_config, generation_config = _configs(config, module)
+        hf_config, generation_config = model_configs(config, module)
         text_config = hf_config.get_text_config()
         self._config = config
         self._limits = Limits(
@@ -317,27 +316,3 @@ class VLLMEngine(RolloutEngine):
             stop_backend(self._backend)
             self._backend = None
             self.status = EngineStatus.SLEEPED
-
-
-def _configs(
-    config: EngineConfig, module: nn.Module | None
-) -> tuple[PretrainedConfig, GenerationConfig | None]:
-    """The model's configuration, from its directory or else from the module.
-
-    Raises:
-        ValueError: Neither is given.
-    """
-    if config.model_path:
-        hf_config = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
-        try:
-            generation = GenerationConfig.from_pretrained(config.model_path, local_files_only=True)
-        except OSError:
-            # A checkpoint need not have one.
-            generation = None
-        return hf_config, generation
-    if not isinstance(module, PreTrainedModel):
-        raise ValueError(
-            "the vllm engine needs the directory of a Hugging Face checkpoint (model_path) or a "
-            f"transformers model: got module {type(module).__name__}"
-        )
-    return module.config, cast("GenerationConfig | None", module.generation_config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,22 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import nn
-    from transformers import PretrainedConfig, PreTrainedModel
+
+    from lightrft.engines.model_shape import ModelShape
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Names and full shapes of a checkpoint's parameters.
-
-    Args:
-        shapes: Checkpoint name -> shape, in the model's order; tied names included.
-        tied: Second name of a shared parameter -> its first name.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    tied: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,36 +45,6 @@ class Layout:
 
     manifest: tuple[EngineParameter, ...]
     places: Mapping[str, Place]
-
-
-def model_shape(
-    config: PretrainedConfig, architecture: type[PreTrainedModel] | None = None
-) -> ModelShape:
-    """Names and shapes from the configuration alone, without memory for weights.
-
-    Args:
-        config: A transformers configuration.
-        architecture: The class to build; None takes the causal language model of the config.
-    """
-    from transformers import AutoModelForCausalLM
-
-    config = copy.deepcopy(config)
-    with torch.device("meta"):
-        model = (
-            AutoModelForCausalLM.from_config(config)
-            if architecture is None
-            else architecture(config)
-        )
-    model.tie_weights()
-    first: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        shapes[name] = tuple(parameter.shape)
-        owner = first.setdefault(id(parameter), name)
-        if owner != name:
-            tied[name] = owner
-    return ModelShape(shapes, tied)
 
 
 class LayoutReader:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
 
@@ -140,6 +140,17 @@ class _OpenBucket:
     filled_bytes: int = 0
     segments: list[Segment] = field(default_factory=list)
 
+    @property
+    def room_bytes(self) -> int:
+        """What one rank can still add."""
+        return self.capacity_bytes - self.filled_bytes
+
+    def add(self, spec: TensorSpec, ranges: tuple[FlatRange, ...], alignment: int) -> None:
+        """Appends a part of a tensor."""
+        largest = max(stop - start for start, stop in ranges)
+        self.segments.append(Segment(spec.name, spec.shape, spec.dtype, ranges, self.filled_bytes))
+        self.filled_bytes += _round_up(largest * spec.dtype.itemsize, alignment)
+
     def close(self) -> Bucket:
         return Bucket(
             self.kind, self.owner, self.filled_bytes, self.num_parts, tuple(self.segments)
@@ -166,9 +177,10 @@ class BucketLayout:
     ) -> BucketLayout:
         """Places every tensor into buckets of at most `bucket_bytes`.
 
-        Tensors of one kind (and owner) fill one bucket after another, in order. A tensor larger
-        than a bucket is split so that each part takes a proportional range of every rank's shard.
-        A bucket exceeds `bucket_bytes` only where one aligned element per rank does not fit.
+        Tensors of one kind (and owner) fill one bucket after another, in order, each to the end:
+        there are ceil(padded bytes / bucket bytes) of them. A tensor that does not fit the room
+        left is split so that each part takes a proportional range of every rank's shard. A bucket
+        exceeds `bucket_bytes` only where one aligned element per rank does not fit.
 
         Args:
             specs: Tensors with unique names.
@@ -187,18 +199,17 @@ class BucketLayout:
             key = (spec.kind, spec.owner)
             num_parts = group_size if spec.kind == "gather" else 1
             capacity = max(alignment, bucket_bytes // num_parts // alignment * alignment)
-            for ranges in _split(spec, capacity):
-                largest = max(stop - start for start, stop in ranges)
-                segment_bytes = _round_up(largest * spec.dtype.itemsize, alignment)
+            largest = max((stop - start for start, stop in spec.shards), default=0)
+            position, is_placed = 0, False
+            while not is_placed or position < largest:
                 bucket = open_buckets.get(key)
-                if bucket is None or bucket.filled_bytes + segment_bytes > capacity:
+                if bucket is None or bucket.room_bytes < alignment:
                     if bucket is not None:
                         buckets.append(bucket.close())
                     bucket = open_buckets[key] = _OpenBucket(*key, num_parts, capacity)
-                bucket.segments.append(
-                    Segment(spec.name, spec.shape, spec.dtype, ranges, bucket.filled_bytes)
-                )
-                bucket.filled_bytes += segment_bytes
+                count = min(largest - position, max(1, bucket.room_bytes // spec.dtype.itemsize))
+                bucket.add(spec, _part(spec, position, position + count), alignment)
+                position, is_placed = position + count, True
         buckets.extend(bucket.close() for bucket in open_buckets.values())
         return cls(specs, tuple(buckets), group_size)
 
@@ -213,21 +224,21 @@ class BucketLayout:
         return sum(bucket.num_bytes for bucket in self.buckets)
 
 
-def _split(spec: TensorSpec, capacity_bytes: int) -> Iterator[tuple[FlatRange, ...]]:
-    """The ranges of each part of a tensor; one part if it fits into an empty bucket."""
-    shards = ((0, 0),) if spec.numel == 0 else spec.shards
-    largest = max(stop - start for start, stop in shards)
-    num_parts = max(1, math.ceil(largest * spec.dtype.itemsize / capacity_bytes))
-    # Whole elements only: a part must not exceed the capacity because of rounding up.
-    num_parts = max(num_parts, math.ceil(largest / max(1, capacity_bytes // spec.dtype.itemsize)))
-    for part in range(num_parts):
-        yield tuple(
-            (
-                start + (stop - start) * part // num_parts,
-                start + (stop - start) * (part + 1) // num_parts,
-            )
-            for start, stop in shards
+def _part(spec: TensorSpec, first: int, last: int) -> tuple[FlatRange, ...]:
+    """The share of every rank's shard that goes with elements [first, last) of the largest one.
+
+    No share has more elements than last - first.
+    """
+    if spec.numel == 0:
+        return ((0, 0),)
+    largest = max(stop - start for start, stop in spec.shards)
+    return tuple(
+        (
+            start + (stop - start) * first // largest,
+            start + (stop - start) * last // largest,
         )
+        for start, stop in spec.shards
+    )
 
 
 def _round_up(num_bytes: int, alignment: int) -> int:

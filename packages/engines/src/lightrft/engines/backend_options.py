@@ -1,0 +1,101 @@
+"""Options under a backend's own names: which are known, and values from a command line."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_PLAIN_TYPES: Mapping[str, type] = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "None": type(None),
+    "NoneType": type(None),
+}
+
+
+def check_options(
+    options: Mapping[str, object],
+    known: Iterable[str],
+    *,
+    reserved: Mapping[str, str],
+    engine_name: str,
+) -> None:
+    """Refuses names that a backend does not know or that are set elsewhere.
+
+    Args:
+        options: What the user gave.
+        known: The backend's names.
+        reserved: Backend's name -> where it is set instead.
+        engine_name: For messages.
+
+    Raises:
+        ValueError: It lists every such option, with the nearest known name.
+    """
+    names = sorted(known)
+    problems = []
+    for name in options:
+        if name in reserved:
+            problems.append(f"{name} (set by {reserved[name]})")
+        elif name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else "no option has a similar name"
+            problems.append(f"{name} ({hint})")
+    if problems:
+        raise ValueError(f"unusable options of the {engine_name} engine: {', '.join(problems)}")
+
+
+def parse_options(
+    options: Mapping[str, str | int | float | bool], hints: Mapping[str, object]
+) -> dict[str, object]:
+    """Values of the types that the backend declares; strings come from a command line.
+
+    Args:
+        options: Names that `check_options` has passed.
+        hints: Backend's name -> declared type.
+
+    Raises:
+        ValueError: A string does not spell a value of the declared type.
+    """
+    return {
+        name: _parse(name, value, hints[name]) if isinstance(value, str) else value
+        for name, value in options.items()
+    }
+
+
+def _parse(name: str, text: str, hint: object) -> object:
+    kinds = _kinds(hint)
+    if text.lower() in ("none", "null") and type(None) in kinds:
+        return None
+    if bool in kinds and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        if kind in kinds:
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+    if text[:1] in ("{", "["):
+        try:
+            value: object = json.loads(text)
+        except json.JSONDecodeError as err:
+            raise ValueError(f"engine option {name}: {text!r} is not valid JSON ({err})") from err
+        return value
+    if kinds <= {bool, int, float, type(None)}:
+        expected = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ValueError(f"engine option {name}: got {text!r}, expected a value of type {expected}")
+    return text
+
+
+def _kinds(hint: object) -> set[type]:
+    """The plain types that a declaration names; `str` stands for everything else.
+
+    Declarations are read as text: some are strings that cannot be evaluated.
+    """
+    words = set(re.findall(r"\w+", str(hint))) - {"class", "typing", "Optional", "Union"}
+    return {_PLAIN_TYPES.get(word, str) for word in words}

@@ -1,0 +1,254 @@
+"""Start of an SGLang engine beside this process, and the few functions of it that are called."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import operator
+import os
+import socket
+import tempfile
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from lightrft.engines.process_state import preserved_process_state
+from lightrft.engines.sglang.options import engine_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+    from transformers import PretrainedConfig
+
+    from lightrft.engines.types import EngineConfig
+
+KNOWN_VERSIONS = "0.5.21"
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "sglang.srt.entrypoints.engine": (
+        "Engine.begin_weight_update",
+        "Engine.end_weight_update",
+        "Engine.update_weights_from_tensor",
+        "Engine.flush_cache",
+        "Engine.release_memory_occupation",
+        "Engine.resume_memory_occupation",
+        "Engine.run_scheduler_process_func",
+        "Engine.shutdown",
+    ),
+    "sglang.srt.managers.io_struct": ("GenerateReqInput.return_sampling_mask",),
+    "sglang.srt.model_executor.model_runner": ("ModelRunner.maybe_enable_batch_invariant_mode",),
+    "sglang.srt.layers.sampler": ("murmur_hash32",),
+    "sglang.srt.utils": ("MultiprocessingSerializer.serialize",),
+    "sglang.srt.weight_sync.tensor_bucket": ("FlattenedTensorBucket",),
+    "sglang.srt.server_args": ("DETERMINISTIC_ATTENTION_BACKEND_CHOICES",),
+}
+# Set by the launcher of the trainer; SGLang's processes would join the trainer's job by them.
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+_LAUNCHER_NAMES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+
+
+class Engine(Protocol):
+    """The part of `sglang.Engine` that is called."""
+
+    def begin_weight_update(self) -> tuple[bool, str]:
+        """Opens a session; returns success and a message."""
+
+    def end_weight_update(self) -> tuple[bool, str]:
+        """Closes the session likewise."""
+
+    def update_weights_from_tensor(
+        self, named_tensors: Sequence[object], load_format: str | None, flush_cache: bool
+    ) -> tuple[bool, str]:
+        """Loads one payload for each tensor-parallel rank likewise."""
+
+    def release_memory_occupation(self, tags: list[str]) -> None:
+        """Frees memory."""
+
+    def resume_memory_occupation(self, tags: list[str]) -> None:
+        """Takes it back."""
+
+    def shutdown(self) -> None:
+        """Ends all processes."""
+
+
+def probe() -> None:
+    """Checks that the installed SGLang has every function that is called.
+
+    Raises:
+        ImportError: It names what is missing and the versions that are known to have it.
+    """
+    missing = [
+        f"{module}.{path}" for module, paths in _NEEDED.items() for path in paths
+        if not _exists(module, path)
+    ]  # fmt: skip
+    if missing:
+        raise ImportError(
+            f"the installed SGLang lacks {', '.join(missing)}; install sglang=={KNOWN_VERSIONS}, "
+            "or choose engine_type='hf'"
+        )
+
+
+def _exists(module: str, path: str) -> bool:
+    try:
+        operator.attrgetter(path)(importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def start_engine(
+    config: EngineConfig,
+    hf_config: PretrainedConfig,
+    *,
+    architecture: str | None,
+    max_model_len: int,
+) -> Engine:
+    """Starts SGLang; random states and threads of this process stay as they are.
+
+    Args:
+        config: What to start; without a model path, a model with dummy weights.
+        hf_config: The model's configuration.
+        architecture: Name of the transformers class to write into a directory without weights.
+        max_model_len: Longest prompt plus completion.
+
+    Raises:
+        ImportError: The installed SGLang is of another version.
+        ValueError: An option is unknown, reserved or malformed.
+    """
+    is_on_cpu = not torch.cuda.is_available()
+    if is_on_cpu:
+        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+        # The sampler is compiled at its first call otherwise, for half a minute.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    with preserved_process_state(), _without_launcher():
+        probe()
+        with _model_directory(config, hf_config, architecture) as (model_path, load_format):
+            arguments = engine_arguments(
+                config,
+                model_path=model_path,
+                # One more: scoring a sequence of full length samples one token after it.
+                context_length=max_model_len + 1,
+                load_format=load_format,
+                ports=_free_ports(),
+                device_index=None if is_on_cpu else torch.cuda.current_device(),
+            )
+            return _build(arguments, is_on_cpu=is_on_cpu)
+
+
+def _build(arguments: Mapping[str, object], *, is_on_cpu: bool) -> Engine:
+    from sglang.srt.entrypoints.engine import Engine as NativeEngine
+    from sglang.srt.server_args import DETERMINISTIC_ATTENTION_BACKEND_CHOICES
+
+    from lightrft.engines.sglang.child import run_scheduler
+
+    class SeededEngine(NativeEngine):  # type: ignore[misc]
+        run_scheduler_process_func = staticmethod(run_scheduler)
+
+    choices = DETERMINISTIC_ATTENTION_BACKEND_CHOICES
+    # torch's attention computes a row alike in any batch up to rounding, which is all we promise.
+    if is_on_cpu and "torch_native" not in choices:
+        choices.append("torch_native")
+    # The scheduler may use a model length that the configuration does not name.
+    name = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+    with _environment({name: "1"}):
+        engine: Engine = SeededEngine(**arguments)
+    return engine
+
+
+def generate_native(
+    engine: object,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[Mapping[str, object]],
+    *,
+    wants_support: bool = False,
+    logprob_start: int = -1,
+) -> list[Mapping[str, object]]:
+    """Answers of SGLang in the order of the prompts.
+
+    Args:
+        engine: The `sglang.Engine`.
+        prompts: Token ids.
+        params: Sampling parameters under SGLang's names, one for each prompt.
+        wants_support: Return logprobs renormalised over the kept tokens as well.
+        logprob_start: First prompt token to score; -1 scores none.
+    """
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    request = GenerateReqInput(
+        input_ids=[list(prompt) for prompt in prompts],
+        sampling_params=[dict(entry) for entry in params],
+        return_logprob=True,
+        logprob_start_len=[logprob_start] * len(prompts),
+        return_sampling_mask=[wants_support] * len(prompts),
+    )
+    stream = engine.tokenizer_manager.generate_request(request, None)  # type: ignore[attr-defined]
+    answers: list[Mapping[str, object]] = engine.loop.run_until_complete(  # type: ignore[attr-defined]
+        stream.__anext__()
+    )
+    return answers
+
+
+def flattened(named: Sequence[tuple[str, Tensor]]) -> object:
+    """Whole tensors as one payload for `update_weights_from_tensor`."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    bucket = FlattenedTensorBucket(named_tensors=list(named))
+    payload: object = MultiprocessingSerializer.serialize(
+        {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()},
+        output_str=True,
+    )
+    return payload
+
+
+def _free_ports() -> tuple[int, int]:
+    """Two TCP ports that nobody listens on at this moment."""
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        second.bind(("127.0.0.1", 0))
+        return int(first.getsockname()[1]), int(second.getsockname()[1])
+
+
+@contextmanager
+def _model_directory(
+    config: EngineConfig, hf_config: PretrainedConfig, architecture: str | None
+) -> Iterator[tuple[str, str]]:
+    """The checkpoint, or a directory that holds the architecture alone."""
+    if config.model_path:
+        yield config.model_path, "auto"
+        return
+    with tempfile.TemporaryDirectory(prefix="lightrft-sglang-") as directory:
+        hf_config = copy.deepcopy(hf_config)
+        hf_config.architectures = None if architecture is None else [architecture]
+        hf_config.save_pretrained(directory)
+        yield directory, "dummy"
+
+
+@contextmanager
+def _without_launcher() -> Iterator[None]:
+    """Hides the launcher's variables from the processes that are started meanwhile."""
+    hidden = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES)
+    }
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    added = [name for name in values if name not in os.environ]
+    os.environ.update({name: values[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

@@ -1,0 +1,99 @@
+"""Engine options under SGLang's own names: defaults, the user's, and those that are not theirs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightrft.engines.backend_options import check_options, parse_options
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightrft.engines.types import EngineConfig
+
+# SGLang's name -> where it is set instead.
+RESERVED: Mapping[str, str] = {
+    "model_path": "the checkpoint of the trained model",
+    "tokenizer_path": "the checkpoint of the trained model",
+    "skip_tokenizer_init": "the engine, which works on token ids",
+    "dtype": "the strategy's bf16",
+    "tp_size": "engine_tp_size",
+    "dp_size": "the number of processes",
+    "pp_size": "the launcher: a model is not split by layers",
+    "nnodes": "the launcher",
+    "node_rank": "the launcher",
+    "device": "the machine",
+    "base_gpu_id": "the launcher",
+    "port": "the engine, which takes a free one",
+    "nccl_port": "the engine, which takes a free one",
+    "mem_fraction_static": "engine_mem_util",
+    "context_length": "max_len",
+    "random_seed": "seed",
+    "enable_memory_saver": "enable_engine_sleep",
+    "enable_weights_cpu_backup": "enable_engine_sleep",
+    "sampling_defaults": "the sampling parameters of each call",
+}
+
+
+def engine_arguments(
+    config: EngineConfig,
+    *,
+    model_path: str,
+    context_length: int,
+    load_format: str,
+    ports: tuple[int, int],
+    device_index: int | None,
+) -> dict[str, object]:
+    """Keyword arguments of `sglang.Engine`.
+
+    Args:
+        config: Size, seed and the user's options, which win over defaults.
+        model_path: Directory that SGLang reads.
+        context_length: Longest sequence, with room for the token that scoring must sample.
+        load_format: "dummy" if the directory has no weights, else "auto".
+        ports: Two free TCP ports of this machine.
+        device_index: The GPU of this process; None runs on the CPU.
+
+    Raises:
+        ValueError: An option is unknown, reserved or malformed.
+    """
+    from sglang.srt.server_args import ServerArgs
+
+    hints = {name: ServerArgs.__annotations__.get(name, str) for name in _field_names(ServerArgs)}
+    check_options(config.options, hints, reserved=RESERVED, engine_name="sglang")
+    is_on_cpu = device_index is None
+    arguments: dict[str, object] = {
+        "model_path": model_path,
+        "load_format": load_format,
+        "skip_tokenizer_init": True,
+        "dtype": config.dtype,
+        "tp_size": 1,
+        "mem_fraction_static": config.memory_utilization,
+        "context_length": context_length,
+        "random_seed": config.seed,
+        "port": ports[0],
+        "nccl_port": ports[1],
+        "device": "cpu" if is_on_cpu else "cuda",
+        "base_gpu_id": device_index or 0,
+        # Completions must depend on seed and request alone; `child` makes it work on a CPU.
+        "enable_deterministic_inference": True,
+        "sampling_backend": "pytorch",
+        "sampling_defaults": "openai",
+        "grammar_backend": "none",
+        "enable_memory_saver": config.enable_sleep and not is_on_cpu,
+        "enable_weights_cpu_backup": config.enable_sleep and not is_on_cpu,
+        "log_level": "error",
+    }
+    if is_on_cpu:
+        arguments |= {
+            "attention_backend": "torch_native",
+            "disable_cuda_graph": True,
+            # By default a share of all memory, which the ranks of a machine would not share.
+            "max_total_tokens": 16384,
+        }
+    return {**arguments, **parse_options(config.options, hints)}
+
+
+def _field_names(arguments: type) -> tuple[str, ...]:
+    names: tuple[str, ...] = arguments.__struct_fields__  # type: ignore[attr-defined]
+    return tuple(name for name in names if not name.startswith("_"))

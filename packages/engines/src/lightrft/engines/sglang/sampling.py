@@ -1,0 +1,123 @@
+"""Requests in SGLang's form, and drafts of completions from its answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from lightrft.engines.drafts import Draft, request_seed
+from lightrft.engines.native_params import params_from_native
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lightrft.engines.requests import Row
+    from lightrft.engines.types import FinishReason, SamplingParams
+
+_NEUTRAL = frozenset(
+    {
+        "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval",
+        "stop_strs", "stop_str_max_len", "stop_regex_strs", "stop_regex_max_len", "is_normalized",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One SGLang request: one sample of one prompt.
+
+    Args:
+        prompt: Token ids.
+        max_tokens: Most tokens.
+        seed: Fixes its random numbers, together with their positions.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int
+
+
+def native_params(
+    job: Job, params: SamplingParams, stop_ids: Sequence[int], *, with_stops: bool
+) -> dict[str, object]:
+    """Sampling parameters under SGLang's names.
+
+    Args:
+        job: What to sample.
+        params: Ours.
+        stop_ids: Every id that ends a completion.
+        with_stops: Whether they count. SGLang ignores them together with end-of-sequence ids.
+    """
+    return {
+        "max_new_tokens": job.max_tokens,
+        "temperature": params.temperature,
+        "top_p": 1.0 if params.is_greedy else params.top_p,
+        "top_k": -1 if params.is_greedy else params.top_k,
+        "min_p": 0.0 if params.is_greedy else params.min_p,
+        "sampling_seed": job.seed,
+        "stop_token_ids": list(stop_ids),
+        "ignore_eos": params.ignore_eos or not with_stops,
+        "no_stop_trim": True,
+    }
+
+
+def first_job(row: Row, params: SamplingParams) -> Job:
+    """Up to `min_tokens` - 1 tokens if there is a minimum, else all."""
+    bound = row.max_tokens
+    if params.min_tokens > 1:
+        bound = min(bound, params.min_tokens - 1)
+    return Job(row.prompt, bound, request_seed(params.seed, row.request_id, row.sample_index))
+
+
+def next_job(row: Row, draft: Draft, params: SamplingParams) -> Job | None:
+    """The job that continues a completion after its minimum, or None if it is full."""
+    left = row.max_tokens - len(draft.token_ids)
+    if left <= 0:
+        return None
+    seed = request_seed(params.seed, row.request_id, row.sample_index)
+    return Job((*row.prompt, *draft.token_ids), left, seed)
+
+
+def draft_of(answer: Mapping[str, object], params: SamplingParams) -> Draft:
+    """Tokens and logprobs of one answer.
+
+    Raises:
+        RuntimeError: SGLang gave the request up; the message is its own.
+    """
+    about = cast("Mapping[str, object]", answer["meta_info"])
+    reason = cast("Mapping[str, object]", about["finish_reason"])
+    if reason["type"] == "abort":
+        raise RuntimeError(f"sglang gave a request up: {reason.get('message', 'no reason given')}")
+    tokens = tuple(cast("Sequence[int]", answer["output_ids"]))
+    if params.truncates:
+        logprobs = tuple(cast("Sequence[float]", about["output_token_sampling_logprobs"]))
+    else:
+        entries = cast("Sequence[tuple[float, int, None]]", about["output_token_logprobs"])
+        logprobs = tuple(entry[0] for entry in entries)
+    finish: FinishReason = "stop" if reason["type"] == "stop" else "length"
+    return Draft(tokens, logprobs[: len(tokens)], finish)
+
+
+def params_of_native(native: object) -> SamplingParams | None:
+    """Ours from SGLang's own `SamplingParams`; None if it is none.
+
+    Raises:
+        ValueError: It sets penalties, grammars or the like.
+    """
+    from sglang.srt.sampling.sampling_params import SamplingParams as NativeParams
+
+    if not isinstance(native, NativeParams):
+        return None
+    plain = NativeParams()
+    names = NativeParams.__struct_fields__
+    return params_from_native(
+        {name: getattr(native, name) for name in names},
+        {name: getattr(plain, name) for name in names},
+        engine_name="SGLang",
+        renamed={
+            "max_new_tokens": "max_tokens",
+            "min_new_tokens": "min_tokens",
+            "sampling_seed": "seed",
+        },
+        neutral=_NEUTRAL,
+    )
