@@ -98,6 +98,8 @@ class SGLangEngine(RolloutEngine):
             self._engine, manifest, self.name, unwritten=[] if config.model_path else owners
         )
         self._sleeping_tags: set[str] = set()
+        # Without a GPU there is nothing to release, and SGLang fails where it waits for one.
+        self._releases_memory = torch.cuda.is_available()
         if not config.model_path and module is not None:
             self._take_over(module)
 
@@ -240,7 +242,7 @@ class SGLangEngine(RolloutEngine):
                 f"the {self.name} engine was started without sleep; set enable_engine_sleep"
             )
         awake = [tag for tag in _TAGS if tag not in self._sleeping_tags]
-        if awake:
+        if awake and self._releases_memory:
             self._started.release_memory_occupation(tags=awake)
         self._weights.release(level)
         self._sleeping_tags = set(_TAGS)
@@ -256,7 +258,7 @@ class SGLangEngine(RolloutEngine):
         if unknown:
             raise ValueError(f"unknown wake-up tags {unknown}; known: {', '.join(_TAGS)}")
         woken = [tag for tag in _TAGS if tag in self._sleeping_tags and tag in (tags or _TAGS)]
-        if woken:
+        if woken and self._releases_memory:
             self._started.resume_memory_occupation(tags=woken)
         self._sleeping_tags -= set(woken)
         self._weights.is_resident = "weights" not in self._sleeping_tags
