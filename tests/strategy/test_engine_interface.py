@@ -258,3 +258,74 @@ def test_lengths_are_written_at_the_interval(tmp_path, capsys):
     ]  # fmt: skip
     assert json.loads((tmp_path / "gen_len_step_2.json").read_text())["lengths"] == [2, 2]
     assert "mean_length=2.0" in capsys.readouterr().out
+
+
+def test_an_update_wakes_the_weights_sends_them_and_then_wakes_the_cache():
+    strategy = strategy_with()
+    actor = nn.Linear(3, 2)
+    engine = strategy.setup_inference_engine(None, "fake", actor)
+    tags = []
+    wake_up = engine.wake_up
+
+    def recorded(given=None):
+        tags.append((given, "finish_weight_update" in engine.calls))
+        wake_up(given)
+
+    engine.wake_up = recorded
+    engine.alias_weights = lambda tensors: False
+    engine.calls.clear()
+    strategy.update_engine_weights(actor)
+    assert tags == [(("weights",), False), (None, True)]
+    order = [name for name in engine.calls if name in ORDERED]
+    assert order == [
+        "wake_up", "begin_weight_update", "load_weights", "finish_weight_update", "reset_caches",
+        "wake_up", "hash_parameters", "set_weights_version",
+    ]  # fmt: skip
+    assert strategy.inference_engine_status is EngineStatus.WAKEUP
+
+
+ORDERED = {
+    "wake_up", "begin_weight_update", "load_weights", "finish_weight_update", "reset_caches",
+    "hash_parameters", "set_weights_version",
+}  # fmt: skip
+
+
+def test_a_failed_update_leaves_the_engine_awake_and_barred():
+    strategy = strategy_with()
+    actor = nn.Linear(3, 2)
+    engine = strategy.setup_inference_engine(None, "fake", actor)
+    engine.alias_weights = lambda tensors: False
+
+    def refuse(pieces):
+        raise ArithmeticError("planted")
+
+    engine.load_weights = refuse
+    with pytest.raises(RuntimeError, match="planted"):
+        strategy.update_engine_weights(actor)
+    assert strategy.inference_engine_status is EngineStatus.WAKEUP
+    with pytest.raises(StaleEngineError):
+        strategy.gather_and_generate({"max_tokens": 1}, [[1]])
+
+
+def test_sleeping_until_a_sync_drops_the_weights_until_they_come_again():
+    strategy = strategy_with()
+    actor = nn.Linear(3, 2)
+    engine = strategy.setup_inference_engine(None, "fake", actor)
+    levels = []
+    sleep = engine.sleep
+    engine.sleep = lambda level=1: (levels.append(level), sleep(level))[0]
+    engine.alias_weights = lambda tensors: False
+    strategy.update_engine_weights(actor)
+    strategy.sleep_until_weight_sync()
+    strategy.sleep_until_weight_sync()
+    assert levels == [2]
+    assert engine.weights_were_dropped
+    with pytest.raises(StaleEngineError, match="update_engine_weights"):
+        strategy.gather_and_generate({"max_tokens": 1}, [[1]])
+    strategy.update_engine_weights(actor)
+    assert len(strategy.gather_and_generate({"max_tokens": 1}, [[1]])) == 1
+    assert levels == [2, 1, 1]
+    quiet = strategy_with(enable_engine_sleep=False)
+    quiet.setup_inference_engine(None, "fake", actor)
+    quiet.sleep_until_weight_sync()
+    assert quiet.inference_engine_status is EngineStatus.WAKEUP

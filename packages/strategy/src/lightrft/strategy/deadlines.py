@@ -95,11 +95,13 @@ def _expire(name: str, seconds: float) -> None:
     # The store's server may be the process that hangs.
     faulthandler.dump_traceback_later(_LAST_RESORT_SECONDS, exit=True)
     lines = [f"deadline: rank {rank} spent more than {seconds:g} s in phase {name!r}"]
+    # At once: the store may not answer.
+    print(lines[0], file=sys.stderr, flush=True)  # noqa: T201
     try:
         lines += [f"  rank {peer}: {text}" for peer, text in enumerate(peer_phases())]
     except RuntimeError as err:
         lines.append(f"  phases of the other ranks are unknown: {err}")
-    print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201
+    print("\n".join(lines[1:]), file=sys.stderr, flush=True)  # noqa: T201
     write_error_report("\n".join(lines), HANG_EXIT_CODE)
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     sys.stderr.flush()
@@ -155,9 +157,11 @@ _NOTE = "in phase "
 
 
 def note_phase(error: BaseException, name: str) -> None:
-    """Attaches to an exception the innermost phase that it came from."""
+    """Attaches to an exception the innermost phase that it came from, and this rank."""
     if phase_of(error) is None:
+        rank, world_size = _rank()
         error.add_note(f"{_NOTE}{name!r}")
+        error.add_note(f"on rank {rank} of {world_size}")
 
 
 def phase_of(error: BaseException) -> str | None:

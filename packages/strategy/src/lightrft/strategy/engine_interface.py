@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, cast
 
+from lightrft.engines.types import EngineStatus
 from lightrft.strategy import engine_session, multimodal
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.deadlines import phase
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from lightrft.engines.base import RolloutEngine
-    from lightrft.engines.types import Completion, EngineStatus
+    from lightrft.engines.types import Completion
     from lightrft.strategy.prepared import AnyModel, Arguments
     from lightrft.strategy.strategy_base import StrategyBase
     from lightrft.strategy.weight_sync import WeightSyncReport
@@ -116,15 +117,34 @@ class EngineInterface(ModelPreparation):
 
     def maybe_sleep_inference_engine(self) -> None:
         """Puts the engine to sleep if there is one, sleeping is enabled and it is awake."""
-        if self.config.enable_engine_sleep and self._session.sleep():
+        if not self.config.enable_engine_sleep:
+            return
+        self._sleep(level=1)
+
+    def sleep_until_weight_sync(self) -> None:
+        """The same where the next use of the engine is `update_engine_weights`.
+
+        The engine drops its weights instead of copying them to the host (sleep level 2); it
+        refuses to generate until they have been sent again.
+        """
+        if self.config.enable_engine_sleep:
+            self._sleep(level=2)
+
+    def _sleep(self, *, level: int) -> None:
+        with phase("put the inference engine to sleep", self._timeout):
+            slept = self._session.sleep(level)
+        if slept:
             self.print("Sleeped inference engine")
 
     def wakeup_inference_engine(self) -> None:
         """Frees the trainer's cached memory, then wakes the engine if it sleeps."""
+        self._wake(None)
+
+    def _wake(self, tags: tuple[str, ...] | None) -> None:
         begin = time.monotonic()
         with phase("wake up the inference engine", self._timeout):
-            woke = self._session.wake_up()
-        if woke:
+            slept = self._session.wake_up(tags)
+        if slept and self._session.status is EngineStatus.WAKEUP:
             self.report_memory("after wakeup inference engine")
             took = time.monotonic() - begin
             self.print(f"Finished {self.inference_engine_type} wakeup, TIMECOST {took:.3f}")
@@ -249,9 +269,15 @@ class EngineInterface(ModelPreparation):
             return None
         from lightrft.strategy.weight_sync import sync_engine_weights
 
-        self.wakeup_inference_engine()
+        # The cache needs most memory, so it comes last: buckets and gathered weights are gone then.
+        self._wake(("weights",))
         with phase("update the engine's weights", self._timeout):
-            report = sync_engine_weights(cast("StrategyBase", self), self._session.engine, actor)
+            report = sync_engine_weights(
+                cast("StrategyBase", self),
+                self._session.engine,
+                actor,
+                wake_cache=self.wakeup_inference_engine,
+            )
         self.last_weight_sync = report
         self.sync_and_clear_cache()
         return report

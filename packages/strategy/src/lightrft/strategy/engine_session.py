@@ -245,21 +245,25 @@ class EngineSession:
             and SHARED_BY_GROUP.get(self.engine.name, True)
         )
 
-    def sleep(self) -> bool:
-        """Puts an engine that is awake to sleep; returns whether it was."""
+    def sleep(self, level: int = 1) -> bool:
+        """Puts an engine that is awake to sleep; returns whether it was.
+
+        Args:
+            level: 1 keeps the weights on the host, 2 drops them.
+        """
         if self.engine is None or self.engine.status is EngineStatus.SLEEPED:
             return False
-        self.engine.sleep()
+        self.engine.sleep(level)
         self._free_memory()
         return True
 
-    def wake_up(self) -> bool:
-        """Wakes an engine that sleeps; returns whether it did."""
+    def wake_up(self, tags: tuple[str, ...] | None = None) -> bool:
+        """Wakes an engine that sleeps, or a part of it; returns whether it slept."""
         if self.engine is None or self.engine.status is EngineStatus.WAKEUP:
             return False
         # First, so that the trainer's cached memory is there for the engine.
         self._free_memory()
-        self.engine.wake_up()
+        self.engine.wake_up(tags)
         return True
 
     def generate_local(

@@ -25,6 +25,7 @@ from lightrft.strategy.weight_canary import (
     check_answer,
     compute_dtypes,
 )
+from lightrft.strategy.weight_report import MEGABYTE, WeightSyncReport
 from lightrft.strategy.weight_transfer import Transfer, load_buckets, share_weights
 from lightrft.strategy.weight_verification import (
     RankReport,
@@ -35,7 +36,7 @@ from lightrft.strategy.weight_verification import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -53,65 +54,6 @@ __all__ = [
     "model_hash",
     "sync_engine_weights",
 ]
-
-MEGABYTE = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSyncReport:
-    """What one completed sync did.
-
-    Args:
-        weights_version: Version that the engine now has; 0 for the first sync.
-        num_bytes: Bytes written into the engine, in its dtypes; 0 if it shares the storage.
-        num_buckets: Weight buckets.
-        num_payload_collectives: Collectives that carried weights.
-        num_resident_bytes: Bytes of frozen parameters that the engine held already.
-        num_verified_bytes: Bytes whose hash was read back from the engine's final storage.
-        num_unverifiable_bytes: Bytes hashed only as they were handed to the engine.
-        engine_hash: `model_hash` of the engine's weights; 0 without verification.
-        canary_difference: Largest difference between trainer and engine in a logprob of the
-            canary prompt; None if no prompt was scored.
-        seconds: Whole duration.
-        verify_seconds: Share of it spent on hashes and the canary prompt.
-        is_aliased: Whether the engine shares the trainer's storage.
-    """
-
-    weights_version: int
-    num_bytes: int
-    num_buckets: int
-    num_payload_collectives: int
-    num_resident_bytes: int
-    num_verified_bytes: int
-    num_unverifiable_bytes: int
-    engine_hash: int
-    canary_difference: float | None
-    seconds: float
-    verify_seconds: float
-    is_aliased: bool
-
-    def summary(self) -> str:
-        """One line for the log."""
-        moved = (
-            "shared with the trainer"
-            if self.is_aliased
-            else f"{_megabytes(self.num_bytes)} in {self.num_buckets} buckets and "
-            f"{self.num_payload_collectives} collectives, "
-            f"{_megabytes(self.num_resident_bytes)} frozen and resident"
-        )
-        checked = "not verified"
-        if self.num_verified_bytes + self.num_unverifiable_bytes > 0:
-            checked = (
-                f"verified {_megabytes(self.num_verified_bytes)} in final storage and "
-                f"{_megabytes(self.num_unverifiable_bytes)} on hand-over, "
-                f"hash {self.engine_hash & (2**64 - 1):016x}"
-            )
-        if self.canary_difference is not None:
-            checked += f", canary prompt within {self.canary_difference:.1e}"
-        return (
-            f"weights version {self.weights_version}: {moved}; {checked}; "
-            f"{self.seconds:.2f} s, of it {self.verify_seconds:.2f} s for verification"
-        )
 
 
 @dataclass(slots=True)
@@ -155,7 +97,13 @@ class WeightSync:
         self._owner: weakref.ref[nn.Module] | None = None
         self._resident_hashes: dict[str, int] = {}
 
-    def sync(self, source: ParameterSource, *, canary: Canary | None = None) -> WeightSyncReport:
+    def sync(
+        self,
+        source: ParameterSource,
+        *,
+        canary: Canary | None = None,
+        wake_cache: Callable[[], None] | None = None,
+    ) -> WeightSyncReport:
         """Makes the engine's weights those of the source.
 
         All ranks must call it, and it ends in the same way on all of them.
@@ -163,6 +111,8 @@ class WeightSync:
         Args:
             source: The trainer's parameters.
             canary: The prompt to score after the update; ignored without verification.
+            wake_cache: Called once the weights are there, before the engine computes with them,
+                on every rank and also after a failure.
 
         Raises:
             WeightSyncError: Nothing was sent (`check == "accounting"`), or the engine does not
@@ -176,6 +126,8 @@ class WeightSync:
         verify_seconds = time.perf_counter() - hash_start_time
         sent = self._select(pairs, hashes, source)
         transfer = self._transfer(pairs, sent, source)
+        if wake_cache is not None:
+            transfer.attempt(wake_cache, even_after_error=True)
         verify_start_time = time.perf_counter()
         evidence = self._verify(pairs, hashes, transfer, canary)
         self._conclude(previous_version, transfer.error, replica_hash)
@@ -344,6 +296,7 @@ def sync_engine_weights(
     actor: AnyModel,
     *,
     allow_alias: bool = True,
+    wake_cache: Callable[[], None] | None = None,
 ) -> WeightSyncReport:
     """Gives an engine the weights of an actor, and prints one line; all ranks must call it.
 
@@ -352,10 +305,11 @@ def sync_engine_weights(
 
     Args:
         strategy: The strategy that prepared the actor.
-        engine: An engine that is awake.
+        engine: An engine whose weights are awake.
         actor: The model as the strategy returned it.
         allow_alias: Let the engine share the actor's storage where both sides can; must be false
             if it generates while the actor is trained.
+        wake_cache: Wakes the rest of the engine once the weights are there.
 
     Raises:
         WeightSyncError: The engine does not hold the actor's weights; it then refuses to generate.
@@ -379,7 +333,7 @@ def sync_engine_weights(
             max_length=config.max_len,
             device=strategy.device,
         )
-    report = sync.sync(source, canary=canary)
+    report = sync.sync(source, canary=canary, wake_cache=wake_cache)
     strategy.print(report.summary())
     return report
 
@@ -389,7 +343,3 @@ _SYNCS: weakref.WeakKeyDictionary[RolloutEngine, WeightSync] = weakref.WeakKeyDi
 
 def _num_bytes(pairs: Sequence[PlannedParameter]) -> int:
     return sum(pair.num_bytes for pair in pairs)
-
-
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / MEGABYTE:.1f} MB"

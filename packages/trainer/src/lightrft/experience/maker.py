@@ -93,6 +93,7 @@ class ExperienceMaker:
         settings: How.
         device: Where the padded tensors go.
         model_rewards: Reward models, or None.
+        release_engine: Called after the last generation of a step.
     """
 
     def __init__(
@@ -105,8 +106,10 @@ class ExperienceMaker:
         settings: MakerSettings,
         device: torch.device,
         model_rewards: ModelRewards | None = None,
+        release_engine: Callable[[], None] | None = None,
     ) -> None:
         self._strategy = strategy
+        self._release_engine = release_engine
         self._models = models
         self._settings = settings
         self._device = device
@@ -148,6 +151,8 @@ class ExperienceMaker:
         samples = self._sampler.collect(
             prompts, first_request_id, advantage, next_prompts, meter, carry
         )
+        if self._release_engine is not None:
+            self._release_engine()
         table = samples.table
         plan = self._plan(table, step)
         index = plan.row_index(self._strategy.data_rank)

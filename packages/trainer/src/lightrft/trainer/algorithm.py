@@ -188,7 +188,8 @@ def maker_settings(config: PPOConfig, *, pad_token_id: int) -> MakerSettings:
         pad_token_id=pad_token_id,
         seed=config.seed,
         overlong_penalty=penalty,
-        sleep_engine=config.enable_engine_sleep,
+        # The trainer releases it, after the last of several generations and as deeply as it can.
+        sleep_engine=False,
         masks_reward_failures=config.reward_failure == "mask",
         first_token_temperature=config.first_token_temperature if config.use_fire else None,
         max_micro_tokens=config.max_micro_tokens(config.micro_rollout_batch_size),

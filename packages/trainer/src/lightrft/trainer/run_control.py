@@ -70,6 +70,7 @@ class RunControl:
 
     def evaluate(self) -> dict[str, float]:
         """Mean reward of one greedy completion per held-out prompt; {} without such prompts."""
+        self._restore_engine_weights()
         begin = time.perf_counter()
         metrics = evaluate(
             self.eval_prompts,
@@ -84,6 +85,12 @@ class RunControl:
         if metrics:
             metrics["eval/seconds"] = time.perf_counter() - begin
         return metrics
+
+    def _restore_engine_weights(self) -> None:
+        """Sends the weights again if the engine dropped them and no update brought new ones."""
+        engine = self.strategy.inference_engine
+        if engine is not None and engine.weights_version >= 0 and engine.weights_were_dropped:
+            self.strategy.update_engine_weights(self._actor.model)
 
     def _next_prompts(self) -> Callable[[], Sequence[Prompt]] | None:
         has_loader = self._prompts_dataloader is not None

@@ -183,6 +183,7 @@ class SPMDPPOTrainerBase(RunControl):
             ),
             device=self.strategy.device,
             model_rewards=self._model_rewards,
+            release_engine=self._release_engine,
         )
 
     @property
@@ -213,6 +214,7 @@ class SPMDPPOTrainerBase(RunControl):
         if prompts is None:
             prompts = self._prompt_stream().next_batch()
         check_lengths(prompts, self.config.prompt_max_len)
+        self._restore_engine_weights()
         for model in self._models():
             model.eval()
         self._experience = self._maker.make(
@@ -227,6 +229,7 @@ class SPMDPPOTrainerBase(RunControl):
         )
         if self._parity_is_due():
             self.check_parity()
+        self._is_first_step = False
         if self._sample_log is not None and self.strategy.is_rank_0():
             self._sample_log.log(self.state.num_steps + 1, self._experience.scored)
         if self._trajectory_log is not None and self.strategy.is_rank_0():
@@ -235,8 +238,16 @@ class SPMDPPOTrainerBase(RunControl):
 
     def _parity_is_due(self) -> bool:
         every = self.config.parity_check_steps
-        is_first, self._is_first_step = self._is_first_step, False
-        return every >= 0 and (is_first or (every > 0 and (self.state.num_steps + 1) % every == 0))
+        is_nth = every > 0 and (self.state.num_steps + 1) % every == 0
+        return every >= 0 and (self._is_first_step or is_nth)
+
+    def _release_engine(self) -> None:
+        """Lets the engine sleep; its next use is the weight sync after the update."""
+        if self._parity_is_due():
+            # A difference is explained by looking into the engine's layers.
+            self.strategy.maybe_sleep_inference_engine()
+        else:
+            self.strategy.sleep_until_weight_sync()
 
     def check_parity(self) -> ParityReport | None:
         """Compares the engine's logprobs of the experience with the trainer's; collective.

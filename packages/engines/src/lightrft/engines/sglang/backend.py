@@ -105,6 +105,7 @@ def start_engine(
     *,
     architecture: str | None,
     max_model_len: int,
+    vocab_size: int,
 ) -> Engine:
     """Starts SGLang; random states and threads of this process stay as they are.
 
@@ -113,6 +114,7 @@ def start_engine(
         hf_config: The model's configuration.
         architecture: Name of the transformers class to write into a directory without weights.
         max_model_len: Longest prompt plus completion.
+        vocab_size: Of the model.
 
     Raises:
         ImportError: The installed SGLang is of another version.
@@ -132,6 +134,7 @@ def start_engine(
                 # One more: scoring a sequence of full length samples one token after it.
                 context_length=max_model_len + 1,
                 load_format=load_format,
+                vocab_size=vocab_size,
                 ports=_free_ports(),
                 device_index=None if is_on_cpu else torch.cuda.current_device(),
             )

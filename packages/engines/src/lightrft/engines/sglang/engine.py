@@ -91,6 +91,7 @@ class SGLangEngine(RolloutEngine):
             hf_config,
             architecture=None if architecture is None else architecture.__name__,
             max_model_len=self._limits.max_model_len or 0,
+            vocab_size=self._limits.vocab_size,
         )
         manifest = _manifest(model_shape(hf_config, architecture), _DTYPES[config.dtype])
         owners = [p.name for p in manifest if p.tied_to is None]
@@ -200,7 +201,16 @@ class SGLangEngine(RolloutEngine):
     ) -> list[Draft]:
         if not jobs:
             return []
-        natives = [native_params(job, params, stop_ids, with_stops=with_stops) for job in jobs]
+        natives = [
+            native_params(
+                job,
+                params,
+                stop_ids,
+                with_stops=with_stops,
+                vocab_size=self._limits.vocab_size,
+            )
+            for job in jobs
+        ]
         with preserved_process_state():
             answers = generate_native(
                 self._started,

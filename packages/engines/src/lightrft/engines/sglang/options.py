@@ -41,6 +41,7 @@ def engine_arguments(
     model_path: str,
     context_length: int,
     load_format: str,
+    vocab_size: int,
     ports: tuple[int, int],
     device_index: int | None,
 ) -> dict[str, object]:
@@ -51,6 +52,7 @@ def engine_arguments(
         model_path: Directory that SGLang reads.
         context_length: Longest sequence, with room for the token that scoring must sample.
         load_format: "dummy" if the directory has no weights, else "auto".
+        vocab_size: Of the model.
         ports: Two free TCP ports of this machine.
         device_index: The GPU of this process; None runs on the CPU.
 
@@ -80,6 +82,8 @@ def engine_arguments(
         "sampling_backend": "pytorch",
         "sampling_defaults": "openai",
         "grammar_backend": "none",
+        # Any number of tokens may be kept by top_p and min_p.
+        "sampling_mask_max_tokens": vocab_size,
         "enable_memory_saver": config.enable_sleep and not is_on_cpu,
         "enable_weights_cpu_backup": config.enable_sleep and not is_on_cpu,
         "log_level": "error",

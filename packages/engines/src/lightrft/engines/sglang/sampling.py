@@ -38,7 +38,12 @@ class Job:
 
 
 def native_params(
-    job: Job, params: SamplingParams, stop_ids: Sequence[int], *, with_stops: bool
+    job: Job,
+    params: SamplingParams,
+    stop_ids: Sequence[int],
+    *,
+    with_stops: bool,
+    vocab_size: int,
 ) -> dict[str, object]:
     """Sampling parameters under SGLang's names.
 
@@ -47,12 +52,17 @@ def native_params(
         params: Ours.
         stop_ids: Every id that ends a completion.
         with_stops: Whether they count. SGLang ignores them together with end-of-sequence ids.
+        vocab_size: Of the model.
     """
+    top_k = -1
+    if params.truncates:
+        # SGLang tells the law over the kept tokens only where their number has a bound.
+        top_k = vocab_size if params.top_k == -1 else min(params.top_k, vocab_size)
     return {
         "max_new_tokens": job.max_tokens,
         "temperature": params.temperature,
         "top_p": 1.0 if params.is_greedy else params.top_p,
-        "top_k": -1 if params.is_greedy else params.top_k,
+        "top_k": top_k,
         "min_p": 0.0 if params.is_greedy else params.min_p,
         "sampling_seed": job.seed,
         "stop_token_ids": list(stop_ids),

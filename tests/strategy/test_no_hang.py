@@ -1,0 +1,171 @@
+"""One rank dies or stalls in any phase of the engine's life: the job ends in time and says where.
+
+Each case starts two processes of this file and waits as a launcher does: when one of them has ended
+with an error, the rest is ended too. What is measured is the time from the fault to that error.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+DEADLINE_SECONDS = 8.0
+GRACE_SECONDS = 10.0
+START_SECONDS = 180.0
+
+PHASES = {
+    "init": "start the inference engine",
+    "generate": "generate",
+    "gather": "generate",
+    "update": "update the engine's weights",
+    "sleep": "put the inference engine to sleep",
+    "wake": "wake up the inference engine",
+}
+"""Where the fault is planted -> the phase that is reported."""
+
+
+def fail(kind: str, folder: str) -> None:
+    """Ends this process without a word, or stops it from doing anything."""
+    Path(folder, "fault").write_text(str(time.time()))
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(10 * START_SECONDS)
+
+
+def run_rank(place: str, kind: str, folder: str) -> None:
+    import torch
+    from torch import nn
+
+    from lightrft.engines import factory
+    from lightrft.engines.fake import FakeEngine
+    from lightrft.strategy import get_strategy
+
+    is_faulty = os.environ["RANK"] == "1"
+
+    class FaultyEngine(FakeEngine):
+        """Fails once it is armed, in the method that the case names."""
+
+        is_armed = False
+
+        def _maybe(self, method):
+            if is_faulty and self.is_armed and method == place:
+                fail(kind, folder)
+
+        def generate(self, requests, sampling_params):
+            self._maybe("generate")
+            return super().generate(requests, sampling_params)
+
+        def load_weights(self, pieces):
+            self._maybe("update")
+            super().load_weights(pieces)
+
+        def sleep(self, level=1):
+            self._maybe("sleep")
+            super().sleep(level)
+
+        def wake_up(self, tags=None):
+            self._maybe("wake")
+            super().wake_up(tags)
+
+    def build(config, *, module=None):
+        if is_faulty and place == "init":
+            fail(kind, folder)
+        return FaultyEngine.for_module(config, module)
+
+    factory.ENGINES["fake"] = build
+    strategy = get_strategy(
+        {"fsdp": True, "bf16": False, "timeout_minutes": DEADLINE_SECONDS / 60,
+         "train_batch_size": 2, "micro_train_batch_size": 1}
+    )  # fmt: skip
+    torch.manual_seed(0)
+    actor = nn.Linear(4, 3)
+    engine = strategy.setup_inference_engine(None, "fake", actor)
+    engine.is_armed = True
+    strategy.update_engine_weights(actor)
+
+    class FaultyPrompts(list):
+        """Fails when it is counted, which is what the first exchange of a rollout is about."""
+
+        def __len__(self):
+            if is_faulty and place == "gather":
+                fail(kind, folder)
+            return super().__len__()
+
+    strategy.gather_and_generate({"max_tokens": 2}, FaultyPrompts([[1, 2]]))
+    print("the fault never happened", flush=True)
+
+
+def start(place: str, kind: str, folder: Path) -> list[subprocess.Popen]:
+    from lightrft.strategy.testing import find_free_port
+
+    port = str(find_free_port())
+    processes = []
+    for rank in range(2):
+        environment = {
+            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        with (folder / f"rank{rank}.log").open("w") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, place, kind, str(folder)],
+                    stdout=log, stderr=subprocess.STDOUT, env=environment,
+                )
+            )  # fmt: skip
+    return processes
+
+
+def wait_for_error(processes: list[subprocess.Popen], limit: float) -> dict[int, int]:
+    """Exit codes of those that ended with an error of their own."""
+    while time.monotonic() < limit:
+        codes = {rank: process.poll() for rank, process in enumerate(processes)}
+        ended = {rank: code for rank, code in codes.items() if code not in (None, 0)}
+        if any(code != -signal.SIGKILL for code in ended.values()):
+            return ended
+        time.sleep(0.05)
+    return {}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        pytest.param(
+            place,
+            kind,
+            id=f"{place}-{kind}",
+            marks=[] if (place, kind) in {("gather", "stall"), ("update", "kill")}
+            else pytest.mark.slow,
+        )
+        for place in PHASES
+        for kind in ("kill", "stall")
+    ],
+)  # fmt: skip
+def test_a_lost_rank_ends_the_job_with_rank_and_phase(place, kind, tmp_path):
+    processes = start(place, kind, tmp_path)
+    try:
+        ended = wait_for_error(processes, time.monotonic() + START_SECONDS)
+        end_time = time.time()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    texts = [(tmp_path / f"rank{rank}.log").read_text() for rank in range(2)]
+    assert ended, f"no process ended\n{texts[0][-2000:]}\n{texts[1][-2000:]}"
+    took = end_time - float((tmp_path / "fault").read_text())
+    assert took <= DEADLINE_SECONDS + GRACE_SECONDS, texts
+    rank = next(rank for rank, code in ended.items() if code != -signal.SIGKILL)
+    # A watchdog's own line, or the note on the exception of a rank that lost its peer.
+    told = (f"deadline: rank {rank} spent more than", f"on rank {rank} of 2")
+    assert any(text in texts[rank] for text in told), texts[rank][-3000:]
+    assert f"in phase '{PHASES[place]}'" in texts[rank], texts[rank][-3000:]
+
+
+if __name__ == "__main__":
+    run_rank(*sys.argv[1:])

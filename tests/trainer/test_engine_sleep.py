@@ -1,0 +1,72 @@
+"""When the engine sleeps during a step, and how deeply."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightrft.engines import EngineConfig
+from lightrft.engines.hf.engine import HFEngine
+
+
+class RecordingEngine(HFEngine):
+    """Has storage of its own, and says when it is put to sleep."""
+
+    def __init__(self, config, *, module=None) -> None:
+        super().__init__(config, module=module)
+        self.events = []
+
+    def alias_weights(self, tensors) -> bool:
+        del tensors
+        return False
+
+    def generate(self, requests, sampling_params):
+        self.events.append("generate")
+        return super().generate(requests, sampling_params)
+
+    def sleep(self, level=1) -> None:
+        self.events.append(f"sleep {level}")
+        super().sleep(level)
+
+
+def recording_world(build_world, **options):
+    world = build_world(**options)
+    module = world.strategy.unwrap_model(world.trainer.actor).model
+    engine = RecordingEngine(EngineConfig("hf", ""), module=module)
+    world.strategy.inference_engine = engine
+    world.strategy.update_engine_weights(world.trainer.actor)
+    engine.events.clear()
+    return world, engine
+
+
+@pytest.mark.parametrize(("every", "first"), [(0, "sleep 1"), (-1, "sleep 2")])
+def test_weights_are_dropped_while_the_trainer_makes_new_ones(build_world, every, first):
+    """A step whose logprobs are compared keeps them, to explain a difference."""
+    world, engine = recording_world(build_world, parity_check_steps=every)
+    for step in (1, 2):
+        world.trainer.make_experience()
+        world.trainer.ppo_train(step)
+    generations = [event for event in engine.events if not event.startswith("generate")]
+    assert generations == [first, "sleep 2"]
+    assert engine.weights_version == 2
+
+
+def test_several_generations_of_a_step_wake_the_engine_once(build_world):
+    world, engine = recording_world(build_world, advantage_estimator="remax", parity_check_steps=-1)
+    world.trainer.make_experience()
+    canary_free = engine.events[engine.events.index("generate") :]
+    assert canary_free == ["generate", "generate", "sleep 2"]
+
+
+def test_an_experience_that_is_not_trained_on_costs_a_sync_and_no_error(build_world):
+    world, engine = recording_world(build_world, parity_check_steps=-1)
+    world.trainer.make_experience()
+    assert engine.weights_were_dropped
+    world.trainer.make_experience()
+    world.trainer.ppo_train(1)
+    assert not engine.weights_were_dropped
+
+
+def test_an_engine_that_may_not_sleep_stays_awake(build_world):
+    world, engine = recording_world(build_world, args={"enable_engine_sleep": False})
+    world.trainer.make_experience()
+    assert not any(event.startswith("sleep") for event in engine.events)
