@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import faulthandler
 import logging
 import math
@@ -169,6 +170,7 @@ def phase_of(error: BaseException) -> str | None:
     notes: list[str] = error.__dict__.get("__notes__", [])
     for note in notes:
         if note.startswith(_NOTE):
-            return note.removeprefix(_NOTE).strip("'")
+            name: str = ast.literal_eval(note.removeprefix(_NOTE))
+            return name
     cause = error.__cause__
     return None if cause is None else phase_of(cause)

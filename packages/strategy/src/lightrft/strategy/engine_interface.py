@@ -104,7 +104,7 @@ class EngineInterface(ModelPreparation):
                 f"{config.engine_tp_size} only forms groups, each rank generates its own prompts"
             )
         with phase("start the inference engine", self._timeout):
-            engine = build_engine(wanted, module=module)
+            engine = self._session.start(lambda: build_engine(wanted, module=module))
         self.inference_engine = engine
         if actor is not None:
             self.update_engine_weights(actor)

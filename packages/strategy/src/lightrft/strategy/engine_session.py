@@ -245,6 +245,24 @@ class EngineSession:
             and SHARED_BY_GROUP.get(self.engine.name, True)
         )
 
+    def start(self, build: Callable[[], RolloutEngine]) -> RolloutEngine:
+        """Builds the engine; a rank that cannot ends all of them with its message.
+
+        Raises:
+            RuntimeError: Another rank could not start its engine. The failing rank raises its own
+                error.
+        """
+        problem: Exception | None = None
+        engine: RolloutEngine | None = None
+        try:
+            engine = build()
+        except Exception as err:  # noqa: BLE001 - shared with the other ranks, then raised
+            problem = err
+        self._agree(_Announcement(), problem, what="the engine did not start")
+        if engine is None:
+            raise RuntimeError("the engine did not start")
+        return engine
+
     def sleep(self, level: int = 1) -> bool:
         """Puts an engine that is awake to sleep; returns whether it was.
 
@@ -303,7 +321,13 @@ class EngineSession:
         self._agree(_Announcement(), problem)
         return completions
 
-    def _agree(self, own: _Announcement, problem: Exception | None) -> list[_Announcement]:
+    def _agree(
+        self,
+        own: _Announcement,
+        problem: Exception | None,
+        *,
+        what: str = "generation failed",
+    ) -> list[_Announcement]:
         """Hears all ranks; raises on every rank if one has a problem."""
         if problem is not None:
             own = dataclasses.replace(own, error=f"{type(problem).__name__}: {problem}")
@@ -313,9 +337,9 @@ class EngineSession:
             return heard
         text = "; ".join(f"rank {rank}: {error}" for rank, error in failed)
         if problem is not None:
-            problem.add_note(f"generation failed on {text}")
+            problem.add_note(f"{what} on {text}")
             raise problem
-        raise RuntimeError(f"generation failed on {text}")
+        raise RuntimeError(f"{what} on {text}")
 
     def _generate(
         self,

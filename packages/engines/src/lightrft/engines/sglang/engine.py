@@ -152,6 +152,7 @@ class SGLangEngine(RolloutEngine):
             limits=self._limits,
             encode=self._text.encode,
         )
+        self._check_law(sampling_params)
         if sampling_params.stop:
             if any(not text for text in sampling_params.stop):
                 raise ValueError(f"stop strings must not be empty: got {sampling_params.stop!r}")
@@ -161,6 +162,16 @@ class SGLangEngine(RolloutEngine):
             completion_of(row, draft, sampling_params, self.weights_version)
             for row, draft in zip(rows, drafts, strict=True)
         ]
+
+    def _check_law(self, params: SamplingParams) -> None:
+        # SGLang's sampler ends its process on this combination.
+        is_seeded = str(self._config.options.get("enable_deterministic_inference", True)).lower()
+        if params.min_p > 0 and not params.is_greedy and is_seeded == "true":
+            raise ValueError(
+                f"the sglang engine cannot draw by a seed with min_p: got min_p={params.min_p}; "
+                "use top_p or top_k, another engine, or --engine_arg "
+                "enable_deterministic_inference=false, which draws without the seed"
+            )
 
     def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[Draft]:
         """One draft a row. Before `min_tokens` nothing stops, so those come as a first part."""
