@@ -24,6 +24,7 @@ from lightrft.trainer.pretrain_mix import PretrainMix
 from lightrft.trainer.progress import build_console, rank_log
 from lightrft.trainer.prompts import planned_steps
 from lightrft.trainer.run_files import (
+    CONFIG_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
     SUMMARY_FILE,
@@ -130,6 +131,9 @@ def run_training(
         folder, rank = Path(config.output_dir), int(os.environ.get("RANK", "0"))
         if rank == 0:
             stack.enter_context(sole_writer(folder))
+            if not plan.resumes:
+                # Before anything can fail; a continued run keeps its options until it goes on.
+                config.save(folder / CONFIG_FILE)
         stack.enter_context(rank_log(folder, rank))
         if rank == 0:
             loggers = (*build_trackers(config), *loggers)
