@@ -1,0 +1,150 @@
+"""Weight sync of models with expert stacks and with adapters; a fault in the adapter is found."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from lightrft.engines import EngineConfig
+from lightrft.engines.hf.engine import HFEngine
+from lightrft.models import Actor
+from lightrft.strategy.parameter_source import module_parameter_source
+from lightrft.strategy.weight_canary import actor_canary
+from lightrft.strategy.weight_sync import WeightSync, WeightSyncError
+
+CPU = torch.device("cpu")
+SHAPE = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "head_dim": 32, "vocab_size": 131, "initializer_range": 0.1, "max_position_embeddings": 128,
+}  # fmt: skip
+SMALL_BUCKET, LARGE_BUCKET = 20_000, 2**28
+
+
+def moe_model(seed):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
+        intermediate_size=96, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config)
+
+
+def dense_model(seed):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, intermediate_size=96, tie_word_embeddings=True))
+
+
+class CopyingEngine(HFEngine):
+    """Has storage of its own."""
+
+    def alias_weights(self, tensors) -> bool:
+        del tensors
+        return False
+
+
+def engine_for(model, dtype="float32"):
+    return CopyingEngine(EngineConfig("hf", "", dtype=dtype), module=model)
+
+
+def canary_of(actor):
+    return actor_canary(actor, actor, dtypes=(torch.float32,), max_length=None, device=CPU)
+
+
+@pytest.mark.parametrize("bucket_bytes", [SMALL_BUCKET, LARGE_BUCKET])
+def test_expert_stacks_arrive_whole_and_split_over_buckets(bucket_bytes):
+    actor = Actor(moe_model(0))
+    stacks = {n: p for n, p in actor.model.named_parameters() if p.dim() == 3}
+    assert stacks, "transformers keeps the experts of a layer in one stack"
+    largest = max(p.numel() * 4 for p in stacks.values())
+    assert (largest > bucket_bytes) == (bucket_bytes == SMALL_BUCKET)
+    engine = engine_for(moe_model(9))
+    report = WeightSync(engine, bucket_bytes=bucket_bytes).sync(
+        module_parameter_source(actor), canary=canary_of(actor)
+    )
+    held = dict(engine.native.named_parameters())
+    for name, parameter in actor.model.named_parameters():
+        assert torch.equal(held[name], parameter), name
+    assert report.num_unverifiable_bytes == 0
+    assert report.canary_difference < 1e-4
+    assert report.num_buckets == -(-report.num_bytes // bucket_bytes)
+
+
+def test_two_experts_exchanged_in_the_engine_are_found_by_the_hash():
+    actor = Actor(moe_model(0))
+
+    class ExchangesExpertsEngine(CopyingEngine):
+        def load_weights(self, pieces) -> None:
+            super().load_weights(
+                dataclasses.replace(
+                    piece, tensor=piece.tensor.view(piece.shape).flip(0).reshape(-1)
+                )
+                if len(piece.shape) == 3
+                else piece
+                for piece in pieces
+            )
+
+    engine = ExchangesExpertsEngine(EngineConfig("hf", ""), module=moe_model(9))
+    with pytest.raises(WeightSyncError) as caught:
+        WeightSync(engine).sync(module_parameter_source(actor), canary=canary_of(actor))
+    assert caught.value.check == "hash"
+    assert all("experts" in name for name in caught.value.names)
+
+
+class Adapter:
+    """A low-rank update of one projection: in the actor's forward, and added to what is sent."""
+
+    def __init__(self, actor, name, rank=2):
+        generator = torch.Generator().manual_seed(3)
+        layer = actor.model.get_submodule(name)
+        self.name = f"{name}.weight"
+        self.down = torch.randn(rank, layer.in_features, generator=generator)
+        self.up = torch.randn(layer.out_features, rank, generator=generator)
+        layer.register_forward_hook(
+            lambda module, inputs, output: output + inputs[0] @ self.down.T @ self.up.T
+        )
+
+    def add_local(self, name, start, values):
+        if name == self.name:
+            delta = (self.up @ self.down).reshape(-1)
+            values += delta[start : start + values.numel()]
+
+
+def adapted(adapter_name=None):
+    """An actor with an adapter and its source; the source may know it under another name."""
+    actor = Actor(dense_model(0))
+    adapter = Adapter(actor, "model.layers.1.self_attn.q_proj")
+    adapter.name = adapter_name or adapter.name
+    source = dataclasses.replace(module_parameter_source(actor), add_local=adapter.add_local)
+    return actor, adapter, source
+
+
+@pytest.mark.parametrize("bucket_bytes", [SMALL_BUCKET // 4, LARGE_BUCKET])
+def test_an_adapter_is_added_on_the_way_and_never_to_the_trainers_weights(bucket_bytes):
+    actor, adapter, source = adapted()
+    before = {n: p.detach().clone() for n, p in actor.model.named_parameters()}
+    engine = engine_for(dense_model(9))
+    sync = WeightSync(engine, bucket_bytes=bucket_bytes)
+    for _ in range(2):  # the second finds the engine with the sum, and must not add to it
+        report = sync.sync(source, canary=canary_of(actor))
+        held = dict(engine.native.named_parameters())
+        for name, parameter in actor.model.named_parameters():
+            assert torch.equal(parameter, before[name]), name
+            delta = adapter.up @ adapter.down if name == adapter.name else 0.0
+            assert torch.allclose(held[name], before[name] + delta, atol=1e-6), name
+        assert report.canary_difference < 1e-3
+
+
+def test_an_adapter_that_binds_to_nothing_is_found_by_the_canary():
+    """Its names keep a prefix that no parameter has: what is sent lacks it, and so does the hash
+    of what is to be sent; only the actor computes with it."""
+    actor, _, source = adapted("base_model.model.layers.1.self_attn.q_proj.weight")
+    engine = engine_for(dense_model(9))
+    with pytest.raises(WeightSyncError) as caught:
+        WeightSync(engine).sync(source, canary=canary_of(actor))
+    assert caught.value.check == "canary"
