@@ -87,9 +87,12 @@ def test_a_terminal_gets_a_block_and_a_file_gets_lines(monkeypatch):
         assert isinstance(console, LiveBlock)
         console.log(2, METRICS)
         console.log(3, METRICS)
+        assert console._render().row_count == 6  # step, phase, three metrics, one evaluation
         console.close()
         terminal.flush()
-        shown = os.read(screen.fileno(), 1 << 16).decode()
+        shown = ""
+        while "eval/reward" not in shown:
+            shown += os.read(screen.fileno(), 1 << 16).decode()
         for text in ("step", "3 of 4", "reward", "0.5", "eval/reward", "left"):
             assert text in shown
         assert "rare" not in shown

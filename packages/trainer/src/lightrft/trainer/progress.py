@@ -127,8 +127,9 @@ class LiveBlock:
         table = Table.grid(padding=(0, 2))
         table.add_row("step", f"{self._step} of {self._num_steps}{self._remaining()}")
         table.add_row("phase", f"{name} {seconds:.0f} s")
-        for metric in (*CONSOLE_METRICS, *sorted(self._metrics)):
-            if metric in self._metrics and (metric in CONSOLE_METRICS or "eval/" in metric):
+        evaluated = sorted(metric for metric in self._metrics if metric.startswith("eval/"))
+        for metric in (*CONSOLE_METRICS, *evaluated):
+            if metric in self._metrics:
                 table.add_row(metric, f"{self._metrics[metric]:.4g}")
         return table
 
