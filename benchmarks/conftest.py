@@ -28,7 +28,10 @@ def pytest_benchmark_update_machine_info(config, machine_info) -> None:
     machine_info["gpu"] = (
         torch.cuda.get_device_name() if torch.cuda.is_available() else "none: not measured on a GPU"
     )
-    for package in ("triton", "lightrft-kernels", "liger-kernel", "trl", "cut-cross-entropy"):
+    for package in (
+        "triton", "lightrft-kernels", "liger-kernel", "trl", "cut-cross-entropy",
+        "transformers", "deepspeed",
+    ):  # fmt: skip
         try:
             machine_info[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

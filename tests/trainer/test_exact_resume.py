@@ -129,9 +129,19 @@ def check(folder, model, world_size, backends):
             assert draws[0] == draws[1], where
 
 
+slow = pytest.mark.slow
+
+
 @pytest.mark.timeout(1500)
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_an_interrupted_run_continues_to_the_last_bit(folder, tiny_model, world_size):
-    check(folder, tiny_model, world_size, tuple(BACKENDS))
+@pytest.mark.parametrize(
+    ("world_size", "backends"),
+    [
+        (2, ("fsdp", "zero3")),
+        pytest.param(2, ("zero2",), marks=slow),
+        pytest.param(1, tuple(BACKENDS), marks=slow),
+    ],
+)
+def test_an_interrupted_run_continues_to_the_last_bit(folder, tiny_model, world_size, backends):
+    check(folder, tiny_model, world_size, backends)
