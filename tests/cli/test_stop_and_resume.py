@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,7 +56,7 @@ def folder(tmp_path):
 class Command:
     """`lightrft train` of five steps in a process of its own."""
 
-    def __init__(self, folder, model, name, *extra, launcher=(), save_steps=1):
+    def __init__(self, folder, model, name, *extra, launcher=(), save_steps=1, **changes):
         self.folder, self.run = folder, folder / name
         arguments = {
             "pretrain": model, "prompt_data": folder / "train.jsonl",
@@ -62,7 +64,7 @@ class Command:
             "engine_type": "hf", "rollout_batch_size": 4, "n_samples_per_prompt": 4,
             "train_batch_size": 16, "micro_train_batch_size": 8, "generate_max_len": 6,
             "prompt_max_len": 32, "init_kl_coef": 0, "actor_learning_rate": 1e-3,
-            "reward_running_norm": None, "fsdp": None, "save_steps": save_steps,
+            "reward_running_norm": None, "fsdp": None, "save_steps": save_steps, **changes,
         }  # fmt: skip
         given = [(f"--{k}", *([] if v is None else [str(v)])) for k, v in arguments.items()]
         start = launcher or (sys.executable, "-m", "lightrft.cli.main", "train")
@@ -80,6 +82,10 @@ class Command:
 
     def signal_in_rollout(self, number, call):
         """Exit code and messages of a run that got a signal while call `call` was scored."""
+        return self.act_in_rollout(lambda process: process.send_signal(number), call)
+
+    def act_in_rollout(self, act, call):
+        """The same of a run to which something is done meanwhile."""
         for path in (*self.folder.glob("calls_*"), self.folder / "paused"):
             path.unlink(missing_ok=True)
         pause = self.folder / "pause_at"
@@ -93,7 +99,7 @@ class Command:
             assert process.poll() is None, process.communicate()
             assert time.monotonic() - begin < SECONDS
             time.sleep(0.05)
-        process.send_signal(number)
+        act(process)
         pause.unlink()
         output, messages = process.communicate(timeout=SECONDS)
         return process.returncode, output, messages
@@ -205,3 +211,20 @@ def test_under_torchrun_the_ranks_stop_with_a_checkpoint_and_say_so(folder, mode
     assert code == 0, messages
     assert "continuing" in output
     assert broken.events()[-1] == ("finished", 5)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_run_that_needs_more_memory_than_there_is_names_phase_and_remedies(folder, model):
+    def leave_80_mb(process):
+        pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + 80 * 2**20
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (limit, limit))
+
+    sizes = {"n_samples_per_prompt": 64, "train_batch_size": 256, "micro_train_batch_size": 256}
+    command = Command(folder, model, "large", generate_max_len=96, **sizes)
+    code, _, messages = command.act_in_rollout(leave_80_mb, call=0)
+    assert code == 6, messages
+    assert "lightrft: out of memory in phase 'train'" in messages
+    assert "1. --micro_train_batch_size 128 (now 256)" in messages
+    assert "Traceback" not in messages
