@@ -1,6 +1,6 @@
 """Every algorithm solves the quick start's task on held-out sums; shuffled rewards teach nothing.
 
-Minutes each: run with `-m slow`.
+All start from one warm-started model; a minute or two of one core each: run with `-m slow`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import dataclasses
 import shutil
 
 import pytest
+import torch
 
 from lightrft.strategy.testing import run_multiprocess
 
@@ -48,38 +49,61 @@ def score(prompts, responses, labels):
 """
 
 
-def train(rank, world_size, directory, options):
+def warm_start(rank, world_size, directory):
+    """The model that all of them start from."""
     from pathlib import Path
 
     from lightrft.cli.quickstart.command import prepare
+    from lightrft.cli.quickstart.recipe import Recipe
+
+    prepare(Recipe(num_threads=1), Path(directory))
+
+
+@pytest.fixture(scope="session")
+def warm_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("warm")
+    run_multiprocess(warm_start, 1, timeout_seconds=900, args=(str(folder),))
+    return str(folder / "warm_start")
+
+
+def train(rank, world_size, directory, model, options):
+    from pathlib import Path
+
+    from lightrft.cli.quickstart import boxed_sum
+    from lightrft.cli.quickstart.addition import HELD_OUT_SEED, write_additions
     from lightrft.cli.quickstart.recipe import Recipe, training_config
     from lightrft.trainer.assembly import run_training
 
-    folder = Path(directory)
-    options = dict(options)
+    torch.set_num_threads(1)
+    folder, options = Path(directory), dict(options)
     recipe = Recipe(algorithm=options.pop("algorithm", "grpo"), num_threads=1, num_eval_prompts=256)
-    has_shuffled_rewards = options.pop("shuffled", False)
-    prepare(recipe, folder)
-    if has_shuffled_rewards:
-        shutil.move(folder / "reward.py", folder / "honest.py")
+    (folder / "data").mkdir()
+    write_additions(folder / "data" / "train.jsonl", recipe.num_prompts, seed=0, held_out=False)
+    write_additions(folder / "data" / "eval.jsonl", 256, seed=HELD_OUT_SEED, held_out=True)
+    is_shuffled = options.pop("shuffled", False)
+    shutil.copyfile(boxed_sum.__file__, folder / ("honest.py" if is_shuffled else "reward.py"))
+    if is_shuffled:
         (folder / "reward.py").write_text(SHUFFLED)
-    config = dataclasses.replace(training_config(recipe, folder), **options)
+    config = dataclasses.replace(
+        training_config(recipe, folder),
+        **{"pretrain": model, "eval_steps": -1, "save_trajectories": False, **options},
+    )
     summary = run_training(config)
     return summary.first_eval["eval/reward"], summary.last_eval["eval/reward"]
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_held_out_accuracy_reaches_nine_tenths(tmp_path, name):
+def test_held_out_accuracy_reaches_nine_tenths(tmp_path, warm_model, name):
     ((before, after),) = run_multiprocess(
-        train, 1, timeout_seconds=900, args=(str(tmp_path), ALGORITHMS[name])
+        train, 1, timeout_seconds=900, args=(str(tmp_path), warm_model, ALGORITHMS[name])
     )
     assert before < 0.8
     assert after >= 0.9
 
 
-def test_rewards_of_other_responses_teach_nothing(tmp_path):
+def test_rewards_of_other_responses_teach_nothing(tmp_path, warm_model):
     """The mean over all held-out responses is the accuracy, whoever got whose reward."""
     ((before, after),) = run_multiprocess(
-        train, 1, timeout_seconds=900, args=(str(tmp_path), {"shuffled": True})
+        train, 1, timeout_seconds=900, args=(str(tmp_path), warm_model, {"shuffled": True})
     )
     assert after < before + 0.1

@@ -103,6 +103,7 @@ def runs_of(folder, model, backend, world):
     return [whole, half, {**half, "max_steps": 2, "load_checkpoint": True}]
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_with_one_and_resume(tmp_path, tiny_model):
     write_inputs(tmp_path)
     cells = runs_of(tmp_path, tiny_model, "fsdp", 2)
