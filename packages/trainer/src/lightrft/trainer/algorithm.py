@@ -114,7 +114,8 @@ def weighting_of(config: PPOConfig) -> TokenWeighting | None:
 
 def estimator_of(config: PPOConfig) -> AdvantageEstimator:
     """The named advantage estimator."""
-    return build_advantage_estimator(config.advantage_estimator, {})
+    options = {"weighting": config.cpgd_weighting} if config.advantage_estimator == "cpgd" else {}
+    return build_advantage_estimator(config.advantage_estimator, options)
 
 
 def loss_settings(config: PPOConfig, *, kl_coef: float) -> LossSettings:

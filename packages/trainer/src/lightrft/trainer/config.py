@@ -30,6 +30,7 @@ AGGREGATION_MODES = (
     "seq-mean-token-sum-norm",
 )
 CORRECTION_NAMES = ("tis", "icepop", "tis-sequence", "mis", "tis-geometric", "geometric")
+CPGD_WEIGHTING_NAMES = ("std", "clip_filter", "centre")
 ENTROPY_SCOPES = ("batch", "sequence")
 ENGINE_CHOICES = ("auto", "hf", "vllm", "sglang")
 
@@ -55,6 +56,10 @@ class TrainConfig(SampleOptions, TrackingConfig):
     policy_loss: str = option(
         "ppo", "Policy loss; ppo is the clipped surrogate.", group="algorithm",
         choices=POLICY_LOSS_NAMES,
+    )  # fmt: skip
+    cpgd_weighting: str = option(
+        "std", "How advantage_estimator cpgd weighs the centred rewards of a prompt.",
+        group="algorithm", choices=CPGD_WEIGHTING_NAMES,
     )  # fmt: skip
     loss_agg_mode: str = option(
         "seq-mean-token-mean", "How the losses of tokens become one number.", group="algorithm",

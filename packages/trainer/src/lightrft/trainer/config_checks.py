@@ -279,6 +279,11 @@ def idle_options(config: TrainConfig) -> list[str]:
         (config.init_kl_coef > 0, "init_kl_coef > 0", ("kl_estimator", "kl_target")),
         (config.kl_target is not None, "kl_target", ("kl_horizon",)),
         (
+            config.advantage_estimator == "cpgd",
+            "advantage_estimator cpgd",
+            ("cpgd_weighting",),
+        ),
+        (
             config.eval_data is not None,
             "eval_data",
             ("eval_steps", "max_eval_samples", "best_metric"),

@@ -51,6 +51,7 @@ class PPOKeywords(TypedDict, total=False):
     gamma: float
     lambd: float
     policy_loss: str
+    cpgd_weighting: str
     eps_clip: float
     eps_clip_low: float | None
     eps_clip_high: float | None
@@ -137,6 +138,7 @@ class PPOConfig:
     gamma: float = 1.0
     lambd: float = 0.95
     policy_loss: str = "ppo"
+    cpgd_weighting: str = "std"
     eps_clip: float = 0.2
     eps_clip_low: float | None = None
     eps_clip_high: float | None = None

@@ -1,0 +1,173 @@
+"""Every choice that the command line offers is accepted and changes the numbers."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+
+from lightrft.experience.assemble import assemble
+from lightrft.experience.collate import collate
+from lightrft.experience.exchange import SampleTable
+from lightrft.experience.types import PolicyOutputs
+from lightrft.models.types import ActorOutput
+from lightrft.strategy import get_fake_strategy
+from lightrft.trainer import algorithm
+from lightrft.trainer.config import TrainConfig
+from lightrft.trainer.metrics import StepMetrics
+from lightrft.trainer.ppo_config import resolve_ppo_config
+from lightrft.trainer.updates import TrainedModel, policy_update
+
+VOCAB = 31
+BASE = {
+    "train_batch_size": 12, "n_samples_per_prompt": 4, "rollout_batch_size": 3,
+    "micro_train_batch_size": 4, "init_kl_coef": 0.3, "use_kl_loss": True, "bf16": False,
+    "generate_max_len": 40, "gamma": 0.95, "max_norm": 0.0, "loss_agg_mode": "token-mean",
+}  # fmt: skip
+# Choices that are two names for one thing.
+SAME = {
+    "policy_loss": ({"ppo", "clipped", "dr_grpo"},),
+    # CPGD weighs by the standard deviation, as GRPO does, unless cpgd_weighting says otherwise.
+    "advantage_estimator": ({"group_norm", "grpo", "cpgd"},),
+}
+# The choices of these act elsewhere: on the model, the engine, the schedule, the processes.
+ELSEWHERE = {
+    "compile_backend", "engine_type", "grad_accum_dtype", "lr_scheduler", "reward_failure",
+    "zero_stage",
+}  # fmt: skip
+
+
+class TablePolicy(torch.nn.Module):
+    """Logits from the previous token."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.table = torch.nn.Parameter(torch.randn(VOCAB, VOCAB, generator=generator))
+
+    def forward(
+        self, token_ids, attention_mask, *, scored_mask, temperature, entropy, model_inputs
+    ):
+        logprobs = (self.table[token_ids[:, :-1]] / temperature).log_softmax(-1)
+        chosen = logprobs.gather(-1, token_ids[:, 1:, None]).squeeze(-1)
+        spread = -(logprobs.exp() * logprobs).sum(-1)
+        pad = torch.nn.functional.pad
+        return ActorOutput(pad(chosen, (1, 0)), pad(spread, (1, 0)) if entropy == "grad" else None)
+
+
+def samples():
+    generator = np.random.default_rng(3)
+    lengths = generator.integers(20, 41, 12)
+    num_tokens = int(lengths.sum())
+    rewards = generator.normal(size=12).round(2)
+    # A prompt that teaches nothing.
+    rewards[8:] = 0.5
+    return SampleTable(
+        sample_ids=np.arange(12), group_ids=np.arange(12) // 4, prompt_lengths=np.full(12, 2),
+        response_lengths=lengths, token_ids=generator.integers(0, VOCAB, num_tokens + 24),
+        rollout_logprobs=generator.normal(-3.9, 0.5, num_tokens).astype(np.float32),
+        rewards=rewards, accuracies=rewards, component_names=(), components=np.zeros((12, 0)),
+        is_truncated=np.zeros(12, bool), is_masked=np.zeros(12, bool),
+        is_comparable=np.ones(12, bool), weights_versions=np.zeros(12, np.int64),
+        token_versions=np.zeros(num_tokens, np.int64),
+    )  # fmt: skip
+
+
+def step(changes):
+    """The change of the policy in one update with these options."""
+    config = TrainConfig(**{**BASE, **changes})
+    strategy = get_fake_strategy(config)
+    options = resolve_ppo_config({}, config, loss_agg_mode=config.loss_agg_mode)
+    algorithm.check_algorithm(options, has_critic=True, has_reference=True)
+    table, policy = samples(), TablePolicy()
+    rollouts = collate(table, pad_token_id=0, temperature=1.0, device=torch.device("cpu"))
+    mask = rollouts.response_mask
+    generator = torch.Generator().manual_seed(5)
+
+    def noise(scale):
+        return torch.randn(mask.shape, generator=generator) * scale * mask
+
+    with torch.no_grad():
+        now = policy(
+            rollouts.token_ids, None, scored_mask=None, temperature=1.0, entropy="grad",
+            model_inputs=None,
+        )  # fmt: skip
+    # Ratios on both sides of every clip range, and values.
+    old = (now.logprobs.float() + noise(0.25)) * mask
+    outputs = PolicyOutputs(old, old + noise(0.7), noise(0.6), now.entropy.float() * mask)
+    greedy = torch.linspace(-1, 1, 12).double()
+    batch = assemble(
+        table, torch.arange(12), rollouts, outputs, rewards=torch.from_numpy(table.rewards),
+        greedy_rewards=greedy, settings=algorithm.advantage_settings(options, kl_coef=0.3),
+        strategy=strategy,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    before = policy.table.detach().clone()
+    policy_update(
+        batch,
+        TrainedModel("actor", policy, optimizer, None),
+        strategy=strategy,
+        settings=algorithm.loss_settings(options, kl_coef=0.3),
+        metrics=StepMetrics(),
+    )
+    return policy.table.detach() - before
+
+
+def choices_of(name):
+    return [c for c in TrainConfig.__dataclass_fields__[name].metadata["choices"] if c is not None]
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("policy_loss", {}),
+        ("advantage_estimator", {}),
+        ("loss_agg_mode", {}),
+        ("kl_estimator", {}),
+        ("off_policy_correction", {}),
+        ("high_entropy_scope", {"high_entropy_token_ratio": 0.3}),
+        ("cpgd_weighting", {"advantage_estimator": "cpgd"}),
+    ],
+)
+def test_every_choice_is_accepted_and_gives_another_update(name, others):
+    found = {choice: step({**others, name: choice}) for choice in choices_of(name)}
+    assert all(torch.isfinite(change).all() and change.norm() > 0 for change in found.values())
+    for first in found:
+        for second in found:
+            if first < second:
+                is_same = any({first, second} <= names for names in SAME.get(name, ()))
+                difference = float((found[first] - found[second]).norm() / found[first].norm())
+                assert (difference < 1e-12) if is_same else (difference > 1e-4), (first, second)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_gspo": True}, {"use_cpg_loss": True}, {"eps_clip": 0.05}, {"eps_clip_low": 0.05},
+        {"eps_clip_high": 0.05}, {"dual_clip": 1.25}, {"high_entropy_token_ratio": 0.3},
+        {"off_policy_correction": "tis", "correction_high": 1.1}, {"init_kl_coef": 0.3,
+        "use_kl_loss": False}, {"entropy_coef": 0.1}, {"advantages_norm": True},
+        {"advantage_clip": 0.2}, {"generate_max_len": 80, "loss_agg_mode":
+        "seq-mean-token-sum-norm"}, {"advantage_estimator": "gae", "lambd": 0.5},
+    ],
+    ids=lambda changes: "-".join(changes),
+)  # fmt: skip
+def test_every_option_of_the_update_changes_it(changes):
+    # What it takes for an option to act stays as it is.
+    needed = {"generate_max_len": "loss_agg_mode", "lambd": "advantage_estimator"}
+    needed["correction_high"] = "off_policy_correction"
+    kept = {needed[name]: changes[needed[name]] for name in changes if name in needed}
+    reference = step(kept)
+    assert float((step(changes) - reference).norm() / reference.norm()) > 1e-4
+
+
+def test_no_choice_is_left_out():
+    offered = {f.name for f in fields(TrainConfig) if f.metadata.get("choices")}
+    tested = {
+        "policy_loss", "advantage_estimator", "loss_agg_mode", "kl_estimator",
+        "off_policy_correction", "high_entropy_scope", "cpgd_weighting",
+    }  # fmt: skip
+    assert tested <= offered
+    assert offered - tested == ELSEWHERE & offered, offered - tested - ELSEWHERE
