@@ -285,6 +285,9 @@ EVIDENCE = {
     "trainer/test_further_losses.py": {
         "test_balancing_experts_is_exact_for_any_micro_batch": "aux_loss_coef",
     },
+    "trainer/test_every_choice.py": {
+        "test_every_choice_is_accepted_and_gives_another_update": "cpgd_weighting",
+    },
     "trainer/test_parity.py": {
         "test_a_fault_that_leaves_the_layers_equal_is_told_apart": "verify_weight_sync",
         "test_the_comparison_follows_its_schedule": "parity_check_steps",
@@ -304,8 +307,8 @@ EVIDENCE = {
             "rollout_batch_size max_epochs train_batch_size num_episodes max_steps"
         ),
     },
-    "trainer/test_run_features.py": {
-        "test_two_ranks_agree_with_one_and_resume": (
+    "trainer/test_options_over_ranks.py": {
+        "test_two_processes_agree_with_one": (
             "pretrain_data ptx_coef ptx_batch_size reward_pretrain reward_recipe lora_rank"
         ),
     },
