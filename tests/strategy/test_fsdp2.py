@@ -165,6 +165,8 @@ def compiled_cell(rank, world_size):
         torch.compiler.reset()
         counters.clear()
         with make(world_size, compile_backend="aot_eager") as strategy:
+            # Built without the factory, and still told of no option without effect.
+            assert strategy.config.ineffective_options() == []
             model = build()
             if checkpoints:
                 model.model.gradient_checkpointing_enable()
@@ -200,6 +202,21 @@ def offload_cell(rank, world_size):
             assert strategy.maybe_offload_optimizer(ready[1]) is ready[1]
             strategy.maybe_offload_optimizer(ready[1])
     return losses
+
+
+def cpu_offload_cell(rank, world_size, folder):
+    """Shards, gradients and states on the CPU; a checkpoint of it continues without the offload."""
+    found = {}
+    with make(world_size, fsdp_cpu_offload=True) as strategy:
+        ready = trained_by(strategy, build())
+        found["losses"] = train(strategy, ready, range(2), rank, world_size)
+        strategy.save_ckpt(ready[0], folder, "offloaded", optimizer=ready[1])
+        expected = train(strategy, ready, range(2, 3), rank, world_size)
+    with make(world_size) as strategy:
+        fresh = trained_by(strategy, build(seed=3))
+        strategy.load_ckpt(fresh[0], folder, "offloaded", optimizer=fresh[1])
+        found["continues"] = train(strategy, fresh, range(2, 3), rank, world_size) == expected
+    return found
 
 
 def low_precision_cell(rank, world_size, folder):
@@ -238,6 +255,7 @@ def two_rank_program(rank: int, world_size: int, folder: str):
     torch.distributed.destroy_process_group()
     # Each strategy now starts and ends its own group, one after the other in one process.
     results["offload"] = offload_cell(rank, world_size)
+    results["cpu offload"] = cpu_offload_cell(rank, world_size, folder)
     results["compiled"] = compiled_cell(rank, world_size)
     results["low precision"] = low_precision_cell(rank, world_size, folder)
     return results
@@ -324,6 +342,14 @@ def test_a_moving_average_follows_shard_by_shard(two_ranks):
 def test_offloading_in_pairs_and_unpaired_changes_no_bit(two_ranks, expected):
     for result in two_ranks:
         assert result["offload"] == [pytest.approx(row, rel=1e-5) for row in expected[:3]]
+
+
+@pytest.mark.multiprocess
+def test_training_on_offloaded_shards_changes_no_bit(two_ranks, expected):
+    for result in two_ranks:
+        cell = result["cpu offload"]
+        assert cell["losses"] == [pytest.approx(r, rel=1e-5) for r in expected[:2]]
+        assert cell["continues"]
 
 
 @pytest.mark.multiprocess

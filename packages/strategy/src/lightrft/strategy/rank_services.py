@@ -6,7 +6,7 @@ import dataclasses
 import random
 import sys
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, TypeVar, cast, overload
+from typing import TYPE_CHECKING, ClassVar, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ T = TypeVar("T")
 class RankServices:
     """What a rank needs before there is any model; see `StrategyBase` for the arguments."""
 
+    is_fsdp: ClassVar[bool | None] = None
+    """Replaces the configuration's `fsdp`, since a strategy may be built without the factory."""
+
     def __init__(
         self,
         seed: int,
@@ -52,6 +55,8 @@ class RankServices:
             micro_train_batch_size=micro_train_batch_size,
             train_batch_size=train_batch_size,
         )
+        if self.is_fsdp is not None:
+            self.config.fsdp = self.is_fsdp
         self.adam_offload = self.config.adam_offload
         self.zpg = self.config.zpg
         self.grad_accum_dtype = self.config.grad_accum_dtype

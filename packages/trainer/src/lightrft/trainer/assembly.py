@@ -150,6 +150,7 @@ def run_training(
         if trainer.ema_model is not None:
             folder = Path(config.output_dir) / EMA_FOLDER
             strategy.save_model(trainer.ema_model, inputs.tokenizer, str(folder))
+        strategy.finish_saving()
         summary = _summarise(config, strategy, result, num_resumed, started)
         if strategy.is_rank_0():
             text = json.dumps(asdict(summary), indent=2) + "\n"

@@ -63,6 +63,8 @@ class DeepspeedStrategy(CheckpointMethods):
         ValueError: The stage and other options exclude each other.
     """
 
+    is_fsdp = False
+
     def __init__(
         self,
         seed: int = 42,

@@ -68,6 +68,7 @@ class FSDPV2Strategy(CheckpointMethods):
             and reductions. None keeps it.
     """
 
+    is_fsdp = True
     wraps_before_optimizer = True
     builds_on_meta = True
 
