@@ -159,15 +159,16 @@ def measure(rank, world_size, layout):
     world.ours(verify=True)
     for name, tensor in world.engine._weights.tensors.items():
         assert torch.equal(tensor, reference[name]), name
-    seconds = {name: [] for name in ways}
+    seconds, cpu_seconds = {name: [] for name in ways}, {name: [] for name in ways}
     for _ in range(NUM_ROUNDS):
         for name, run in ways.items():
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             run()
+            cpu_seconds[name].append(time.process_time() - cpu_start)
             dist.barrier()
             seconds[name].append(time.perf_counter() - start)
-    return world.num_bytes, len(world.entries), collectives, seconds
+    return world.num_bytes, len(world.entries), collectives, seconds, cpu_seconds
 
 
 @pytest.mark.parametrize("layout", ["1000 tensors", "Qwen2.5-0.5B", "Qwen2.5-7B"])
@@ -175,7 +176,7 @@ def test_weight_sync(benchmark, layout):
     if layout == "Qwen2.5-7B" and not (IS_FULL and psutil.virtual_memory().available > 100e9):
         pytest.skip("7B needs LIGHTRFT_BENCH_FULL=1 and 100 GB of memory for two ranks")
     found = run_multiprocess(measure, 2, timeout_seconds=1500, args=(layout,))
-    num_bytes, num_tensors, collectives, seconds = found[0]
+    num_bytes, num_tensors, collectives, seconds, cpu_seconds = found[0]
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     print(
         f"\n{layout}{'' if IS_FULL or layout != 'Qwen2.5-0.5B' else ' (6 layers, 1/4 vocabulary)'}"
@@ -186,13 +187,16 @@ def test_weight_sync(benchmark, layout):
     for name, median in medians.items():
         table[name] = {
             "seconds": median,
+            "cpu_seconds": statistics.median(cpu_seconds[name]),
             "gb_per_second": num_bytes / median / GIGABYTE,
             "collectives": collectives[name],
             "times_floor": median / medians["floor"],
             "rounds": seconds[name],
         }
         print(
-            f"  {name:<18} {median * 1e3:9.1f} ms  {table[name]['gb_per_second']:6.2f} GB/s  "
+            f"  {name:<18} {median * 1e3:9.1f} ms  "
+            f"{table[name]['cpu_seconds'] * 1e3:8.1f} ms of CPU  "
+            f"{table[name]['gb_per_second']:6.2f} GB/s  "
             f"{collectives[name]:5d} collectives  {table[name]['times_floor']:6.2f} x floor"
         )
     ratio = medians["per parameter"] / medians["ours, verified"]
@@ -207,5 +211,10 @@ def test_weight_sync(benchmark, layout):
         vllm_packed="not run: it moves tensors by NCCL and needs GPUs",
     )  # fmt: skip
     benchmark.pedantic(lambda: None, rounds=1, iterations=1)
-    if layout == "1000 tensors":
+    if layout != "1000 tensors":
+        return
+    # Ranks that wait for a processor do not show what a message costs.
+    if os.getloadavg()[0] > 2 * os.cpu_count():
+        print(f"  not judged: the load is {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    else:
         assert ratio >= 3, f"expected at least 3 times the speed of one message per tensor: {ratio}"
