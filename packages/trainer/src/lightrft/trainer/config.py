@@ -9,7 +9,8 @@ from typing import Self
 
 from lightrft.strategy.config import ConfigError, option
 from lightrft.trainer.batch_checks import batch_problems
-from lightrft.trainer.config_checks import combination_problems, idle_options
+from lightrft.trainer.config_checks import idle_options
+from lightrft.trainer.config_combinations import combination_problems
 from lightrft.trainer.config_files import read_toml, write_toml
 from lightrft.trainer.config_samples import SampleOptions
 from lightrft.trainer.config_unavailable import UNAVAILABLE, unavailable_problems

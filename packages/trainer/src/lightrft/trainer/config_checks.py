@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from functools import partial
-from operator import eq
 from typing import TYPE_CHECKING
 
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.config_sources import have_splits, wrong_probabilities
+from lightrft.trainer.config_sources import have_splits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
     from lightrft.trainer.config import TrainConfig
     from lightrft.trainer.ppo_config import PPOConfig
 
-# The {} right after a letter, as in \\boxed{}, is not the place of the prompt.
-PROMPT_SLOT = re.compile(r"(?<![A-Za-z])\{\}")
 GROUP_ESTIMATORS = (
     "group_norm", "grpo", "rloo", "reinforce_baseline", "dr_grpo", "cpgd", "opo",
 )  # fmt: skip
@@ -158,118 +151,6 @@ def has_alarm(config: TrainConfig | PPOConfig) -> bool:
     return any(bound is not None for bound in bounds)
 
 
-def combination_problems(config: TrainConfig, *, wrong_fields: Collection[str]) -> list[str]:
-    """Values that are legal alone but not together, one line each.
-
-    Args:
-        config: The values.
-        wrong_fields: Fields that are wrong by themselves; rules about them are left out.
-    """
-    estimator, samples = config.advantage_estimator, config.n_samples_per_prompt
-    template, urls = config.input_template, config.remote_rm_url
-    probabilities_do_not_fit = wrong_probabilities(config, wrong_fields)
-    num_urls = 1 if isinstance(urls, str) else _length(urls)
-    num_rewards = _length(config.reward_fn) + num_urls + _length(config.reward_pretrain)
-    changed_clip_range = _changed(config, "eps_clip", "eps_clip_low", "eps_clip_high")
-    rules: tuple[tuple[tuple[str, ...], Callable[[], bool], str], ...] = (
-        (
-            ("advantage_estimator", "n_samples_per_prompt"),
-            lambda: estimator in GROUP_ESTIMATORS and samples < 2,
-            f"advantage_estimator {estimator} compares the samples of one prompt: it needs "
-            f"n_samples_per_prompt >= 2, got {samples}",
-        ),
-        (
-            ("input_template",),
-            lambda: template is not None and not PROMPT_SLOT.search(template),
-            f"input_template: got {template!r}, expected a text with {{}} where the prompt goes",
-        ),
-        (
-            ("system_prompt", "apply_chat_template"),
-            lambda: config.system_prompt is not None and not config.apply_chat_template,
-            "system_prompt is part of the chat template: add apply_chat_template",
-        ),
-        (
-            ("use_kl_loss", "init_kl_coef"),
-            lambda: config.use_kl_loss and config.init_kl_coef == 0,
-            "use_kl_loss needs init_kl_coef > 0: got 0, which loads no reference model",
-        ),
-        (
-            ("policy_loss", "eps_clip", "eps_clip_low", "eps_clip_high"),
-            lambda: config.policy_loss in LOSSES_WITHOUT_CLIP_RANGE and changed_clip_range,
-            f"policy_loss {config.policy_loss} has no clip range: leave out eps_clip, "
-            "eps_clip_low and eps_clip_high",
-        ),
-        (
-            ("policy_loss", "dual_clip"),
-            lambda: (
-                config.dual_clip is not None and config.policy_loss not in LOSSES_WITH_DUAL_CLIP
-            ),
-            f"dual_clip is not part of policy_loss {config.policy_loss}: it belongs to "
-            f"{', '.join(LOSSES_WITH_DUAL_CLIP)}",
-        ),
-        (
-            ("prompt_data_probs", "prompt_data"),
-            lambda: probabilities_do_not_fit is not None,
-            str(probabilities_do_not_fit),
-        ),
-        (
-            ("meta_init", "lora_rank"),
-            lambda: config.meta_init and config.lora_rank > 0,
-            "meta_init fills a model from its files, and adapters are in none: leave out one of "
-            "meta_init and lora_rank",
-        ),
-        (
-            ("reward_weights", "reward_fn", "remote_rm_url", "reward_pretrain"),
-            lambda: len(config.reward_weights) not in (0, num_rewards),
-            "reward_weights: got "
-            f"{_length(config.reward_weights)} numbers for {num_rewards} rewards; "
-            "give one per --reward_fn, then per --remote_rm_url, then per --reward_pretrain",
-        ),
-        (
-            ("reward_weights", "reward_recipe"),
-            lambda: bool(config.reward_weights) and config.reward_recipe is not None,
-            "reward_recipe gives the weights: leave reward_weights out",
-        ),
-        *(
-            (
-                (name,),
-                partial(eq, value, 0),
-                f"{name}: got 0, expected -1 (off) or a number of at least 1",
-            )
-            for name, value in (
-                ("save_steps", config.save_steps),
-                ("eval_steps", config.eval_steps),
-                ("top_k", config.top_k),
-            )
-        ),
-    )
-    found = [
-        text
-        for names, is_broken, text in rules
-        if set(wrong_fields).isdisjoint(names) and is_broken()
-    ]
-    if not wrong_fields:
-        found += trainer_problems(config) + _alias_problems(config)
-    return found
-
-
-def _length(value: object) -> int:
-    """Of a tuple; other types are reported elsewhere."""
-    return len(value) if isinstance(value, tuple) else 0
-
-
-def _alias_problems(config: TrainConfig) -> list[str]:
-    try:
-        loss_by_alias(
-            use_gspo=config.use_gspo,
-            use_cpg_loss=config.use_cpg_loss,
-            policy_loss=config.policy_loss,
-        )
-    except ConfigError as error:
-        return [str(error)]
-    return []
-
-
 def idle_options(config: TrainConfig) -> list[str]:
     """Options that were changed from their defaults and act in no run like this, one line each."""
     has_critic = config.advantage_estimator == "gae"
@@ -328,10 +209,11 @@ def idle_options(config: TrainConfig) -> list[str]:
         f"{name} acts only with {needed}"
         for is_used, needed, names in rules
         for name in names
-        if not is_used and _changed(config, name)
+        if not is_used and changed(config, name)
     ]
 
 
-def _changed(config: TrainConfig, *names: str) -> bool:
+def changed(config: TrainConfig, *names: str) -> bool:
+    """Whether any of the options is not at its default."""
     options = type(config).__dataclass_fields__
     return any(config.__dict__[name] != options[name].default for name in names)
