@@ -201,6 +201,8 @@ MACHINE = {
                      environment={"WANDB_MODE": "offline"}),
     "no key": here("--use_wandb", "WANDB_API_KEY", "offline", use_wandb="",
                    environment={"NETRC": "/no/netrc"}),
+    "no matplotlib": here("--plot_every", "leave plot_every at -1", plot_every="1", log_dir="l",
+                          absent="matplotlib"),
     "no peft": here("--lora_rank", "lightrft-trainer[lora]", lora_rank="8", absent="peft"),
     "folder in file": here("--output_dir", "reward.py is a file", output_dir="reward.py/run",
                            ckpt_path="c", save_path="m"),

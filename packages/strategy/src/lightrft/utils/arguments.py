@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import types
-import typing
 from dataclasses import Field, fields
 from typing import TYPE_CHECKING
 
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.config_fields import type_hints
+from lightrft.utils.flags import shape_of
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
     from collections.abc import Callable, Collection
+
+    from lightrft.utils.flags import FlagShape
 
 # The flags that a parser of a training program gets unless it asks for more or fewer.
 LIBRARY_FLAGS: tuple[str, ...] = (
@@ -70,12 +71,15 @@ def add_arguments(
     groups = {}
     for name, entry in entries.items():
         is_wanted = names is None or name in names
-        if not is_wanted or _has_flag(parser, name) or _argument_type(config_type, name) is None:
+        if not is_wanted or _has_flag(parser, name):
+            continue
+        shape = shape_of(name, type_hints(config_type)[name])
+        if shape.form == "pairs":  # no type of argparse makes a mapping
             continue
         title = str(entry.metadata.get("group", "other"))
         if title not in groups:
             groups[title] = parser.add_argument_group(f"{title} options")
-        _add_flag(groups[title].add_argument, config_type, entry)
+        _add_flag(groups[title].add_argument, entry, shape)
     return parser
 
 
@@ -84,51 +88,31 @@ def _has_flag(parser: ArgumentParser, name: str) -> bool:
     return f"--{name}" in known or any(action.dest == name for action in parser._actions)
 
 
-def _alternatives(hint: object) -> list[object]:
-    """The types of an optional or union annotation, without None."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return [part for part in typing.get_args(hint) if part is not type(None)]
-    return [hint]
-
-
-def _argument_type(config_type: type[StrategyConfig], name: str) -> object | None:
-    """The type that a flag of this field parses into; None if no flag can express it."""
-    kinds = _alternatives(type_hints(config_type)[name])
-    for kind in (str, int, float, bool):
-        if kind in kinds:
-            return kind
-    return next((k for k in kinds if typing.get_origin(k) is tuple), None)
-
-
-def _add_flag(
-    add: Callable[..., object], config_type: type[StrategyConfig], entry: Field[object]
-) -> None:
-    kind = _argument_type(config_type, entry.name)
+def _add_flag(add: Callable[..., object], entry: Field[object], shape: FlagShape) -> None:
     default = entry.default
     text = f"{entry.metadata.get('help', '')} (default: {default})".replace("%", "%%")
-    if kind is bool:
-        _add_switch(add, entry.name, default, text)
+    if shape.form == "switch":
+        _add_switch(add, entry.name, default, text, opposite=shape.opposites[-1])
         return
     choices = entry.metadata.get("choices")
     shared: dict[str, object] = {"dest": entry.name, "default": default, "help": text}
     if choices is not None:
         shared["choices"] = [choice for choice in choices if choice is not None]
-    if typing.get_origin(kind) is tuple:
-        items = typing.get_args(kind)
-        is_open = len(items) == 2 and items[1] is Ellipsis
-        shared |= {"type": items[0], "nargs": "*" if is_open else len(items)}
-    else:
-        shared["type"] = kind
-    add(f"--{entry.name}", **shared)
+    if shape.form == "values":
+        # An empty list is a value, too.
+        shared["nargs"] = "*" if shape.count == "+" else shape.count
+    elif shape.form == "value or switch":
+        shared |= {"nargs": "?", "const": True}
+    add(f"--{entry.name}", type=shape.item, **shared)
 
 
-def _add_switch(add: Callable[..., object], name: str, default: object, text: str) -> None:
+def _add_switch(
+    add: Callable[..., object], name: str, default: object, text: str, *, opposite: str
+) -> None:
     add(f"--{name}", dest=name, action="store_true", default=default, help=text)
     if default is not False:
-        stem, _, rest = name.partition("_")
-        opposite = f"disable_{rest}" if stem == "enable" else f"no_{name}"
         add(
-            f"--{opposite}",
+            opposite,
             dest=name,
             action="store_false",
             default=default,

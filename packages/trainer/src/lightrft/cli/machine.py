@@ -86,6 +86,10 @@ def package_problems(config: TrainConfig) -> list[str]:
             "install lightrft-trainer[wandb], or leave it out",
         ),
         (
+            config.plot_every > 0 and config.log_dir is not None, "matplotlib", "--plot_every",
+            "install it, or leave plot_every at -1",
+        ),
+        (
             config.lora_rank > 0, "peft", "--lora_rank",
             "install lightrft-trainer[lora], or leave it out",
         ),

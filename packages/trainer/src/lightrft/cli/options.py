@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import argparse
 import typing
-from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import UsageError
-from lightrft.cli.values import alternatives, convert
+from lightrft.cli.values import convert
 from lightrft.trainer.config import TrainConfig, unknown_name
 from lightrft.trainer.config_files import read_toml
 from lightrft.trainer.config_unavailable import UNAVAILABLE
+from lightrft.utils.flags import shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
+
+    from lightrft.utils.flags import FlagShape
 
 GROUPS = (
     "models", "data", "reward", "rollout", "algorithm", "training", "distributed", "engine",
     "run", "monitoring",
 )  # fmt: skip
+
+
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def available_fields() -> list[Field[object]]:
@@ -46,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser, names: Collection[str] | None =
     used = {entry.metadata["group"] for entry in chosen}
     groups = {name: parser.add_argument_group(name) for name in GROUPS if name in used}
     for entry in chosen:
-        _add_option(groups[entry.metadata["group"]], entry, hints[entry.name])
+        _add_option(groups[entry.metadata["group"]], entry, shape_of(entry.name, hints[entry.name]))
 
 
 def merge_options(
@@ -93,37 +98,27 @@ def normalise(arguments: Sequence[str]) -> list[str]:
     ]
 
 
-def _add_option(group: argparse._ArgumentGroup, entry: Field[object], hint: object) -> None:
-    """Add the flag of one field; booleans get a negative form as well."""
-    flag, text = f"--{entry.name}", _help(entry)
-    kinds = alternatives(hint)
-    if bool in kinds and str not in kinds:
+def _add_option(group: argparse._ArgumentGroup, entry: Field[object], shape: FlagShape) -> None:
+    """Add the flag of one field; values stay texts, so that all that are wrong are told at once."""
+    flag, text, metavar = f"--{entry.name}", _help(entry), _METAVARS[shape.item]
+    if shape.form == "switch":
         group.add_argument(flag, action="store_const", const=True, help=text)
-        negative = [f"--no_{entry.name}"]
-        if entry.name.startswith("enable_"):
-            negative.append(entry.name.replace("enable_", "--disable_", 1))
         group.add_argument(
-            *negative,
+            *shape.opposites,
             dest=entry.name,
             action="store_const",
             const=False,
             help="Do not." if entry.default else argparse.SUPPRESS,
         )
-        return
-    origins = [typing.get_origin(kind) for kind in kinds]
-    if Mapping in origins:
+    elif shape.form == "pairs":
         # Several of them may come at once, or one after each of several flags.
         group.add_argument(
             flag, flag.removesuffix("s"), action="extend", nargs="+", metavar="KEY=VALUE", help=text
         )
-    elif tuple in origins:
-        items = typing.get_args(kinds[origins.index(tuple)])
-        count = "+" if Ellipsis in items else len(items)
-        group.add_argument(flag, nargs=count, metavar=_metavar(items[0]), help=text)
-    elif bool in kinds:
-        group.add_argument(flag, nargs="?", const=True, metavar=_metavar(*kinds), help=text)
+    elif shape.form == "value or switch":
+        group.add_argument(flag, nargs="?", const=True, metavar=metavar, help=text)
     else:
-        group.add_argument(flag, metavar=_metavar(*kinds), help=text)
+        group.add_argument(flag, nargs=shape.count, metavar=metavar, help=text)
 
 
 def _help(entry: Field[object]) -> str:
@@ -138,7 +133,3 @@ def _help(entry: Field[object]) -> str:
 
 def _shown(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _metavar(*kinds: object) -> str:
-    return "N" if int in kinds else "X" if float in kinds else "TEXT"

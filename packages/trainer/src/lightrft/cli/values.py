@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import types
 import typing
 from collections.abc import Mapping
 from typing import TypeGuard
 
-
-def alternatives(hint: object) -> tuple[object, ...]:
-    """The members of a union, or the annotation alone."""
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return typing.get_args(hint) if is_union else (hint,)
+from lightrft.utils.flags import alternatives
 
 
 def convert(value: object, hint: object) -> object:
