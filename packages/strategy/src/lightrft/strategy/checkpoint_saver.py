@@ -41,7 +41,6 @@ class CheckpointSaver:
         self._background_ranks: RankGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._pending: dict[Path, Future[None]] = {}
-        self._has_failed = False
 
     def save(self, request: SaveRequest, write: Write) -> None:
         """Save one checkpoint. Collective.
@@ -66,7 +65,10 @@ class CheckpointSaver:
             request, lambda folder: write(folder, staged), ranks=self._ranks, files=staged
         )
         if self._thread is not None:
-            self._pending[request.save_dir] = self._thread.submit(self._complete, opened, staged)
+            earlier = tuple(self._pending.values())
+            self._pending[request.save_dir] = self._thread.submit(
+                self._complete, opened, staged, earlier
+            )
 
     def finish(self) -> None:
         """Wait until every checkpoint is complete.
@@ -101,19 +103,17 @@ class CheckpointSaver:
         try:
             future.result()
         except Exception as error:
-            self._has_failed = False
             raise CheckpointError(f"saving into {folder} failed: {error}") from error
 
-    def _complete(self, opened: OpenCheckpoint, staged: StagedWriter) -> None:
-        ranks = self._background_ranks
-        if self._has_failed:
-            # A later checkpoint may rely on this one: a run's actor on its critic.
-            def flush() -> None:
+    def _complete(
+        self, opened: OpenCheckpoint, staged: StagedWriter, earlier: tuple[Future[None], ...]
+    ) -> None:
+        """In the thread, which has ended all earlier saves."""
+
+        def flush() -> None:
+            # A checkpoint may rely on the one before it: a run's actor on its critic.
+            if any(future.exception() is not None for future in earlier):
                 raise CheckpointError("an earlier save failed")
-        else:
-            flush = staged.flush
-        try:
-            complete_checkpoint(opened, ranks=ranks, flush=flush)
-        except Exception:
-            self._has_failed = True
-            raise
+            staged.flush()
+
+        complete_checkpoint(opened, ranks=self._background_ranks, flush=flush)
