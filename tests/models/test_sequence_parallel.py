@@ -81,12 +81,45 @@ def check_different_batches(directory, group, rank):
     assert not actor(make_batch()[0], attention_mask, scored_mask=empty).logprobs.any()
 
 
+def mean_loss_norm(strategy, directory):
+    """Gradient norm of the other way to accumulate: mean losses of micro-batches of one row."""
+    ready, _, _, _ = strategy.prepare_models_and_optimizers(
+        Actor.from_pretrained(directory), None, None, None, None, 10
+    )
+    token_ids, attention_mask, scored_mask, _ = make_batch()
+    for row in range(strategy.data_rank, 4, strategy.num_data_ranks):
+        row = [row if row < 3 else 4]  # row 3 has nothing to score
+        output = ready.model(token_ids[row], attention_mask[row], scored_mask=scored_mask[row])
+        loss = output.logprobs.sum() / scored_mask[row].sum()
+        strategy.backward(loss, *ready[:2])
+        result = strategy.optimizer_step(ready.optimizer, ready.model, None)
+    return result.grad_norm
+
+
+def check_strategies(directory):
+    """Two data-parallel groups of two ranks; each micro-batch belongs to a group."""
+    from lightrft.strategy import get_fake_strategy, get_strategy
+
+    args = {"train_batch_size": 4, "micro_train_batch_size": 1, "bf16": False, "max_norm": 0.0}
+    expected = mean_loss_norm(get_fake_strategy(args), directory)
+    for options in ({"fsdp": True}, {"zero_stage": 2}):
+        strategy = get_strategy({**args, **options, "sp_size": 2})
+        assert (strategy.num_data_ranks, strategy.accumulated_gradient) == (2, 2)
+        assert mean_loss_norm(strategy, directory) == pytest.approx(expected, rel=1e-5)
+        with pytest.raises(ValueError, match=r"sp_size 2 needs a model that divides.*Linear"):
+            strategy.prepare_model(torch.nn.Linear(2, 2), is_training=True)
+        assert strategy.reduce_over_data(1, "sum") == 2
+        assert strategy.all_reduce(1, "sum") == 4
+    with pytest.raises(ValueError, match=r"sp_size: got world_size 4 and sp_size 3"):
+        get_strategy({**args, "fsdp": True, "sp_size": 3})
+
+
 def compare(rank, world_size, directories):
     dist.init_process_group("gloo")
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     found = []
-    for directory in directories:
-        for is_fused in (False, True):
+    for directory, modes in zip(directories, ((False, True), (True,)), strict=True):
+        for is_fused in modes:
             expected, expected_gradients = run_actor(directory, is_fused=is_fused)
             # Two key heads: one for each of two ranks, copied for four.
             for group in (pairs[rank // 2], dist.group.WORLD):
@@ -106,11 +139,13 @@ def compare(rank, world_size, directories):
         found.append(float((values - expected).abs().max() / expected.abs().max()))
         found.append(relative_norm(gradients, expected_gradients))
     check_different_batches(directories[0], pairs[rank // 2], rank % 2)
+    check_strategies(directories[1])
     dist.destroy_process_group()
     return found
 
 
 @pytest.mark.multiprocess
+@pytest.mark.deepspeed
 def test_shared_sequences_give_the_results_of_whole_ones(checkpoints):
     args = (list(checkpoints.values()),)
     for found in run_multiprocess(compare, 4, args=args, timeout_seconds=280):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 PACKED = "lightrft_packed"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 VARLEN_DTYPES = (torch.float16, torch.bfloat16)
+MAX_VARLEN_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +102,35 @@ def packed_attention(  # noqa: PLR0913 - what transformers passes
     if group is not None:
         query, key, value = gather_sequence(query, key, value, group)
     arguments = (dropout, scaling, sliding_window)
-    if query.is_cuda and {x.dtype for x in (query, key, value)} in [{d} for d in VARLEN_DTYPES]:
+    if has_varlen_kernel(query, key, value):
         attended = _attend_varlen(query, key, value, sequence_bounds, *arguments)
     else:
         attended = _attend_each(query, key, value, sequence_bounds, *arguments)
     if group is not None:
         attended = scatter_sequence(attended, group)
     return attended.transpose(1, 2).contiguous(), None
+
+
+def has_varlen_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether one kernel can take all sequences: half precision on a GPU that FlashAttention knows.
+
+    Elsewhere torch's attention runs once for each sequence.
+    """
+    dtypes = {x.dtype for x in (query, key, value)}
+    if not query.is_cuda or len(dtypes) > 1 or query.dtype not in VARLEN_DTYPES:
+        return False
+    has_tensor_cores = torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return has_tensor_cores and query.shape[-1] <= MAX_VARLEN_HEAD_DIM and _has_varlen_options()
+
+
+@functools.cache
+def _has_varlen_options() -> bool:
+    """Whether this torch has the kernel, with windows and grouped heads."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return {"window_size", "scale", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
 
 
 def _attend_each(

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from lightrft.strategy.prepared import PreparedModel
     from lightrft.strategy.strategy_base import StrategyBase
 
+    Look = Callable[[StrategyBase, PreparedModel, Cell], None]
+
 ADAM_RATE = 1e-3
 SGD_MOVE = 1e3
 """How far the step of SGD moves the weights, over their norm: so far that the gradient can be read
@@ -133,10 +135,16 @@ def _share(model: nn.Module, role: Role, micro: Rows, normalizer: Tensor) -> tup
     return policy_share(output, micro, normalizer), output.logprobs
 
 
-def write_reference(path: str, role: Role, file: Path) -> None:
+def write_reference(path: str, role: Role, file: Path, look: Look | None = None) -> None:
     """Carries out the step in one process with one padded micro-batch, and keeps the results.
 
     The gradient is the one autograd leaves; all others are read off weights.
+
+    Args:
+        path: Checkpoint of the model.
+        role: What is trained.
+        file: Where the results go.
+        look: Called after the steps of AdamW.
     """
     cell = replace(REFERENCE, role=role)
     strategy = make_strategy("fake")
@@ -164,6 +172,8 @@ def write_reference(path: str, role: Role, file: Path) -> None:
     before = {name: p.detach().clone() for name, p in weights.items()}
     for rows in (first, second):
         take_step(strategy, ready, cell, rows)
+    if look is not None:
+        look(strategy, ready, cell)
     results |= {f"update/{n}": (p.detach() - before[n]).cpu() for n, p in weights.items()}
     results["outputs"] = step.outputs
     results["numbers"] = torch.tensor([step.loss, rate], dtype=torch.float64)
@@ -178,7 +188,9 @@ def rows_of(path: str) -> tuple[Rows, Rows]:
     return make_rows(vocab_size, seed=0), make_rows(vocab_size, seed=1)
 
 
-def measure(strategy: StrategyBase, cell: Cell, path: str, reference: Path) -> Deviations:
+def measure(
+    strategy: StrategyBase, cell: Cell, path: str, reference: Path, look: Look | None = None
+) -> Deviations:
     """Carries out the step as the cell says. Collective; the same result on every rank.
 
     Args:
@@ -186,6 +198,7 @@ def measure(strategy: StrategyBase, cell: Cell, path: str, reference: Path) -> D
         cell: How.
         path: Checkpoint of the model.
         reference: A file of `write_reference` for this model and role.
+        look: Called after the steps of AdamW.
     """
     expected = load_file(reference)
     loss, rate = expected["numbers"].tolist()
@@ -197,7 +210,7 @@ def measure(strategy: StrategyBase, cell: Cell, path: str, reference: Path) -> D
     read_off = {name: (before[name] - value) / rate for name, value in after.items()}
     gradient = _compare(strategy, ready, read_off, expected, "gradient")
     del ready
-    update = _adam_update(strategy, cell, path, expected)
+    update = _adam_update(strategy, cell, path, expected, look)
     difference = (step.outputs - expected["outputs"])[step.rows].abs().max()
     scale = 1.0 if cell.role == "actor" else float(expected["outputs"].abs().max())
     return Deviations(
@@ -211,7 +224,11 @@ def measure(strategy: StrategyBase, cell: Cell, path: str, reference: Path) -> D
 
 
 def _adam_update(
-    strategy: StrategyBase, cell: Cell, path: str, expected: Mapping[str, Tensor]
+    strategy: StrategyBase,
+    cell: Cell,
+    path: str,
+    expected: Mapping[str, Tensor],
+    look: Look | None,
 ) -> float:
     ready = prepare(strategy, cell, path, lambda m: strategy.create_optimizer(m, lr=ADAM_RATE))
     before = local_values(strategy.parameter_source(ready))
@@ -219,6 +236,8 @@ def _adam_update(
         take_step(strategy, ready, cell, rows)
     after = local_values(strategy.parameter_source(ready))
     moved = {name: value - before[name] for name, value in after.items()}
+    if look is not None:
+        look(strategy, ready, cell)
     return _compare(strategy, ready, moved, expected, "update")[0]
 
 
@@ -243,13 +262,14 @@ def _norm(tensors: Iterable[Tensor]) -> float:
 
 
 def measure_cells(
-    rank: int, world_size: int, cells: list[tuple[Cell, str, str]]
+    rank: int, world_size: int, cells: list[tuple[Cell, str, str]], look: Look | None = None
 ) -> list[Deviations | str]:
     """Measures cells of one number of ranks, one after the other; runs on every rank.
 
     Args:
         rank, world_size: As `run_multiprocess` passes them.
         cells: Each cell with the path of its model and of its reference.
+        look: Called on every rank after the steps of AdamW of each cell.
 
     Returns:
         Deviations of each cell, or why its model cannot be laid out so.
@@ -269,7 +289,7 @@ def measure_cells(
         if key not in strategies:
             strategies[key] = make_strategy(cell.backend, sp_size=cell.sp_size, bf16=cell.bf16)
         try:
-            results.append(measure(strategies[key], cell, path, Path(reference)))
+            results.append(measure(strategies[key], cell, path, Path(reference), look))
         except LayoutRefusedError as refusal:  # by all ranks alike
             results.append(str(refusal))
     return results
