@@ -98,6 +98,11 @@ def moments_of(strategy, ready):
             if type(strategy).__name__ == "DeepspeedStrategy":
                 from deepspeed.utils import safe_get_full_optimizer_state
 
+                # Stages 1 and 2 link parts of their flat states to parameters before there are any.
+                part, zero = vars(parameter).get("_hp_mapping"), ready.model.optimizer
+                if part is not None:
+                    flat = zero.single_partition_of_fp32_groups[part.param_group_index]
+                    part.set_optim_state_fragment(flat, zero.optimizer.state[flat])
                 value = safe_get_full_optimizer_state(parameter, moment)
             else:
                 value = ready.optimizer.state[parameter][moment]
@@ -312,6 +317,17 @@ def test_planted_differences_are_caught(planted, caught, models, monkeypatch):
         monkeypatch.setattr(measure, "prepare", scaled)
     ((found),) = measure_cells(0, 1, [(Cell(), path, reference)])
     assert caught <= set(found.above(FP32_BOUNDS))
+
+
+def test_another_moment_is_a_violation(models):
+    expected = load_file(models / "llama.critic.moments")
+    planted = {n: v * (1 + 2e-5) if "exp_avg_sq" in n else v for n, v in expected.items()}
+    deviations = moment_deviations(planted, expected)
+    assert deviations == [0.0, pytest.approx(2e-5, rel=0.1)]
+    nothing = Deviations(**dict.fromkeys(Deviations.__dataclass_fields__, 0.0))
+    cell = ("llama", Cell(role="critic"))
+    assert violations([(cell, nothing, max(deviations))], FP32_BOUNDS)
+    assert not violations([(cell, nothing, 0.0)], FP32_BOUNDS)
 
 
 def test_no_number_is_a_violation():
