@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightrft.models import Actor, Critic
 from lightrft.models.ulysses import check_head_counts
 from lightrft.strategy.testing import run_multiprocess
+from lightrft.strategy.weight_canary import actor_canary, score_with_actor
 
 LENGTHS = (19, 5, 33, 1, 12)  # 70 tokens: filled up to 72 for 4 ranks
 
@@ -77,6 +78,12 @@ def check_different_batches(directory, group, rank):
         actor(token_ids, attention_mask, scored_mask=scored_mask)
     with pytest.raises(ValueError, match="must pass the same batch"):
         actor(token_ids[: 2 + rank], attention_mask[: 2 + rank])
+    canary = actor_canary(
+        actor, actor, dtypes=[torch.float32], max_length=None, device=torch.device("cpu")
+    )
+    sequence = [7, 9 + rank, 11, 13]  # what the engines of two ranks answer may differ
+    alone = score_with_actor(Actor.from_pretrained(directory), sequence, device=torch.device("cpu"))
+    assert canary.score(sequence) == pytest.approx(alone, abs=1e-5)
     empty = torch.zeros_like(scored_mask)
     assert not actor(make_batch()[0], attention_mask, scored_mask=empty).logprobs.any()
 

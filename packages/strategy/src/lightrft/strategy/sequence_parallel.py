@@ -17,6 +17,10 @@ T = TypeVar("T")
 class SharesSequences(Protocol):
     """Models whose forward pass can be divided along the sequence."""
 
+    @property
+    def sequence_group(self) -> ProcessGroup | None:
+        """The ranks that call the model with the same batch; None is this rank alone."""
+
     def share_sequences(self, group: ProcessGroup | None) -> None:
         """All ranks of the group call the model with the same batch from now on."""
 

@@ -13,8 +13,10 @@ import torch
 
 from lightrft.engines.base import StaleEngineError
 from lightrft.engines.types import GenerationRequest, SamplingParams
+from lightrft.strategy.distributed import gather_objects, group_rank
 from lightrft.strategy.fsdp2.source import reshard_modules
 from lightrft.strategy.parameter_source import checkpoint_module
+from lightrft.strategy.sequence_parallel import SharesSequences
 from lightrft.strategy.weight_accounting import WeightSyncError
 from lightrft.strategy.weight_verification import mix64
 
@@ -170,7 +172,13 @@ def actor_canary(
     is_bare = root is module
 
     def score(sequence: Sequence[int]) -> list[float]:
-        return score_with_actor(actor, sequence, device=device, is_bare=is_bare)
+        group = module.sequence_group if isinstance(module, SharesSequences) else None
+        if group is None:
+            return score_with_actor(actor, sequence, device=device, is_bare=is_bare)
+        # Ranks that share their batches score the sequences of all of them, one after the other.
+        sequences = gather_objects(tuple(sequence), group)
+        scores = [score_with_actor(actor, each, device=device) for each in sequences]
+        return scores[group_rank(group)]
 
     limit = max(CANARY_LIMITS.get(dtype, QUANTISED_LIMIT) for dtype in dtypes)
     return Canary(token_ids, score, limit)

@@ -35,6 +35,11 @@ class SequenceModel(nn.Module):
     def pretrained(self) -> PreTrainedModel:
         """The wrapped model of transformers."""
 
+    @property
+    def sequence_group(self) -> ProcessGroup | None:
+        """The ranks that call the model with the same batch; None is this rank alone."""
+        return self.layout_policy.sp_group
+
     def pack_samples(self, is_packed: bool = True) -> None:
         """Lays batches out as one stream without padding, or as padded rows again.
 
