@@ -21,9 +21,10 @@ from lightrft.trainer.invariance.cells import FP32_BOUNDS, Cell, Deviations, doc
 from lightrft.trainer.invariance.measure import measure_cells, write_reference
 
 MODELS = ("qwen3", "qwen3-tied", "llama", "llama-tied", "moe")
-# Measured: at most 0.05, 0.009, 0.03, 0.03, 0.05 and 0.18 over the whole product.
+# Largest values over the cover, on a CPU: outputs 0.030, loss 0.011, gradient and weights 0.018, one
+# tensor 0.143, update 0.21, moments 0.022.
 BF16_BOUNDS = Deviations(
-    outputs=0.1, loss=0.02, weights=0.06, gradient=0.06, gradient_tensor=0.1, update=0.35
+    outputs=0.06, loss=0.02, weights=0.03, gradient=0.03, gradient_tensor=0.25, update=0.35
 )
 BACKENDS = {
     # backend: (numbers of processes, smallest is what one process can tell)
@@ -238,7 +239,7 @@ def test_the_whole_product_of_options_gives_the_reference(backend, model, models
 def test_bfloat16_stays_within_measured_bounds(models):
     choices = [c for c in COVER if available(c)]
     found = run(choices, models, bf16=True, timeout_seconds=1700)
-    assert not violations(found, BF16_BOUNDS, moments=0.1)
+    assert not violations(found, BF16_BOUNDS, moments=0.04)
     assert violations(found, FP32_BOUNDS)
 
 
