@@ -21,8 +21,8 @@ from lightrft.trainer.invariance.cells import FP32_BOUNDS, Cell, Deviations, doc
 from lightrft.trainer.invariance.measure import measure_cells, write_reference
 
 MODELS = ("qwen3", "qwen3-tied", "llama", "llama-tied", "moe")
-# Largest values over the cover, on a CPU: outputs 0.030, loss 0.011, gradient and weights 0.018, one
-# tensor 0.143, update 0.21, moments 0.022.
+# Largest values over the cover, on a CPU: outputs 0.030, loss 0.011, gradient and weights 0.018,
+# one tensor 0.143, update 0.21, moments 0.022.
 BF16_BOUNDS = Deviations(
     outputs=0.06, loss=0.02, weights=0.03, gradient=0.03, gradient_tensor=0.25, update=0.35
 )
