@@ -94,11 +94,12 @@ def test_every_bash_block_parses_and_names_known_commands(page):
 
 @pytest.mark.parametrize("page", [*CHEAP, *COSTLY])
 def test_every_flag_in_the_text_exists(page):
-    from lightrft.cli import config_command, evaluate, slurm, train
+    from lightrft.cli import config_command, doctor, evaluate, slurm, train
 
     known = {"--rdzv-backend", "--rdzv-endpoint", "--nnodes", "--help"}
     known |= {"--pretrian"}  # a misspelling that is shown on purpose
-    parsers = (train.build_parser(), evaluate.build_parser(), slurm.build_parser())
+    commands = (train, evaluate, slurm, doctor)
+    parsers = [command.build_parser() for command in commands]
     for parser in (*parsers, *config_command.build_parsers()):
         known |= {flag for action in parser._actions for flag in action.option_strings}
     found = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", PAGES[page]))
