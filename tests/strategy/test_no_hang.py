@@ -25,7 +25,8 @@ PHASES = {
     "gather": "generate",
     "update": "update the engine's weights",
     "sleep": "put the inference engine to sleep",
-    "wake": "wake up the inference engine",
+    # The peer has woken its own engine and waits in the phase that follows.
+    "wake": "update the engine's weights",
 }
 """Where the fault is planted -> the phase that is reported."""
 
