@@ -224,6 +224,15 @@ def test_optimizer_step_makes_the_engine_stale_until_the_next_update():
     strategy.gather_and_generate({"max_tokens": 1}, [[1]])
 
 
+def test_a_second_engine_takes_the_place_of_the_first():
+    strategy = strategy_with()
+    first = strategy.setup_inference_engine(None, "fake")
+    second = strategy.setup_inference_engine(None, "fake")
+    assert first.calls[-1] == "close"
+    assert strategy.inference_engine is second
+    assert "close" not in second.calls
+
+
 @pytest.mark.parametrize("unknown", ["tgi", "VLLM", ""])
 def test_unknown_engine_type(unknown):
     with pytest.raises(ValueError, match="Unsupported engine type"):

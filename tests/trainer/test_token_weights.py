@@ -13,8 +13,9 @@ from lightrft.trainer.token_weights import TokenWeighting, token_weights
 
 class OneRank:
     world_size = 1
+    dp_group = None
 
-    def gather_objects(self, item):
+    def gather_objects(self, item, group=None):
         return [item]
 
     def all_gather(self, data):
@@ -24,10 +25,13 @@ class OneRank:
 class TwoRanks(OneRank):
     """This rank and another one whose entropies are given."""
 
+    dp_group = object()
+
     def __init__(self, other):
         self.other = other
 
-    def gather_objects(self, item):
+    def gather_objects(self, item, group=None):
+        assert group is self.dp_group, "ranks that share sequences would count twice"
         return [item, self.other]
 
 

@@ -49,10 +49,13 @@ class EngineInterface(ModelPreparation):
 
     def close(self) -> None:
         """Closes the engine, and the process group if this strategy started it. Idempotent."""
+        self._close_engine()
+        super().close()
+
+    def _close_engine(self) -> None:
         if self._session.engine is not None:
             self._session.engine.close()
             self._session.engine = None
-        super().close()
 
     @property
     def inference_engine(self) -> RolloutEngine | None:
@@ -76,6 +79,8 @@ class EngineInterface(ModelPreparation):
         actor: AnyModel | None = None,
     ) -> RolloutEngine:
         """Starts the rollout engine; afterwards it sleeps if sleeping is enabled.
+
+        An engine that was started before is closed first: two would not fit beside the model.
 
         Args:
             args: Settings of the engine; None takes the strategy's own.
@@ -103,6 +108,7 @@ class EngineInterface(ModelPreparation):
                 f"the {kind} engine is not tensor-parallel: engine_tp_size "
                 f"{config.engine_tp_size} only forms groups, each rank generates its own prompts"
             )
+        self._close_engine()
         with phase("start the inference engine", self._timeout):
             engine = self._session.start(lambda: build_engine(wanted, module=module))
         self.inference_engine = engine
