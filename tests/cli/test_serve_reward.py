@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -23,6 +24,8 @@ def test_a_reward_file_is_served_until_it_is_interrupted(tmp_path):
         [sys.executable, "-m", "lightrft.cli.main", *arguments],
         stdout=subprocess.PIPE,
         text=True,
+        # Tests started in the background of a shell inherit that interrupts are ignored.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         found = re.search(r"serving same at (http://\S+)", process.stdout.readline())

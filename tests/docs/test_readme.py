@@ -46,7 +46,7 @@ def command(word: str) -> str:
 def test_readme_has_the_commands_that_are_tested_here():
     assert [shlex.split(line)[2:4] for line in BASH] == [
         ["lightrft", "quickstart"],
-        ["pytest"],
+        ["pytest", "-n"],
         ["lightrft", "init-model"],
         ["lightrft", "train"],
     ]

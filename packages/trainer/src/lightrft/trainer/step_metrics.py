@@ -207,8 +207,8 @@ def repeated_share(token_ids: Sequence[int], *, size: int = 4) -> float:
     count = len(token_ids) - size + 1
     if count < 2:
         return 0.0
-    windows = np.lib.stride_tricks.sliding_window_view(np.asarray(token_ids, np.int64), size)
-    return 1.0 - len(np.unique(windows, axis=0)) / count
+    windows = set(zip(*(token_ids[first : first + count] for first in range(size)), strict=True))
+    return 1.0 - len(windows) / count
 
 
 @torch.no_grad()
