@@ -190,7 +190,14 @@ def test_options_that_contradict_each_other_are_named():
     cases = (
         ({"use_gspo": True, "use_cpg_loss": True}, "different policy losses"),
         ({"use_gspo": True, "policy_loss": "gmpo"}, "different policy losses"),
-        ({"off_policy_correction": "tis", "top_p": 0.9}, "off_policy_correction needs"),
+        (
+            {"off_policy_correction": "tis", "top_p": 0.9, "use_fire": True},
+            "off_policy_correction cannot tell which first tokens",
+        ),
+        (
+            {"off_policy_correction": "tis", "top_p": 0.9, "top_k": 5, "engine_type": "sglang"},
+            "which tokens the sglang engine kept",
+        ),
         ({"correction_high": 2.0}, "need off_policy_correction"),
         ({"policy_loss": "gspo", "dual_clip": 3.0}, "dual_clip is not part"),
         (

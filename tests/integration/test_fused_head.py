@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from lightrft.models.support import SamplingSupport
 from lightrft.strategy.testing import run_multiprocess
 
 VOCAB = 251
@@ -48,8 +49,9 @@ def batch_of(rank: int):
 def score(actor, rank: int):
     token_ids, attention_mask, scored_mask, upstream = batch_of(rank)
     output = actor(
-        token_ids, attention_mask, scored_mask=scored_mask, temperature=0.8, entropy="grad"
-    )
+        token_ids, attention_mask, scored_mask=scored_mask, temperature=0.8, entropy="grad",
+        support=SamplingSupport(top_k=40, top_p=0.7),
+    )  # fmt: skip
     loss = (output.logprobs * upstream[0] + output.entropy * upstream[1]).sum()
     return output, loss
 
@@ -61,7 +63,7 @@ def plain_model(*, is_tied: bool):
     for rank in range(WORLD_SIZE):
         output, loss = score(actor, rank)
         loss.backward()
-        outputs.append((output.logprobs.detach(), output.entropy.detach()))
+        outputs.append((output.logprobs.detach(), output.entropy.detach(), output.log_kept_mass))
     return outputs, {name: p.grad for name, p in actor.named_parameters()}
 
 
@@ -87,10 +89,12 @@ def compare(strategy, rank: int, *, is_tied: bool, is_fused: bool) -> dict[str, 
     errors = {name: float((found[name] - want[name]).norm()) for name in want}
     kept = {name: errors[name] / float(want[name].norm()) for name in want
             if want[name].norm() > 1e-4 * norm}  # fmt: skip
-    logprobs, entropy = outputs[rank]
+    logprobs, entropy, mass = outputs[rank]
     return {
         "logprobs": float((output.logprobs - logprobs).abs().max()),
         "entropy": float((output.entropy - entropy).abs().max()),
+        "kept mass": float((output.log_kept_mass - mass).abs().max()),
+        "least kept mass": float(mass.min()),
         "all gradients": sum(e**2 for e in errors.values()) ** 0.5 / float(norm),
         "worst gradient": max(kept.values()),
         "head gradient": float(want[head_name(want)].norm() / norm),
@@ -126,6 +130,8 @@ def test_values_and_all_gradients_equal_the_plain_models(backend):
             assert row["num_parameters"] == 0, cell
             assert row["logprobs"] < 2e-5, (cell, row)
             assert row["entropy"] < 2e-5, (cell, row)
+            assert row["kept mass"] < 2e-5, (cell, row)
+            assert row["least kept mass"] < -1e-2, "something must be excluded"
             assert row["all gradients"] < 1e-6, (cell, row)
             assert row["worst gradient"] < 5e-6, (cell, row)
             assert row["head gradient"] > 0.05, "the head's gradient must count in the comparison"

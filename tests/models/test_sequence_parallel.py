@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightrft.models import Actor, Critic
+from lightrft.models.support import SamplingSupport
 from lightrft.models.ulysses import check_head_counts
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.strategy.weight_canary import actor_canary, score_with_actor
@@ -38,9 +39,13 @@ def run_actor(directory, *, is_fused, group=None, widths=None):
         block = actor.model.model.layers[1]
         block.register_forward_pre_hook(lambda _, args: widths.append(tuple(args[0].shape[:2])))
     token_ids, attention_mask, scored_mask, upstream = make_batch()
-    output = actor(token_ids, attention_mask, scored_mask=scored_mask, entropy="grad")
+    support = SamplingSupport(top_k=30, top_p=0.7)
+    output = actor(
+        token_ids, attention_mask, scored_mask=scored_mask, entropy="grad", support=support
+    )
     ((output.logprobs - 0.3 * output.entropy) * upstream).sum().backward()
-    return output.logprobs.detach(), gradients_of(actor, group)
+    assert (output.log_kept_mass[scored_mask] < 0).all()
+    return output.sampling_logprobs.detach(), gradients_of(actor, group)
 
 
 def run_critic(directory, *, group=None):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from lightrft.models import Actor
+from lightrft.models.support import SamplingSupport
 from lightrft.strategy.testing import run_multiprocess
 
 
@@ -26,6 +27,14 @@ def loss_of(actor, rank, has_idle_rank):
     token_ids, attention_mask, scored_mask, upstream = batch_of(rank, has_idle_rank)
     output = actor(token_ids, attention_mask, scored_mask=scored_mask, entropy="grad")
     return ((output.logprobs + 0.3 * output.entropy) * upstream).sum()
+
+
+def mass_of(actor, rank, has_idle_rank):
+    token_ids, attention_mask, scored_mask, _ = batch_of(rank, has_idle_rank)
+    support = SamplingSupport(top_k=30, top_p=0.7)
+    with torch.no_grad():
+        output = actor(token_ids, attention_mask, scored_mask=scored_mask, support=support)
+    return output.log_kept_mass
 
 
 def shard_and_compare(rank: int, world: int, directories: list[str]) -> list[float]:
@@ -48,6 +57,9 @@ def shard_and_compare(rank: int, world: int, directories: list[str]) -> list[flo
                 total += (gradient - want[name].grad).square().sum()
                 norm += want[name].grad.square().sum()
             differences.append(float((total / norm).sqrt()))
+            masses = [mass_of(actor, rank, is_fused) for actor in (sharded, whole)]
+            assert bool(masses[1].any()) != (is_fused and rank == 1)
+            torch.testing.assert_close(*masses, rtol=0, atol=1e-5)
     dist.destroy_process_group()
     return differences
 

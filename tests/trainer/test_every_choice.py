@@ -48,7 +48,15 @@ class TablePolicy(torch.nn.Module):
         self.table = torch.nn.Parameter(torch.randn(VOCAB, VOCAB, generator=generator))
 
     def forward(
-        self, token_ids, attention_mask, *, scored_mask, temperature, entropy, model_inputs
+        self,
+        token_ids,
+        attention_mask,
+        *,
+        scored_mask,
+        temperature,
+        entropy,
+        model_inputs,
+        support=None,
     ):
         logprobs = (self.table[token_ids[:, :-1]] / temperature).log_softmax(-1)
         chosen = logprobs.gather(-1, token_ids[:, 1:, None]).squeeze(-1)
@@ -70,7 +78,7 @@ def samples():
         rollout_logprobs=generator.normal(-3.9, 0.5, num_tokens).astype(np.float32),
         rewards=rewards, accuracies=rewards, component_names=(), components=np.zeros((12, 0)),
         is_truncated=np.zeros(12, bool), is_masked=np.zeros(12, bool),
-        is_comparable=np.ones(12, bool), weights_versions=np.zeros(12, np.int64),
+        is_full_law=np.ones(12, bool), weights_versions=np.zeros(12, np.int64),
         token_versions=np.zeros(num_tokens, np.int64),
     )  # fmt: skip
 

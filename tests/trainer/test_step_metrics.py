@@ -23,7 +23,7 @@ def table(rewards, group_ids, lengths, *, masked=(), truncated=(), components=No
         components=np.array([components[n] for n in names]).T if names else np.zeros((rows, 0)),
         is_truncated=np.isin(np.arange(rows), truncated),
         is_masked=np.isin(np.arange(rows), masked),
-        is_comparable=np.ones(rows, dtype=bool),
+        is_full_law=np.ones(rows, dtype=bool),
         weights_versions=np.zeros(rows, dtype=np.int64),
         token_versions=np.zeros(int(np.sum(lengths)), dtype=np.int64),
     )

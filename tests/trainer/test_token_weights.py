@@ -139,11 +139,6 @@ def test_a_correction_with_equal_policies_changes_nothing_and_is_measured(build_
     assert rejected["grad_norm"] == 0
 
 
-def test_truncated_sampling_and_correction_are_refused(build_world):
-    with pytest.raises(ValueError, match="off_policy_correction"):
-        build_world(off_policy_correction="tis", top_p=0.9)
-
-
 def test_the_dual_clip_acts():
     logprobs = torch.tensor([[2.0]], requires_grad=True)
     zero, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)

@@ -23,7 +23,15 @@ class TablePolicy(torch.nn.Module):
         self.table = torch.nn.Parameter(torch.randn(VOCAB, VOCAB, generator=generator).double())
 
     def forward(
-        self, token_ids, attention_mask, *, scored_mask, temperature, entropy, model_inputs
+        self,
+        token_ids,
+        attention_mask,
+        *,
+        scored_mask,
+        temperature,
+        entropy,
+        model_inputs,
+        support=None,
     ):
         logits = self.table[token_ids[:, :-1]] / temperature
         logprobs = logits.log_softmax(-1)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lightrft.experience.exchange import SampleTable
+    from lightrft.models.support import SamplingSupport
 
 
 def collate(
@@ -26,6 +27,7 @@ def collate(
     device: torch.device,
     num_uncompared_tokens: int = 0,
     version: int | None = None,
+    support: SamplingSupport | None = None,
 ) -> RolloutBatch:
     """The rows of a table as right-padded tensors.
 
@@ -40,6 +42,7 @@ def collate(
         num_uncompared_tokens: First response tokens that were drawn at another temperature.
         version: Of the trainer's weights: tokens of other versions cannot be compared with them.
             None takes all tokens as sampled by the weights of the step.
+        support: What the sampling excluded; None if nothing, or if it cannot be replayed.
     """
     prompt_lengths = torch.from_numpy(table.prompt_lengths)[:, None]  # [batch, 1]
     lengths = torch.from_numpy(table.lengths)[:, None]
@@ -52,7 +55,7 @@ def collate(
     logprobs = torch.zeros((len(table), width), dtype=torch.float32)
     logprobs[is_response] = torch.from_numpy(table.rollout_logprobs)
     is_kept = torch.from_numpy(~table.is_masked)[:, None]
-    is_compared = is_kept & torch.from_numpy(table.is_comparable)[:, None]
+    is_compared = is_kept & torch.from_numpy(table.is_full_law == (support is None))[:, None]
     is_compared = is_compared & is_response & (positions >= prompt_lengths + num_uncompared_tokens)
     if version is not None:
         is_current = torch.zeros_like(is_response)
@@ -69,6 +72,7 @@ def collate(
         model_inputs={},
         temperature=temperature,
         compared_mask=is_compared.to(device),
+        support=support,
     )
 
 
@@ -104,6 +108,7 @@ def select_experience(batch: ExperienceBatch, rows: slice) -> ExperienceBatch:
             ref_logprobs=narrow(batch.outputs.ref_logprobs),
             values=narrow(batch.outputs.values),
             entropy=narrow(batch.outputs.entropy),
+            log_kept_mass=narrow(batch.outputs.log_kept_mass),
         ),
         advantages=batch.advantages[rows, :width],
         returns=batch.returns[rows, :width],

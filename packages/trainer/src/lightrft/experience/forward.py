@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from lightrft.experience.collate import join_micro_batches, select_rollouts
 from lightrft.experience.types import PolicyOutputs, RolloutBatch
+from lightrft.models.types import ActorOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,53 +45,65 @@ def compute_outputs(
         slices: Rows of each forward pass, in order; they cover the batch.
         scores_actor: False leaves the old logprobs and entropies to the update.
     """
-    old_logprobs: Tensor | None = None
-    entropy: Tensor | None = None
+    seen: ActorOutput | None = None
     with torch.no_grad():
         if scores_actor:
-            old_logprobs, entropy = _score(models.actor, batch, slices=slices, entropy="value")
+            seen = _score(models.actor, batch, slices=slices, entropy="value")
         ref_logprobs = None
         if models.reference is not None:
-            ref_logprobs, _ = _score(models.reference, batch, slices=slices, entropy="none")
+            # What was excluded is a matter of the policy that sampled.
+            plain = replace(batch, support=None)
+            ref_logprobs = _score(models.reference, plain, slices=slices, entropy="none").logprobs
         values = None
         if models.critic is not None:
             values = _evaluate(models.critic, batch, slices=slices)
-    return PolicyOutputs(old_logprobs, ref_logprobs, values, entropy)
+    if seen is None:
+        return PolicyOutputs(None, ref_logprobs, values, None)
+    return PolicyOutputs(seen.logprobs, ref_logprobs, values, seen.entropy, seen.log_kept_mass)
 
 
 @torch.no_grad()
 def score_actor(batch: RolloutBatch, actor: PolicyModel, *, slices: Sequence[slice]) -> Tensor:
     """The actor's logprobs of all response tokens, in its present mode: [batch, seq] float32.
 
+    They follow the law the rows were sampled from, without what it excludes.
+
     Args:
         batch: This rank's rows.
         actor: Every rank calls it equally often.
         slices: Rows of each forward pass, in order; they cover the batch.
     """
-    return _score(actor, batch, slices=slices, entropy="none")[0]
+    return _score(actor, batch, slices=slices, entropy="none").sampling_logprobs
 
 
 def _score(
     policy: PolicyModel, batch: RolloutBatch, *, slices: Sequence[slice], entropy: EntropyMode
-) -> tuple[Tensor, Tensor | None]:
-    logprobs: list[Tensor] = []
-    entropies: list[Tensor] = []
+) -> ActorOutput:
+    outputs: list[ActorOutput] = []
     for rows in slices:
         micro = select_rollouts(batch, rows)
-        output = policy(
-            micro.token_ids,
-            micro.attention_mask,
-            scored_mask=micro.response_mask,
-            temperature=scoring_temperature(micro.temperature),
-            entropy=entropy,
-            model_inputs=micro.model_inputs,
+        outputs.append(
+            policy(
+                micro.token_ids,
+                micro.attention_mask,
+                scored_mask=micro.response_mask,
+                temperature=scoring_temperature(micro.temperature),
+                entropy=entropy,
+                model_inputs=micro.model_inputs,
+                support=micro.support,
+            )
         )
-        logprobs.append(output.logprobs)
-        if output.entropy is not None:
-            entropies.append(output.entropy)
     width = batch.token_ids.shape[1]
-    joined = join_micro_batches(entropies, width) if entropies else None
-    return join_micro_batches(logprobs, width), joined
+
+    def joined(pieces: Sequence[Tensor | None]) -> Tensor | None:
+        found = [piece for piece in pieces if piece is not None]
+        return join_micro_batches(found, width) if found else None
+
+    return ActorOutput(
+        join_micro_batches([output.logprobs for output in outputs], width),
+        joined([output.entropy for output in outputs]),
+        log_kept_mass=joined([output.log_kept_mass for output in outputs]),
+    )
 
 
 def _evaluate(critic: ValueModel, batch: RolloutBatch, *, slices: Sequence[slice]) -> Tensor:

@@ -18,6 +18,7 @@ from lightrft.experience.carry import CarryOver
 from lightrft.experience.collate import collate, micro_slices
 from lightrft.experience.forward import ForwardModels, compute_outputs
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
+from lightrft.experience.replay import replayed_support
 from lightrft.experience.sampling import MakerSettings, RolloutSampler
 from lightrft.experience.stages import StageMeter
 
@@ -215,6 +216,9 @@ class ExperienceMaker:
             device=self._device,
             num_uncompared_tokens=0 if settings.first_token_temperature is None else 1,
             version=version,
+            support=replayed_support(
+                settings.sampling_params, self._strategy.inference_engine_type
+            ),
         )
 
     def _micro_slices(self, plan: MinibatchPlan, table: SampleTable) -> Sequence[slice]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from lightrft.datasets.types import Prompt
     from lightrft.engines.types import Completion
+    from lightrft.models.support import SamplingSupport
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,8 @@ class RolloutBatch:
         model_inputs: Modality tensors, opaque to everything but the modality ({} for text).
         temperature: Temperature all rows were sampled at.
         compared_mask: [batch, seq] bool, response tokens whose `rollout_logprobs` follow the law
-            the trainer scores with; None if no token's do.
+            the trainer scores with, or with `support` the truncated one; None if no token's do.
+        support: What the sampling excluded, to be replayed; None replays nothing.
     """
 
     token_ids: Tensor
@@ -92,6 +94,7 @@ class RolloutBatch:
     model_inputs: Mapping[str, Tensor]
     temperature: float
     compared_mask: Tensor | None = None
+    support: SamplingSupport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +108,22 @@ class PolicyOutputs:
         ref_logprobs: [batch, seq] float32 under the reference model.
         values: [batch, seq] float32 from the critic: value before token t is sampled.
         entropy: [batch, seq] float32 of the policy's next-token distribution at token t.
+        log_kept_mass: [batch, seq] float32, see `lightrft.models.types.ActorOutput`; it comes with
+            the old logprobs of rows that have a `support`.
     """
 
     old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
     values: Tensor | None
     entropy: Tensor | None
+    log_kept_mass: Tensor | None = None
+
+    @property
+    def sampling_logprobs(self) -> Tensor | None:
+        """The old logprobs under the law the engine sampled from, truncation included."""
+        if self.old_logprobs is None or self.log_kept_mass is None:
+            return self.old_logprobs
+        return self.old_logprobs - self.log_kept_mass
 
 
 @dataclass(frozen=True, slots=True)

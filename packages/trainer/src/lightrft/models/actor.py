@@ -19,10 +19,15 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from lightrft.models.support import SamplingSupport
+
 # FSDP2 finds the tensors of a module's output, to hook the backward pass, by flattening it.
 pytree.register_pytree_node(
     ActorOutput,
-    lambda output: ([output.logprobs, output.entropy, output.router_sums], None),
+    lambda output: (
+        [output.logprobs, output.entropy, output.router_sums, output.log_kept_mass],
+        None,
+    ),
     lambda values, _: ActorOutput(*values),
 )
 
@@ -93,6 +98,7 @@ class Actor(SequenceModel):
         temperature: float = 1.0,
         entropy: EntropyMode = "none",
         model_inputs: Mapping[str, Tensor] | None = None,
+        support: SamplingSupport | None = None,
     ) -> ActorOutput:
         """Logprobs (and entropy) of the scored tokens.
 
@@ -104,6 +110,7 @@ class Actor(SequenceModel):
             temperature: Divides the logits.
             entropy: "none", "value" (detached) or "grad".
             model_inputs: Further inputs of the model (images ...), passed on by name.
+            support: The truncation the scored tokens were drawn with, to get `log_kept_mass`.
 
         Raises:
             ValueError: Shapes differ, `scored_mask` marks padding or a first token, or the ranks
@@ -115,8 +122,12 @@ class Actor(SequenceModel):
         )
         hidden: Tensor = output.last_hidden_state
         head = self.model.get_output_embeddings()
-        logprobs, entropies = head(
-            layout.select(hidden), layout.targets, temperature=temperature, entropy=entropy
+        logprobs, entropies, masses = head(
+            layout.select(hidden),
+            layout.targets,
+            temperature=temperature,
+            entropy=entropy,
+            support=support,
         )
         return ActorOutput(
             logprobs=layout.scatter(logprobs),
@@ -130,6 +141,7 @@ class Actor(SequenceModel):
             )
             if self.sums_routers
             else None,
+            log_kept_mass=None if masses is None else layout.scatter(masses),
         )
 
     def enable_router_sums(self) -> None:

@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightrft.kernels import Workspace, linear_logprob
+from lightrft.kernels.logprob.types import LogitsLaw, OutputLayer
+from lightrft.models.support import replay_support
 
 if TYPE_CHECKING:
     from lightrft.models.head_law import HeadLaw
+    from lightrft.models.support import SamplingSupport
     from lightrft.models.types import EntropyMode
 
 
@@ -51,7 +54,8 @@ class LinearLogprobHead(nn.Module):
         *,
         temperature: float = 1.0,
         entropy: EntropyMode = "none",
-    ) -> tuple[Tensor, Tensor | None]: ...
+        support: SamplingSupport | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
 
     def forward(
         self,
@@ -60,7 +64,8 @@ class LinearLogprobHead(nn.Module):
         *,
         temperature: float = 1.0,
         entropy: EntropyMode = "none",
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        support: SamplingSupport | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None]:
         """Logprobs and entropy of targets; without targets the plain projection.
 
         The plain projection is what the model's own forward calls: scale and softcap are left to
@@ -71,24 +76,33 @@ class LinearLogprobHead(nn.Module):
             targets: [tokens] int64.
             temperature: Divides the logits.
             entropy: "none", "value" (detached) or "grad".
+            support: The truncation the targets were drawn with; None replays none.
 
         Returns:
-            (logprobs [tokens] float32, entropy [tokens] float32 or None), or logits [..., vocab].
+            (logprobs [tokens] float32, entropy [tokens] float32 or None, log kept mass [tokens]
+            float32 without graph or None), or logits [..., vocab].
         """
         if targets is None:
             return F.linear(hidden, self.weight, self.bias)
+        scaled = temperature / self.law.scale
         output = linear_logprob(
             hidden,
             self.weight,
             targets,
             bias=self.bias,
-            temperature=temperature / self.law.scale,
+            temperature=scaled,
             softcap=self.law.softcap,
             entropy=entropy,
             impl="auto" if self.is_fused else "reference",
             workspace=self._workspace if self.is_fused else None,
         )
-        return output.logprobs, output.entropy
+        if support is None:
+            return output.logprobs, output.entropy, None
+        layer = OutputLayer(self.weight, self.bias, LogitsLaw(scaled, self.law.softcap))
+        mass = replay_support(
+            hidden, layer, targets, support, chunk_size=self._workspace.chunk_columns
+        )
+        return output.logprobs, output.entropy, mass
 
     def extra_repr(self) -> str:
         """Sizes and mode, as `nn.Linear` shows them."""

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from lightrft.models.support import SamplingSupport
+
 EntropyMode = Literal["none", "value", "grad"]
 
 
@@ -24,11 +26,21 @@ class ActorOutput:
         entropy: [batch, seq] float32 of the distribution token t was drawn from, or None.
         router_sums: [2, experts] float32 of a mixture-of-experts model, see
             `lightrft.models.routing`; None where nobody asked.
+        log_kept_mass: [batch, seq] float32 without graph: log-probability of the tokens that a
+            truncated law could have drawn, 0 outside the scored mask; None without a truncation.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     router_sums: Tensor | None = None
+    log_kept_mass: Tensor | None = None
+
+    @property
+    def sampling_logprobs(self) -> Tensor:
+        """Logprobs under the law the tokens were drawn from, truncation included: [batch, seq]."""
+        if self.log_kept_mass is None:
+            return self.logprobs
+        return self.logprobs - self.log_kept_mass
 
 
 class PolicyModel(Protocol):
@@ -43,6 +55,7 @@ class PolicyModel(Protocol):
         temperature: float = 1.0,
         entropy: EntropyMode = "none",
         model_inputs: Mapping[str, Tensor] | None = None,
+        support: SamplingSupport | None = None,
     ) -> ActorOutput:
         """Scores the marked tokens of padded rows; see `lightrft.models.actor.Actor.forward`."""
 

@@ -13,6 +13,7 @@ from lightrft.algorithms import (
     get_policy_loss,
 )
 from lightrft.algorithms.lookup import lookup
+from lightrft.engines.truncation import has_known_order
 from lightrft.engines.types import SamplingParams
 from lightrft.experience.assemble import AdvantageSettings
 from lightrft.experience.dynamic import DynamicSampling
@@ -20,6 +21,7 @@ from lightrft.experience.partial import PartialRollout
 from lightrft.experience.sampling import MakerSettings
 from lightrft.experience.scoring import OverlongPenalty
 from lightrft.trainer.alarms import Alarms
+from lightrft.trainer.config_checks import UNKNOWN_ORDER
 from lightrft.trainer.ppo_config import PPOConfig
 from lightrft.trainer.token_weights import TokenWeighting
 from lightrft.trainer.updates import LossSettings
@@ -55,6 +57,18 @@ def check_algorithm(config: PPOConfig, *, has_critic: bool, has_reference: bool)
             "use_kl_loss needs a reference model: pass initial_model and init_kl_coef > 0, or "
             "leave use_kl_loss out"
         )
+
+
+def check_replay(config: PPOConfig, engine_name: str | None) -> None:
+    """Raises a ValueError if a correction needs the kept tokens of an engine that hides them.
+
+    Args:
+        config: The options.
+        engine_name: Of the engine that samples; None if there is none yet.
+    """
+    is_known = has_known_order(engine_name, top_k=config.top_k, top_p=config.top_p)
+    if config.off_policy_correction is not None and not is_known:
+        raise ValueError(UNKNOWN_ORDER.format(engine=engine_name))
 
 
 def policy_loss_of(config: PPOConfig) -> PolicyLossFunction:

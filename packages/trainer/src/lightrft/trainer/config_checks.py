@@ -17,6 +17,10 @@ GROUP_ESTIMATORS = (
 LOSSES_WITHOUT_CLIP_RANGE = ("gmpo", "sapo", "reinforce")
 LOSSES_WITH_DUAL_CLIP = ("ppo", "clipped", "dapo", "dr_grpo")
 DEFAULT_POLICY_LOSS = "ppo"
+UNKNOWN_ORDER = (
+    "off_policy_correction cannot tell which tokens the {engine} engine kept with top_p and top_k "
+    "together: leave one of the two out, or take engine_type vllm or hf"
+)
 POLICY_LOSS_ALIASES = {"use_gspo": "gspo", "use_cpg_loss": "cpgd"}
 
 
@@ -47,9 +51,9 @@ def trainer_problems(config: TrainConfig | PPOConfig) -> list[str]:
     is_truncated = config.top_p < 1 or config.top_k != -1
     rules = (
         (
-            has_correction and is_truncated,
-            "off_policy_correction needs the logprobs of all tokens: leave out top_p and top_k, "
-            "or the correction",
+            has_correction and is_truncated and config.use_fire,
+            "off_policy_correction cannot tell which first tokens top_p and top_k left at "
+            "first_token_temperature: leave out top_p and top_k, use_fire or the correction",
         ),
         (
             not has_correction and (low is not None or high is not None),

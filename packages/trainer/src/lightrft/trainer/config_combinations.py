@@ -8,11 +8,13 @@ from functools import partial
 from operator import eq
 from typing import TYPE_CHECKING
 
+from lightrft.engines.truncation import has_known_order
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.config_checks import (
     GROUP_ESTIMATORS,
     LOSSES_WITH_DUAL_CLIP,
     LOSSES_WITHOUT_CLIP_RANGE,
+    UNKNOWN_ORDER,
     changed,
     loss_by_alias,
     trainer_problems,
@@ -101,6 +103,14 @@ def _loss_rules(config: TrainConfig) -> tuple[Rule, ...]:
             ),
             f"dual_clip is not part of policy_loss {config.policy_loss}: it belongs to "
             f"{', '.join(LOSSES_WITH_DUAL_CLIP)}",
+        ),
+        (
+            ("off_policy_correction", "engine_type", "top_p", "top_k"),
+            lambda: (
+                config.off_policy_correction is not None
+                and not has_known_order(config.engine_type, top_k=config.top_k, top_p=config.top_p)
+            ),
+            UNKNOWN_ORDER.format(engine=config.engine_type),
         ),
         (
             ("meta_init", "lora_rank"),

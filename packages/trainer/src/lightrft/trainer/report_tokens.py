@@ -90,12 +90,13 @@ def token_sample(entry: Mapping[str, object]) -> dict[str, object] | None:
     if not isinstance(tokens, list) or not tokens:
         return None
     logprobs, of_engine = _numbers(entry, "logprobs"), _numbers(entry, "rollout_logprobs")
+    masses = _numbers(entry, "log_kept_mass") or [0.0] * len(logprobs)
     per_token = {
         "advantage": _numbers(entry, "advantages"),
         "probability": [_exp(value) for value in logprobs],
         "ratio": [
-            _exp(None if mine is None or other is None else mine - other)
-            for mine, other in zip(logprobs, of_engine, strict=False)
+            _exp(None if mine is None or other is None or mass is None else mine - mass - other)
+            for mine, other, mass in zip(logprobs, of_engine, masses, strict=False)
         ],
         "entropy": _numbers(entry, "entropy"),
     }

@@ -132,6 +132,7 @@ class SPMDPPOTrainerBase(RunControl):
         algorithm.check_algorithm(
             self.config, has_critic=self._critic is not None, has_reference=uses_reference
         )
+        algorithm.check_replay(self.config, strategy.inference_engine_type)
         self.initial_model = initial_model if uses_reference else None
         lay_out_models(self.config, strategy, (self.actor, self.critic, self.initial_model))
         self.ema_model, self.processor = ema_model, processor
@@ -267,7 +268,7 @@ class SPMDPPOTrainerBase(RunControl):
         if engine is None or not engine.computes_model:
             return None
         rollouts = step.batch.rollouts
-        logprobs = step.batch.outputs.old_logprobs
+        logprobs = step.batch.outputs.sampling_logprobs
         if logprobs is None or step.has_engine_logprobs:
             rows = micro_slices(0, len(rollouts.rewards), self.config.micro_rollout_batch_size)
             with step.meter.stage("forward"):

@@ -178,6 +178,7 @@ def record_experience(step: StepExperience, metrics: StepMetrics, *, kl_estimato
             batch.outputs.ref_logprobs,
             metrics,
             kl_estimator=kl_estimator,
+            log_kept_mass=batch.outputs.log_kept_mass,
         )
     metrics.add_masked_mean("advantage_mean", batch.advantages, mask)
     metrics.add_masked_mean("advantage_abs", batch.advantages.abs(), mask)
@@ -220,6 +221,7 @@ def record_policy(
     metrics: StepMetrics,
     *,
     kl_estimator: str,
+    log_kept_mass: Tensor | None = None,
 ) -> None:
     """Adds what the policy at the start of the step says: entropy, KL, and the engine's logprobs.
 
@@ -231,12 +233,14 @@ def record_policy(
         rollouts: The rows.
         metrics: Receives the numbers.
         kl_estimator: Of the KL to the reference model.
+        log_kept_mass: [batch, seq] of the truncated law the rows were drawn from, or None.
     """
     mask = rollouts.response_mask
     if entropy is not None:
         metrics.add_masked_mean("entropy", entropy, mask)
     if rollouts.compared_mask is not None:
-        record_mismatch(rollouts.rollout_logprobs, old_logprobs, rollouts.compared_mask, metrics)
+        own = old_logprobs if log_kept_mass is None else old_logprobs - log_kept_mass
+        record_mismatch(rollouts.rollout_logprobs, own, rollouts.compared_mask, metrics)
     if ref_logprobs is not None:
         kl = estimate_kl(
             old_logprobs, ref_logprobs, mask, estimator=kl_estimator, old_logprobs=old_logprobs

@@ -100,10 +100,13 @@ def _entropy_mask(
 
 def _correction(batch: ExperienceBatch, weighting: TokenWeighting, metrics: StepMetrics) -> Tensor:
     rollouts, mask = batch.rollouts, batch.rollouts.response_mask
-    if batch.outputs.old_logprobs is None or weighting.correction is None:
+    trainer_logprobs = batch.outputs.sampling_logprobs
+    if trainer_logprobs is None or weighting.correction is None:
         raise RuntimeError("an off-policy correction needs the logprobs before the update")
+    if rollouts.support is not None and batch.outputs.log_kept_mass is None:
+        raise RuntimeError("an off-policy correction of truncated samples needs their kept mass")
     found = correction_weights(
-        batch.outputs.old_logprobs,
+        trainer_logprobs,
         rollouts.rollout_logprobs,
         mask,
         mode=weighting.correction,

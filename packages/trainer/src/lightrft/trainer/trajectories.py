@@ -23,7 +23,8 @@ class TrajectoryLog:
     Each line has step, sample_id, group_id, prompt, response, reward (as the estimator saw it),
     components, truncated, masked, weights_version, token_ids, tokens (their text), logprobs (of
     the trainer before the update), rollout_logprobs (of the engine), advantages, returns and,
-    where the step has them, ref_logprobs, values and entropy.
+    where the step has them, ref_logprobs, values, entropy and log_kept_mass (to be taken from
+    logprobs before they are compared with the engine's).
 
     Args:
         path: The file.
@@ -70,6 +71,7 @@ def _as_line(
     per_token = {
         "logprobs": values(outputs.old_logprobs),
         "rollout_logprobs": values(rollouts.rollout_logprobs),
+        "log_kept_mass": values(outputs.log_kept_mass),
         "ref_logprobs": values(outputs.ref_logprobs),
         "entropy": values(outputs.entropy),
         "values": values(outputs.values),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightrft.algorithms.policy import PolicyLossFunction
     from lightrft.experience.maker import StepExperience
     from lightrft.experience.types import ExperienceBatch
+    from lightrft.models.support import SamplingSupport
     from lightrft.models.types import ActorOutput, EntropyMode
     from lightrft.strategy.strategy_base import StrategyBase
     from lightrft.trainer.metrics import StepMetrics
@@ -286,7 +287,13 @@ def _whole_batch(
     return _WholeBatch(_normalizer(batch, strategy, settings), weights, sums)
 
 
-def _forward(micro: ExperienceBatch, actor: nn.Module, *, entropy: EntropyMode) -> ActorOutput:
+def _forward(
+    micro: ExperienceBatch,
+    actor: nn.Module,
+    *,
+    entropy: EntropyMode,
+    support: SamplingSupport | None = None,
+) -> ActorOutput:
     rollouts = micro.rollouts
     output: ActorOutput = actor(
         rollouts.token_ids,
@@ -295,6 +302,7 @@ def _forward(micro: ExperienceBatch, actor: nn.Module, *, entropy: EntropyMode) 
         temperature=scoring_temperature(rollouts.temperature),
         entropy=entropy,
         model_inputs=rollouts.model_inputs,
+        support=support,
     )
     return output
 
@@ -318,7 +326,12 @@ def _policy_share(
     rollouts, mask = micro.rollouts, micro.rollouts.response_mask
     is_first_look = micro.outputs.old_logprobs is None
     entropy: EntropyMode = "value" if is_first_look else "none"
-    output = _forward(micro, actor, entropy="grad" if settings.entropy_coef > 0 else entropy)
+    output = _forward(
+        micro,
+        actor,
+        entropy="grad" if settings.entropy_coef > 0 else entropy,
+        support=rollouts.support if is_first_look else None,
+    )
     old_logprobs = micro.outputs.old_logprobs
     if old_logprobs is None:
         old_logprobs = output.logprobs.detach()
@@ -329,6 +342,7 @@ def _policy_share(
             micro.outputs.ref_logprobs,
             metrics,
             kl_estimator=settings.kl_estimator,
+            log_kept_mass=output.log_kept_mass,
         )
     token_loss = settings.policy_loss(output.logprobs, old_logprobs, micro.advantages, mask)
     record_ratios(token_loss, output.logprobs, old_logprobs, mask, metrics)

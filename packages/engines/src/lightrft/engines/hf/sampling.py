@@ -28,13 +28,27 @@ def law_logprobs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         scaled = scaled / params.temperature
     if not params.truncates:
         return scaled.log_softmax(dim=-1)
-    if params.top_k != -1:
-        scaled = keep_top_k(scaled, params.top_k)
-    if params.top_p < 1:
-        scaled = keep_top_p(scaled, params.top_p)
-    if params.min_p > 0:
-        scaled = keep_min_p(scaled, params.min_p)
-    return scaled.log_softmax(dim=-1)
+    kept = keep_support(scaled, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+    return kept.log_softmax(dim=-1)
+
+
+def keep_support(logits: torch.Tensor, *, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Masks what cannot be drawn: top_k, then top_p over the mass top_k left, then min_p.
+
+    Args:
+        logits: [rows, vocab] float32 or float64, temperature included.
+        top_k, top_p, min_p: As in `SamplingParams`; -1, 1 and 0 keep all.
+
+    Returns:
+        [rows, vocab] with -inf at masked tokens.
+    """
+    if top_k != -1:
+        logits = keep_top_k(logits, top_k)
+    if top_p < 1:
+        logits = keep_top_p(logits, top_p)
+    if min_p > 0:
+        logits = keep_min_p(logits, min_p)
+    return logits
 
 
 def draw_tokens(

@@ -1,0 +1,112 @@
+"""Which tokens a truncated law could have drawn, found again from the trainer's own logits.
+
+An engine that samples with top_k, top_p or min_p tells logprobs of the law renormalised over the
+kept tokens. With the mass m of the kept tokens under the whole law, log p_truncated = log p - log m
+for every kept token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightrft.engines.hf.sampling import keep_support
+from lightrft.kernels.logprob.products import full_precision_reductions, wide_product
+from lightrft.kernels.logprob.types import apply_law
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from lightrft.kernels.logprob.types import OutputLayer
+
+# 16 MiB of logits: sorting them takes about ten times as much.
+BLOCK_LOGITS = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSupport:
+    """What excludes tokens before one is drawn: top_k, then top_p of what is left, then min_p.
+
+    Args:
+        top_k: Keep the k most likely tokens; -1 keeps all.
+        top_p: Keep the smallest set of tokens whose probability reaches this; 1 keeps all.
+        min_p: Keep tokens with at least this share of the top token's probability; 0 keeps all.
+    """
+
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+def log_kept_mass(logits: Tensor, targets: Tensor, support: SamplingSupport) -> Tensor:
+    """Log-probability that a draw from the whole law is a kept token; at most 0.
+
+    The target counts as kept: it was drawn, and rounding may put it on either side of the border.
+
+    Args:
+        logits: [rows, vocab] float32 or float64, temperature included.
+        targets: [rows] int64, the drawn tokens.
+        support: What was kept.
+
+    Returns:
+        [rows] in the dtype of the logits.
+    """
+    index = targets[:, None]
+    kept = keep_support(logits, top_k=support.top_k, top_p=support.top_p, min_p=support.min_p)
+    kept = kept.scatter(-1, index, logits.gather(-1, index))
+    return (kept.logsumexp(dim=-1) - logits.logsumexp(dim=-1)).clamp_(max=0)
+
+
+@torch.no_grad()
+def replay_support(
+    hidden: Tensor,
+    layer: OutputLayer,
+    targets: Tensor,
+    support: SamplingSupport,
+    *,
+    chunk_size: int,
+    block_logits: int = BLOCK_LOGITS,
+) -> Tensor:
+    """`log_kept_mass` of hidden states, a block of rows at a time; without graph.
+
+    Args:
+        hidden: [tokens, hidden].
+        layer: The output layer and the law of its logits.
+        targets: [tokens] int64, the drawn tokens.
+        support: What was kept.
+        chunk_size: Rows of the weight that are widened at a time.
+        block_logits: Logits of one block, at most; a block has one row at least.
+
+    Returns:
+        [tokens] float32 (float64 for float64 inputs).
+    """
+    rows = max(1, block_logits // len(layer.weight))
+    # One block even without tokens: the dtype of its empty result is that of all others.
+    starts = range(0, max(1, len(hidden)), rows)
+    with full_precision_reductions():
+        masses = [
+            log_kept_mass(
+                _logits(hidden[start : start + rows], layer, chunk_size),
+                targets[start : start + rows],
+                support,
+            )
+            for start in starts
+        ]
+    return torch.cat(masses)
+
+
+def _logits(hidden: Tensor, layer: OutputLayer, chunk_size: int) -> Tensor:
+    """[rows, vocab] float32 or float64."""
+    return torch.cat(list(_chunks(hidden, layer, chunk_size)), dim=-1)
+
+
+def _chunks(hidden: Tensor, layer: OutputLayer, chunk_size: int) -> Iterator[Tensor]:
+    for start in range(0, len(layer.weight), chunk_size):
+        own = slice(start, start + chunk_size)
+        product = wide_product(hidden, layer.weight[own].T)
+        bias = None if layer.bias is None else layer.bias[own].to(product.dtype)
+        yield apply_law(product, bias, layer.law)

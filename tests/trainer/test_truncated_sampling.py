@@ -1,0 +1,148 @@
+"""Samples of a truncated law: the trainer replays what the engine excluded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from lightrft.engines import EngineConfig
+from lightrft.engines.hf.engine import HFEngine
+from lightrft.engines.types import SamplingParams
+from lightrft.experience.replay import replayed_support
+from lightrft.models.support import SamplingSupport
+from lightrft.strategy.config import ConfigError
+from lightrft.trainer.algorithm import check_replay
+from lightrft.trainer.config import TrainConfig
+from lightrft.trainer.parity import ParityError
+from lightrft.trainer.ppo_config import PPOConfig
+from lightrft.trainer.report_tokens import token_sample
+from lightrft.trainer.trajectories import TrajectoryLog
+
+ONE_UPDATE = {"train_batch_size": 16, "args": {"train_batch_size": 16}}
+TRUNCATIONS = [{"top_p": 0.8}, {"top_k": 5}, {"top_p": 0.7, "top_k": 40, "temperature": 0.8}]
+
+
+@pytest.mark.parametrize("options", TRUNCATIONS, ids=str)
+def test_engine_and_trainer_agree_under_the_truncated_law(build_world, capsys, options):
+    world = build_world(off_policy_correction="tis", correction_high=10.0, **options)
+    batch = world.trainer.make_experience()
+    mask, outputs = batch.rollouts.compared_mask, batch.outputs
+    assert torch.equal(mask, batch.rollouts.response_mask)
+    engine = batch.rollouts.rollout_logprobs[mask]
+    torch.testing.assert_close(outputs.sampling_logprobs[mask], engine, rtol=0, atol=1e-5)
+    assert (outputs.old_logprobs[mask] - engine).abs().max() > 1e-2
+    assert f"parity: engine and trainer logprobs of {int(mask.sum())} tokens" in (
+        capsys.readouterr().out
+    )
+    metrics = world.trainer.ppo_train(1)
+    assert metrics["logprob_diff_max"] < 1e-5
+    assert metrics["correction_weight"] == pytest.approx(1, abs=1e-4)
+    assert metrics["correction_raw_weight_max"] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, ONE_UPDATE], ids=["forward-first", "forward-deferred"])
+def test_the_mismatch_is_measured_wherever_the_old_logprobs_come_from(build_world, options):
+    world = build_world(top_p=0.5, **options)
+    deferred = world.trainer.make_experience().outputs.old_logprobs is None
+    assert deferred == (options == ONE_UPDATE)
+    metrics = world.trainer.ppo_train(1)
+    assert metrics["logprob_diff_max"] < 1e-5
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.parametrize("options", [{"use_fire": True}, {"partial_rollout": True}], ids=str)
+def test_other_ways_to_sample_are_compared_too(build_world, options):
+    world = build_world(top_p=0.7, num_prompts=16, **options)
+    for step in (1, 2):
+        mask = world.trainer.make_experience().rollouts.compared_mask
+        assert mask.any()
+        assert world.trainer.ppo_train(step)["logprob_diff_max"] < 1e-4
+
+
+def test_the_trajectories_and_their_page_compare_under_one_law(build_world, tmp_path):
+    log = TrajectoryLog(tmp_path / "trajectories.jsonl")
+    world = build_world(top_p=0.8, trajectory_log=log)
+    world.trainer.make_experience()
+    world.trainer.ppo_train(1)
+    log.close()
+    line = json.loads((tmp_path / "trajectories.jsonl").read_text().splitlines()[0])
+    assert min(line["log_kept_mass"]) < -1e-2
+    assert token_sample(line)["ratio"] == pytest.approx([1.0] * len(line["tokens"]), abs=1e-4)
+    del line["log_kept_mass"]
+    assert min(token_sample(line)["ratio"]) < 0.99
+
+
+def test_the_loss_does_not_see_the_truncation(build_world):
+    """Without a correction a step is the same whether or not the kept mass is known."""
+    weights = []
+    for is_known in (True, False):
+        world = build_world(top_p=0.5)
+        batch = world.trainer.make_experience()
+        if not is_known:
+            rollouts = dataclasses.replace(batch.rollouts, compared_mask=None, support=None)
+            outputs = dataclasses.replace(batch.outputs, log_kept_mass=None)
+            step = world.trainer._experience
+            blind = dataclasses.replace(batch, rollouts=rollouts, outputs=outputs)
+            world.trainer._experience = dataclasses.replace(step, batch=blind)
+        world.trainer.ppo_train(1)
+        weights.append(world.weights())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+class ShiftedEngine(HFEngine):
+    """Fault: what it samples comes with the logprobs of other weights."""
+
+    def generate(self, requests, sampling_params):
+        return [
+            dataclasses.replace(
+                completion, output_logprobs=tuple(x - 0.5 for x in completion.output_logprobs)
+            )
+            for completion in super().generate(requests, sampling_params)
+        ]
+
+
+@pytest.mark.parametrize("options", [{}, ONE_UPDATE], ids=["forward-first", "forward-deferred"])
+def test_a_planted_fault_trips_the_gate(build_world, options):
+    world = build_world(top_p=0.8, **options)
+    world.strategy.config.verify_weight_sync = False
+    module = world.strategy.unwrap_model(world.trainer.actor).model
+    world.strategy.inference_engine = ShiftedEngine(EngineConfig("hf", ""), module=module)
+    world.strategy.update_engine_weights(world.trainer.actor)
+    with pytest.raises(ParityError, match=r"5\.00e-01 in the mean"):
+        world.trainer.make_experience()
+
+
+def test_a_wrong_support_trips_the_gate(build_world, monkeypatch):
+    monkeypatch.setattr(
+        "lightrft.experience.maker.replayed_support", lambda *_: SamplingSupport(top_p=0.6)
+    )
+    with pytest.raises(ParityError):
+        build_world(top_p=0.8).trainer.make_experience()
+
+
+def test_engines_with_another_order_are_not_replayed(build_world, monkeypatch):
+    both, one = SamplingParams(top_k=5, top_p=0.9), SamplingParams(top_p=0.9)
+    assert replayed_support(SamplingParams(), "hf") is None
+    assert replayed_support(SamplingParams(temperature=0, top_p=0.9), "hf") is None
+    assert replayed_support(one, "sglang") == SamplingSupport(top_p=0.9)
+    assert replayed_support(both, "sglang") is None
+    for name in ("hf", "vllm"):
+        assert replayed_support(both, name) == SamplingSupport(top_k=5, top_p=0.9)
+    assert replayed_support(SamplingParams(top_k=5, min_p=0.1), "vllm") is None
+    check_replay(PPOConfig(top_k=5, top_p=0.9), "sglang")
+    check_replay(PPOConfig(top_p=0.9, off_policy_correction="tis"), "sglang")
+    with pytest.raises(ValueError, match="the sglang engine kept with top_p and top_k together"):
+        check_replay(PPOConfig(top_k=5, top_p=0.9, off_policy_correction="tis"), "sglang")
+    monkeypatch.setattr("lightrft.experience.maker.replayed_support", lambda *_: None)
+    world = build_world(top_p=0.5)
+    assert world.trainer.make_experience().outputs.log_kept_mass is None
+    assert "logprob_diff_max" not in world.trainer.ppo_train()
+
+
+def test_what_cannot_be_replayed_is_refused_with_remedies():
+    TrainConfig(off_policy_correction="tis", top_p=0.9, top_k=5)
+    with pytest.raises(ConfigError, match="leave out top_p and top_k, use_fire or the correction"):
+        PPOConfig(off_policy_correction="tis", top_p=0.9, use_fire=True)
