@@ -6,6 +6,7 @@ All start from one warm-started model; a minute or two of one core each: run wit
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 
 import pytest
@@ -102,8 +103,30 @@ def test_held_out_accuracy_reaches_nine_tenths(tmp_path, warm_model, name):
 
 
 def test_rewards_of_other_responses_teach_nothing(tmp_path, warm_model):
-    """The mean over all held-out responses is the accuracy, whoever got whose reward."""
-    ((before, after),) = run_multiprocess(
-        train, 1, timeout_seconds=3600, args=(str(tmp_path), warm_model, {"shuffled": True})
-    )
-    assert after < before + 0.1
+    """The mean over the responses of a step is the accuracy, whoever got whose reward.
+
+    Of sampled responses, not of greedy ones: the warm-started model remembers the carry about
+    every other time, so a drift of nothing turns the greedy answers of most sums around.
+    """
+    args = (str(tmp_path), warm_model, {"shuffled": True})
+    run_multiprocess(train, 1, timeout_seconds=3600, args=args)
+    early, late = mean_rewards(tmp_path)
+    assert late < early + 0.15
+    assert late < 0.8
+
+
+def test_own_rewards_teach(tmp_path, warm_model):
+    """Positive control: the same measure rises where the rewards are those of the responses."""
+    run_multiprocess(train, 1, timeout_seconds=3600, args=(str(tmp_path), warm_model, {}))
+    early, late = mean_rewards(tmp_path)
+    assert late > early + 0.15
+    assert late > 0.9
+
+
+def mean_rewards(folder, num_steps=10):
+    """Mean reward of the first and of the last steps."""
+    (file,) = folder.rglob("metrics.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rewards = [row["reward"] for row in rows if "reward" in row]
+    assert len(rewards) >= 2 * num_steps
+    return sum(rewards[:num_steps]) / num_steps, sum(rewards[-num_steps:]) / num_steps
