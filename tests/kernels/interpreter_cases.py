@@ -177,7 +177,7 @@ def test_rows_of_a_batch_do_not_depend_on_each_other():
         assert torch.equal(alone.logprobs, whole.logprobs[part])
         assert torch.equal(alone.entropy, whole.entropy[part])
     # Tiles that followed the size of the batch would be noticed: sums in another order differ.
-    options = LogprobOptions(ENGINES["bulk"], LogitsLaw(60.0, None), "value")
+    options = LogprobOptions(ENGINES["bulk"], LogitsTransform(60.0, None), "value")
     other = engine_logprob(hidden, weight, bias, targets, options)
     assert not torch.equal(other.entropy, whole.entropy)
     assert (other.entropy - whole.entropy).abs().max() < 5e-5
