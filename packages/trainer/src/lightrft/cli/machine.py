@@ -16,7 +16,7 @@ from lightrft.engines.factory import resolve_engine_type
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
 
 _DEVICE = re.compile(r"nvidia\d+\Z")
 # A checkpoint holds float32 weights and Adam's two moments, the final model the weights again.

@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
+from lightrft.config import TrainConfig
+from lightrft.config.toml import format_toml, is_secret, read_toml
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.config import TrainConfig
-from lightrft.trainer.config_files import format_toml, is_secret, read_toml
 from lightrft.trainer.reporting.events import Event, read_events
 from lightrft.trainer.runs.files import (
     CONFIG_FILE,

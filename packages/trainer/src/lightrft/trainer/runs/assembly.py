@@ -19,7 +19,7 @@ from lightrft.strategy.config import ConfigError
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.trainer.training.algorithm import check_algorithm
 from lightrft.trainer.reporting.loggers import JsonLinesLogger
-from lightrft.trainer.ppo_config import PPOConfig, resolve_ppo_config
+from lightrft.trainer.ppo_config import TrainConfig, resolve_ppo_config
 from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.reporting.progress import build_console, rank_log
 from lightrft.trainer.runs.prompts import planned_steps
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from lightrft.rewards import CombinedReward
     from lightrft.rewards.recipes import RewardRecipes
     from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
     from lightrft.trainer.reporting.loggers import MetricsLogger
     from lightrft.trainer.training.loop import LoopResult
 
@@ -95,7 +95,7 @@ class RunInputs:
     prompts: PromptDataset
     eval_prompts: tuple[Prompt, ...]
     reward: CombinedReward
-    options: PPOConfig
+    options: TrainConfig
     pretrain: PretrainMix | None = None
     recipes: RewardRecipes | None = None
 
@@ -196,7 +196,7 @@ def pretrain_mix(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
     return PretrainMix(texts, config.ptx_coef, batch_size, config.seed)
 
 
-def run_options(config: TrainConfig) -> PPOConfig:
+def run_options(config: TrainConfig) -> TrainConfig:
     """The trainer's options, with the folder of the run's checkpoints."""
     return resolve_ppo_config(
         {"ckpt_path": str(config.checkpoint_dir)}, config, loss_agg_mode=config.loss_agg_mode

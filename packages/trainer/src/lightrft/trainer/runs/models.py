@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from lightrft.strategy.prepared import PreparedModel
     from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)

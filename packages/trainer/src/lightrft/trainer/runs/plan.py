@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.config import TrainConfig
-from lightrft.trainer.config_files import is_secret, without_secrets
+from lightrft.config import TrainConfig
+from lightrft.config.toml import is_secret, without_secrets
 from lightrft.trainer.runs.files import (
     CONFIG_FILE,
     METRICS_FILE,

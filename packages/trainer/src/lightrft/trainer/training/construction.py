@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from transformers import PreTrainedTokenizerBase
 
+    from lightrft.config import TrainConfig
     from lightrft.rewards.types import RewardFunction
     from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.trainer.ppo_config import PPOConfig
 
 
 def check_processor(processor: object | None, *, is_needed: bool) -> None:
@@ -41,7 +41,7 @@ def check_engine_group(strategy: StrategyBase) -> None:
         )
 
 
-def unused_options(config: PPOConfig, *, has_reference: bool) -> list[str]:
+def unused_options(config: TrainConfig, *, has_reference: bool) -> list[str]:
     """Options that are set and do nothing in this trainer, one sentence each."""
     rules = (
         (
@@ -57,7 +57,7 @@ def unused_options(config: PPOConfig, *, has_reference: bool) -> list[str]:
 
 
 def configure_packing(
-    config: PPOConfig, strategy: StrategyBase, models: Sequence[nn.Module | None]
+    config: TrainConfig, strategy: StrategyBase, models: Sequence[nn.Module | None]
 ) -> None:
     """Packs the samples of all models, or pads them, as configured.
 

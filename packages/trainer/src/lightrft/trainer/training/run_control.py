@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
+    from lightrft.config import TrainConfig
     from lightrft.datasets.types import Prompt
     from lightrft.experience.model_rewards import ModelRewards
     from lightrft.experience.types import ExperienceBatch
     from lightrft.rewards.types import RewardFunction
     from lightrft.strategy.prepared import Arguments
     from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.trainer.ppo_config import PPOConfig
     from lightrft.trainer.reporting.loggers import LoggerGroup
     from lightrft.trainer.reporting.samples import SampleLog
     from lightrft.trainer.reporting.trajectories import TrajectoryLog
@@ -44,7 +44,7 @@ class RunControl:
     """What a trainer does between its steps; the steps themselves are those of a subclass."""
 
     strategy: StrategyBase
-    config: PPOConfig
+    config: TrainConfig
     state: TrainerState
     tokenizer: PreTrainedTokenizerBase
     reward_function: RewardFunction

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lightrft.algorithms.kl import KlController
+    from lightrft.config import TrainConfig
     from lightrft.experience.maker import StepExperience
-    from lightrft.trainer.ppo_config import PPOConfig
     from lightrft.trainer.runs.prompts import PromptStream
 
 
@@ -123,7 +123,7 @@ class TrainerState:
             ) from error
 
 
-def initial_state(config: PPOConfig) -> TrainerState:
+def initial_state(config: TrainConfig) -> TrainerState:
     """The state before the first step."""
     kl: KlController = FixedKlController(config.init_kl_coef)
     if config.kl_target is not None:
