@@ -83,7 +83,7 @@ WORKER = textwrap.dedent("""
         of_rank(rank, WeightSyncError("hash", "p differs"))
 
     def stopped(rank):
-        from lightrft.trainer.stopping import RunStoppedError
+        from lightrft.trainer.training.stopping import RunStoppedError
         of_rank(rank, RunStoppedError(3, "run"))
 
     def interrupted(rank):

@@ -113,7 +113,7 @@ def test_a_run_ends_with_code_6_and_its_own_numbers(monkeypatch, capsys):
         with StageMeter().stage("train"):
             torch.empty(1 << 46)
 
-    monkeypatch.setattr("lightrft.trainer.assembly.run_training", run_training)
+    monkeypatch.setattr("lightrft.trainer.runs.assembly.run_training", run_training)
     body = lambda: train_command.train(config(), lambda: False)  # noqa: E731
     assert run_guarded("lightrft", body) == 6
     text = capsys.readouterr().err

@@ -24,7 +24,7 @@ from lightrft.cli.quickstart.addition import (
 from lightrft.cli.quickstart.boxed_sum import score
 from lightrft.cli.quickstart.display import LiveReward
 from lightrft.cli.quickstart.recipe import ESTIMATORS, STRATEGIES, Recipe, training_config
-from lightrft.trainer.metric_table import metric_row
+from lightrft.trainer.reporting.metric_table import metric_row
 
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -165,11 +165,13 @@ def test_imitation_lowers_the_loss_and_depends_on_the_seed_alone():
 
 @pytest.mark.parametrize("algorithm", ESTIMATORS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_recipe_is_a_legal_configuration_without_idle_options(tmp_path, algorithm, strategy):
+def test_every_recipe_is_a_legal_configuration_without_unused_options(
+    tmp_path, algorithm, strategy
+):
     recipe = Recipe(algorithm=algorithm, strategy=strategy)
     config = training_config(recipe, tmp_path)
     config.check_world_size(1)
-    assert config.ineffective_options() == []
+    assert config.unused_options() == []
     assert config.rollout_batch_size * recipe.num_steps == recipe.num_prompts
     assert config.rollout_batch_size * config.n_samples_per_prompt == 128
 

@@ -142,8 +142,8 @@ def test_paths_follow_the_output_directory_unless_given():
 
 
 def test_idle_options_are_named_and_defaults_are_not():
-    assert TrainConfig(fsdp=True).ineffective_options() == []
-    idle = TrainConfig(lambd=0.5, kl_horizon=5, eval_steps=2, chunk_size=9).ineffective_options()
+    assert TrainConfig(fsdp=True).unused_options() == []
+    idle = TrainConfig(lambd=0.5, kl_horizon=5, eval_steps=2, chunk_size=9).unused_options()
     assert [line.split()[0] for line in idle] == ["lambd", "kl_horizon", "eval_steps", "chunk_size"]
 
 

@@ -166,7 +166,7 @@ def compiled_cell(rank, world_size):
         counters.clear()
         with make(world_size, compile_backend="aot_eager") as strategy:
             # Built without the factory, and still told of no option without effect.
-            assert strategy.config.ineffective_options() == []
+            assert strategy.config.unused_options() == []
             model = build()
             if checkpoints:
                 model.model.gradient_checkpointing_enable()

@@ -12,9 +12,9 @@ from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBat
 from lightrft.models import Actor
 from lightrft.models.types import ActorOutput
 from lightrft.strategy import get_fake_strategy
-from lightrft.trainer.metrics import StepMetrics
-from lightrft.trainer.pretrain_mix import PretrainMix
-from lightrft.trainer.updates import LossSettings, TrainedModel, policy_update
+from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.trainer.training.pretrain_mix import PretrainMix
+from lightrft.trainer.training.updates import LossSettings, TrainedModel, policy_update
 
 VOCAB = 131
 

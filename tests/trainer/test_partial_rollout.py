@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.experience.carry import CarryOver
+from lightrft.experience.carry import PartialRolloutState
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.ppo_config import PPOConfig
 
@@ -126,12 +126,12 @@ def test_carried_responses_survive_json_and_another_count_of_versions(build_worl
     world.trainer.make_experience()
     world.trainer.ppo_train(1)
     carry = world.trainer.state.carry
-    assert CarryOver.from_json(json.loads(json.dumps(carry.to_json()))) == carry
+    assert PartialRolloutState.from_json(json.loads(json.dumps(carry.to_json()))) == carry
     shifted = carry.rebased(carry.weights_version + 1 + 5)
     assert shifted.groups[0].oldest_version == carry.groups[0].oldest_version + 5
     assert shifted.rebased(carry.weights_version + 1) == carry
     with pytest.raises(ValueError, match="cannot be read"):
-        CarryOver.from_json({"groups": [{}], "num_calls": 0, "weights_version": 0})
+        PartialRolloutState.from_json({"groups": [{}], "num_calls": 0, "weights_version": 0})
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import warnings
 import pytest
 
 from lightrft.strategy.deadlines import current_phase, phase
-from lightrft.trainer.loggers import ConsoleLogger
-from lightrft.trainer.progress import (
+from lightrft.trainer.reporting.loggers import ConsoleLogger
+from lightrft.trainer.reporting.progress import (
     Heartbeat,
     LiveBlock,
     build_console,

@@ -4,7 +4,7 @@ from torch.utils.data import DataLoader
 from lightrft.datasets.types import Prompt
 from lightrft.strategy.sampler import DistributedSampler
 from lightrft.trainer.ppo_config import PPOConfig
-from lightrft.trainer.prompts import PromptStream, batches_per_episode, planned_steps
+from lightrft.trainer.runs.prompts import PromptStream, batches_per_episode, planned_steps
 
 
 def prompts(count):

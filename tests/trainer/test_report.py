@@ -15,16 +15,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-import lightrft.trainer.report as report_module
+import lightrft.trainer.reporting.page as report_module
 from lightrft.cli.main import main
-from lightrft.trainer.loggers import JsonLinesFile, JsonLinesLogger, drop_steps_after
-from lightrft.trainer.metric_table import METRICS, STAGES, metric_row
-from lightrft.trainer.report import find_alarms, format_seconds, render_report, write_report
-from lightrft.trainer.report_charts import HEIGHT, TOP, downsample, draw_lines, draw_stack
-from lightrft.trainer.report_inputs import NotARunError, read_run
-from lightrft.trainer.report_plots import MAX_BUCKETS, packed_library, plot_lines, plot_stack
-from lightrft.trainer.report_samples import BYTE_BUDGET, choose_samples, readable
-from lightrft.trainer.report_tokens import MAX_TOKENS, choose_tokens, token_sample
+from lightrft.trainer.reporting.charts import HEIGHT, TOP, downsample, draw_lines, draw_stack
+from lightrft.trainer.reporting.inputs import NotARunError, read_run
+from lightrft.trainer.reporting.loggers import JsonLinesFile, JsonLinesLogger, drop_steps_after
+from lightrft.trainer.reporting.metric_table import METRICS, STAGES, metric_row
+from lightrft.trainer.reporting.page import find_alarms, format_seconds, render_report, write_report
+from lightrft.trainer.reporting.plots import MAX_BUCKETS, packed_library, plot_lines, plot_stack
+from lightrft.trainer.reporting.sample_page import BYTE_BUDGET, choose_samples, readable
+from lightrft.trainer.reporting.tokens import MAX_TOKENS, choose_tokens, token_sample
 
 CONFIG = 'pretrain = "some/model"\nseed = 7\nn_samples_per_prompt = 8\nverify_weight_sync = true\n'
 HASH = -6861381335572764021

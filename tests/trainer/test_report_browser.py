@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from lightrft.trainer.metric_table import STAGES
-from lightrft.trainer.report import write_report
+from lightrft.trainer.reporting.metric_table import STAGES
+from lightrft.trainer.reporting.page import write_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="package playwright is not installed")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

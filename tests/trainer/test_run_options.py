@@ -11,8 +11,8 @@ from lightrft.models.actor import Actor
 from lightrft.rewards.service import RewardServer
 from lightrft.rewards.types import RewardResult
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.trainer.alarms import Alarms
-from lightrft.trainer.trajectories import TrajectoryLog
+from lightrft.trainer.reporting.trajectories import TrajectoryLog
+from lightrft.trainer.training.alarms import Alarms
 
 
 def changed(before, after):
@@ -159,8 +159,8 @@ class Letters:
 def train(rank, world_size, values):
     from dataclasses import asdict
 
-    from lightrft.trainer.assembly import run_training
     from lightrft.trainer.config import TrainConfig
+    from lightrft.trainer.runs.assembly import run_training
 
     return asdict(run_training(TrainConfig(**values)))
 

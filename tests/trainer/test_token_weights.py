@@ -7,8 +7,8 @@ import torch
 
 from lightrft.algorithms import build_policy_loss
 from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
-from lightrft.trainer.metrics import StepMetrics
-from lightrft.trainer.token_weights import TokenWeighting, token_weights
+from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.trainer.training.token_weights import TokenWeighting, token_weights
 
 
 class OneRank:

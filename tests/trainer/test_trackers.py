@@ -8,8 +8,8 @@ import math
 import pytest
 
 from lightrft.trainer.config import TrainConfig
-from lightrft.trainer.trackers import (
-    Dispensable,
+from lightrft.trainer.reporting.trackers import (
+    BestEffortLogger,
     TensorBoardLogger,
     TrackerError,
     WandbLogger,
@@ -103,7 +103,7 @@ def test_a_tracker_that_cannot_be_used_is_an_error_before_the_run(tmp_path, monk
 
 def test_a_tracker_that_fails_later_is_told_once_and_left_out(caplog):
     inner = Failing()
-    tracker = Dispensable("use_wandb", inner)
+    tracker = BestEffortLogger("use_wandb", inner)
     with caplog.at_level(logging.WARNING):
         for step in (1, 2, 3):
             tracker.log(step, METRICS)

@@ -14,12 +14,12 @@ from lightrft.engines.types import SamplingParams
 from lightrft.experience.replay import replayed_support
 from lightrft.models.support import SamplingSupport
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.algorithm import check_replay
 from lightrft.trainer.config import TrainConfig
-from lightrft.trainer.parity import ParityError
 from lightrft.trainer.ppo_config import PPOConfig
-from lightrft.trainer.report_tokens import token_sample
-from lightrft.trainer.trajectories import TrajectoryLog
+from lightrft.trainer.reporting.tokens import token_sample
+from lightrft.trainer.reporting.trajectories import TrajectoryLog
+from lightrft.trainer.training.algorithm import check_replay
+from lightrft.trainer.training.parity import ParityError
 
 ONE_UPDATE = {"train_batch_size": 16, "args": {"train_batch_size": 16}}
 TRUNCATIONS = [{"top_p": 0.8}, {"top_k": 5}, {"top_p": 0.7, "top_k": 40, "temperature": 0.8}]

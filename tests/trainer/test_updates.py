@@ -8,8 +8,13 @@ from lightrft.algorithms import build_policy_loss
 from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.models.types import ActorOutput
 from lightrft.strategy.optimizers import OptimizerStepResult
-from lightrft.trainer.metrics import StepMetrics
-from lightrft.trainer.updates import LossSettings, TrainedModel, policy_update, value_update
+from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.trainer.training.updates import (
+    LossSettings,
+    TrainedModel,
+    policy_update,
+    value_update,
+)
 
 ROWS, SEQ, VOCAB = 8, 9, 11
 

@@ -24,7 +24,7 @@ _SEED_MASK = 2**62 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class RawCompletion:
     """Tokens of one completion so far.
 
     Args:
@@ -43,13 +43,13 @@ def request_seed(seed: int, request_id: int, part: int) -> int:
 
 
 def joined(
-    first: Draft, second: Draft, params: SamplingParams, decoder: TextDecoder | None
-) -> Draft:
+    first: RawCompletion, second: RawCompletion, params: SamplingParams, decoder: TextDecoder | None
+) -> RawCompletion:
     """A completion from its two parts, ended at the first stop string after its minimum.
 
     The backend saw the second part alone, and a string may begin in the first.
     """
-    whole = Draft(
+    whole = RawCompletion(
         first.token_ids + second.token_ids,
         first.logprobs + second.logprobs,
         second.finish_reason,
@@ -59,25 +59,31 @@ def joined(
     return cut_at_string(whole, params, decoder)
 
 
-def cut_at_string(draft: Draft, params: SamplingParams, decoder: TextDecoder) -> Draft:
+def cut_at_string(
+    draft: RawCompletion, params: SamplingParams, decoder: TextDecoder
+) -> RawCompletion:
     """The completion up to the first stop string that ends at or after `min_tokens`."""
     matcher = StopStringMatcher(params.stop, decoder, 1)
     for index, token in enumerate(draft.token_ids):
         is_match = matcher.push(0, token)
         if is_match and index + 1 >= params.min_tokens:
-            return Draft(draft.token_ids[: index + 1], draft.logprobs[: index + 1], "stop")
+            return RawCompletion(draft.token_ids[: index + 1], draft.logprobs[: index + 1], "stop")
     return draft
 
 
-def cut_at_token(draft: Draft, stop_ids: Collection[int], *, min_tokens: int) -> Draft:
+def cut_at_token(
+    draft: RawCompletion, stop_ids: Collection[int], *, min_tokens: int
+) -> RawCompletion:
     """The completion up to the first stop token that is number `min_tokens` or later."""
     for index, token in enumerate(draft.token_ids):
         if token in stop_ids and index + 1 >= min_tokens:
-            return Draft(draft.token_ids[: index + 1], draft.logprobs[: index + 1], "stop")
+            return RawCompletion(draft.token_ids[: index + 1], draft.logprobs[: index + 1], "stop")
     return draft
 
 
-def completion_of(row: Row, draft: Draft, params: SamplingParams, version: int) -> Completion:
+def completion_of(
+    row: Row, draft: RawCompletion, params: SamplingParams, version: int
+) -> Completion:
     """The record for one row.
 
     Raises:
@@ -94,7 +100,7 @@ def completion_of(row: Row, draft: Draft, params: SamplingParams, version: int) 
         prompt_token_ids=row.prompt,
         output_token_ids=draft.token_ids,
         output_logprobs=draft.logprobs,
-        logprobs_law=params.logprobs_law,
+        logprobs_mode=params.logprobs_mode,
         finish_reason=draft.finish_reason,
         weights_version=version,
     )

@@ -48,7 +48,7 @@ class StrategyConfig:
     """All that a strategy needs to know; every field has a default.
 
     Unknown arguments given to `from_args` are kept in `extra_args` and read by `get_extra_arg`.
-    Subclasses add fields and extend `problems` and `ineffective_options`.
+    Subclasses add fields and extend `problems` and `unused_options`.
 
     Raises:
         ConfigError: Values of wrong type or out of range; one message names every such field.
@@ -262,7 +262,7 @@ class StrategyConfig:
             found.append(f"adam_betas: got {betas!r}, expected two numbers in [0, 1)")
         return found
 
-    def ineffective_options(self) -> list[str]:
+    def unused_options(self) -> list[str]:
         """Options that were changed but do nothing in the chosen mode, one sentence each."""
         rules = (
             (self.fsdp_cpu_offload and not self.fsdp, "fsdp_cpu_offload acts only with fsdp"),

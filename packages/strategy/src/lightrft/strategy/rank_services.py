@@ -97,7 +97,7 @@ class RankServices:
 
     def _check_options(self) -> None:
         """Names options without effect once, at the start."""
-        idle = self.config.ineffective_options()
+        idle = self.config.unused_options()
         if idle and self.config.strict:
             raise ConfigError("options without effect (strict):\n  " + "\n  ".join(idle))
         self._idle_options = idle

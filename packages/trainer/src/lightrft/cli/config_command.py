@@ -21,7 +21,7 @@ from lightrft.cli.parser import Parser
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.config import TrainConfig
 from lightrft.trainer.config_files import format_toml, is_secret, without_secrets
-from lightrft.trainer.run_files import CONFIG_FILE
+from lightrft.trainer.runs.files import CONFIG_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

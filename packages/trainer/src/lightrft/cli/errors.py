@@ -65,10 +65,10 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.models.loading", "ModelLoadError", ExitCode.USAGE),
     ("lightrft.strategy.checkpoint_manifest", "CheckpointError", ExitCode.USAGE),
     ("lightrft.strategy.weight_accounting", "WeightSyncError", ExitCode.VERIFICATION),
-    ("lightrft.trainer.parity", "ParityError", ExitCode.VERIFICATION),
-    ("lightrft.trainer.export", "ExportError", ExitCode.VERIFICATION),
-    ("lightrft.trainer.trackers", "TrackerError", ExitCode.PREFLIGHT),
-    ("lightrft.trainer.stopping", "RunStoppedError", ExitCode.STOPPED),
+    ("lightrft.trainer.training.parity", "ParityError", ExitCode.VERIFICATION),
+    ("lightrft.trainer.runs.export", "ExportError", ExitCode.VERIFICATION),
+    ("lightrft.trainer.reporting.trackers", "TrackerError", ExitCode.PREFLIGHT),
+    ("lightrft.trainer.training.stopping", "RunStoppedError", ExitCode.STOPPED),
 )
 LAUNCHED_BY_LIGHTRFT = "LIGHTRFT_LAUNCHED"
 _NOT_POSSIBLE_HERE = (
@@ -102,7 +102,7 @@ def _is_full_disk(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """What the user reads: the message alone where it is his to mend, else with the traceback."""
+    """What the user reads: the message alone where it is theirs to fix, else with the traceback."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     code = exit_code_of(error)

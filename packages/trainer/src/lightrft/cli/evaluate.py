@@ -17,14 +17,14 @@ from lightrft.cli.options import add_options, merge_options, normalise, unknown_
 from lightrft.cli.parser import Parser, at_least
 from lightrft.cli.preflight import check_data, model_problems
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.eval_settings import EvalSettings
-from lightrft.trainer.run_files import CONFIG_FILE
+from lightrft.trainer.runs.eval_settings import EvalSettings
+from lightrft.trainer.runs.files import CONFIG_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lightrft.trainer.config import TrainConfig
-    from lightrft.trainer.eval_run import EvalResult
+    from lightrft.trainer.runs.evaluation import EvalResult
 
 OPTIONS = (
     "eval_data", "eval_split", "max_eval_samples", "input_key", "label_key", "apply_chat_template",
@@ -63,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
         if nproc_per_node > 1:
             return launch("lightrft.cli.evaluate", argv, nproc_per_node=nproc_per_node)
         become_only_process()
-    from lightrft.trainer.eval_run import run_evaluation
+    from lightrft.trainer.runs.evaluation import run_evaluation
 
     hide_progress_bars()
     result = run_evaluation(config, settings)

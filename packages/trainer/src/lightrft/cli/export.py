@@ -26,8 +26,8 @@ def run(argv: Sequence[str]) -> int:
     if not folder.is_dir():
         raise UsageError(f"no run at {folder}: expected the --output_dir of lightrft train")
 
-    from lightrft.trainer.export import export_model
-    from lightrft.trainer.report_inputs import NotARunError
+    from lightrft.trainer.reporting.inputs import NotARunError
+    from lightrft.trainer.runs.export import export_model
 
     hide_progress_bars()
     try:

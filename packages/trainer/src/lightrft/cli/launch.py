@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import LAUNCHED_BY_LIGHTRFT, ExitCode, WorkerError
 from lightrft.strategy.error_report import PHASE_FOLDER_VARIABLE, read_phase
-from lightrft.trainer.stopping import STOP_SIGNALS
+from lightrft.trainer.training.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

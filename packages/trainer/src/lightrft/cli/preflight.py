@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lightrft.datasets.mixture import read_sources
 from lightrft.datasets.render import PromptFormat, render
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.run_plan import plan_run
+from lightrft.trainer.runs.plan import plan_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

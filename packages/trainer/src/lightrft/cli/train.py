@@ -15,7 +15,7 @@ from lightrft.cli.options import add_options, merge_options, normalise, unknown_
 from lightrft.cli.parser import Parser, at_least
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.batch_checks import batch_problems
-from lightrft.trainer.stopping import StopRequest
+from lightrft.trainer.training.stopping import StopRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +79,7 @@ def _train_stoppably(argv: Sequence[str]) -> int:
 def train(config: TrainConfig, stop_request: StopRequest) -> int:
     """Train as one of the processes of a run, whose rank is in the environment."""
     from lightrft.strategy.deadlines import phase_of
-    from lightrft.trainer.assembly import run_training
+    from lightrft.trainer.runs.assembly import run_training
 
     hide_progress_bars()
     try:
@@ -108,7 +108,7 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
 
         problems += batch_problems(config, int(os.environ.get("WORLD_SIZE", processes)))
         problems += check_paths(config)
-        problems += config.ineffective_options() if config.strict else []
+        problems += config.unused_options() if config.strict else []
     if problems:
         raise ConfigError("\n".join(problems))
     return config, processes

@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups that teach nothing give their place to further ones.
+"""Dynamic sampling: zero-variance groups give their place to further ones.
 
 A group is constant if its responses are all equally accurate; accuracy is taken before any length
 shaping, with which every group would look mixed.

@@ -14,7 +14,7 @@ from lightrft.experience.assemble import (
     assemble,
     shape_rewards,
 )
-from lightrft.experience.carry import CarryOver
+from lightrft.experience.carry import PartialRolloutState
 from lightrft.experience.collate import collate, micro_slices
 from lightrft.experience.forward import ForwardModels, compute_outputs
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
 
 
-NOTHING_CARRIED = CarryOver()
+NOTHING_CARRIED = PartialRolloutState()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class StepExperience:
         num_rounds: Batches of prompts among them.
         selection: What dynamic sampling did, or None.
         partial: What partial rollouts did, or None.
-        has_engine_logprobs: The old logprobs are the engine's.
+        use_rollout_logprobs: The old logprobs are the engine's.
     """
 
     batch: ExperienceBatch
@@ -75,7 +75,7 @@ class StepExperience:
     num_rounds: int = 1
     selection: Selection | None = None
     partial: PartialReport | None = None
-    has_engine_logprobs: bool = False
+    use_rollout_logprobs: bool = False
 
     def rows_of_minibatch(self, index: int) -> slice:
         """Rows of `batch` that belong to one optimizer batch."""
@@ -131,8 +131,8 @@ class ExperienceMaker:
         advantage: AdvantageSettings,
         shaping: RewardShaping,
         next_prompts: Callable[[], Sequence[Prompt]] | None = None,
-        defers_actor: bool = False,
-        carry: CarryOver = NOTHING_CARRIED,
+        reuses_policy_logprobs: bool = False,
+        carry: PartialRolloutState = NOTHING_CARRIED,
     ) -> StepExperience:
         """The experience of one step.
 
@@ -144,8 +144,8 @@ class ExperienceMaker:
             advantage: How rewards become advantages in this step.
             shaping: What happens to the rewards before that.
             next_prompts: This rank's share of further prompts, for dynamic sampling.
-            defers_actor: Leave old logprobs and entropies to the update if the step has one
-                optimizer batch.
+            reuses_policy_logprobs: Leave old logprobs and entropies to the update if the step has
+                one optimizer batch.
             carry: Responses that the step before left unfinished.
         """
         settings, meter = self._settings, StageMeter()
@@ -164,10 +164,10 @@ class ExperienceMaker:
                 batch,
                 self._models,
                 slices=self._micro_slices(plan, table),
-                scores_actor=not settings.takes_engine_logprobs
-                and not (defers_actor and plan.num_minibatches == 1),
+                scores_actor=not settings.use_rollout_logprobs
+                and not (reuses_policy_logprobs and plan.num_minibatches == 1),
             )
-        if settings.takes_engine_logprobs:
+        if settings.use_rollout_logprobs:
             sampled = torch.where(batch.response_mask, batch.rollout_logprobs, 0.0)
             outputs = replace(outputs, old_logprobs=sampled)
         shaped = shape_rewards(table, shaping)
@@ -195,7 +195,7 @@ class ExperienceMaker:
             num_rounds=samples.num_rounds,
             selection=samples.selection,
             partial=samples.partial,
-            has_engine_logprobs=settings.takes_engine_logprobs,
+            use_rollout_logprobs=settings.use_rollout_logprobs,
         )
 
     def _plan(self, table: SampleTable, step: int) -> MinibatchPlan:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lightrft.engines.types import GenerationRequest
-from lightrft.experience.carry import CarryOver, OpenGroup, OpenSample
+from lightrft.experience.carry import InFlightGroup, OpenSample, PartialRolloutState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -54,7 +54,7 @@ class PartialReport:
         num_carried_tokens: Tokens that they have.
     """
 
-    carry: CarryOver
+    carry: PartialRolloutState
     version: int
     num_chunks: int
     num_sampled_tokens: int
@@ -64,7 +64,7 @@ class PartialReport:
 
 def open_groups(
     prompts: Sequence[Prompt], *, first_request_id: int, group_size: int, strategy: StrategyBase
-) -> list[OpenGroup]:
+) -> list[InFlightGroup]:
     """The prompts of all ranks as groups without tokens, in global order; collective.
 
     Args:
@@ -74,20 +74,22 @@ def open_groups(
         strategy: Gathers the prompts.
     """
     shares: list[list[Prompt]] = strategy.gather_objects(list(prompts))
-    dealt = [share[i] for i in range(len(prompts)) for share in shares]
+    distributed = [share[i] for i in range(len(prompts)) for share in shares]
     empty = (OpenSample(),) * group_size
-    return [OpenGroup(first_request_id + i, prompt, empty) for i, prompt in enumerate(dealt)]
+    return [
+        InFlightGroup(first_request_id + i, prompt, empty) for i, prompt in enumerate(distributed)
+    ]
 
 
 def finish_groups(
-    carry: CarryOver,
+    carry: PartialRolloutState,
     num_wanted: int,
     *,
     settings: PartialRollout,
     sampling_params: SamplingParams,
     strategy: StrategyBase,
     sleep_engine: bool,
-) -> tuple[list[OpenGroup], PartialReport]:
+) -> tuple[list[InFlightGroup], PartialReport]:
     """Continues what is in flight until enough groups are finished; collective.
 
     Groups whose oldest token is `max_staleness` updates old are trained on in this step, so they
@@ -142,7 +144,7 @@ def finish_groups(
     left = [flight.get(g.request_id, g) for g in carry.groups if g.request_id not in kept]
     begun = [group for group in left if group.oldest_version is not None]
     return chosen, PartialReport(
-        carry=CarryOver(tuple(left), num_calls, version),
+        carry=PartialRolloutState(tuple(left), num_calls, version),
         version=version,
         num_chunks=num_calls - carry.num_calls,
         num_sampled_tokens=_num_tokens(flight.values()) - num_before,
@@ -151,22 +153,22 @@ def finish_groups(
     )
 
 
-def _is_enough(flight: dict[int, OpenGroup], due: set[int], num_wanted: int) -> bool:
+def _is_enough(flight: dict[int, InFlightGroup], due: set[int], num_wanted: int) -> bool:
     num_finished = sum(group.is_finished for group in flight.values())
     return num_finished >= num_wanted and all(flight[key].is_finished for key in due)
 
 
-def _num_tokens(groups: Iterable[OpenGroup]) -> int:
+def _num_tokens(groups: Iterable[InFlightGroup]) -> int:
     return sum(len(sample.token_ids) for group in groups for sample in group.samples)
 
 
 def _continue(
-    flight: dict[int, OpenGroup],
+    flight: dict[int, InFlightGroup],
     params: SamplingParams,
     max_tokens: int,
     strategy: StrategyBase,
-) -> dict[int, OpenGroup]:
-    """Every unfinished response with one more chunk; dealt to ranks evenly."""
+) -> dict[int, InFlightGroup]:
+    """Every unfinished response with one more chunk; distributed over ranks evenly."""
     places = [
         (key, index)
         for key, group in flight.items()
@@ -197,7 +199,7 @@ def _continue(
     }
 
 
-def _request(group: OpenGroup, index: int, *, max_tokens: int, chunk: int) -> GenerationRequest:
+def _request(group: InFlightGroup, index: int, *, max_tokens: int, chunk: int) -> GenerationRequest:
     sample = group.samples[index]
     return GenerationRequest(
         prompt_token_ids=(*group.prompt.token_ids, *sample.token_ids),

@@ -1,4 +1,4 @@
-"""The samples of one step: generated, scored, exchanged; drawn again where they teach nothing."""
+"""The samples of one step: generated, scored, exchanged; drawn again for zero-variance groups."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lightrft.datasets.types import Prompt
     from lightrft.engines.types import SamplingParams
     from lightrft.experience.assemble import AdvantageSettings
-    from lightrft.experience.carry import CarryOver, OpenGroup
+    from lightrft.experience.carry import InFlightGroup, PartialRolloutState
     from lightrft.experience.model_rewards import ModelRewards
     from lightrft.experience.stages import StageMeter
     from lightrft.experience.types import Rollout, ScoredRollout
@@ -62,7 +62,7 @@ class MakerSettings:
         max_micro_tokens: Cut micro batches by tokens instead of rows; None is off.
         packs_samples: Count no padding then: the models lay out packed streams.
         partial: Carry unfinished responses over to the next step, or None.
-        takes_engine_logprobs: The engine's logprobs are the old ones; the actor is not asked.
+        use_rollout_logprobs: The engine's logprobs are the old ones; the actor is not asked.
     """
 
     sampling_params: SamplingParams
@@ -78,7 +78,7 @@ class MakerSettings:
     max_micro_tokens: int | None = None
     packs_samples: bool = False
     partial: PartialRollout | None = None
-    takes_engine_logprobs: bool = False
+    use_rollout_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class RolloutSampler:
         advantage: AdvantageSettings,
         next_prompts: Callable[[], Sequence[Prompt]] | None,
         meter: StageMeter,
-        carry: CarryOver,
+        carry: PartialRolloutState,
     ) -> Samples:
         """All samples of the step; with dynamic sampling as many batches as it takes."""
         if self._settings.partial is not None:
@@ -169,7 +169,7 @@ class RolloutSampler:
         partial: PartialRollout,
         next_prompts: Callable[[], Sequence[Prompt]] | None,
         meter: StageMeter,
-        carry: CarryOver,
+        carry: PartialRolloutState,
     ) -> Samples:
         """The groups that are finished first, and what goes on in the next step."""
         settings, strategy = self._settings, self._strategy
@@ -201,11 +201,11 @@ class RolloutSampler:
         _check_any_scored(table)
         return Samples(scored, table, None, num_prompts, partial=report)
 
-    def _group_rollouts(self, group: OpenGroup, group_id: int) -> list[Rollout]:
+    def _group_rollouts(self, group: InFlightGroup, group_id: int) -> list[Rollout]:
         rollouts = pair_completions(
             [group.prompt],
             [group.request_id],
-            group.completions(self._settings.sampling_params.logprobs_law),
+            group.completions(self._settings.sampling_params.logprobs_mode),
             group_ids=[group_id],
             group_size=len(group.samples),
             decoder=self._decoder,

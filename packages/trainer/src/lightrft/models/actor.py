@@ -8,7 +8,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightrft.models.head import LinearLogprobHead
-from lightrft.models.head_law import read_head_law
+from lightrft.models.head_transform import read_head_transform
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.routing import router_sums
 from lightrft.models.sequence_model import SequenceModel, trunk_output
@@ -68,7 +68,7 @@ class Actor(SequenceModel):
             )
         head = LinearLogprobHead(
             projection,
-            law=read_head_law(model.config),
+            transform=read_head_transform(model.config),
             is_fused=fused_linear_logprob,
             chunk_size=chunk_size,
         )

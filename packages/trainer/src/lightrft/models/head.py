@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightrft.kernels import Workspace, linear_logprob
-from lightrft.kernels.logprob.types import LogitsLaw, OutputLayer
+from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
 from lightrft.models.support import replay_support
 
 if TYPE_CHECKING:
-    from lightrft.models.head_law import HeadLaw
+    from lightrft.models.head_transform import HeadTransform
     from lightrft.models.support import SamplingSupport
     from lightrft.models.types import EntropyMode
 
@@ -25,7 +25,7 @@ class LinearLogprobHead(nn.Module):
 
     Args:
         projection: The layer it replaces; its parameters are taken over, not copied.
-        law: What the model does to the logits.
+        transform: What the model does to the logits.
         is_fused: Work by chunks of the vocabulary instead of holding all logits.
         chunk_size: Columns of the vocabulary in one chunk, if fused.
     """
@@ -33,14 +33,14 @@ class LinearLogprobHead(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self, projection: nn.Linear, *, law: HeadLaw, is_fused: bool, chunk_size: int
+        self, projection: nn.Linear, *, transform: HeadTransform, is_fused: bool, chunk_size: int
     ) -> None:
         super().__init__()
         self.in_features = projection.in_features
         self.out_features = projection.out_features
         self.weight = projection.weight
         self.register_parameter("bias", projection.bias)
-        self.law = law
+        self.transform = transform
         self.is_fused = is_fused
         self._workspace = Workspace(chunk_size)
 
@@ -84,21 +84,21 @@ class LinearLogprobHead(nn.Module):
         """
         if targets is None:
             return F.linear(hidden, self.weight, self.bias)
-        scaled = temperature / self.law.scale
+        scaled = temperature / self.transform.scale
         output = linear_logprob(
             hidden,
             self.weight,
             targets,
             bias=self.bias,
             temperature=scaled,
-            softcap=self.law.softcap,
+            softcap=self.transform.softcap,
             entropy=entropy,
             impl="auto" if self.is_fused else "reference",
             workspace=self._workspace if self.is_fused else None,
         )
         if support is None:
             return output.logprobs, output.entropy, None
-        layer = OutputLayer(self.weight, self.bias, LogitsLaw(scaled, self.law.softcap))
+        layer = OutputLayer(self.weight, self.bias, LogitsTransform(scaled, self.transform.softcap))
         mass = replay_support(
             hidden, layer, targets, support, chunk_size=self._workspace.chunk_columns
         )
@@ -108,5 +108,5 @@ class LinearLogprobHead(nn.Module):
         """Sizes and mode, as `nn.Linear` shows them."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, is_fused={self.is_fused}, law={self.law}"
+            f"bias={self.bias is not None}, is_fused={self.is_fused}, transform={self.transform}"
         )

@@ -58,7 +58,7 @@ class SequenceModel(nn.Module):
             group: The ranks that share; None divides nothing.
 
         Raises:
-            LayoutRefusedError: The heads cannot be dealt to the ranks, or the model mixes
+            LayoutRefusedError: The heads cannot be distributed over the ranks, or the model mixes
                 sequences.
         """
         self._use_policy(replace(self.layout_policy, sp_group=group))

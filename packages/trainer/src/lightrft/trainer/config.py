@@ -9,7 +9,7 @@ from typing import Self
 
 from lightrft.strategy.config import ConfigError, option
 from lightrft.trainer.batch_checks import batch_problems
-from lightrft.trainer.config_checks import idle_options
+from lightrft.trainer.config_checks import unused_options
 from lightrft.trainer.config_combinations import combination_problems
 from lightrft.trainer.config_files import read_toml, write_toml
 from lightrft.trainer.config_samples import SampleOptions
@@ -262,9 +262,9 @@ class TrainConfig(SampleOptions, TrackingConfig):
             *combination_problems(self, wrong_fields=wrong),
         ]
 
-    def ineffective_options(self) -> list[str]:
+    def unused_options(self) -> list[str]:
         """Options that were changed but do nothing in the chosen mode, one sentence each."""
-        return [*super().ineffective_options(), *idle_options(self)]
+        return [*super().unused_options(), *unused_options(self)]
 
     @property
     def checkpoint_dir(self) -> Path:

@@ -136,7 +136,7 @@ def _engine_logprob_rules(config: TrainConfig | PPOConfig) -> tuple[tuple[bool, 
     needed, truncates = "use_rollout_logprobs", config.top_p < 1 or config.top_k != -1
     corrects = config.off_policy_correction is not None
     excluded = {
-        "top_p and top_k: the engine's logprobs then follow another law": truncates,
+        "top_p and top_k: the engine's logprobs then follow another distribution": truncates,
         "use_fire: its first tokens are drawn at another temperature": config.use_fire,
         "off_policy_correction: all its weights would be 1": corrects,
         "high_entropy_token_ratio: it needs a forward pass": config.high_entropy_token_ratio > 0,
@@ -155,7 +155,7 @@ def has_alarm(config: TrainConfig | PPOConfig) -> bool:
     return any(bound is not None for bound in bounds)
 
 
-def idle_options(config: TrainConfig) -> list[str]:
+def unused_options(config: TrainConfig) -> list[str]:
     """Options that were changed from their defaults and act in no run like this, one line each."""
     has_critic = config.advantage_estimator == "gae"
     rules = (

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from lightrft.strategy.config import PUBLIC_NAMES, SECRET_WORDS, ConfigError, mask_address
-from lightrft.trainer.run_files import write_whole
+from lightrft.trainer.runs.files import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -7,27 +7,31 @@ from typing import TYPE_CHECKING, Unpack
 from lightrft.experience.collate import micro_slices
 from lightrft.experience.forward import ForwardModels, score_actor
 from lightrft.experience.maker import ExperienceMaker, StepExperience
-from lightrft.trainer import algorithm
-from lightrft.trainer.construction import (
+from lightrft.trainer.ppo_config import PPOKeywords, resolve_ppo_config
+from lightrft.trainer.reporting.loggers import ConsoleLogger, LoggerGroup
+from lightrft.trainer.runs.prompts import check_lengths
+from lightrft.trainer.training import algorithm
+from lightrft.trainer.training.construction import (
+    build_trainer_reward,
     check_engine_group,
     check_processor,
-    idle_options,
+    configure_packing,
     is_deterministic,
-    lay_out_models,
-    reward_of,
-    tokenizer_beside,
+    load_actor_tokenizer,
     trained_model,
+    unused_options,
 )
-from lightrft.trainer.loggers import ConsoleLogger, LoggerGroup
-from lightrft.trainer.metrics import StepMetrics
-from lightrft.trainer.parity import check_parity
-from lightrft.trainer.ppo_config import PPOKeywords, resolve_ppo_config
-from lightrft.trainer.prompts import check_lengths
-from lightrft.trainer.run_control import RunControl
-from lightrft.trainer.state import initial_state
-from lightrft.trainer.step_metrics import finished_metrics, record_experience, record_stages
-from lightrft.trainer.throughput import UtilisationMeter
-from lightrft.trainer.updates import Schedule, UpdateModels, update_models
+from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.trainer.training.parity import check_parity
+from lightrft.trainer.training.run_control import RunControl
+from lightrft.trainer.training.state import initial_state
+from lightrft.trainer.training.step_metrics import (
+    finished_metrics,
+    record_experience,
+    record_stages,
+)
+from lightrft.trainer.training.throughput import UtilisationMeter
+from lightrft.trainer.training.updates import MinibatchOrder, UpdateModels, update_models
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,12 +47,12 @@ if TYPE_CHECKING:
     from lightrft.rewards.types import RewardFunction
     from lightrft.strategy.prepared import PreparedModel
     from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.trainer.loggers import MetricsLogger
-    from lightrft.trainer.parity import ParityReport
-    from lightrft.trainer.pretrain_mix import PretrainMix
-    from lightrft.trainer.prompts import PromptBatches, PromptStream
-    from lightrft.trainer.samples import SampleLog
-    from lightrft.trainer.trajectories import TrajectoryLog
+    from lightrft.trainer.reporting.loggers import MetricsLogger
+    from lightrft.trainer.reporting.samples import SampleLog
+    from lightrft.trainer.reporting.trajectories import TrajectoryLog
+    from lightrft.trainer.runs.prompts import PromptBatches, PromptStream
+    from lightrft.trainer.training.parity import ParityReport
+    from lightrft.trainer.training.pretrain_mix import PretrainMix
 
     Model = nn.Module | PreparedModel
 
@@ -134,10 +138,10 @@ class SPMDPPOTrainerBase(RunControl):
         )
         algorithm.check_replay(self.config, strategy.inference_engine_type)
         self.initial_model = initial_model if uses_reference else None
-        lay_out_models(self.config, strategy, (self.actor, self.critic, self.initial_model))
+        configure_packing(self.config, strategy, (self.actor, self.critic, self.initial_model))
         self.ema_model, self.processor = ema_model, processor
-        self.tokenizer = tokenizer or tokenizer_beside(strategy.config.pretrain)
-        self.reward_function = reward_of(reward_model, reward_fn)
+        self.tokenizer = tokenizer or load_actor_tokenizer(strategy.config.pretrain)
+        self.reward_function = build_trainer_reward(reward_model, reward_fn)
         self.eval_prompts = eval_prompts
         self.state = initial_state(self.config)
         self._prompts_dataloader = prompts_dataloader
@@ -152,7 +156,7 @@ class SPMDPPOTrainerBase(RunControl):
             loggers = [ConsoleLogger(strategy.print, every=self.config.logging_steps)]
         self._loggers = LoggerGroup(loggers if strategy.is_rank_0() else ())
         self._maker = self._build_maker()
-        for text in idle_options(self.config, has_reference=uses_reference):
+        for text in unused_options(self.config, has_reference=uses_reference):
             strategy.print(f"warning: option without effect: {text}")
 
     # ------------------------------------------------------------------ parts
@@ -225,7 +229,7 @@ class SPMDPPOTrainerBase(RunControl):
             advantage=algorithm.advantage_settings(self.config, kl_coef=self._kl_coef),
             shaping=self.state.shaping,
             next_prompts=self._next_prompts(),
-            defers_actor=self._defers_actor(),
+            reuses_policy_logprobs=self._reuses_policy_logprobs(),
             carry=self.state.carry,
         )
         if self._parity_is_due():
@@ -269,7 +273,7 @@ class SPMDPPOTrainerBase(RunControl):
             return None
         rollouts = step.batch.rollouts
         logprobs = step.batch.outputs.sampling_logprobs
-        if logprobs is None or step.has_engine_logprobs:
+        if logprobs is None or step.use_rollout_logprobs:
             rows = micro_slices(0, len(rollouts.rewards), self.config.micro_rollout_batch_size)
             with step.meter.stage("forward"):
                 logprobs = score_actor(rollouts, self.actor, slices=rows)
@@ -283,7 +287,7 @@ class SPMDPPOTrainerBase(RunControl):
         self.strategy.print(report.summary())
         return report
 
-    def _defers_actor(self) -> bool:
+    def _reuses_policy_logprobs(self) -> bool:
         """Whether nobody needs the old logprobs before the one update that computes them too."""
         is_logged = self._trajectory_log is not None and self._trajectory_log.is_due(
             self.state.num_steps + 1
@@ -291,7 +295,7 @@ class SPMDPPOTrainerBase(RunControl):
         has_kl_reward = self.initial_model is not None and not self.config.use_kl_loss
         return (
             self.config.max_epochs == 1
-            and algorithm.weighting_of(self.config) is None
+            and algorithm.build_token_weighting(self.config) is None
             and self._is_deterministic
             and self._trains_actor
             and not has_kl_reward
@@ -372,7 +376,7 @@ class SPMDPPOTrainerBase(RunControl):
             ),
             strategy=self.strategy,
             settings=settings,
-            schedule=Schedule(self.config.max_epochs, self.config.seed, self.state.num_steps),
+            schedule=MinibatchOrder(self.config.max_epochs, self.config.seed, self.state.num_steps),
             metrics=metrics,
             pretrain=self._pretrain,
         )

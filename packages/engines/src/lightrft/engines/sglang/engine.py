@@ -8,7 +8,13 @@ import torch
 from transformers import PreTrainedModel
 
 from lightrft.engines.base import RolloutEngine
-from lightrft.engines.drafts import Draft, completion_of, cut_at_string, cut_at_token, joined
+from lightrft.engines.drafts import (
+    RawCompletion,
+    completion_of,
+    cut_at_string,
+    cut_at_token,
+    joined,
+)
 from lightrft.engines.hf.build import architecture_of
 from lightrft.engines.hf.stopping import end_of_sequence_ids
 from lightrft.engines.hf.text import Text
@@ -173,7 +179,7 @@ class SGLangEngine(RolloutEngine):
                 "enable_deterministic_inference=false, which draws without the seed"
             )
 
-    def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[Draft]:
+    def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[RawCompletion]:
         """One draft a row. Before `min_tokens` nothing stops, so those come as a first part."""
         has_minimum = params.min_tokens > 1
         eos_ids = () if params.ignore_eos else self._eos_ids
@@ -190,10 +196,10 @@ class SGLangEngine(RolloutEngine):
     def _continue(
         self,
         rows: Sequence[Row],
-        drafts: Sequence[Draft],
+        drafts: Sequence[RawCompletion],
         params: SamplingParams,
         stop_ids: Sequence[int],
-    ) -> list[Draft]:
+    ) -> list[RawCompletion]:
         jobs = [next_job(row, draft, params) for row, draft in zip(rows, drafts, strict=True)]
         wanted = [job for job in jobs if job is not None]
         answers = iter(self._run(wanted, params, stop_ids, with_stops=True))
@@ -209,7 +215,7 @@ class SGLangEngine(RolloutEngine):
         stop_ids: Sequence[int],
         *,
         with_stops: bool,
-    ) -> list[Draft]:
+    ) -> list[RawCompletion]:
         if not jobs:
             return []
         natives = [

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lightrft.engines.base import RolloutEngine
-from lightrft.engines.drafts import Draft, completion_of, joined
+from lightrft.engines.drafts import RawCompletion, completion_of, joined
 from lightrft.engines.hf.build import architecture_of
 from lightrft.engines.hf.stopping import end_of_sequence_ids
 from lightrft.engines.hf.text import Text
@@ -180,7 +180,7 @@ class VLLMEngine(RolloutEngine):
                 "stop_token_ids"
             )
 
-    def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[Draft]:
+    def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[RawCompletion]:
         """One draft a row. Before `min_tokens` nothing stops, so those come as a first part."""
         has_minimum = params.min_tokens > 1
         parts = self._run(first_jobs(rows, params), params, with_stops=not has_minimum)
@@ -197,7 +197,7 @@ class VLLMEngine(RolloutEngine):
 
     def _run(
         self, jobs: Sequence[Job], params: SamplingParams, *, with_stops: bool
-    ) -> list[list[Draft]]:
+    ) -> list[list[RawCompletion]]:
         if not jobs:
             return []
         eos_ids = () if params.ignore_eos else self._eos_ids

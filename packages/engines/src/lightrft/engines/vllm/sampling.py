@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from lightrft.engines.drafts import Draft, request_seed
+from lightrft.engines.drafts import RawCompletion, request_seed
 from lightrft.engines.native_params import params_from_native
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def native_params(
     """Sampling parameters of vLLM for one job.
 
     End-of-sequence ids come as plain stop ids, and `min_tokens` is never passed: vLLM would
-    exclude the stop tokens from the law that tokens are drawn from.
+    exclude the stop tokens from the distribution that tokens are drawn from.
 
     Args:
         job: What to sample.
@@ -114,7 +114,7 @@ def params_of_native(native: object) -> SamplingParams | None:
     )
 
 
-def drafts_of(job: Job, outputs: Sequence[NativeCompletion]) -> list[Draft]:
+def drafts_of(job: Job, outputs: Sequence[NativeCompletion]) -> list[RawCompletion]:
     """The samples of one job, in order; greedy ones are the same sample `num_samples` times."""
     drafts = []
     for output in sorted(outputs, key=lambda o: o.index):
@@ -123,7 +123,7 @@ def drafts_of(job: Job, outputs: Sequence[NativeCompletion]) -> list[Draft]:
             float(entry[token].logprob)
             for token, entry in zip(tokens, output.logprobs, strict=True)
         )
-        drafts.append(Draft(tokens, logprobs, _reason(output.finish_reason)))
+        drafts.append(RawCompletion(tokens, logprobs, _reason(output.finish_reason)))
     return drafts * job.num_samples if len(drafts) == 1 else drafts
 
 
@@ -145,7 +145,7 @@ def first_jobs(rows: Sequence[Row], params: SamplingParams) -> list[Job]:
     return jobs
 
 
-def next_job(row: Row, draft: Draft, params: SamplingParams) -> Job | None:
+def next_job(row: Row, draft: RawCompletion, params: SamplingParams) -> Job | None:
     """The job that continues a completion after its minimum, or None if it is full."""
     left = row.max_tokens - len(draft.token_ids)
     if left <= 0:

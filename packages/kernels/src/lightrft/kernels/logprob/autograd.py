@@ -21,7 +21,7 @@ from lightrft.kernels.logprob.products import (
 from lightrft.kernels.logprob.rows import GradRows, RowStatistics
 from lightrft.kernels.logprob.types import (
     EntropyMode,
-    LogitsLaw,
+    LogitsTransform,
     LogprobOutput,
     OutputLayer,
     accumulation_dtype,
@@ -61,14 +61,14 @@ class LogprobOptions:
 
     Args:
         engine: How to compute.
-        law: Softcap and temperature.
+        transform: Softcap and temperature.
         entropy: Whether to compute the entropy, and whether gradients flow through it.
         shard: The part of the vocabulary that the weight is, or None if it is all of it.
         grad_weight: Takes dL/dweight in place of autograd, or None.
     """
 
     engine: LogprobEngine
-    law: LogitsLaw
+    transform: LogitsTransform
     entropy: EntropyMode
     shard: VocabShard | None = None
     grad_weight: Tensor | None = None
@@ -88,7 +88,7 @@ def engine_logprob(
         weight: [columns, hidden].
         bias: [columns] or None.
         targets: [tokens] int64 rows of `weight`; outside it where another rank holds them.
-        options: Engine, law, entropy, shard.
+        options: Engine, transform, entropy, shard.
     """
     logprobs, entropies = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, options
@@ -119,7 +119,7 @@ class _LinearLogprob(torch.autograd.Function):
         targets: Tensor,
         options: LogprobOptions,
     ) -> tuple[Tensor, Tensor | None]:
-        layer = OutputLayer(weight, bias, options.law)
+        layer = OutputLayer(weight, bias, options.transform)
         needs_entropy = options.entropy != "none"
         with full_precision_reductions():
             rows = options.engine.statistics(hidden, layer, targets, needs_entropy=needs_entropy)
@@ -168,7 +168,7 @@ def _backward(
         grad_logprobs=None if grad_logprobs is None else grad_logprobs[index],
         grad_entropy=None if grad_entropy is None else grad_entropy[index],
     )
-    layer = OutputLayer(weight, biases[0] if biases else None, options.law)
+    layer = OutputLayer(weight, biases[0] if biases else None, options.transform)
     needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
     grad_rows, grad_weight, grad_bias = _layer_gradients(rows, layer, options, needs)
     if grad_rows is None:
@@ -211,7 +211,7 @@ def chunks(
     for start in range(0, len(layer.weight), chunk_columns):
         stop = min(start + chunk_columns, len(layer.weight))
         bias = None if layer.bias is None else layer.bias[start:stop]
-        yield start, stop, OutputLayer(layer.weight[start:stop].to(dtype), bias, layer.law)
+        yield start, stop, OutputLayer(layer.weight[start:stop].to(dtype), bias, layer.transform)
 
 
 def _active_rows(

@@ -50,8 +50,8 @@ class ChunkedEngine:
 
     def grad_logits(self, rows: GradRows, chunk: OutputLayer, first_column: int) -> Tensor:
         """Recomputes the chunk's logits."""
-        return grad_of_logits(self._logits(rows.hidden, chunk), rows, first_column, chunk.law)
+        return grad_of_logits(self._logits(rows.hidden, chunk), rows, first_column, chunk.transform)
 
     def _logits(self, hidden: Tensor, chunk: OutputLayer) -> Tensor:
         product = wide_product(hidden, chunk.weight.T)
-        return finish_logits(product, chunk.bias, None, chunk.law)
+        return finish_logits(product, chunk.bias, None, chunk.transform)

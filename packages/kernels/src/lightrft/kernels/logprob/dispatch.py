@@ -12,7 +12,7 @@ from lightrft.kernels.logprob.reference import reference_logprob
 from lightrft.kernels.logprob.selection import CHOICES, Request, ShapeKey, select_engines
 from lightrft.kernels.logprob.types import (
     EntropyMode,
-    LogitsLaw,
+    LogitsTransform,
     LogprobImplementation,
     LogprobOutput,
     OutputLayer,
@@ -91,11 +91,13 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
     if len(active) < num_tokens:
         hidden, targets = hidden[active], targets[active]
     validation.validate_targets(targets, len(weight) if tp is None else tp.vocab_size, ignore_index)
-    law = LogitsLaw(float(temperature), None if softcap is None else float(softcap))
-    layer = OutputLayer(weight, bias, law)
+    transform = LogitsTransform(float(temperature), None if softcap is None else float(softcap))
+    layer = OutputLayer(weight, bias, transform)
     with torch.autocast(hidden.device.type, enabled=False):
         if impl == "reference":
-            output = reference_logprob(hidden, weight, bias, targets, law=law, entropy=entropy)
+            output = reference_logprob(
+                hidden, weight, bias, targets, transform=transform, entropy=entropy
+            )
         else:
             workspace = workspace or _default_workspace(hidden)
             request = Request(
@@ -139,8 +141,10 @@ def _by_engine(
     engines = select_engines(request, hidden, weight)
     engine = engines[0]
     if len(engines) > 1:
-        engine = _fastest(engines, hidden, OutputLayer(weight, bias, layer.law), targets, entropy)
-    options = LogprobOptions(engine, layer.law, entropy, tp, workspace.grad_weight)
+        engine = _fastest(
+            engines, hidden, OutputLayer(weight, bias, layer.transform), targets, entropy
+        )
+    options = LogprobOptions(engine, layer.transform, entropy, tp, workspace.grad_weight)
     return engine_logprob(hidden, weight, bias, targets, options)
 
 

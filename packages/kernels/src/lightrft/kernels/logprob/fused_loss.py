@@ -15,7 +15,7 @@ from lightrft.kernels.logprob.policy_loss import (
     plan_row_chunks,
 )
 from lightrft.kernels.logprob.selection import Request, select_product_engine
-from lightrft.kernels.logprob.types import LogitsLaw
+from lightrft.kernels.logprob.types import LogitsTransform
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,9 +83,9 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
         row_chunks=plan_row_chunks(active, len(targets), chunk_tokens, sequence_starts),
         logits_budget_bytes=logits_budget_bytes,
     )
-    law = LogitsLaw(float(temperature), None if softcap is None else float(softcap))
+    transform = LogitsTransform(float(temperature), None if softcap is None else float(softcap))
     with torch.autocast(hidden.device.type, enabled=False):
         loss, logprobs, entropy = LinearPolicyLoss.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, law, options
+            hidden, weight, bias, targets, transform, options
         )
     return PolicyLossOutput(loss, logprobs, entropy)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lightrft.kernels.logprob.product_engine import ProductEngine
-    from lightrft.kernels.logprob.types import LogitsLaw
+    from lightrft.kernels.logprob.types import LogitsTransform
 
 
 class TokenLossFunction(Protocol):
@@ -105,11 +105,11 @@ class LinearPolicyLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        law: LogitsLaw,
+        transform: LogitsTransform,
         options: PolicyLossOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(loss, logprobs, entropy) of `PolicyLossOutput`."""
-        layer = OutputLayer(weight, bias, law)
+        layer = OutputLayer(weight, bias, transform)
         wide = accumulation_dtype(hidden, weight, bias)
         needs = ctx.needs_input_grad
 

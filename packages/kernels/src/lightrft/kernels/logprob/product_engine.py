@@ -96,7 +96,7 @@ class ProductEngine:
         centre = None
         if self.is_centred:
             log_sum = rows.maximum + rows.log_sum
-            centre = (log_sum * chunk.law.temperature).to(torch.bfloat16)
+            centre = (log_sum * chunk.transform.temperature).to(torch.bfloat16)
         products = self.products(rows.hidden, chunk, centre)
         return self.grad_of_products(products, rows, chunk, centre, first_column)
 
@@ -123,7 +123,7 @@ class ProductEngine:
                 products, chunk, shift, partials, first_row=0, first_split=0
             )
             return partials.merge(torch.zeros_like(targets, dtype=torch.float32))
-        logits = finish_logits(products.T, chunk.bias, shift, chunk.law)
+        logits = finish_logits(products.T, chunk.bias, shift, chunk.transform)
         return RowStatistics.of_logits(logits, targets, first_column, needs_entropy=needs_entropy)
 
     def grad_of_products(
@@ -138,8 +138,8 @@ class ProductEngine:
             return triton_launch.grad_of_stored_products(
                 products, rows, chunk, shift, first_column
             ).T
-        logits = finish_logits(products.T, chunk.bias, shift, chunk.law)
-        return grad_of_logits(logits, rows, first_column, chunk.law).to(rows.hidden.dtype)
+        logits = finish_logits(products.T, chunk.bias, shift, chunk.transform)
+        return grad_of_logits(logits, rows, first_column, chunk.transform).to(rows.hidden.dtype)
 
     def _block_tokens(self, layer: OutputLayer) -> int:
         columns = min(self.chunk_columns, max(1, len(layer.weight)))

@@ -8,7 +8,7 @@ import torch
 
 from lightrft.kernels.logprob.types import (
     EntropyMode,
-    LogitsLaw,
+    LogitsTransform,
     LogprobOutput,
     accumulation_dtype,
     compute_logits,
@@ -24,7 +24,7 @@ def reference_logprob(
     bias: Tensor | None,
     targets: Tensor,
     *,
-    law: LogitsLaw,
+    transform: LogitsTransform,
     entropy: EntropyMode,
 ) -> LogprobOutput:
     """Logprobs and entropy from the full [tokens, vocab] logits; no row is ignored.
@@ -34,12 +34,12 @@ def reference_logprob(
         weight: [vocab, hidden].
         bias: [vocab] or None.
         targets: [tokens] int64, in range.
-        law: Softcap and temperature.
+        transform: Softcap and temperature.
         entropy: Whether to compute the entropy, and whether gradients flow through it.
     """
     dtype = accumulation_dtype(hidden, weight, bias)
     wide_bias = None if bias is None else bias.to(dtype)
-    logits = compute_logits(hidden.to(dtype), weight.to(dtype), wide_bias, law)
+    logits = compute_logits(hidden.to(dtype), weight.to(dtype), wide_bias, transform)
     log_probabilities = torch.log_softmax(logits, dim=-1)
     logprobs = log_probabilities.gather(1, targets[:, None]).squeeze(1)
     if entropy == "none":

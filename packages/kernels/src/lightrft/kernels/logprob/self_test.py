@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightrft.kernels.logprob.product_engine import ProductEngine
-from lightrft.kernels.logprob.types import LogitsLaw, OutputLayer
+from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
 
 if TYPE_CHECKING:
     from lightrft.kernels.logprob.tiles import TileConfig
@@ -70,4 +70,4 @@ def _problem(
     hidden, weight, targets = hidden.to(device, dtype), weight.to(device, dtype), targets.to(device)
     log_probabilities = torch.log_softmax(hidden.double() @ weight.double().T, 1)
     expected = log_probabilities.gather(1, targets[:, None]).squeeze(1)
-    return hidden, OutputLayer(weight, None, LogitsLaw(1.0, None)), targets, expected
+    return hidden, OutputLayer(weight, None, LogitsTransform(1.0, None)), targets, expected

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from lightrft.kernels.logprob.rows import GradRows
     from lightrft.kernels.logprob.tiles import TileConfig
-    from lightrft.kernels.logprob.types import LogitsLaw, OutputLayer
+    from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
 
 _ROW_BLOCK = 128
 _EPILOGUE_ROWS = 64
@@ -182,9 +182,9 @@ def grad_of_stored_products(
 
 def law_arguments(layer: OutputLayer) -> tuple[float, float, dict[str, bool]]:
     """(1 / temperature, softcap or 1, compile-time flags)."""
-    law: LogitsLaw = layer.law
-    flags = {"HAS_BIAS": layer.bias is not None, "HAS_SOFTCAP": law.softcap is not None}
-    return 1.0 / law.temperature, law.softcap or 1.0, flags
+    transform: LogitsTransform = layer.transform
+    flags = {"HAS_BIAS": layer.bias is not None, "HAS_SOFTCAP": transform.softcap is not None}
+    return 1.0 / transform.temperature, transform.softcap or 1.0, flags
 
 
 def _row_arguments(rows: GradRows) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Sequence
 
-    from lightrft.trainer.assembly import RunSummary
+    from lightrft.trainer.runs.assembly import RunSummary
 
 DESCRIPTION = """\
 Make a tiny language model, teach it additions by a teacher who mostly forgets the carry, and let
@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
     seconds["reinforcement"] = time.perf_counter() - started
 
     summary = summarise(recipe, directory, outcome, seconds)
-    from lightrft.trainer.report import write_report
+    from lightrft.trainer.reporting.page import write_report
 
     report = write_report(directory)
     print(f"[3/3] {closing_words(summary, directory, report)}")
@@ -163,7 +163,7 @@ def show_loss(step: int, loss: float) -> None:
 
 def reinforce(recipe: Recipe, directory: Path) -> RunSummary:
     """Train in `directory` on the path of `lightrft train`; its own lines go to `run.log`."""
-    from lightrft.trainer.assembly import run_training
+    from lightrft.trainer.runs.assembly import run_training
 
     become_only_process()
     live = LiveReward(sys.stdout, num_steps=recipe.num_steps)

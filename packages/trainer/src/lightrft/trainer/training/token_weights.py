@@ -1,0 +1,122 @@
+"""Which response tokens the policy loss counts, and how much.
+
+The weights multiply the numerator of the loss only: Z still counts every response token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from lightrft.algorithms import correction_weights
+from lightrft.algorithms.entropy import (
+    entropy_threshold,
+    high_entropy_mask,
+    high_entropy_mask_per_sequence,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lightrft.experience.types import ExperienceBatch
+    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.trainer.training.metrics import StepMetrics
+
+EntropyScope = Literal["batch", "sequence"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWeighting:
+    """How tokens are weighed.
+
+    Args:
+        high_entropy_ratio: Share of the tokens to keep, those where the policy at the start of
+            the step is least certain; 0 keeps all.
+        entropy_scope: Take that share of the optimizer batch over all ranks, or of each response.
+        correction: A name in `lightrft.algorithms.CORRECTIONS`: weights for the difference between
+            the engine that sampled and the trainer; None is off.
+        correction_low, correction_high: Its bounds; None takes its own.
+    """
+
+    high_entropy_ratio: float = 0.0
+    entropy_scope: EntropyScope = "batch"
+    correction: str | None = None
+    correction_low: float | None = None
+    correction_high: float | None = None
+
+
+def token_weights(
+    batch: ExperienceBatch,
+    weighting: TokenWeighting,
+    strategy: StrategyBase,
+    metrics: StepMetrics,
+) -> Tensor | None:
+    """Weights of the tokens of one optimizer batch: [batch, seq], or None where all are 1.
+
+    Collective with the scope "batch": every rank calls it.
+
+    Args:
+        batch: This rank's rows of the optimizer batch.
+        weighting: How.
+        strategy: Gathers the entropies of all ranks.
+        metrics: Receives shares and weights.
+
+    Raises:
+        RuntimeError: The experience lacks logprobs or entropies from before the update.
+    """
+    weights: Tensor | None = None
+    if weighting.high_entropy_ratio > 0:
+        weights = _entropy_mask(batch, weighting, strategy, metrics).float()
+    if weighting.correction is not None:
+        factors = _correction(batch, weighting, metrics)
+        weights = factors if weights is None else weights * factors
+    return weights
+
+
+def _entropy_mask(
+    batch: ExperienceBatch,
+    weighting: TokenWeighting,
+    strategy: StrategyBase,
+    metrics: StepMetrics,
+) -> Tensor:
+    entropy, mask = batch.outputs.entropy, batch.rollouts.response_mask
+    if entropy is None:
+        raise RuntimeError("choosing tokens by entropy needs the entropies before the update")
+    ratio = weighting.high_entropy_ratio
+    if weighting.entropy_scope == "sequence":
+        kept = high_entropy_mask_per_sequence(entropy, mask, ratio=ratio)
+    else:
+        shares: list[list[float]] = strategy.gather_objects(
+            entropy[mask].tolist(), strategy.dp_group
+        )
+        everyone = torch.tensor([value for share in shares for value in share])
+        threshold = entropy_threshold(everyone, everyone.isfinite(), ratio=ratio)
+        kept = high_entropy_mask(entropy, mask, threshold=threshold.to(entropy.device))
+    metrics.add_masked_mean("high_entropy_share", kept, mask)
+    return kept
+
+
+def _correction(batch: ExperienceBatch, weighting: TokenWeighting, metrics: StepMetrics) -> Tensor:
+    rollouts, mask = batch.rollouts, batch.rollouts.response_mask
+    trainer_logprobs = batch.outputs.sampling_logprobs
+    if trainer_logprobs is None or weighting.correction is None:
+        raise RuntimeError("an off-policy correction needs the logprobs before the update")
+    if rollouts.support is not None and batch.outputs.log_kept_mass is None:
+        raise RuntimeError("an off-policy correction of truncated samples needs their kept mass")
+    found = correction_weights(
+        trainer_logprobs,
+        rollouts.rollout_logprobs,
+        mask,
+        mode=weighting.correction,
+        low=weighting.correction_low,
+        high=weighting.correction_high,
+    )
+    metrics.add_masked_mean("correction_weight", found.weights, mask)
+    metrics.add_masked_mean("correction_raw_weight", found.raw, mask)
+    metrics.add_max("correction_raw_weight_max", found.raw.where(mask, -torch.inf).max())
+    metrics.add_masked_mean("correction_capped_share", found.is_capped, mask)
+    metrics.add_masked_mean("correction_rejected_share", found.is_rejected, mask)
+    metrics.add_effective_samples("correction_effective_share", found.weights, mask)
+    return found.weights
