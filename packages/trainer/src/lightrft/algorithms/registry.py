@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from lightrft.algorithms.lookup import lookup
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from lightrft.algorithms.types import AdvantageFunction, PolicyLossFunction
 
@@ -101,7 +100,9 @@ def _bind(
     function: Callable[..., object], options: Mapping[str, float | str | None], *, owner: str
 ) -> Callable[..., object]:
     given = {name: value for name, value in options.items() if value is not None}
-    known = dict.fromkeys(option_names(function))
+    known = option_names(function)
     for name in given:
-        lookup(known, name, kind=f"option of {owner}")
+        if name not in known:
+            listing = ", ".join(known) or "none"
+            raise ValueError(f"{owner} has no option {name!r}: its options are {listing}")
     return partial(function, **given)

@@ -94,6 +94,5 @@ class TokenAdvantages:
 PolicyLossFunction = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], TokenLoss]
 """(logprobs, old_logprobs, advantages, response_mask), each [batch, seq]; options are bound."""
 
-AdvantageFunction = Callable[
-    [RowAdvantageInputs | TokenAdvantageInputs], "Tensor | TokenAdvantages"
-]
+AdvantageFunction = Callable[..., "Tensor | TokenAdvantages"]
+"""RowAdvantageInputs -> [rows] or TokenAdvantageInputs -> TokenAdvantages; options are bound."""

@@ -7,27 +7,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.algorithms import (
-    Moments,
-    RowAdvantageInputs,
-    RunningMoments,
-    TokenAdvantageInputs,
-    TokenAdvantages,
-    estimate_kl,
-    estimate_row_advantages,
+from lightrft.algorithms.advantages.row_level import estimate_row_advantages
+from lightrft.algorithms.advantages.token_level import (
+    broadcast_to_tokens,
     estimate_token_advantages,
-    masked_moments,
-    spread_row_advantages,
     token_rewards,
-    whiten,
 )
-from lightrft.algorithms.shaping import clip_rewards
+from lightrft.algorithms.declarations import advantage_traits
+from lightrft.algorithms.kl import estimate_kl
+from lightrft.algorithms.moments import Moments, masked_moments, moments_of, whiten
+from lightrft.algorithms.shaping import clip_rewards, normalize_rewards
+from lightrft.algorithms.types import RowAdvantageInputs, TokenAdvantageInputs
 from lightrft.experience.types import ExperienceBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lightrft.algorithms import AdvantageEstimator
+    from lightrft.algorithms.types import AdvantageFunction, TokenAdvantages
     from lightrft.experience.exchange import SampleTable
     from lightrft.experience.types import PolicyOutputs, RolloutBatch
     from lightrft.strategy.strategy_base import StrategyBase
@@ -47,7 +43,7 @@ class AdvantageSettings:
         kl_estimator: Its estimator.
     """
 
-    estimator: AdvantageEstimator
+    estimator: AdvantageFunction
     whitens: bool
     advantage_clip: float = 0.0
     gamma: float = 1.0
@@ -66,7 +62,7 @@ class RewardShaping:
         clip: Bound of the magnitude of a reward; 0 is off.
     """
 
-    moments: RunningMoments | None = None
+    moments: Moments | None = None
     minus_mean: bool = False
     clip: float = 0.0
 
@@ -92,8 +88,8 @@ def shape_rewards(table: SampleTable, shaping: RewardShaping) -> ShapedRewards:
     is_clipped = torch.zeros(len(table), dtype=torch.bool)
     if shaping.moments is not None:
         is_scored = torch.from_numpy(~table.is_masked)
-        moments = shaping.moments.merge(rewards[is_scored])
-        rewards = moments.normalize(rewards, minus_mean=shaping.minus_mean)
+        moments = shaping.moments.merge(moments_of(rewards[is_scored]))
+        rewards = normalize_rewards(rewards, moments, minus_mean=shaping.minus_mean)
         shaping = replace(shaping, moments=moments)
     if shaping.clip > 0:
         rewards, is_clipped = clip_rewards(rewards, limit=shaping.clip)
@@ -128,8 +124,12 @@ def assemble(
     estimated = _estimate(table, rows, rollouts, outputs, rewards, greedy_rewards, settings)
     advantages, mask = estimated.advantages, rollouts.response_mask
     if settings.whitens:
-        moments = Moments(strategy.reduce_over_data(masked_moments(advantages, mask).sums, "sum"))
-        advantages = whiten(advantages, mask, moments.mean, moments.std())
+        moments = masked_moments(
+            advantages,
+            mask,
+            sum_over_ranks=lambda sums: strategy.reduce_over_data(sums, "sum"),
+        )
+        advantages = whiten(advantages, mask, moments)
     if settings.advantage_clip > 0:
         advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip)
     if not bool(torch.isfinite(advantages).all()):
@@ -152,7 +152,7 @@ def _estimate(
 ) -> TokenAdvantages:
     mask = rollouts.response_mask
     kl = _reward_kl(outputs, mask, settings)
-    if settings.estimator.is_token_level:
+    if advantage_traits(settings.estimator).is_token_level:
         local = rewards[rows].to(mask.device, torch.float32)
         shaped = token_rewards(local, mask, kl=kl, kl_coef=settings.kl_reward_coef)
         return estimate_token_advantages(
@@ -169,7 +169,7 @@ def _estimate(
             is_scored=torch.from_numpy(~table.is_masked),
         ),
     )
-    return spread_row_advantages(
+    return broadcast_to_tokens(
         row_advantages[rows].to(mask.device, torch.float32),
         mask,
         kl=kl,

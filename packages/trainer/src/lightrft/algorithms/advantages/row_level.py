@@ -7,16 +7,34 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightrft.algorithms.advantages.groups import build_groups, scored_rewards
-from lightrft.algorithms.declarations import advantage_estimator
+from lightrft.algorithms.declarations import advantage_estimator, advantage_traits
 from lightrft.algorithms.lookup import lookup
 from lightrft.algorithms.moments import moments_of
+from lightrft.algorithms.types import TokenAdvantages
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lightrft.algorithms.types import RowAdvantageInputs
+    from lightrft.algorithms.types import AdvantageFunction, RowAdvantageInputs
 
 MAX_FILTER_WEIGHT = 3.0
+
+
+def estimate_row_advantages(estimator: AdvantageFunction, inputs: RowAdvantageInputs) -> Tensor:
+    """One advantage per row of all ranks: [rows].
+
+    Raises:
+        ValueError: the estimator is token-level, or does not give one number per row.
+    """
+    if advantage_traits(estimator).is_token_level:
+        raise ValueError("this estimator is token-level: call estimate_token_advantages")
+    advantages = estimator(inputs)
+    if isinstance(advantages, TokenAdvantages) or advantages.shape != inputs.rewards.shape:
+        raise ValueError(
+            f"{estimator} must return one advantage per row, a tensor of shape "
+            f"{tuple(inputs.rewards.shape)}; declare is_token_level=True if it works on tokens"
+        )
+    return advantages
 
 
 @advantage_estimator(needs_groups=True)

@@ -12,12 +12,28 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.declarations import advantage_estimator
+from lightrft.algorithms.declarations import advantage_estimator, advantage_traits
 from lightrft.algorithms.masking import at_least_float32, mask_out
 from lightrft.algorithms.types import TokenAdvantages
 
 if TYPE_CHECKING:
-    from lightrft.algorithms.types import TokenAdvantageInputs
+    from lightrft.algorithms.types import AdvantageFunction, TokenAdvantageInputs
+
+
+def estimate_token_advantages(
+    estimator: AdvantageFunction, inputs: TokenAdvantageInputs
+) -> TokenAdvantages:
+    """Advantages and returns of local rows.
+
+    Raises:
+        ValueError: the estimator works on rows, or does not return `TokenAdvantages`.
+    """
+    if not advantage_traits(estimator).is_token_level:
+        raise ValueError("this estimator works on rows: call estimate_row_advantages")
+    result = estimator(inputs)
+    if not isinstance(result, TokenAdvantages):
+        raise ValueError(f"{estimator} must return TokenAdvantages: got {type(result).__name__}")
+    return result
 
 
 @advantage_estimator(is_token_level=True, needs_critic=True, whitens=True)

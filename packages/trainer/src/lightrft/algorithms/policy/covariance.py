@@ -26,7 +26,7 @@ from lightrft.algorithms.types import TokenLoss
 
 
 @policy_loss(aggregation="token-mean", couples_rows=True)
-def clip_cov_policy_loss(
+def clip_cov_policy_loss(  # noqa: PLR0913 - the tensors of every loss and five hyper-parameters
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
@@ -123,7 +123,7 @@ def kl_cov_policy_loss(
 
 @torch.no_grad()
 def token_covariance(logprobs: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
-    """(A_t - mean A) (logprobs_t - mean logprobs) over the mask: [batch, seq] float64, 0 outside."""
+    """(A_t - mean A) (logprobs_t - mean logprobs) over the mask: [batch, seq] float64."""
     count = response_mask.sum().clamp(min=1)
     deviations = [
         values - values.sum() / count

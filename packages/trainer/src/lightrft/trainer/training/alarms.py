@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 class Alarms:
     """What is too much or too little; None is off.
 
+    A log-probability that is not a number is always too much: `correction_invalid_share`.
+
     Args:
         max_kl: Of `kl` (to the reference model, per token) and `approx_kl` (of the update).
         min_entropy: Of `entropy`, in nats.
@@ -33,6 +35,7 @@ class Alarms:
             ("kl", self.max_kl),
             ("approx_kl", self.max_kl),
             ("response_length", self.max_length),
+            ("correction_invalid_share", 0.0),
         )
         lowers = (("entropy", self.min_entropy), ("reward_std", self.min_reward_std))
         return [

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightrft.algorithms import (
-    AGGREGATIONS,
-    CORRECTIONS,
-    KL_ESTIMATORS,
+from lightrft.algorithms.aggregation import AGGREGATIONS
+from lightrft.algorithms.correction_terms import parse_correction
+from lightrft.algorithms.declarations import advantage_traits
+from lightrft.algorithms.kl import KL_ESTIMATORS
+from lightrft.algorithms.lookup import lookup
+from lightrft.algorithms.registry import (
     build_advantage_estimator,
     build_policy_loss,
     get_policy_loss,
+    option_names,
 )
-from lightrft.algorithms.lookup import lookup
 from lightrft.engines.truncation import has_known_order
 from lightrft.engines.types import SamplingParams
 from lightrft.experience.assemble import AdvantageSettings
@@ -27,8 +29,7 @@ from lightrft.trainer.training.token_weights import TokenWeighting
 from lightrft.trainer.training.updates import LossSettings
 
 if TYPE_CHECKING:
-    from lightrft.algorithms import AdvantageEstimator
-    from lightrft.algorithms.policy import PolicyLossFunction
+    from lightrft.algorithms.types import AdvantageFunction, PolicyLossFunction
 
 
 def check_algorithm(config: PPOConfig, *, has_critic: bool, has_reference: bool) -> None:
@@ -41,13 +42,13 @@ def check_algorithm(config: PPOConfig, *, has_critic: bool, has_reference: bool)
     lookup(KL_ESTIMATORS, config.kl_estimator, kind="KL estimator")
     policy_loss_of(config)
     build_token_weighting(config)
-    estimator = build_estimator(config)
-    if estimator.needs_critic and not has_critic:
+    traits = advantage_traits(build_estimator(config))
+    if traits.needs_critic and not has_critic:
         raise ValueError(
             f"advantage_estimator {config.advantage_estimator!r} needs a critic: pass one, or "
             "choose group_norm, rloo, reinforce++ or another estimator without a critic"
         )
-    if estimator.needs_groups and config.n_samples_per_prompt < 2:
+    if traits.needs_groups and config.n_samples_per_prompt < 2:
         raise ValueError(
             f"advantage_estimator {config.advantage_estimator!r} compares the samples of one "
             f"prompt: n_samples_per_prompt must be at least 2, got {config.n_samples_per_prompt}"
@@ -79,23 +80,23 @@ def policy_loss_of(config: PPOConfig) -> PolicyLossFunction:
     """
     default = PPOConfig().eps_clip
     symmetric = None if config.eps_clip == default else config.eps_clip
-    entry = get_policy_loss(config.policy_loss)
+    options = option_names(get_policy_loss(config.policy_loss))
     bounds = {
         "clip_low": symmetric if config.eps_clip_low is None else config.eps_clip_low,
         "clip_high": symmetric if config.eps_clip_high is None else config.eps_clip_high,
     }
     given = {name: value for name, value in bounds.items() if value is not None}
     if config.dual_clip is not None:
-        if "dual_clip" not in entry.options:
+        if "dual_clip" not in options:
             raise ValueError(
                 f"policy_loss {config.policy_loss!r} has no dual clip: leave out dual_clip"
             )
         given["dual_clip"] = config.dual_clip
-    refused = [name for name in given if name not in entry.options]
+    refused = [name for name in given if name not in options]
     if refused:
         raise ValueError(
             f"policy_loss {config.policy_loss!r} has no clip range: leave eps_clip, eps_clip_low "
-            f"and eps_clip_high at their defaults (its options are {sorted(entry.options)})"
+            f"and eps_clip_high at their defaults (its options are {sorted(options)})"
         )
     return build_policy_loss(config.policy_loss, given)
 
@@ -116,7 +117,9 @@ def build_token_weighting(config: PPOConfig) -> TokenWeighting | None:
     if config.high_entropy_token_ratio == 0 and config.off_policy_correction is None:
         return None
     if config.off_policy_correction is not None:
-        lookup(CORRECTIONS, config.off_policy_correction, kind="off-policy correction")
+        parse_correction(
+            config.off_policy_correction, low=config.correction_low, high=config.correction_high
+        )
     return TokenWeighting(
         high_entropy_ratio=config.high_entropy_token_ratio,
         entropy_scope="sequence" if config.high_entropy_scope == "sequence" else "batch",
@@ -126,7 +129,7 @@ def build_token_weighting(config: PPOConfig) -> TokenWeighting | None:
     )
 
 
-def build_estimator(config: PPOConfig) -> AdvantageEstimator:
+def build_estimator(config: PPOConfig) -> AdvantageFunction:
     """The named advantage estimator."""
     options = {"weighting": config.cpgd_weighting} if config.advantage_estimator == "cpgd" else {}
     return build_advantage_estimator(config.advantage_estimator, options)
@@ -155,7 +158,7 @@ def advantage_settings(config: PPOConfig, *, kl_coef: float) -> AdvantageSetting
     estimator = build_estimator(config)
     return AdvantageSettings(
         estimator=estimator,
-        whitens=estimator.whitens or config.advantages_norm,
+        whitens=advantage_traits(estimator).whitens or config.advantages_norm,
         advantage_clip=config.advantage_clip,
         gamma=config.gamma,
         lambd=config.lambd,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from lightrft.algorithms import AdaptiveKlController, FixedKlController, RunningMoments
+from lightrft.algorithms.kl import AdaptiveKlController, FixedKlController
+from lightrft.algorithms.moments import Moments
 from lightrft.experience.assemble import RewardShaping
 from lightrft.experience.carry import PartialRolloutState
 from lightrft.trainer.training.best_model import BestModel
@@ -105,7 +106,7 @@ class TrainerState:
             moments = client_state["reward_moments"]
             if shaping.moments is not None and isinstance(moments, list):
                 count, mean, squares = moments
-                shaping = replace(shaping, moments=RunningMoments(int(count), mean, squares))
+                shaping = replace(shaping, moments=Moments(int(count), mean, squares))
             return TrainerState(
                 kl=replace(self.kl, coef=_number(client_state["kl_coef"])),
                 shaping=shaping,
@@ -132,7 +133,7 @@ def initial_state(config: PPOConfig) -> TrainerState:
     return TrainerState(
         kl=kl,
         shaping=RewardShaping(
-            moments=RunningMoments() if is_running else None,
+            moments=Moments() if is_running else None,
             minus_mean=config.reward_running_norm_minus_mean,
             clip=config.reward_clip,
         ),

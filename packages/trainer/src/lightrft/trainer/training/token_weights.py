@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from lightrft.algorithms import correction_weights
+from lightrft.algorithms.correction_terms import parse_correction
+from lightrft.algorithms.corrections import correction_weights
 from lightrft.algorithms.entropy import (
     entropy_threshold,
     high_entropy_mask,
@@ -35,14 +36,14 @@ class TokenWeighting:
         high_entropy_ratio: Share of the tokens to keep, those where the policy at the start of
             the step is least certain; 0 keeps all.
         entropy_scope: Take that share of the optimizer batch over all ranks, or of each response.
-        correction: A name in `lightrft.algorithms.CORRECTIONS`: weights for the difference between
-            the engine that sampled and the trainer; None is off.
-        correction_low, correction_high: Its bounds; None takes its own.
+        correction: Presets and terms of `lightrft.algorithms.correction_terms`: weights for the
+            difference between the engine that sampled and the trainer; None is off.
+        correction_low, correction_high: Bounds of its single bounded term; None takes its own.
     """
 
     high_entropy_ratio: float = 0.0
     entropy_scope: EntropyScope = "batch"
-    correction: str | None = None
+    correction: str | tuple[str, ...] | None = None
     correction_low: float | None = None
     correction_high: float | None = None
 
@@ -70,7 +71,7 @@ def token_weights(
     if weighting.high_entropy_ratio > 0:
         weights = _entropy_mask(batch, weighting, strategy, metrics).float()
     if weighting.correction is not None:
-        factors = _correction(batch, weighting, metrics)
+        factors = _correction(batch, weighting, strategy, metrics)
         weights = factors if weights is None else weights * factors
     return weights
 
@@ -98,25 +99,35 @@ def _entropy_mask(
     return kept
 
 
-def _correction(batch: ExperienceBatch, weighting: TokenWeighting, metrics: StepMetrics) -> Tensor:
+def _correction(
+    batch: ExperienceBatch,
+    weighting: TokenWeighting,
+    strategy: StrategyBase,
+    metrics: StepMetrics,
+) -> Tensor:
     rollouts, mask = batch.rollouts, batch.rollouts.response_mask
     trainer_logprobs = batch.outputs.sampling_logprobs
     if trainer_logprobs is None or weighting.correction is None:
         raise RuntimeError("an off-policy correction needs the logprobs before the update")
     if rollouts.support is not None and batch.outputs.log_kept_mass is None:
         raise RuntimeError("an off-policy correction of truncated samples needs their kept mass")
+    terms = parse_correction(
+        weighting.correction, low=weighting.correction_low, high=weighting.correction_high
+    )
     found = correction_weights(
         trainer_logprobs,
         rollouts.rollout_logprobs,
         mask,
-        mode=weighting.correction,
-        low=weighting.correction_low,
-        high=weighting.correction_high,
+        terms=terms,
+        advantages=batch.advantages,
     )
+    if any(term.mean_one for term in terms):
+        found = found.normalized(strategy.reduce_over_data(found.sums, "sum"))
     metrics.add_masked_mean("correction_weight", found.weights, mask)
     metrics.add_masked_mean("correction_raw_weight", found.raw, mask)
     metrics.add_max("correction_raw_weight_max", found.raw.where(mask, -torch.inf).max())
     metrics.add_masked_mean("correction_capped_share", found.is_capped, mask)
     metrics.add_masked_mean("correction_rejected_share", found.is_rejected, mask)
+    metrics.add_masked_mean("correction_invalid_share", found.is_invalid, mask)
     metrics.add_effective_samples("correction_effective_share", found.weights, mask)
     return found.weights

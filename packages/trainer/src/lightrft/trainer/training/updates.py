@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.algorithms import aggregate, clipped_value_loss, estimate_kl, local_normalizer
+from lightrft.algorithms.aggregation import aggregate, local_normalizer
 from lightrft.algorithms.balance import balance_share
+from lightrft.algorithms.kl import estimate_kl
+from lightrft.algorithms.value import clipped_value_loss
 from lightrft.experience.collate import micro_slices, select_experience
 from lightrft.experience.forward import scoring_temperature
 from lightrft.experience.minibatches import epoch_order
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from lightrft.algorithms.policy import PolicyLossFunction
+    from lightrft.algorithms.types import PolicyLossFunction
     from lightrft.experience.maker import StepExperience
     from lightrft.experience.types import ExperienceBatch
     from lightrft.models.support import SamplingSupport
