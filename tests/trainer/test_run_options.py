@@ -107,6 +107,8 @@ def test_bounds_of_alarms():
     ]  # fmt: skip
     assert alarms.check({}) == []
     assert Alarms().check(wrong) == []
+    (text,) = Alarms().check({**wrong, "correction_invalid_share": 0.01})
+    assert text == "correction_invalid_share is 0.01, above 0"
 
 
 @pytest.mark.parametrize(("stops", "steps"), [(False, 2), (True, 1)])

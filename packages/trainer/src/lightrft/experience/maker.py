@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
 from lightrft.experience.assemble import (
     AdvantageSettings,
-    RewardShaping,
     ShapedRewards,
     assemble,
     shape_rewards,
@@ -93,8 +93,6 @@ class ExperienceMaker:
         reward_function: Scores responses.
         decoder: Turns sampled ids into text.
         config: How.
-        pad_token_id: Fills rows to equal length; it is masked everywhere.
-        device: Where the padded tensors go.
         model_rewards: Reward models, or None.
         release_engine: Called after the last generation of a step.
     """
@@ -107,16 +105,14 @@ class ExperienceMaker:
         *,
         decoder: Decoder,
         config: TrainConfig,
-        pad_token_id: int,
-        device: torch.device,
         model_rewards: ModelRewards | None = None,
         release_engine: Callable[[], None] | None = None,
     ) -> None:
         self._strategy = strategy
         self._release_engine = release_engine
         self._models = models
-        self._config, self._pad_token_id = config, pad_token_id
-        self._device = device
+        self._config = config
+        self._pad_token_id = int(decoder.pad_token_id or 0)  # masked everywhere
         self._sampler = RolloutSampler(
             strategy,
             reward_function,
@@ -132,7 +128,7 @@ class ExperienceMaker:
         step: int,
         first_request_id: int,
         advantage: AdvantageSettings,
-        shaping: RewardShaping,
+        moments: Moments | None = None,
         next_prompts: Callable[[], Sequence[Prompt]] | None = None,
         reuses_policy_logprobs: bool = False,
         carry: PartialRolloutState = NOTHING_CARRIED,
@@ -145,7 +141,7 @@ class ExperienceMaker:
             first_request_id: Request id of the first prompt of the step over all ranks. Prompts
                 that are rolled out with the same id and seed get the same random numbers.
             advantage: How rewards become advantages in this step.
-            shaping: What happens to the rewards before that.
+            moments: Of all rewards before this step, or None without running normalisation.
             next_prompts: This rank's share of further prompts, for dynamic sampling.
             reuses_policy_logprobs: Leave old logprobs and entropies to the update if the step has
                 one optimizer batch.
@@ -173,7 +169,7 @@ class ExperienceMaker:
         if config.use_rollout_logprobs:
             sampled = torch.where(batch.response_mask, batch.rollout_logprobs, 0.0)
             outputs = replace(outputs, old_logprobs=sampled)
-        shaped = shape_rewards(table, shaping)
+        shaped = shape_rewards(table, moments, config)
         experience = assemble(
             table,
             torch.from_numpy(index),
@@ -216,7 +212,7 @@ class ExperienceMaker:
             table,
             pad_token_id=self._pad_token_id,
             temperature=params.temperature,
-            device=self._device,
+            device=self._strategy.device,
             num_uncompared_tokens=int(self._config.use_fire),
             version=version,
             support=replayed_support(params, engine_type),

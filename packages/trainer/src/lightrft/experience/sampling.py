@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from lightrft.algorithms.declarations import advantage_traits
 from lightrft.config import TrainConfig
 from lightrft.engines.types import SamplingParams
 from lightrft.experience.dynamic import (
@@ -206,7 +207,7 @@ class RolloutSampler:
         """The samples of one batch of prompts, the first of which has number `offset`."""
         sampling_params = self._params
         baseline: SampleTable | None = None
-        if advantage.estimator.needs_greedy_rewards:
+        if advantage_traits(advantage.estimator).needs_greedy_rewards:
             greedy = greedy_params(sampling_params)
             _, baseline = self._sample(prompts, first_request_id, offset, greedy, meter)
         scored, table = self._sample(prompts, first_request_id, offset, sampling_params, meter)

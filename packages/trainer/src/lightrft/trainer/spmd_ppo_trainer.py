@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Unpack
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lightrft.config import StrategyConfig, TrainConfig
+from lightrft.config.options import options_of
+from lightrft.experience.assemble import AdvantageSettings
 from lightrft.experience.collate import micro_slices
 from lightrft.experience.forward import ForwardModels, score_actor
 from lightrft.experience.maker import ExperienceMaker, StepExperience
-from lightrft.trainer.ppo_config import PPOKeywords, resolve_ppo_config
+from lightrft.experience.sampling import greedy_params, training_params
 from lightrft.trainer.reporting.loggers import ConsoleLogger, LoggerGroup
-from lightrft.trainer.runs.prompts import check_lengths
-from lightrft.trainer.training import algorithm
+from lightrft.trainer.runs.prompts import PromptStream, check_lengths, planned_steps
+from lightrft.trainer.training.alarms import alarms
+from lightrft.trainer.training.algorithm import (
+    check_algorithm,
+    decide,
+    trainer_config,
+    unused_algorithm_options,
+)
+from lightrft.trainer.training.best_model import keep_best
+from lightrft.trainer.training.checkpointing import CheckpointStore
 from lightrft.trainer.training.construction import (
-    build_trainer_reward,
+    build_trainer_rewards,
     check_engine_group,
     check_processor,
-    configure_packing,
+    configure_models,
     is_deterministic,
     load_actor_tokenizer,
     trained_model,
-    unused_options,
 )
+from lightrft.trainer.training.evaluation import evaluate
 from lightrft.trainer.training.metrics import StepMetrics
 from lightrft.trainer.training.parity import check_parity
-from lightrft.trainer.training.run_control import RunControl
 from lightrft.trainer.training.state import initial_state
 from lightrft.trainer.training.step_metrics import (
     finished_metrics,
@@ -31,11 +45,9 @@ from lightrft.trainer.training.step_metrics import (
     record_stages,
 )
 from lightrft.trainer.training.throughput import UtilisationMeter
-from lightrft.trainer.training.updates import MinibatchOrder, UpdateModels, update_models
+from lightrft.trainer.training.updates import Objective, UpdateModels, update_models
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
@@ -45,16 +57,39 @@ if TYPE_CHECKING:
     from lightrft.experience.model_rewards import ModelRewards
     from lightrft.experience.types import ExperienceBatch
     from lightrft.rewards.types import RewardFunction
-    from lightrft.strategy.prepared import PreparedModel
+    from lightrft.strategy.prepared import Arguments, PreparedModel
     from lightrft.strategy.strategy_base import StrategyBase
     from lightrft.trainer.reporting.loggers import MetricsLogger
     from lightrft.trainer.reporting.samples import SampleLog
     from lightrft.trainer.reporting.trajectories import TrajectoryLog
-    from lightrft.trainer.runs.prompts import PromptBatches, PromptStream
+    from lightrft.trainer.runs.prompts import PromptBatches
     from lightrft.trainer.training.parity import ParityReport
     from lightrft.trainer.training.pretrain_mix import PretrainMix
 
     Model = nn.Module | PreparedModel
+    RewardSource = RewardFunction | nn.Module | Sequence[RewardFunction | nn.Module]
+
+BEST_FOLDER = "best"
+
+
+@dataclass(frozen=True, slots=True)
+class LoopResult:
+    """What a run ended with.
+
+    Args:
+        num_steps: Completed steps, those before a resume included.
+        first_eval: Metrics of the evaluation before the first step of this process; empty
+            without evaluation prompts, or after a resume.
+        last_eval: Metrics of the last evaluation.
+        last_metrics: Metrics of the last step; empty if there was none.
+        was_stopped: The run was asked to stop before its last step.
+    """
+
+    num_steps: int
+    first_eval: dict[str, float]
+    last_eval: dict[str, float]
+    last_metrics: dict[str, float]
+    was_stopped: bool = False
 
 
 class SPMDPPOTrainerBase:
@@ -100,7 +135,7 @@ class SPMDPPOTrainerBase:
         strategy: StrategyBase,
         actor: Model,
         critic: Model | None = None,
-        reward_model: RewardFunction | nn.Module | Sequence[nn.Module | RewardFunction] | None = None,
+        reward_model: RewardSource | None = None,
         initial_model: nn.Module | None = None,
         ema_model: nn.Module | None = None,
         actor_optim: Optimizer | None = None,
@@ -145,10 +180,12 @@ class SPMDPPOTrainerBase:
             engine_type=strategy.inference_engine_type,
         )
         self.initial_model = initial_model if uses_reference else None
-        configure_packing(self.config, strategy, (self.actor, self.critic, self.initial_model))
+        configure_models(self.config, strategy, (self.actor, self.critic, self.initial_model))
         self.ema_model, self.processor = ema_model, processor
         self.tokenizer = tokenizer or load_actor_tokenizer(strategy.config.pretrain)
-        self.reward_function = build_trainer_reward(reward_model, reward_fn)
+        self.reward_function, self._model_rewards = build_trainer_rewards(
+            reward_fn or reward_model, model_rewards, strategy, self.config
+        )
         self.eval_prompts = eval_prompts
         self.state = initial_state(self.config)
         self._prompts_dataloader = prompts_dataloader
@@ -156,14 +193,18 @@ class SPMDPPOTrainerBase:
         self._experience: StepExperience | None = None
         self._is_first_step = True
         self._sample_log, self._trajectory_log = sample_log, trajectory_log
-        self._pretrain, self._model_rewards = pretrain, model_rewards
+        self._pretrain = pretrain
+        self._stop_request: Callable[[], bool] | None = None
         self._utilisation = UtilisationMeter(strategy, self.config.peak_tflops)
         self._is_deterministic = is_deterministic(strategy.unwrap_model(self._actor.model))
         if loggers is None:
             loggers = [ConsoleLogger(strategy.print, every=self.config.logging_steps)]
         self._loggers = LoggerGroup(loggers if strategy.is_rank_0() else ())
         self._maker = self._build_maker()
-        for text in unused_options(self.config, has_reference=uses_reference):
+        unused = unused_algorithm_options(self.config, self._algorithm)
+        if self.config.kl_target is not None and not uses_reference:
+            unused.append("kl_target acts only with a reference model and init_kl_coef > 0")
+        for text in unused:
             strategy.print(f"warning: option without effect: {text}")
 
     @property
@@ -606,8 +647,10 @@ def _with_run_options(config: TrainConfig, args: Arguments | None) -> TrainConfi
     """The configuration with those options of the group "run" that `args` gives."""
     if args is None:
         return config
-    given = TrainConfig.from_args(args).__dict__ if isinstance(args, StrategyConfig) else (
-        args if isinstance(args, Mapping) else vars(args)
+    given = (
+        TrainConfig.from_args(args).__dict__
+        if isinstance(args, StrategyConfig)
+        else (args if isinstance(args, Mapping) else vars(args))
     )
     run = {
         name: given[name]

@@ -164,6 +164,9 @@ _ROWS = (
     MetricRow("correction_capped_share", "share", "Tokens whose weight was capped.", high=0.2),
     MetricRow("correction_rejected_share", "share", "Tokens whose weight was set to 0.", high=0.2),
     MetricRow(
+        "correction_invalid_share", "share", "Tokens whose logprobs are NaN or infinite.", high=0.0
+    ),
+    MetricRow(
         "correction_effective_share", "share", "Effective sample size of the weights.", low=0.5
     ),
     MetricRow("rollout_seconds", "s", "Sampling the responses, slowest rank."),

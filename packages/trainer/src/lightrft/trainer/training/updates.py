@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.algorithms import aggregate, clipped_value_loss, estimate_kl, local_normalizer
+from lightrft.algorithms.aggregation import aggregate, local_normalizer
 from lightrft.algorithms.balance import balance_share
+from lightrft.algorithms.correction_terms import CorrectionTerm
+from lightrft.algorithms.kl import estimate_kl
+from lightrft.algorithms.value import clipped_value_loss
+from lightrft.config import TrainConfig
 from lightrft.experience.collate import micro_slices, select_experience
 from lightrft.experience.forward import scoring_temperature
 from lightrft.experience.minibatches import epoch_order
 from lightrft.trainer.training.step_metrics import record_policy, record_ratios, record_step
-from lightrft.trainer.training.token_weights import TokenWeighting, token_weights
+from lightrft.trainer.training.token_weights import token_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from lightrft.algorithms.policy import PolicyLossFunction
+    from lightrft.algorithms.types import PolicyLossFunction
     from lightrft.experience.maker import StepExperience
     from lightrft.experience.types import ExperienceBatch
     from lightrft.models.support import SamplingSupport
@@ -154,6 +158,10 @@ def _token_slices(
     )
 
 
+def _row_slices(batch: ExperienceBatch, config: TrainConfig) -> Sequence[slice]:
+    return micro_slices(0, len(batch.advantages), config.micro_train_batch_size)
+
+
 def policy_update(
     batch: ExperienceBatch,
     actor: TrainedModel,
@@ -178,7 +186,7 @@ def policy_update(
         extra_losses: Micro batches of other data; each gives its share of the loss. Every rank has
             equally many.
     """
-    slices = slices or micro_slices(0, len(batch.advantages), objective.config.micro_train_batch_size)
+    slices = slices or _row_slices(batch, objective.config)
     whole = _whole_batch(batch, actor.model, slices, strategy, objective, metrics)
     micros: list[Callable[[], Tensor]] = [
         partial(_micro_batch_loss, batch, rows, whole, actor.model, objective, metrics)
@@ -208,7 +216,7 @@ def value_update(
 ) -> None:
     """One optimizer step of the critic, aggregated like the policy's."""
     normalizer = _normalizer(batch, strategy, objective)
-    slices = slices or micro_slices(0, len(batch.advantages), objective.config.micro_train_batch_size)
+    slices = slices or _row_slices(batch, objective.config)
     result = None
     with strategy.accumulation(len(slices), critic.optimizer):
         for rows in slices:
@@ -255,10 +263,8 @@ def _whole_batch(
     metrics: StepMetrics,
 ) -> _WholeBatch:
     weights: Tensor | None = None
-    if (objective.config.high_entropy_token_ratio > 0 or objective.corrections):
-        weights = token_weights(
-            batch, objective.config, objective.corrections, strategy, metrics
-        )
+    if objective.config.high_entropy_token_ratio > 0 or objective.corrections:
+        weights = token_weights(batch, objective.config, objective.corrections, strategy, metrics)
     sums: Tensor | None = None
     if objective.config.aux_loss_coef > 0:
         # The load of the experts is known only after all micro batches: one more forward pass.
@@ -368,7 +374,8 @@ def _value_share(
     old_values = micro.outputs.values
     if old_values is None:
         raise RuntimeError("the critic's values are missing from the experience")
-    loss = clipped_value_loss(values, old_values, micro.returns, mask, clip=objective.config.value_clip or None)
+    clip = objective.config.value_clip or None
+    loss = clipped_value_loss(values, old_values, micro.returns, mask, clip=clip)
     share = aggregate(loss, mask, objective.aggregation, normalizer)
     metrics.add_mean("critic_loss", share, 0.0)
     return share
