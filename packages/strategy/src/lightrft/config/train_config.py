@@ -198,8 +198,8 @@ class TrainConfig(StrategyConfig):
         "batch", "Take that share of the optimizer batch or of each response.", group="algorithm",
         choices=("batch", "sequence"), acts_with="high_entropy_token_ratio",
     )  # fmt: skip
-    off_policy_correction: tuple[str, ...] = option(
-        (), "Corrections for the difference between engine and trainer: names or terms, see docs.",
+    off_policy_correction: str | tuple[str, ...] | None = option(
+        None, "Corrections for the difference between engine and trainer: names or terms, see docs.",
         group="algorithm",
     )  # fmt: skip
     advantage_args: Arguments = option(
