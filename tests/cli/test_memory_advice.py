@@ -13,7 +13,7 @@ from lightrft.cli.errors import run_guarded
 from lightrft.cli.memory_advice import NUM_REMEDIES, is_out_of_memory, memory_report, remedies
 from lightrft.cli.options import available_fields
 from lightrft.experience.stages import StageMeter
-from lightrft.strategy.deadlines import phase, phase_of
+from lightrft.strategy.distributed.deadlines import phase, phase_of
 from lightrft.trainer.config import TrainConfig
 
 KINDS = ("train", "forward", "generate", "engine", "sync", "models")

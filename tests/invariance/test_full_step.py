@@ -39,7 +39,7 @@ FOUR = (
 def train_each(rank, world_size, runs):
     from dataclasses import asdict
 
-    from lightrft.strategy.process_groups import start_process_group
+    from lightrft.strategy.distributed.process_groups import start_process_group
     from lightrft.trainer.config import TrainConfig
     from lightrft.trainer.runs.assembly import run_training
 

@@ -14,7 +14,7 @@ import torch
 from lightrft.cli.main import main
 from lightrft.cli.options import available_fields
 from lightrft.strategy import get_fake_strategy
-from lightrft.strategy.engine_session import engine_config
+from lightrft.strategy.engine.session import engine_config
 from lightrft.trainer.config import TrainConfig
 from lightrft.trainer.config_unavailable import UNAVAILABLE
 from lightrft.trainer.runs.assembly import first_rank_loggers, pretrain_mix, run_options
@@ -265,7 +265,7 @@ EVIDENCE = {
         "test_clipping_is_by_the_global_norm": "max_norm",
         "test_adam_settings": "l2",
     },
-    "strategy/test_rank_services.py": {
+    "strategy/test_distributed_context.py": {
         "test_sizes_that_do_not_divide_name_the_legal_ones": "local_rank engine_tp_size",
     },
     "trainer/test_assembly.py": {
@@ -468,7 +468,7 @@ def built_actor(config):
 
 def bucket(config):
     """Bytes of the buckets in which an engine of its own storage gets the weights."""
-    from lightrft.strategy import weight_sync
+    from lightrft.strategy.weight_sync import sync as weight_sync
 
     with get_fake_strategy(config) as strategy:
         actor = build_models(config, strategy, 10).actor

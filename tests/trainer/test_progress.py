@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 
-from lightrft.strategy.deadlines import current_phase, phase
+from lightrft.strategy.distributed.deadlines import current_phase, phase
 from lightrft.trainer.reporting.loggers import ConsoleLogger
 from lightrft.trainer.reporting.progress import (
     Heartbeat,

@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from lightrft.cli.memory_advice import is_out_of_memory, memory_report
-from lightrft.strategy.error_report import write_error_report
+from lightrft.strategy.distributed.error_report import write_error_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,8 +63,8 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.datasets.errors", "DataError", ExitCode.DATA),
     ("lightrft.rewards.errors", "RewardError", ExitCode.REWARD),
     ("lightrft.models.loading", "ModelLoadError", ExitCode.USAGE),
-    ("lightrft.strategy.checkpoint_manifest", "CheckpointError", ExitCode.USAGE),
-    ("lightrft.strategy.weight_accounting", "WeightSyncError", ExitCode.VERIFICATION),
+    ("lightrft.strategy.checkpoints.manifest", "CheckpointError", ExitCode.USAGE),
+    ("lightrft.strategy.weight_sync.accounting", "WeightSyncError", ExitCode.VERIFICATION),
     ("lightrft.trainer.training.parity", "ParityError", ExitCode.VERIFICATION),
     ("lightrft.trainer.runs.export", "ExportError", ExitCode.VERIFICATION),
     ("lightrft.trainer.reporting.trackers", "TrackerError", ExitCode.PREFLIGHT),
@@ -116,7 +116,7 @@ def describe(error: BaseException) -> str:
 
 
 def _phase_of(error: BaseException) -> str | None:
-    deadlines = sys.modules.get("lightrft.strategy.deadlines")
+    deadlines = sys.modules.get("lightrft.strategy.distributed.deadlines")
     if deadlines is None:
         return None
     name: str | None = deadlines.phase_of(error)

@@ -78,7 +78,7 @@ def _train_stoppably(argv: Sequence[str]) -> int:
 
 def train(config: TrainConfig, stop_request: StopRequest) -> int:
     """Train as one of the processes of a run, whose rank is in the environment."""
-    from lightrft.strategy.deadlines import phase_of
+    from lightrft.strategy.distributed.deadlines import phase_of
     from lightrft.trainer.runs.assembly import run_training
 
     hide_progress_bars()

@@ -10,7 +10,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from lightrft.strategy.deadlines import current_phase
+from lightrft.strategy.distributed.deadlines import current_phase
 from lightrft.trainer.reporting.loggers import CONSOLE_METRICS, ConsoleLogger
 
 if TYPE_CHECKING:

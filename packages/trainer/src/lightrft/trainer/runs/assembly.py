@@ -16,7 +16,7 @@ from lightrft.datasets.texts import load_texts
 from lightrft.models import load_tokenizer
 from lightrft.strategy import get_strategy
 from lightrft.strategy.config import ConfigError
-from lightrft.strategy.deadlines import phase
+from lightrft.strategy.distributed.deadlines import phase
 from lightrft.trainer.training.algorithm import check_algorithm
 from lightrft.trainer.reporting.loggers import JsonLinesLogger
 from lightrft.trainer.ppo_config import PPOConfig, resolve_ppo_config

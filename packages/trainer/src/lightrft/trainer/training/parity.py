@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.strategy.weight_canary import compute_dtypes
+from lightrft.strategy.weight_sync.canary import compute_dtypes
 from lightrft.trainer.training.parity_layers import first_divergence
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightrft.experience.stages import StageMeter
     from lightrft.experience.types import RolloutBatch
     from lightrft.strategy.optimizers import OptimizerStepResult
-    from lightrft.strategy.weight_sync import WeightSyncReport
+    from lightrft.strategy.weight_sync.sync import WeightSyncReport
     from lightrft.trainer.training.metrics import StepMetrics
     from lightrft.trainer.training.throughput import Utilisation
 

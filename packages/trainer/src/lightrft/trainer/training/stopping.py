@@ -7,7 +7,7 @@ import signal
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lightrft.strategy.error_report import has_failed_peer
+from lightrft.strategy.distributed.error_report import has_failed_peer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

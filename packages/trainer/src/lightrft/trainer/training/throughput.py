@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.strategy.parameter_source import checkpoint_module
+from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightrft.kernels import BucketLayout, TensorSpec
-from lightrft.strategy.adapted_model import engine_source
-from lightrft.strategy.parameter_source import ParameterSource, SourceParameter
 from lightrft.strategy.prepared import inner_module, wrapped_module
-from lightrft.strategy.weight_accounting import (
+from lightrft.strategy.weight_sync.accounting import (
     PlannedParameter,
     WeightSyncError,
     match_parameters,
     parameters_to_send,
 )
-from lightrft.strategy.weight_canary import (
+from lightrft.strategy.weight_sync.adapted_model import engine_source
+from lightrft.strategy.weight_sync.canary import (
     Canary,
     EngineAnswer,
     actor_canary,
@@ -25,9 +24,10 @@ from lightrft.strategy.weight_canary import (
     check_answer,
     compute_dtypes,
 )
-from lightrft.strategy.weight_report import MEGABYTE, WeightSyncReport
-from lightrft.strategy.weight_transfer import Transfer, load_buckets, share_weights
-from lightrft.strategy.weight_verification import (
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
+from lightrft.strategy.weight_sync.report import MEGABYTE, WeightSyncReport
+from lightrft.strategy.weight_sync.transfer import Transfer, load_buckets, share_weights
+from lightrft.strategy.weight_sync.verification import (
     RankReport,
     agree,
     check_hashes,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lightrft.engines.base import RolloutEngine
-    from lightrft.strategy.distributed import Group
+    from lightrft.strategy.distributed.collectives import Group
     from lightrft.strategy.prepared import AnyModel
     from lightrft.strategy.strategy_base import StrategyBase
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from safetensors import safe_open
 
-from lightrft.strategy.checkpoint_manifest import CheckpointError
-from lightrft.strategy.parameter_source import local_rank_in
+from lightrft.strategy.checkpoints.manifest import CheckpointError
+from lightrft.strategy.weight_sync.parameter_source import local_rank_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from lightrft.strategy.file_writers import FileWriter
-    from lightrft.strategy.parameter_source import ParameterSource, SourceParameter
+    from lightrft.strategy.checkpoints.file_writers import FileWriter
+    from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 
 FOLDER = "average"
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from lightrft.strategy.adapted_model import exported_state
-from lightrft.strategy.parameter_source import tied_parameter_names
-from lightrft.strategy.whole_model import WEIGHTS_NAME, SavesPretrained
+from lightrft.strategy.checkpoints.whole_model import WEIGHTS_NAME, SavesPretrained
+from lightrft.strategy.weight_sync.adapted_model import exported_state
+from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 
 from lightrft.kernels import hash_tensor
-from lightrft.strategy.distributed import gather_objects
-from lightrft.strategy.parameter_source import local_rank_in
-from lightrft.strategy.weight_accounting import MAX_LISTED_NAMES, WeightSyncError
+from lightrft.strategy.distributed.collectives import gather_objects
+from lightrft.strategy.weight_sync.accounting import MAX_LISTED_NAMES, WeightSyncError
+from lightrft.strategy.weight_sync.parameter_source import local_rank_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from lightrft.strategy.distributed import Group
-    from lightrft.strategy.parameter_source import ParameterSource, SourceParameter
-    from lightrft.strategy.weight_accounting import PlannedParameter
+    from lightrft.strategy.distributed.collectives import Group
+    from lightrft.strategy.weight_sync.accounting import PlannedParameter
+    from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 
 _MASK = 2**64 - 1
 

@@ -60,36 +60,34 @@ def joined(
 
 
 def cut_at_string(
-    draft: RawCompletion, params: SamplingParams, decoder: TextDecoder
+    raw: RawCompletion, params: SamplingParams, decoder: TextDecoder
 ) -> RawCompletion:
     """The completion up to the first stop string that ends at or after `min_tokens`."""
     matcher = StopStringMatcher(params.stop, decoder, 1)
-    for index, token in enumerate(draft.token_ids):
+    for index, token in enumerate(raw.token_ids):
         is_match = matcher.push(0, token)
         if is_match and index + 1 >= params.min_tokens:
-            return RawCompletion(draft.token_ids[: index + 1], draft.logprobs[: index + 1], "stop")
-    return draft
+            return RawCompletion(raw.token_ids[: index + 1], raw.logprobs[: index + 1], "stop")
+    return raw
 
 
 def cut_at_token(
-    draft: RawCompletion, stop_ids: Collection[int], *, min_tokens: int
+    raw: RawCompletion, stop_ids: Collection[int], *, min_tokens: int
 ) -> RawCompletion:
     """The completion up to the first stop token that is number `min_tokens` or later."""
-    for index, token in enumerate(draft.token_ids):
+    for index, token in enumerate(raw.token_ids):
         if token in stop_ids and index + 1 >= min_tokens:
-            return RawCompletion(draft.token_ids[: index + 1], draft.logprobs[: index + 1], "stop")
-    return draft
+            return RawCompletion(raw.token_ids[: index + 1], raw.logprobs[: index + 1], "stop")
+    return raw
 
 
-def completion_of(
-    row: Row, draft: RawCompletion, params: SamplingParams, version: int
-) -> Completion:
+def completion_of(row: Row, raw: RawCompletion, params: SamplingParams, version: int) -> Completion:
     """The record for one row.
 
     Raises:
         FloatingPointError: A logprob is not a finite number.
     """
-    if not math.isfinite(math.fsum(draft.logprobs)):
+    if not math.isfinite(math.fsum(raw.logprobs)):
         raise FloatingPointError(
             f"request {row.request_id}: the model's logits are not finite "
             f"(weights_version {version})"
@@ -98,9 +96,9 @@ def completion_of(
         request_id=row.request_id,
         sample_index=row.sample_index,
         prompt_token_ids=row.prompt,
-        output_token_ids=draft.token_ids,
-        output_logprobs=draft.logprobs,
+        output_token_ids=raw.token_ids,
+        output_logprobs=raw.logprobs,
         logprobs_mode=params.logprobs_mode,
-        finish_reason=draft.finish_reason,
+        finish_reason=raw.finish_reason,
         weights_version=version,
     )

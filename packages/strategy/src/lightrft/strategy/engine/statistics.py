@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightrft.strategy.distributed import Group, gather_objects
-from lightrft.strategy.histogram_picture import histogram_png, require_matplotlib
+from lightrft.strategy.distributed.collectives import Group, gather_objects
+from lightrft.strategy.engine.histogram_picture import histogram_png, require_matplotlib
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

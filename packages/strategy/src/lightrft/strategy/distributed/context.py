@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightrft.strategy import distributed, process_groups
 from lightrft.strategy.config import ConfigError, StrategyConfig
-from lightrft.strategy.distributed import ALONE, Group
-from lightrft.strategy.memory import MemoryReport, measure_memory
+from lightrft.strategy.distributed import collectives, process_groups
+from lightrft.strategy.distributed.collectives import ALONE, Group
+from lightrft.strategy.distributed.memory import MemoryReport, measure_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class RankServices:
+class DistributedContext:
     """What a rank needs before there is any model; see `StrategyBase` for the arguments."""
 
     is_fsdp: ClassVar[bool | None] = None
@@ -130,7 +130,7 @@ class RankServices:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._owns_process_group |= self._start_processes(timeout)
-        self.world_size = distributed.group_size(self.world_group)
+        self.world_size = collectives.group_size(self.world_group)
         self._check_group_sizes()
         process_groups.check_divides(self.world_size, "sp_size", self.config.sp_size)
         process_groups.check_divides(self.world_size, "engine_tp_size", self.config.engine_tp_size)
@@ -188,11 +188,11 @@ class RankServices:
     @classmethod
     def is_rank_0(cls) -> bool:
         """Whether this is the first of all ranks."""
-        return distributed.group_rank() == 0
+        return collectives.group_rank() == 0
 
     def get_rank(self) -> int:
         """This rank among all ranks."""
-        return distributed.group_rank(self.world_group)
+        return collectives.group_rank(self.world_group)
 
     @classmethod
     def print(cls, *msg: object) -> None:
@@ -222,11 +222,11 @@ class RankServices:
 
     @classmethod
     def _barrier_all(cls) -> None:
-        distributed.barrier()
+        collectives.barrier()
 
     def barrier(self) -> None:
         """Waits until every rank arrived."""
-        distributed.barrier(self.world_group)
+        collectives.barrier(self.world_group)
 
     @overload
     def all_reduce(self, data: int, op: str = "mean") -> float: ...
@@ -249,21 +249,21 @@ class RankServices:
             AssertionError: `op` is none of these.
             ValueError: Ranks passed different keys, types or shapes (raised on every rank).
         """
-        return distributed.all_reduce(cast("distributed.Tree", data), op, group=self.world_group)
+        return collectives.all_reduce(cast("collectives.Tree", data), op, group=self.world_group)
 
     def reduce_over_data(self, data: T, op: str = "mean") -> T:
         """Like `all_reduce`, counting ranks that share their samples once."""
         group = self.world_group if self.dp_group is None else self.dp_group
-        reduced = distributed.all_reduce(cast("distributed.Tree", data), op, group=group)
+        reduced = collectives.all_reduce(cast("collectives.Tree", data), op, group=group)
         return cast("T", reduced)
 
     @overload
     def all_gather(self, data: Tensor | float) -> Tensor: ...
 
     @overload
-    def all_gather(self, data: Mapping[str, distributed.Tree]) -> dict[str, Tensor]: ...
+    def all_gather(self, data: Mapping[str, collectives.Tree]) -> dict[str, Tensor]: ...
 
-    def all_gather(self, data: distributed.Tree) -> object:
+    def all_gather(self, data: collectives.Tree) -> object:
         """Concatenates every rank's values in rank order; a number gives a 1-D tensor.
 
         Tensors may differ in their first dimension. Dicts may be nested.
@@ -271,8 +271,8 @@ class RankServices:
         Raises:
             ValueError: Ranks passed different keys, types or trailing shapes (on every rank).
         """
-        return distributed.all_gather(data, group=self.world_group)
+        return collectives.all_gather(data, group=self.world_group)
 
     def gather_objects(self, item: T, group: ProcessGroup | None = None) -> list[T]:
         """Every rank's plain Python object, by rank, on every rank of the group."""
-        return distributed.gather_objects(item, self.world_group if group is None else group)
+        return collectives.gather_objects(item, self.world_group if group is None else group)

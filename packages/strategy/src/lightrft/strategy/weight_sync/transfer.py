@@ -9,8 +9,8 @@ import torch
 
 from lightrft.engines.types import WeightPiece
 from lightrft.kernels import BucketBroadcaster, BucketLayout, combine_hashes, hash_tensor
-from lightrft.strategy.weight_accounting import WeightSyncError
-from lightrft.strategy.weight_verification import transfer_device
+from lightrft.strategy.weight_sync.accounting import WeightSyncError
+from lightrft.strategy.weight_sync.verification import transfer_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lightrft.engines.base import RolloutEngine
-    from lightrft.strategy.parameter_source import AddLocal, ParameterSource
-    from lightrft.strategy.weight_accounting import PlannedParameter
+    from lightrft.strategy.weight_sync.accounting import PlannedParameter
+    from lightrft.strategy.weight_sync.parameter_source import AddLocal, ParameterSource
 
 
 @dataclass(slots=True)

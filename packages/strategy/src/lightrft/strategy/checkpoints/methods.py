@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from lightrft.strategy.average_files import load_average, save_average
-from lightrft.strategy.checkpoint_saver import CheckpointSaver
-from lightrft.strategy.checkpoints import SaveRequest, find_checkpoint
-from lightrft.strategy.deadlines import phase
-from lightrft.strategy.distributed import gather_objects, group_size
-from lightrft.strategy.rank_group import RankGroup
+from lightrft.strategy.checkpoints.average_files import load_average, save_average
+from lightrft.strategy.checkpoints.folders import SaveRequest, find_checkpoint
+from lightrft.strategy.checkpoints.rank_group import RankGroup
+from lightrft.strategy.checkpoints.saver import CheckpointSaver
+from lightrft.strategy.distributed.collectives import gather_objects, group_size
+from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from lightrft.strategy.checkpoint_manifest import Checkpoint
-    from lightrft.strategy.file_writers import FileWriter
+    from lightrft.strategy.checkpoints.file_writers import FileWriter
+    from lightrft.strategy.checkpoints.manifest import Checkpoint
     from lightrft.strategy.prepared import AnyModel, Arguments, PreparedModel
 
 

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from lightrft.strategy.file_writers import DirectWriter
+from lightrft.strategy.checkpoints.file_writers import DirectWriter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from lightrft.strategy.file_writers import FileWriter
+    from lightrft.strategy.checkpoints.file_writers import FileWriter
 
 _TENSOR = "__tensor__"
 _TUPLE = "__tuple__"

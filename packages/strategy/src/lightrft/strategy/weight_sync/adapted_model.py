@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from lightrft.strategy.parameter_source import ParameterSource
+    from lightrft.strategy.weight_sync.parameter_source import ParameterSource
 
 
 @runtime_checkable

@@ -5,18 +5,22 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from lightrft.strategy.checkpoint_manifest import CheckpointError
-from lightrft.strategy.checkpoints import begin_checkpoint, complete_checkpoint, write_checkpoint
-from lightrft.strategy.file_writers import DirectWriter, StagedWriter
+from lightrft.strategy.checkpoints.file_writers import DirectWriter, StagedWriter
+from lightrft.strategy.checkpoints.folders import (
+    begin_checkpoint,
+    complete_checkpoint,
+    write_checkpoint,
+)
+from lightrft.strategy.checkpoints.manifest import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
     from pathlib import Path
 
-    from lightrft.strategy.checkpoints import OpenCheckpoint, SaveRequest
-    from lightrft.strategy.file_writers import FileWriter
-    from lightrft.strategy.rank_group import RankGroup
+    from lightrft.strategy.checkpoints.file_writers import FileWriter
+    from lightrft.strategy.checkpoints.folders import OpenCheckpoint, SaveRequest
+    from lightrft.strategy.checkpoints.rank_group import RankGroup
 
     Write = Callable[[Path, FileWriter], None]
 

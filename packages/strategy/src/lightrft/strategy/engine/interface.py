@@ -6,13 +6,14 @@ import time
 from typing import TYPE_CHECKING, cast
 
 from lightrft.engines.types import EngineStatus
-from lightrft.strategy import engine_session, multimodal
 from lightrft.strategy.config import StrategyConfig
-from lightrft.strategy.deadlines import phase
-from lightrft.strategy.engine_session import EngineSession, PromptBatch, PromptItem
+from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.engine import multimodal
+from lightrft.strategy.engine import session as engine_session
+from lightrft.strategy.engine.session import EngineSession, PromptBatch, PromptItem
+from lightrft.strategy.engine.statistics import GenLenAnalyser
 from lightrft.strategy.model_preparation import ModelPreparation
-from lightrft.strategy.parameter_source import checkpoint_module
-from lightrft.strategy.statistics import GenLenAnalyser
+from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from lightrft.engines.types import Completion
     from lightrft.strategy.prepared import AnyModel, Arguments
     from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.strategy.weight_sync import WeightSyncReport
+    from lightrft.strategy.weight_sync.sync import WeightSyncReport
 
 
 class EngineInterface(ModelPreparation):
@@ -273,7 +274,7 @@ class EngineInterface(ModelPreparation):
         if self._session.engine is None:
             self.print("Skip update engine weights since inference engine is not initialized.")
             return None
-        from lightrft.strategy.weight_sync import sync_engine_weights
+        from lightrft.strategy.weight_sync.sync import sync_engine_weights
 
         # The cache needs most memory, so it comes last: buckets and gathered weights are gone then.
         self._wake(("weights",))

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
-from lightrft.strategy.distributed import ALONE, Group, gather_objects, group_rank, group_size
+from lightrft.strategy.distributed.collectives import (
+    ALONE,
+    Group,
+    gather_objects,
+    group_rank,
+    group_size,
+)
 
 if TYPE_CHECKING:
     from torch import nn

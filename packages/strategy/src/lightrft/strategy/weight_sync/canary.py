@@ -13,12 +13,12 @@ import torch
 
 from lightrft.engines.base import StaleEngineError
 from lightrft.engines.types import GenerationRequest, SamplingParams
-from lightrft.strategy.distributed import gather_objects, group_rank
+from lightrft.strategy.distributed.collectives import gather_objects, group_rank
+from lightrft.strategy.distributed.sequence_parallel import SharesSequences
 from lightrft.strategy.fsdp2.source import reshard_modules
-from lightrft.strategy.parameter_source import checkpoint_module
-from lightrft.strategy.sequence_parallel import SharesSequences
-from lightrft.strategy.weight_accounting import WeightSyncError
-from lightrft.strategy.weight_verification import mix64
+from lightrft.strategy.weight_sync.accounting import WeightSyncError
+from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
+from lightrft.strategy.weight_sync.verification import mix64
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from lightrft.engines.base import RolloutEngine
     from lightrft.strategy.config import StrategyConfig
-    from lightrft.strategy.parameter_source import ParameterSource
+    from lightrft.strategy.weight_sync.parameter_source import ParameterSource
 
 CANARY_LENGTH = 64
 # Largest difference of a logprob between trainer and engine. Two float32 forwards of one model

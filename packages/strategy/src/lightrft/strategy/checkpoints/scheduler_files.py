@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightrft.strategy.checkpoint_manifest import CheckpointError
-from lightrft.strategy.client_state import load_state, save_state
+from lightrft.strategy.checkpoints.client_state import load_state, save_state
+from lightrft.strategy.checkpoints.manifest import CheckpointError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch.optim.lr_scheduler import LRScheduler
 
-    from lightrft.strategy.file_writers import FileWriter
+    from lightrft.strategy.checkpoints.file_writers import FileWriter
 
 SCHEDULER_NAME = "scheduler"
 

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from lightrft.strategy.checkpoint_manifest import CheckpointError
+from lightrft.strategy.checkpoints.manifest import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

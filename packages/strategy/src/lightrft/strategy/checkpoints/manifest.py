@@ -7,7 +7,7 @@ import logging
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from lightrft.strategy.client_state import load_state, restore_rng_state
+from lightrft.strategy.checkpoints.client_state import load_state, restore_rng_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from lightrft.strategy.error_report import LastPhase, record_phase, write_error_report
+from lightrft.strategy.distributed.error_report import LastPhase, record_phase, write_error_report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig, EngineStatus
-from lightrft.strategy import FakeStrategy, distributed, process_groups
-from lightrft.strategy.process_groups import (
+from lightrft.strategy import FakeStrategy
+from lightrft.strategy.distributed import collectives, process_groups
+from lightrft.strategy.distributed.process_groups import (
     accumulation_steps,
     check_divides,
     engine_group_ranks,
@@ -43,11 +44,11 @@ class Replicated(FakeStrategy):
 
     @classmethod
     def is_rank_0(cls):
-        return distributed.group_rank() == 0
+        return collectives.group_rank() == 0
 
     @classmethod
     def _barrier_all(cls):
-        distributed.barrier()
+        collectives.barrier()
 
 
 def replicated(**settings) -> Replicated:
@@ -376,7 +377,7 @@ def fail_beside_a_collective(rank, world_size):
 
 
 def hang_on_one_rank(rank, world_size):
-    from lightrft.strategy.deadlines import phase
+    from lightrft.strategy.distributed.deadlines import phase
 
     replicated()
     if rank == 1:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from lightrft.engines.types import EngineParameter
-    from lightrft.strategy.parameter_source import SourceParameter
+    from lightrft.strategy.weight_sync.parameter_source import SourceParameter
 
 Check = Literal["accounting", "hash", "canary", "caches", "transfer"]
 MAX_LISTED_NAMES = 8

@@ -17,8 +17,8 @@ from lightrft.engines.types import (
     SamplingParams,
 )
 from lightrft.strategy.config import ENGINE_TYPES
-from lightrft.strategy.distributed import Group, gather_objects, group_rank, group_size
-from lightrft.strategy.multimodal import build_multimodal_inputs, has_media, media_of
+from lightrft.strategy.distributed.collectives import Group, gather_objects, group_rank, group_size
+from lightrft.strategy.engine.multimodal import build_multimodal_inputs, has_media, media_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -202,7 +202,7 @@ class PromptBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Announcement:
+class RankStatus:
     """What a rank tells the others before or after generating."""
 
     num_prompts: int = 0
@@ -258,7 +258,7 @@ class EngineSession:
             engine = build()
         except Exception as err:  # noqa: BLE001 - shared with the other ranks, then raised
             problem = err
-        self._agree(_Announcement(), problem, what="the engine did not start")
+        self.gather_status(RankStatus(), problem, what="the engine did not start")
         if engine is None:
             raise RuntimeError("the engine did not start")
         return engine
@@ -309,32 +309,32 @@ class EngineSession:
                 raise ValueError("either all_prompt_token_ids or all_prompts must be given")
         except (TypeError, ValueError) as err:
             problem = err
-        heard = self._agree(_Announcement(len(batch), batch.is_multimodal), problem)
-        first_id = self._next_request_id + sum(a.num_prompts for a in heard[: self.rank])
-        self._next_request_id += sum(a.num_prompts for a in heard)
-        is_multimodal = any(a.is_multimodal for a in heard)
+        statuses = self.gather_status(RankStatus(len(batch), batch.is_multimodal), problem)
+        first_id = self._next_request_id + sum(a.num_prompts for a in statuses[: self.rank])
+        self._next_request_id += sum(a.num_prompts for a in statuses)
+        is_multimodal = any(a.is_multimodal for a in statuses)
         completions: list[Completion] = []
         try:
             completions = self._generate(batch, params, first_id, is_multimodal=is_multimodal)
         except Exception as err:  # noqa: BLE001 - shared with the other ranks, then raised
             problem = err
-        self._agree(_Announcement(), problem)
+        self.gather_status(RankStatus(), problem)
         return completions
 
-    def _agree(
+    def gather_status(
         self,
-        own: _Announcement,
+        own: RankStatus,
         problem: Exception | None,
         *,
         what: str = "generation failed",
-    ) -> list[_Announcement]:
+    ) -> list[RankStatus]:
         """Hears all ranks; raises on every rank if one has a problem."""
         if problem is not None:
             own = dataclasses.replace(own, error=f"{type(problem).__name__}: {problem}")
-        heard = gather_objects(own, self.world)
-        failed = [(rank, a.error) for rank, a in enumerate(heard) if a.error is not None]
+        statuses = gather_objects(own, self.world)
+        failed = [(rank, a.error) for rank, a in enumerate(statuses) if a.error is not None]
         if not failed:
-            return heard
+            return statuses
         text = "; ".join(f"rank {rank}: {error}" for rank, error in failed)
         if problem is not None:
             problem.add_note(f"{what} on {text}")

@@ -22,7 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrft.strategy.checkpoint_manifest import (
+from lightrft.strategy.checkpoints.client_state import capture_rng_state, save_state
+from lightrft.strategy.checkpoints.file_writers import DirectWriter
+from lightrft.strategy.checkpoints.manifest import (
     CLIENT_STATE_NAME,
     MANIFEST_NAME,
     REPLACED_PREFIX,
@@ -33,14 +35,12 @@ from lightrft.strategy.checkpoint_manifest import (
     list_checkpoints,
     rng_file,
 )
-from lightrft.strategy.client_state import capture_rng_state, save_state
-from lightrft.strategy.file_writers import DirectWriter
-from lightrft.strategy.rank_group import RankGroup
+from lightrft.strategy.checkpoints.rank_group import RankGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from lightrft.strategy.file_writers import FileWriter
+    from lightrft.strategy.checkpoints.file_writers import FileWriter
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class SaveRequest:
             "global_step", or `step<N>` with the next free number.
         max_num: Checkpoints to keep, the new one included.
         max_mem: MB (10^6 bytes) that the kept checkpoints may take.
-        client_state: See `lightrft.strategy.client_state.save_state`.
+        client_state: See `lightrft.strategy.checkpoints.client_state.save_state`.
         save_latest: Whether a load without a tag shall take this one.
         details: See `Manifest.details`.
 

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file
 
-from lightrft.strategy.adapted_model import gathered_dtype
-from lightrft.strategy.checkpoint_methods import CheckpointMethods, WantedState
-from lightrft.strategy.config import StrategyConfig
-from lightrft.strategy.distributed import ALONE, Group
-from lightrft.strategy.gathered_model import (
+from lightrft.strategy.checkpoints.gathered_model import (
     WeightFiles,
     as_saved,
     check_names,
     save_gathered_model,
 )
+from lightrft.strategy.checkpoints.methods import CheckpointMethods, WantedState
+from lightrft.strategy.config import StrategyConfig
+from lightrft.strategy.distributed.collectives import ALONE, Group
+from lightrft.strategy.distributed.process_groups import resolve_shard_size
+from lightrft.strategy.distributed.sequence_parallel import share_sequences
 from lightrft.strategy.optimizers import (
     AdamSettings,
     OptimizerStepResult,
@@ -26,15 +27,14 @@ from lightrft.strategy.optimizers import (
     optimizer_parameters,
     parameter_groups,
 )
-from lightrft.strategy.parameter_source import (
+from lightrft.strategy.prepared import AnyModel, Arguments, PreparedModel
+from lightrft.strategy.training_interface import refuse_options
+from lightrft.strategy.weight_sync.adapted_model import gathered_dtype
+from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
     module_parameter_source,
     tied_parameter_names,
 )
-from lightrft.strategy.prepared import AnyModel, Arguments, PreparedModel
-from lightrft.strategy.process_groups import resolve_shard_size
-from lightrft.strategy.sequence_parallel import share_sequences
-from lightrft.strategy.training_interface import refuse_options
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from lightrft.strategy.checkpoint_manifest import Checkpoint
-    from lightrft.strategy.file_writers import FileWriter
+    from lightrft.strategy.checkpoints.file_writers import FileWriter
+    from lightrft.strategy.checkpoints.manifest import Checkpoint
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
