@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch.distributed import ProcessGroup
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
 
@@ -34,6 +34,15 @@ class SequenceModel(nn.Module):
     @abstractmethod
     def pretrained(self) -> PreTrainedModel:
         """The wrapped model of transformers."""
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The configuration of the wrapped model."""
+        return self.pretrained.config
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Recomputes activations in the backward pass instead of storing them."""
+        self.pretrained.gradient_checkpointing_enable({"use_reentrant": False})
 
     @property
     def sequence_group(self) -> ProcessGroup | None:

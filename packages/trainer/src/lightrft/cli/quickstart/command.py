@@ -129,11 +129,12 @@ def prepare(recipe: Recipe, directory: Path) -> None:
 
     from lightrft.cli.quickstart import boxed_sum
     from lightrft.cli.quickstart.warm_start import (
+        SAMPLE,
         build_model,
         build_tokenizer,
         imitate,
-        write_checkpoint,
     )
+    from lightrft.models.presets import save_checked
 
     hide_progress_bars()
     torch.set_num_threads(recipe.num_threads)
@@ -146,7 +147,7 @@ def prepare(recipe: Recipe, directory: Path) -> None:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=recipe.seed)
     imitate(model, tokenizer, show_loss, num_steps=recipe.num_warm_start_steps, seed=recipe.seed)
-    write_checkpoint(model, tokenizer, directory / "warm_start")
+    save_checked(model, tokenizer, directory / "warm_start", sample=SAMPLE)
 
 
 def show_loss(step: int, loss: float) -> None:

@@ -8,21 +8,20 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from lightrft.cli.quickstart.addition import demonstrate, draw_additions
-from lightrft.models.loading import save_pretrained
-from lightrft.models.presets import ASSISTANT, CHAT_TEMPLATE, END, PAD, USER, tiny_qwen3_config
+from lightrft.models.presets import ASSISTANT, CHAT_TEMPLATE, END, PAD, PRESETS, USER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 WHOLE_TOKENS = ("<think>", "</think>", "\\boxed{")
 CHARACTERS = "\n !\"'()*+,-./0123456789:=>?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz{}"
+SAMPLE = f"{USER}What is 457+386?{ASSISTANT}<think>7+6=13</think>\\boxed{{843}}{END}"
 IGNORED = -100
 LEARNING_RATE = 2e-3
 NUM_WARMUP_STEPS = 20
@@ -57,32 +56,15 @@ def build_model(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedM
     The usual initializer_range of 0.02 is too small at this width: the warm start then ends with
     mistakes that no reward can repair.
     """
-    config = tiny_qwen3_config(vocab_size=(len(tokenizer) + 31) // 32 * 32, initializer_range=0.06)
+    config = PRESETS["tiny-qwen3"](
+        vocab_size=(len(tokenizer) + 31) // 32 * 32, initializer_range=0.06
+    )
     config.bos_token_id = None
     config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(config)
-
-
-def write_checkpoint(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path
-) -> None:
-    """Write a Hugging Face checkpoint and check that its tokenizer survives loading.
-
-    Raises:
-        RuntimeError: `AutoTokenizer` reads the saved tokenizer as something else.
-    """
-    save_pretrained(model, tokenizer, directory)
-    sample = f"{USER}What is 457+386?{ASSISTANT}<think>7+6=13</think>\\boxed{{843}}{END}"
-    token_ids = tokenizer(sample)["input_ids"]
-    loaded = AutoTokenizer.from_pretrained(directory)
-    if loaded(sample)["input_ids"] != token_ids or loaded.decode(token_ids) != sample:
-        raise RuntimeError(
-            f"the tokenizer in {directory} does not survive loading by AutoTokenizer: got "
-            f"{loaded(sample)['input_ids']}, expected {token_ids}; check the transformers version"
-        )
 
 
 def imitate(
