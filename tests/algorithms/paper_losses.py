@@ -78,7 +78,7 @@ def dr_grpo(
 
 
 def gspo(new, old, advantages, mask, *, clip_low=3e-4, clip_high=4e-4):
-    """GSPO, arXiv:2507.18071: one clipped ratio per row; with an advantage per token the mean of GSPO-token."""
+    """GSPO, arXiv:2507.18071: one clipped ratio a row; GSPO-token has an advantage per token."""
     total = []
     for p, q, a in rows_of(new, old, advantages, mask):
         s = math.exp(_mean(x - y for x, y in zip(p, q, strict=True)))
