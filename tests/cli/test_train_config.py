@@ -7,13 +7,13 @@ from dataclasses import fields
 from itertools import product
 
 import pytest
+from lightrft.trainer.config import TrainConfig, unknown_name
 
 from lightrft.cli.options import available_fields
+from lightrft.config.rules import batch_problems
+from lightrft.config.toml import format_toml, is_secret
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer import config_checks
-from lightrft.trainer.batch_checks import batch_problems
-from lightrft.trainer.config import TrainConfig, unknown_name
-from lightrft.trainer.config_files import format_toml, is_secret
 
 
 def test_every_option_has_help_and_a_group():
@@ -60,10 +60,10 @@ def test_choices_are_those_of_the_registries():
 
 
 def test_the_trainers_options_are_options_of_the_run_with_the_same_defaults():
-    from lightrft.trainer.ppo_config import PPOConfig
+    from lightrft.config import TrainConfig
 
     options = {entry.name: entry.default for entry in fields(TrainConfig)}
-    own = {entry.name: entry.default for entry in fields(PPOConfig)}
+    own = {entry.name: entry.default for entry in fields(TrainConfig)}
     assert {name: options.get(name, "absent") for name in own} == own
 
 

@@ -161,7 +161,7 @@ class Letters:
 def train(rank, world_size, values):
     from dataclasses import asdict
 
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
     from lightrft.trainer.runs.assembly import run_training
 
     return asdict(run_training(TrainConfig(**values)))

@@ -167,6 +167,14 @@ class Actor(SequenceModel):
         """The configuration of the wrapped model."""
         return self.model.config
 
+    def fuse_head(self, chunk_size: int) -> None:
+        """Never hold the logits of all positions and tokens at once, from now on.
+
+        Args:
+            chunk_size: Columns of the vocabulary that are computed at a time.
+        """
+        self.model.get_output_embeddings().fuse(chunk_size)
+
     def gradient_checkpointing_enable(self) -> None:
         """Recomputes activations in the backward pass instead of storing them."""
         self.model.gradient_checkpointing_enable({"use_reentrant": False})

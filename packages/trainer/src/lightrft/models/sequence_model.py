@@ -40,6 +40,15 @@ class SequenceModel(nn.Module):
         """The ranks that call the model with the same batch; None is this rank alone."""
         return self.layout_policy.sp_group
 
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether some layer recomputes its activations in the backward pass."""
+        return any(getattr(layer, "gradient_checkpointing", False) for layer in self.modules())
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Recomputes activations in the backward pass instead of storing them."""
+        raise NotImplementedError
+
     def pack_samples(self, is_packed: bool = True) -> None:
         """Lays batches out as one stream without padding, or as padded rows again.
 

@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lightrft.config.toml import write_whole
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
@@ -46,13 +48,6 @@ def write_start(
         "inputs": dict(inputs or {}),
     }
     write_whole(path, json.dumps(start, indent=2) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that appears whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def write_event(folder: Path, event: str, *, step: int, details: Mapping[str, object]) -> None:
