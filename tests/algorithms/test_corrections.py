@@ -285,7 +285,8 @@ def test_text_becomes_terms() -> None:
         ("weight:k3:token", {}, "a weight is the ratio"),
         ("weight:ratio:worst", {}, "a weight is the ratio"),
         ("tis tis-geometric", {}, "several weights"),
-        ("geometric-tis", {"high": 2.0}, "2 terms with bounds"),
+        ("tis:negative", {}, "0 terms that negative could belong to"),
+        ("geometric-tis", {"high": 2.0}, "2 terms that high=2.0 could belong to"),
     ],
 )
 def test_mistakes_are_named(text: str, bounds, message: str) -> None:

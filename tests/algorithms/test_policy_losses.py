@@ -176,7 +176,7 @@ def test_a_plain_function_is_a_loss_of_tokens_and_a_declared_one_stays_itself() 
     def plain(logprobs, old_logprobs, advantages, response_mask, *, scale: float = 1.0):
         raise NotImplementedError
 
-    assert policy_loss_traits(plain) == PolicyLossTraits("seq-mean-token-mean", False)
+    assert policy_loss_traits(plain) == PolicyLossTraits(aggregation="seq-mean-token-mean")
     declared = policy_loss(aggregation="token-mean")(plain)
     assert declared is plain
     bound = functools.partial(declared, scale=2.0)

@@ -24,7 +24,7 @@ batch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightrft.algorithms.lookup import lookup
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 ACTIONS = ("weight", "reject", "veto")
 STATISTICS = ("ratio", "k1", "k2", "k3", "difference")
 LEVELS = ("token", "sequence", "geometric", "worst")
+OPTIONS = ("low=", "high=", "negative", "mean-one")
+EXAMPLES = "tis or reject:k3:sequence:high=0.01"
 
 CORRECTION_PRESETS: dict[str, str] = {
     "tis": "weight:ratio:token:high=2",
@@ -123,92 +125,81 @@ def parse_correction(
         low, high: Bounds that replace those of the single bounded term; None leaves them.
 
     Raises:
-        ValueError: something is unknown or malformed, there are several weights, or `low` and
-            `high` could mean several terms.
+        ValueError: something is unknown or malformed, there are several weights, or a bound could
+            belong to several terms.
     """
-    words = (texts if isinstance(texts, str) else " ".join(texts)).split()
+    text = texts if isinstance(texts, str) else " ".join(texts)
+    words = [part for word in text.split() for part in _expanded(word)]
     if not words:
-        raise ValueError(f"expected an off-policy correction such as {_examples()}: got none")
-    terms = tuple(term for word in words for term in _parse_word(word))
+        raise ValueError(f"expected an off-policy correction such as {EXAMPLES}: got none")
+    for key, bound in (("low", low), ("high", high)):
+        if bound is not None:
+            words = _with_option(words, f"{key}={bound!r}", text=text)
+    terms = tuple(_term(word) for word in words)
     if sum(term.action == "weight" for term in terms) > 1:
         raise ValueError(
-            f"off-policy correction {' '.join(words)!r} has several weights, of which only one can "
-            "multiply the loss: keep one, and write the others as reject:... or veto:..."
+            f"off-policy correction {text!r} has several weights, of which only one can multiply "
+            "the loss: keep one, and write the others as reject:... or veto:..."
         )
-    return _with_bounds(terms, low, high, text=" ".join(words))
+    return terms
 
 
-def _parse_word(word: str) -> tuple[CorrectionTerm, ...]:
-    head, *rest = word.split(":")
-    is_preset = head in CORRECTION_PRESETS
-    if not is_preset:
-        if head not in ACTIONS:
-            known = {**CORRECTION_PRESETS, **dict.fromkeys(ACTIONS)}
-            lookup(known, head, kind="off-policy correction")
-        if len(rest) < 2:
-            raise ValueError(
-                f"correction {word!r} is incomplete: expected ACTION:STATISTIC:LEVEL and bounds, "
-                f"such as {_examples()}"
-            )
-        head, rest = ":".join([head, *rest[:2]]), rest[2:]
-    bounds: dict[str, float] = {}
-    flags = {"negative": False, "mean-one": False}
-    for part in rest:
-        key, is_bound, value = part.partition("=")
-        if is_bound and key in ("low", "high"):
-            bounds[key] = _number(value, word)
-        elif part in flags:
-            flags[part] = True
-        else:
-            known = dict.fromkeys(["low=", "high=", *flags])
-            lookup(known, f"{key}=" if is_bound else part, kind=f"part of correction {word!r}")
-    if not is_preset:
-        action, statistic, level = head.split(":")
-        return (
-            CorrectionTerm(
-                action, statistic, level, bounds.get("low"), bounds.get("high"),
-                flags["negative"], flags["mean-one"],
-            ),
-        )  # fmt: skip
-    terms = parse_correction(CORRECTION_PRESETS[head])
-    terms = _with_bounds(terms, bounds.get("low"), bounds.get("high"), text=word)
-    return tuple(
-        replace(
-            term,
-            negative=term.negative or (flags["negative"] and term.action != "weight"),
-            mean_one=term.mean_one or (flags["mean-one"] and term.action == "weight"),
-        )
-        for term in terms
-    )
+def _expanded(word: str) -> list[str]:
+    """The terms of a preset with what was added to it, or the term itself."""
+    name, *options = word.split(":")
+    if name in ACTIONS:
+        return [word]
+    known = {**CORRECTION_PRESETS, **dict.fromkeys(ACTIONS, "")}
+    terms = lookup(known, name, kind="off-policy correction").split()
+    for option in options:
+        terms = _with_option(terms, option, text=word)
+    return terms
 
 
-def _with_bounds(
-    terms: tuple[CorrectionTerm, ...], low: float | None, high: float | None, *, text: str
-) -> tuple[CorrectionTerm, ...]:
-    if low is None and high is None:
-        return terms
-    bounded = [term for term in terms if term.is_bounded] or list(terms)
-    if len(bounded) > 1:
+def _with_option(terms: list[str], option: str, *, text: str) -> list[str]:
+    """The terms with an option added to the one that it must mean; of equal keys the last holds."""
+    weights = [term for term in terms if term.startswith("weight")]
+    if option == "mean-one":
+        meant = weights
+    elif option == "negative":
+        meant = [term for term in terms if term not in weights]
+    else:
+        meant = [term for term in terms if "=" in term] or terms
+    if len(meant) != 1:
         raise ValueError(
-            f"off-policy correction {text!r} has {len(bounded)} terms with bounds: write low= and "
-            "high= into the term they belong to"
+            f"off-policy correction {text!r} has {len(meant)} terms that {option} could belong to: "
+            "write the terms out, and the option into one of them"
         )
-    return tuple(
-        replace(
-            term, low=term.low if low is None else low, high=term.high if high is None else high
+    return [f"{term}:{option}" if term is meant[0] else term for term in terms]
+
+
+def _term(text: str) -> CorrectionTerm:
+    words, options = text.split(":")[:3], text.split(":")[3:]
+    if len(words) < 3:
+        raise ValueError(
+            f"correction {text!r} is incomplete: expected ACTION:STATISTIC:LEVEL and bounds, such "
+            f"as {EXAMPLES}"
         )
-        if term is bounded[0]
-        else term
-        for term in terms
+    bounds: dict[str, float] = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        lookup(dict.fromkeys(OPTIONS), key + equals, kind=f"part of correction {text!r}")
+        if equals:
+            bounds[key] = _number(value, text)
+    action, statistic, level = words
+    return CorrectionTerm(
+        action,
+        statistic,
+        level,
+        low=bounds.get("low"),
+        high=bounds.get("high"),
+        negative="negative" in options,
+        mean_one="mean-one" in options,
     )
 
 
-def _number(text: str, word: str) -> float:
+def _number(text: str, term: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise ValueError(f"correction {word!r}: {text!r} is not a number") from error
-
-
-def _examples() -> str:
-    return "tis or reject:k3:sequence:high=0.01"
+        raise ValueError(f"correction {term!r}: {text!r} is not a number") from error
