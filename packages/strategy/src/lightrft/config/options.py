@@ -12,6 +12,7 @@ from dataclasses import MISSING, Field, dataclass, field
 from typing import Literal, TypeVar
 
 T = TypeVar("T")
+CRITIC = "a critic"
 _SECRET_WORDS = ("key", "token", "secret", "password", "passwd", "credential", "wandb")
 _SCALARS = (str, int, float)
 
@@ -32,11 +33,13 @@ class OptionInfo:
         above: Exclusive lower bound of a number.
         finite: inf is refused, too; nan always is.
         acts_with: When the option acts: "NAME" where that option is set, "not NAME" where it is
-            not, "NAME VALUE" where it has this value; None is always.
+            not, "NAME VALUE" where it has this value, `CRITIC` where the advantage estimator has
+            one; None is always.
         may_change: A continued run is exact although this changed.
         secret: The value is shown and saved nowhere.
         common: Listed by `train --help`.
         path: The value is the path of a file or a folder.
+        commands: Commands beside `train` that take the option.
     """
 
     help: str
@@ -51,6 +54,7 @@ class OptionInfo:
     secret: bool = False
     common: bool = False
     path: Literal["file", "folder"] | None = None
+    commands: tuple[str, ...] = ()
 
 
 def option(  # noqa: PLR0913 - the one place where an option is described
@@ -68,12 +72,13 @@ def option(  # noqa: PLR0913 - the one place where an option is described
     secret: bool = False,
     common: bool = False,
     path: Literal["file", "folder"] | None = None,
+    commands: tuple[str, ...] = (),
 ) -> T:
     """A dataclass field with a default and the `OptionInfo` of the other arguments."""
     info = OptionInfo(
         help=help, group=group, choices=choices, at_least=at_least, at_most=at_most, above=above,
         finite=finite, acts_with=acts_with, may_change=may_change, secret=secret, common=common,
-        path=path,
+        path=path, commands=commands,
     )  # fmt: skip
     made: T = field(default=default, metadata={"option": info})
     return made
