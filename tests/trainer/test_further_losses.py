@@ -7,7 +7,7 @@ import torch
 
 from lightrft.algorithms.registry import build_policy_loss
 from lightrft.datasets.errors import DataError
-from lightrft.datasets.texts import load_texts
+from lightrft.datasets.prompts import load_texts
 from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.models import Actor
 from lightrft.models.types import ActorOutput

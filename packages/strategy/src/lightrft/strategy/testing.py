@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -77,6 +78,7 @@ def _run_rank(
     reply: Connection,
     outputs: tuple[Connection, ...],
 ) -> None:
+    gc.freeze()  # what the server has imported is no garbage: collections need not walk it
     # The server keeps the environment, the output and the errors with which it was started.
     os.environ.clear()
     os.environ.update(environment)
