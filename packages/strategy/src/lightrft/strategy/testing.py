@@ -11,13 +11,10 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from multiprocessing.connection import Connection
-    from multiprocessing.context import SpawnProcess
 
 
 class RankFailure(RuntimeError):  # noqa: N818
