@@ -13,7 +13,8 @@ from typing import Literal, TypeVar
 
 T = TypeVar("T")
 CRITIC = "a critic"
-_SECRET_WORDS = ("key", "token", "secret", "password", "passwd", "credential", "wandb")
+_SECRET = re.compile(r"(key|token|secret|password|passwd|credentials?)$|wandb")
+_COLUMN = re.compile(r"(input|label|images?|videos?|reference)_key$")
 _SCALARS = (str, int, float)
 
 
@@ -206,7 +207,7 @@ def mask_address(text: str) -> str:
 
 def looks_secret(name: str) -> bool:
     """Whether a name that no option describes sounds like that of a secret."""
-    return any(word in name.lower() for word in _SECRET_WORDS)
+    return bool(_SECRET.search(name.lower())) and not _COLUMN.search(name.lower())
 
 
 def masked(value: object) -> object:
