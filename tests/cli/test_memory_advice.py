@@ -12,9 +12,9 @@ from lightrft.cli import train as train_command
 from lightrft.cli.errors import run_guarded
 from lightrft.cli.memory_advice import NUM_REMEDIES, is_out_of_memory, memory_report, remedies
 from lightrft.cli.options import available_fields
+from lightrft.config import TrainConfig
 from lightrft.experience.stages import StageMeter
 from lightrft.strategy.distributed.deadlines import phase, phase_of
-from lightrft.trainer.config import TrainConfig
 
 KINDS = ("train", "forward", "generate", "engine", "sync", "models")
 PHASES = {

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from lightrft.cli.values import convert
 
 from lightrft.cli.errors import UsageError
 from lightrft.cli.options import merge_options, normalise, unknown_flags
 from lightrft.cli.train import build_parser
-from lightrft.cli.values import convert
 
 
 def parse(*arguments, files=()):

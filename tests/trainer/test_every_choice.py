@@ -7,15 +7,15 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
+from lightrft.trainer.ppo_config import resolve_ppo_config
 
+from lightrft.config import TrainConfig
 from lightrft.experience.assemble import assemble
 from lightrft.experience.collate import collate
 from lightrft.experience.exchange import SampleTable
 from lightrft.experience.types import PolicyOutputs
 from lightrft.models.types import ActorOutput
 from lightrft.strategy import get_fake_strategy
-from lightrft.trainer.config import TrainConfig
-from lightrft.trainer.ppo_config import resolve_ppo_config
 from lightrft.trainer.training import algorithm
 from lightrft.trainer.training.metrics import StepMetrics
 from lightrft.trainer.training.updates import TrainedModel, policy_update

@@ -13,10 +13,10 @@ import torch
 
 from lightrft.cli.main import main
 from lightrft.cli.options import available_fields
+from lightrft.cli.unavailable import UNAVAILABLE
+from lightrft.config import TrainConfig
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.engine.session import engine_config
-from lightrft.trainer.config import TrainConfig
-from lightrft.trainer.config_unavailable import UNAVAILABLE
 from lightrft.trainer.runs.assembly import first_rank_loggers, pretrain_mix, run_options
 from lightrft.trainer.runs.models import build_models
 from lightrft.trainer.training import algorithm

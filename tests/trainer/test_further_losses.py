@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrft.algorithms import build_policy_loss
+from lightrft.algorithms.registry import build_policy_loss
 from lightrft.datasets.errors import DataError
 from lightrft.datasets.prompts import load_texts
 from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch

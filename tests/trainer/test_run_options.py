@@ -107,6 +107,8 @@ def test_bounds_of_alarms():
     ]  # fmt: skip
     assert alarms.check({}) == []
     assert Alarms().check(wrong) == []
+    (text,) = Alarms().check({**wrong, "correction_invalid_share": 0.01})
+    assert text == "correction_invalid_share is 0.01, above 0"
 
 
 @pytest.mark.parametrize(("stops", "steps"), [(False, 2), (True, 1)])
@@ -159,7 +161,7 @@ class Letters:
 def train(rank, world_size, values):
     from dataclasses import asdict
 
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
     from lightrft.trainer.runs.assembly import run_training
 
     return asdict(run_training(TrainConfig(**values)))

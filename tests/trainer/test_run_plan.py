@@ -9,8 +9,8 @@ from dataclasses import fields
 
 import pytest
 
+from lightrft.config import TrainConfig
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.config import TrainConfig
 from lightrft.trainer.runs.files import write_start
 from lightrft.trainer.runs.lock import sole_writer
 from lightrft.trainer.runs.plan import FREE_OPTIONS, describe_inputs, input_files, plan_run

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightrft.algorithms import build_policy_loss
+from lightrft.algorithms.registry import build_policy_loss
 from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.trainer.training.metrics import StepMetrics
 from lightrft.trainer.training.token_weights import TokenWeighting, token_weights

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from lightrft.trainer.config import TrainConfig
+from lightrft.config import TrainConfig
 from lightrft.trainer.reporting.trackers import (
     BestEffortLogger,
     TrackerError,

@@ -13,8 +13,14 @@ from lightrft.cli.errors import ExitCode, PreflightError, run_guarded
 from lightrft.cli.init_model import require_empty
 from lightrft.cli.launch import become_only_process, end_with_launcher, is_worker, launch
 from lightrft.cli.machine import device_problems, engine_problems
-from lightrft.cli.options import add_options, merge_options, normalise, unknown_flags
-from lightrft.cli.parser import Parser, at_least
+from lightrft.cli.options import (
+    Parser,
+    add_options,
+    at_least,
+    merge_options,
+    normalise,
+    unknown_flags,
+)
 from lightrft.cli.preflight import check_data, model_problems
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.runs.eval_settings import EvalSettings
@@ -23,7 +29,7 @@ from lightrft.trainer.runs.files import CONFIG_FILE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
     from lightrft.trainer.runs.evaluation import EvalResult
 
 OPTIONS = (

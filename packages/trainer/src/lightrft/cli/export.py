@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lightrft.cli.console import hide_progress_bars
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.init_model import require_empty
-from lightrft.cli.parser import Parser
+from lightrft.cli.options import Parser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.parser import Parser
+from lightrft.cli.options import Parser
 from lightrft.trainer.reporting.inputs import NotARunError
 from lightrft.trainer.reporting.page import write_report
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.options import merge_options, normalise, unknown_flags
-from lightrft.cli.parser import Parser, at_least
+from lightrft.cli.options import Parser, at_least, merge_options, normalise, unknown_flags
 from lightrft.cli.train import build_parser as build_train_parser
+from lightrft.config.rules import batch_problems
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.batch_checks import batch_problems
 
 if TYPE_CHECKING:
     import argparse

@@ -162,6 +162,14 @@ class Actor(SequenceModel):
         """The wrapped model."""
         return self.model
 
+    def fuse_head(self, chunk_size: int) -> None:
+        """Never hold the logits of all positions and tokens at once, from now on.
+
+        Args:
+            chunk_size: Columns of the vocabulary that are computed at a time.
+        """
+        self.model.get_output_embeddings().fuse(chunk_size)
+
 
 def router_sums(
     router_logits: Sequence[Tensor] | None, attention_mask: Tensor, *, top_k: int

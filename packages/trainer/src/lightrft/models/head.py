@@ -101,6 +101,11 @@ class LinearLogprobHead(nn.Module):
         self.is_fused = is_fused
         self._workspace = Workspace(chunk_size)
 
+    def fuse(self, chunk_size: int) -> None:
+        """Compute logprobs together with the projection, in chunks of the vocabulary."""
+        self.is_fused = True
+        self._workspace = Workspace(chunk_size)
+
     @overload
     def forward(self, hidden: Tensor) -> Tensor: ...
     @overload

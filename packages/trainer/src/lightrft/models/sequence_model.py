@@ -49,6 +49,11 @@ class SequenceModel(nn.Module):
         """The ranks that call the model with the same batch; None is this rank alone."""
         return self.layout_policy.sp_group
 
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether some layer recomputes its activations in the backward pass."""
+        return any(getattr(layer, "gradient_checkpointing", False) for layer in self.modules())
+
     def pack_samples(self, is_packed: bool = True) -> None:
         """Lays batches out as one stream without padding, or as padded rows again.
 

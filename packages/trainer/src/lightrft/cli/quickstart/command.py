@@ -14,10 +14,10 @@ from lightrft.cli.console import hide_progress_bars, share_processors
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.init_model import require_empty
 from lightrft.cli.launch import become_only_process, is_worker
-from lightrft.cli.names import did_you_mean
-from lightrft.cli.parser import Parser, at_least
+from lightrft.cli.options import Parser, at_least
 from lightrft.cli.quickstart.addition import HELD_OUT_SEED, write_additions
 from lightrft.cli.quickstart.recipe import ESTIMATORS, STRATEGIES, Recipe, training_config
+from lightrft.config.options import did_you_mean
 from lightrft.trainer.runs.files import package_versions
 
 if TYPE_CHECKING:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
+from lightrft.config import TrainConfig
+from lightrft.config.options import options_of
+from lightrft.config.toml import format_toml, read_toml
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.config import TrainConfig
-from lightrft.trainer.config_files import format_toml, is_secret, read_toml
 from lightrft.trainer.runs.files import (
     CONFIG_FILE,
     EVENTS_FILE,
@@ -192,12 +193,12 @@ def _read_options(path: Path, notes: list[str]) -> list[Option]:
     except (ConfigError, UnicodeDecodeError) as err:
         notes.append(f"{path.name} is not readable: {err}")
         return []
-    defaults = {field.name: field.default for field in fields(TrainConfig)}
+    known = options_of(TrainConfig)
     options = []
     for name, value in values.items():
-        if is_secret(name):
+        if name in known and known[name][1].secret:
             continue
-        default = defaults.get(name)
+        default = known[name][0].default if name in known else None
         same = value == (list(default) if isinstance(default, tuple) else default)
         options.append(Option(name, _literal(value), same))
     return sorted(options, key=lambda item: item.is_default)

@@ -6,7 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from lightrft.trainer.runs.files import write_whole
+from lightrft.config.toml import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -5,11 +5,12 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
+from lightrft.config.toml import write_whole
 from lightrft.trainer.reporting.charts import Chart, format_number, packed_library
 from lightrft.trainer.reporting.inputs import RunData, read_run
 from lightrft.trainer.reporting.metric_table import METRICS, STAGES, MetricRow, metric_row
 from lightrft.trainer.reporting.sample_page import QUANTITIES, choose_samples, choose_tokens
-from lightrft.trainer.runs.files import CONFIG_FILE, REPORT_FILE, write_whole
+from lightrft.trainer.runs.files import CONFIG_FILE, REPORT_FILE
 
 TEMPLATE = "report.html.jinja"
 SCRIPT = "report.js"

@@ -10,12 +10,12 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrft.trainer.config_files import without_secrets
+from lightrft.config.toml import without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
     from lightrft.trainer.reporting.loggers import MetricsLogger
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lightrft.datasets import Prompt
     from lightrft.experience.exchange import SampleTable
     from lightrft.experience.rollouts import Decoder
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
     from lightrft.trainer.runs.eval_settings import EvalSettings
 
 RESULT_FILE = "eval.json"

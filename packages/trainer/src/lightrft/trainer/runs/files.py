@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lightrft.config.toml import write_whole
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
@@ -51,13 +53,6 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
         with suppress(PackageNotFoundError):  # an optional backend
             versions[name] = version(name)
     return versions
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that appears whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def write_event(folder: Path, event: str, *, step: int, details: Mapping[str, object]) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightrft.datasets import Prompt
     from lightrft.rewards import CombinedReward
     from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
 
 
 def build_run_reward(

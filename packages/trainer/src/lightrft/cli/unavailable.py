@@ -5,11 +5,6 @@ They are refused: an option that were accepted and ignored would change nothing 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from lightrft.strategy.config import StrategyConfig
-
 _METRICS = "metrics go to OUTPUT_DIR/metrics.jsonl"
 _REWARD_MODELS = "reward models run in the trainer's processes"
 _TRACE = "use --save_trajectories, which writes trajectories.jsonl"
@@ -73,12 +68,3 @@ UNAVAILABLE: dict[str, str] = {
     "save_interval": "use --save_steps",
     "use_ms": "models and data are read from local paths",
 }
-
-
-def unavailable_problems(config: StrategyConfig) -> list[str]:
-    """One line for each option of `UNAVAILABLE` that `config` moves from its default."""
-    return [
-        f"{name} is not available: {UNAVAILABLE[name]}"
-        for name, field in type(config).__dataclass_fields__.items()
-        if name in UNAVAILABLE and getattr(config, name) != field.default
-    ]

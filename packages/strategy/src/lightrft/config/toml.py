@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrft.strategy.config import PUBLIC_NAMES, SECRET_WORDS, ConfigError, mask_address
-from lightrft.trainer.runs.files import write_whole
+from lightrft.config.options import ConfigError, masked, options_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-    from pathlib import Path
+    from lightrft.config.strategy_config import StrategyConfig
 
-    from lightrft.strategy.config import StrategyConfig
+_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 def read_toml(path: Path) -> dict[str, object]:
@@ -31,22 +29,35 @@ def read_toml(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path}: not a TOML file: {err}") from err
 
 
-def write_toml(config: StrategyConfig, path: Path, *, leave_out: Collection[str]) -> None:
-    """Write the options of `config` in groups; None, secrets and `leave_out` are left out.
+def write_toml(config: StrategyConfig, path: Path) -> None:
+    """Write the options of `config` in groups; those that are None and secrets are left out.
 
     The file appears whole or not at all.
     """
     groups: dict[str, list[str]] = {}
-    values = without_secrets(config)
-    for field in fields(config):
-        value = values.get(field.name)
-        group = field.metadata.get("group")
-        if group is None or value is None or field.name in leave_out:
-            continue
-        groups.setdefault(group, []).append(f"{field.name} = {format_toml(value)}")
+    options = options_of(type(config))
+    for name, value in without_secrets(config).items():
+        if value is not None:
+            groups.setdefault(options[name][1].group, []).append(f"{name} = {format_toml(value)}")
     text = "\n\n".join("\n".join([f"# {group}", *lines]) for group, lines in groups.items())
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that appears whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def without_secrets(config: StrategyConfig) -> dict[str, object]:
+    """The options by name, without secret ones; credentials in addresses are masked."""
+    return {
+        name: masked(config.__dict__[name])
+        for name, (_, info) in options_of(type(config)).items()
+        if not info.secret
+    }
 
 
 def format_toml(value: object) -> str:
@@ -69,33 +80,6 @@ def format_toml(value: object) -> str:
         )
         return "{" + pairs + "}"
     raise TypeError(f"no TOML literal for {value!r} of type {type(value).__name__}")
-
-
-def without_secrets(config: StrategyConfig) -> dict[str, object]:
-    """The options by name, without those of secret names; credentials in addresses are masked."""
-    return {
-        field.name: _masked(config.__dict__[field.name])
-        for field in fields(config)
-        if not is_secret(field.name)
-    }
-
-
-def _masked(value: object) -> object:
-    if isinstance(value, str):
-        return mask_address(value)
-    if isinstance(value, tuple | list):
-        return type(value)(_masked(item) for item in value)
-    if isinstance(value, Mapping):
-        return {key: _masked(item) for key, item in value.items() if not is_secret(str(key))}
-    return value
-
-
-def is_secret(name: str) -> bool:
-    """Whether the value of an option of this name must not be written anywhere."""
-    return name not in PUBLIC_NAMES and any(word in name for word in SECRET_WORDS)
-
-
-_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 def _quote(text: str) -> str:
