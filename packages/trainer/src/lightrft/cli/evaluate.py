@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,14 +92,8 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
     model, processes = Path(flags.pop("model")), flags.pop("nproc_per_node")
     output_dir = flags.pop("output_dir")
     files = [Path(name) for name in flags.pop("config")]
-    settings = EvalSettings(
-        num_samples=flags.pop("num_samples"),
-        temperature=flags.pop("temperature"),
-        top_p=flags.pop("top_p"),
-        top_k=flags.pop("top_k"),
-        pass_k=tuple(flags.pop("pass_k")),
-        threshold=flags.pop("threshold"),
-    )
+    flags["pass_k"] = tuple(flags["pass_k"])
+    settings = EvalSettings(**{field.name: flags.pop(field.name) for field in fields(EvalSettings)})
     if (model / CONFIG_FILE).is_file():
         files, model = [model / CONFIG_FILE, *files], model / "model"
     config, problems = merge_options(files, flags)
@@ -123,14 +118,10 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="lightrft eval",
         description=DESCRIPTION,
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("model", metavar="MODEL", help="Model directory, or folder of a run.")
     start = parser.add_argument_group("start")
-    start.add_argument(
-        "--config", nargs="+", default=[], metavar="FILE.toml", help="Files with options."
-    )
     start.add_argument(
         "--nproc_per_node", default=1, type=at_least(1), metavar="N",
         help="Processes to start on this machine. Default: 1.",
