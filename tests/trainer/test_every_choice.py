@@ -7,7 +7,6 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from lightrft.trainer.ppo_config import resolve_ppo_config
 
 from lightrft.config import TrainConfig
 from lightrft.experience.assemble import assemble

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightrft.cli.data_report import show_check, show_gold, show_layout, show_samples
 from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.options import Parser, add_options, parse_options
+from lightrft.cli.options import Parser, add_options, command_options, parse_options
 from lightrft.cli.preflight import PlainTokenizer, model_problems
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.check import DataCheck, check_rows, propose_keys
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from lightrft.cli.data_gold import GoldScore
     from lightrft.datasets.files import Row
 
-OPTIONS = (
-    "pretrain", "prompt_split", "input_key", "label_key", "apply_chat_template", "system_prompt",
-    "input_template", "prompt_max_len", "generate_max_len", "reward_fn", "reward_timeout_seconds",
-)  # fmt: skip
 DESCRIPTION = """\
 Read every row of the prompts as a run would, and say what is in them: columns and a proposal which
 of them to use, three prompts as the model will see them, lengths, over-long, empty and duplicate
@@ -107,9 +103,9 @@ def parse(argv: Sequence[str]) -> Request:
     source = parsed.source or config.prompt_data
     if source is None:
         raise UsageError("give a file, a folder or the name of a data set to check")
-    defaults = vars(TrainConfig())
-    changed = {name for name in OPTIONS if vars(config)[name] != defaults[name]}
-    return Request(source, config, frozenset(changed | (set(vars(parsed)) & set(OPTIONS))))
+    names, defaults = set(command_options("data")), vars(TrainConfig())
+    given = {name for name in names if vars(config)[name] != defaults[name]}
+    return Request(source, config, frozenset(given | (names & set(vars(parsed)))))
 
 
 def build_parser() -> Parser:
@@ -124,7 +120,7 @@ def build_parser() -> Parser:
         help="File, folder or name of a data set; several separated by commas. "
         "Default: prompt_data of --config.",
     )  # fmt: skip
-    add_options(parser, OPTIONS)
+    add_options(parser, command_options("data"))
     return parser
 
 

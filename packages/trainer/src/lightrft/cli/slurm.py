@@ -64,10 +64,8 @@ def script(argv: Sequence[str]) -> str:
             raise UsageError(f"--{name}: got {value!r}, expected letters, digits, . , _ @ and -")
     _check(arguments, world_size=options["nodes"] * options["gpus_per_node"])
     template = Path(__file__).with_name("slurm.sh.jinja").read_text("utf-8")
-    text: str = jinja2.Template(template, trim_blocks=True).render(
-        command=shlex.join([sys.executable, "-m", "lightrft.cli.train", *arguments]), **options
-    )
-    return text
+    command = shlex.join([sys.executable, "-m", "lightrft.cli.train", *arguments])
+    return str(jinja2.Template(template, trim_blocks=True).render(command=command, **options))
 
 
 def _check(arguments: Sequence[str], *, world_size: int) -> None:

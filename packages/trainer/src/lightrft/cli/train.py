@@ -109,12 +109,18 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
     processes: int = parsed.nproc_per_node
     if not problems:
         from lightrft.cli.preflight import check_paths
-        from lightrft.trainer.training.algorithm import algorithm_problems
+        from lightrft.trainer.training.algorithm import (
+            algorithm_problems,
+            build_algorithm,
+            unused_algorithm_options,
+        )
 
         problems += batch_problems(config, int(os.environ.get("WORLD_SIZE", processes)))
         problems += check_paths(config)
         problems += algorithm_problems(config)
-        problems += config.unused_options() if config.strict else []
+        if config.strict and not problems:
+            problems += config.unused_options()
+            problems += unused_algorithm_options(config, build_algorithm(config))
     if problems:
         raise ConfigError("\n".join(problems))
     return config, processes
