@@ -199,7 +199,7 @@ class TrainConfig(StrategyConfig):
         choices=("batch", "sequence"), acts_with="high_entropy_token_ratio",
     )  # fmt: skip
     off_policy_correction: str | tuple[str, ...] | None = option(
-        None, "Corrections for the difference between engine and trainer: names or terms, see docs.",
+        None, "Corrections for the difference between engine and trainer: names or terms.",
         group="algorithm",
     )  # fmt: skip
     advantage_args: Arguments = option(
