@@ -47,7 +47,7 @@ def _surrogate(p, q, a, clip_low, clip_high, dual_clip=None):
 
 
 def ppo(new, old, advantages, mask, *, clip_low=0.2, clip_high=0.2, dual_clip=None):
-    """GRPO, arXiv:2402.03300, eq. 3: 1/G sum_i 1/|o_i| sum_t of PPO's clipped surrogate."""
+    """GRPO, arXiv:2402.03300: 1/G sum_i 1/|o_i| sum_t of PPO's clipped surrogate."""
     return _mean(
         _mean(
             _surrogate(*token, clip_low, clip_high, dual_clip) for token in zip(*row, strict=True)
@@ -57,7 +57,7 @@ def ppo(new, old, advantages, mask, *, clip_low=0.2, clip_high=0.2, dual_clip=No
 
 
 def dapo(new, old, advantages, mask, *, clip_low=0.2, clip_high=0.28, dual_clip=None):
-    """DAPO, arXiv:2503.14476, eq. 8: 1 / sum_i |o_i| sum_i sum_t."""
+    """DAPO, arXiv:2503.14476: 1 / sum_i |o_i| sum_i sum_t."""
     return _mean(
         _surrogate(*token, clip_low, clip_high, dual_clip)
         for row in rows_of(new, old, advantages, mask)
@@ -78,7 +78,7 @@ def dr_grpo(
 
 
 def gspo(new, old, advantages, mask, *, clip_low=3e-4, clip_high=4e-4):
-    """GSPO, arXiv:2507.18071, eqs. 5 and 7; with an advantage per token the mean of eq. 13."""
+    """GSPO, arXiv:2507.18071: one clipped ratio a row; GSPO-token has an advantage per token."""
     total = []
     for p, q, a in rows_of(new, old, advantages, mask):
         s = math.exp(_mean(x - y for x, y in zip(p, q, strict=True)))
@@ -88,7 +88,7 @@ def gspo(new, old, advantages, mask, *, clip_low=3e-4, clip_high=4e-4):
 
 
 def gmpo(new, old, advantages, mask, *, max_log_ratio=0.4):
-    """GMPO, arXiv:2507.20673, eq. 4, with token-level clipping to e^-0.4 and e^0.4."""
+    """GMPO, arXiv:2507.20673, with token-level clipping to e^-0.4 and e^0.4."""
     total = []
     for p, q, a in rows_of(new, old, advantages, mask):
         logs = []
@@ -159,7 +159,7 @@ def clip_cov(
     new, old, advantages, mask, *, clip_low=1.0, clip_high=1.0, cov_ratio=2e-4, cov_low=1.0,
     cov_high=5.0,
 ):  # fmt: skip
-    """Clip-Cov, arXiv:2505.22617, eqs. 10 to 12; systematic in place of random selection."""
+    """Clip-Cov, arXiv:2505.22617: systematic in place of random selection."""
     rows = rows_of(new, old, advantages, mask)
     tokens = [token for row in rows for token in zip(*row, strict=True)]
     candidates = []
@@ -176,7 +176,7 @@ def clip_cov(
 
 
 def kl_cov(new, old, advantages, mask, *, cov_ratio=2e-3, kl_coef=1.0):
-    """KL-Cov, arXiv:2505.22617, eqs. 13 and 14: |log ratio| on the tokens of largest covariance."""
+    """KL-Cov, arXiv:2505.22617: |log ratio| on the tokens of largest covariance."""
     rows = rows_of(new, old, advantages, mask)
     tokens = [token for row in rows for token in zip(*row, strict=True)]
     order = sorted(range(len(tokens)), key=lambda i: -_covariances(tokens)[i])

@@ -20,8 +20,7 @@ from lightrft.kernels import Workspace, linear_logprob
 from lightrft.kernels.logprob.autograd import LogprobOptions, engine_logprob
 from lightrft.kernels.logprob.policy_loss import LinearPolicyLoss, PolicyLossOptions
 from lightrft.kernels.logprob.product_engine import ProductEngine
-from lightrft.kernels.logprob.tiles import TileConfig
-from lightrft.kernels.logprob.triton_engine import TritonEngine
+from lightrft.kernels.logprob.triton_launch import TileConfig, TritonEngine
 from lightrft.kernels.logprob.types import LogitsTransform
 
 # A few big tiles: the interpreter pays for each.

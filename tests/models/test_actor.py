@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from lightrft.models import Actor, load_causal_lm
-from lightrft.models.head_transform import read_head_transform
+from lightrft.models.head import read_head_transform
 
 TINY = {
     "vocab_size": 70,

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig, EngineStatus
 from lightrft.strategy import FakeStrategy
-from lightrft.strategy.distributed import collectives, process_groups
 from lightrft.strategy.distributed.process_groups import (
     accumulation_steps,
     check_divides,
@@ -32,23 +31,7 @@ CONFIG = EngineConfig(engine_type="fake", model_path="")
 class Replicated(FakeStrategy):
     """Every rank trains a whole model of its own; processes and groups are the real ones."""
 
-    @property
-    def world_group(self):
-        return None
-
-    def _start_processes(self, timeout):
-        return process_groups.start_process_group(timeout)
-
-    def _create_engine_groups(self):
-        return process_groups.create_sub_group(self.config.engine_tp_size)
-
-    @classmethod
-    def is_rank_0(cls):
-        return collectives.group_rank() == 0
-
-    @classmethod
-    def _barrier_all(cls):
-        collectives.barrier()
+    world_group = None
 
 
 def replicated(**settings) -> Replicated:

@@ -15,7 +15,7 @@ from lightrft.engines.types import SamplingParams
 from lightrft.experience.replay import replayed_support
 from lightrft.models.support import SamplingSupport
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.reporting.tokens import token_sample
+from lightrft.trainer.reporting.sample_page import token_sample
 from lightrft.trainer.reporting.trajectories import TrajectoryLog
 from lightrft.trainer.training.algorithm import check_algorithm, decide
 from lightrft.trainer.training.parity import ParityError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -11,14 +12,11 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 # Imported once, in the process that ranks are forked from: each rank would take five seconds.
 _PRELOADED = ["torch.distributed.tensor", "transformers.modeling_utils"]
@@ -77,6 +75,7 @@ def _run_rank(
     reply: Connection,
     outputs: tuple[Connection, ...],
 ) -> None:
+    gc.freeze()  # what the server has imported is no garbage: collections need not walk it
     # The server keeps the environment, the output and the errors with which it was started.
     os.environ.clear()
     os.environ.update(environment)

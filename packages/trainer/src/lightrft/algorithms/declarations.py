@@ -20,8 +20,18 @@ Function = TypeVar("Function", bound=Callable[..., object])
 Traits = TypeVar("Traits", "PolicyLossTraits", "AdvantageTraits")
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyLossTraits:
+class _Declaration:
+    """A decorator that attaches itself to a function and returns that function."""
+
+    __slots__ = ()
+
+    def __call__(self, function: Function) -> Function:
+        vars(function)["lightrft_traits"] = self
+        return function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLossTraits(_Declaration):
     """What a policy loss declares; the defaults hold for a function without a declaration.
 
     Args:
@@ -36,8 +46,8 @@ class PolicyLossTraits:
     couples_rows: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class AdvantageTraits:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageTraits(_Declaration):
     """What an advantage estimator declares; the defaults hold without a declaration.
 
     Args:
@@ -56,26 +66,10 @@ class AdvantageTraits:
     whitens: bool = False
 
 
-def policy_loss(
-    *, aggregation: str, is_sequence_level: bool = False, couples_rows: bool = False
-) -> Callable[[Function], Function]:
-    """Declares a policy loss, see `PolicyLossTraits`."""
-    return partial(_declare, PolicyLossTraits(aggregation, is_sequence_level, couples_rows))
-
-
-def advantage_estimator(
-    *,
-    is_token_level: bool = False,
-    needs_groups: bool = False,
-    needs_critic: bool = False,
-    needs_greedy_rewards: bool = False,
-    whitens: bool = False,
-) -> Callable[[Function], Function]:
-    """Declares an advantage estimator, see `AdvantageTraits`."""
-    traits = AdvantageTraits(
-        is_token_level, needs_groups, needs_critic, needs_greedy_rewards, whitens
-    )
-    return partial(_declare, traits)
+policy_loss = PolicyLossTraits
+"""The decorator's name."""
+advantage_estimator = AdvantageTraits
+"""The decorator's name."""
 
 
 def policy_loss_traits(function: Callable[..., object]) -> PolicyLossTraits:
@@ -86,11 +80,6 @@ def policy_loss_traits(function: Callable[..., object]) -> PolicyLossTraits:
 def advantage_traits(function: Callable[..., object]) -> AdvantageTraits:
     """What the advantage estimator declares, or the defaults."""
     return _traits(function, AdvantageTraits())
-
-
-def _declare(traits: PolicyLossTraits | AdvantageTraits, function: Function) -> Function:
-    vars(function)["lightrft_traits"] = traits
-    return function
 
 
 def _traits(function: Callable[..., object], default: Traits) -> Traits:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-MIN_VARIANCE = 1e-8  # of whitened advantages; a constant batch must not be blown up
+MIN_VARIANCE = 1e-8  # of whitened advantages; a constant batch must not be amplified
 
 
 @dataclass(frozen=True, slots=True)

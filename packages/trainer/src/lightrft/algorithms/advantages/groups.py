@@ -45,11 +45,16 @@ class Groups:
         return self.sum_per_row(self.rewards) / self.count_per_row
 
     @property
+    def centred(self) -> Tensor:
+        """[rows] float64, rewards less the mean of their group."""
+        return self.rewards - self.mean_per_row
+
+    @property
     def has_signal(self) -> Tensor:
         """[rows] bool, the group's rewards are not all equal.
 
         Exact comparison of the smallest with the largest: a standard deviation of equal rewards
-        is rounding dust that a division would amplify.
+        is rounding error that a division would amplify.
         """
         reduce = self.rewards.new_zeros(len(self.counts))
         inf = torch.full_like(self.rewards, torch.inf)

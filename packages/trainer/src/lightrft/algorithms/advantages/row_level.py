@@ -51,9 +51,8 @@ def group_norm_advantages(inputs: RowAdvantageInputs, *, eps: float = 1e-6) -> T
         [rows].
     """
     groups = build_groups(inputs)
-    centred = groups.rewards - groups.mean_per_row
-    variance = groups.sum_per_row(centred.square()) / (groups.count_per_row - 1).clamp(min=1)
-    return groups.where_informative(centred / (variance.sqrt() + eps), inputs.rewards)
+    variance = groups.sum_per_row(groups.centred.square()) / (groups.count_per_row - 1).clamp(min=1)
+    return groups.where_informative(groups.centred / (variance.sqrt() + eps), inputs.rewards)
 
 
 @advantage_estimator(needs_groups=True)
@@ -74,8 +73,7 @@ def group_mean_batch_std_advantages(inputs: RowAdvantageInputs, *, eps: float = 
     """
     groups = build_groups(inputs)
     std = moments_of(groups.rewards[groups.is_scored]).std(ddof=1)
-    centred = groups.rewards - groups.mean_per_row
-    return groups.where_informative(centred / (std + eps), inputs.rewards)
+    return groups.where_informative(groups.centred / (std + eps), inputs.rewards)
 
 
 @advantage_estimator(needs_groups=True)
@@ -88,7 +86,7 @@ def group_centred_advantages(inputs: RowAdvantageInputs) -> Tensor:
         [rows].
     """
     groups = build_groups(inputs)
-    return groups.where_informative(groups.rewards - groups.mean_per_row, inputs.rewards)
+    return groups.where_informative(groups.centred, inputs.rewards)
 
 
 @advantage_estimator(needs_groups=True, whitens=True)
@@ -114,8 +112,9 @@ def rloo_advantages(inputs: RowAdvantageInputs) -> Tensor:
     """
     groups = build_groups(inputs)
     count = groups.count_per_row
-    centred = groups.rewards - groups.mean_per_row
-    return groups.where_informative(centred * count / (count - 1).clamp(min=1), inputs.rewards)
+    return groups.where_informative(
+        groups.centred * count / (count - 1).clamp(min=1), inputs.rewards
+    )
 
 
 @advantage_estimator(needs_groups=True)
@@ -161,8 +160,7 @@ def _clip_filter_advantages(inputs: RowAdvantageInputs) -> Tensor:
     num_groups = groups.counts.numel()
     num_informative = int(torch.unique(groups.index[groups.has_signal]).numel())
     weight = min(num_groups / max(num_informative, 1), MAX_FILTER_WEIGHT)
-    centred = groups.rewards - groups.mean_per_row
-    return groups.where_informative(centred * weight, inputs.rewards)
+    return groups.where_informative(groups.centred * weight, inputs.rewards)
 
 
 CPGD_WEIGHTINGS = {

@@ -6,6 +6,8 @@ import json
 import math
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from lightrft.config.toml import write_whole
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
@@ -135,6 +137,4 @@ def drop_steps_after(path: Path, step: int) -> None:
             continue
         if entry["step"] <= step:
             kept.append(line + "\n")
-    partial = path.with_suffix(path.suffix + ".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, "".join(kept))

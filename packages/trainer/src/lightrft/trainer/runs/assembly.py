@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.datasets import collate_prompts, load_prompts
-from lightrft.datasets.texts import load_texts
+from lightrft.datasets.prompts import load_texts
 from lightrft.models import load_tokenizer
 from lightrft.strategy import get_strategy
 from lightrft.strategy.distributed.deadlines import phase

@@ -76,15 +76,14 @@
     const holders = [...document.querySelectorAll(".plot")];
     const options = { responsive: true, displaylogo: false, displayModeBar: false };
     for (const holder of holders) {
-      const plot = data.plots[Number(holder.dataset.plot)];
+      const plot = data.charts[Number(holder.dataset.chart)];
       holder.hidden = false;
       await window.Plotly.newPlot(holder, traces(plot), layout(plot), options);
-      holder.previousElementSibling.hidden = true;
     }
     zoomTogether(holders);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
       for (const holder of holders) {
-        const plot = data.plots[Number(holder.dataset.plot)];
+        const plot = data.charts[Number(holder.dataset.chart)];
         window.Plotly.react(holder, traces(plot), layout(plot), options);
       }
     });
@@ -159,7 +158,7 @@
     const meaning = document.getElementById("token-meaning");
     const draw = () => {
       const quantity = choices.quantity.value;
-      const { samples } = data.tokens.steps.find((entry) => String(entry.step) === choices.step.value);
+      const samples = data.tokens[choices.step.value];
       const sizes = samples.flatMap((sample) => (sample[quantity] || []).filter((value) => value !== null).map(SIZES[quantity]));
       const largest = Math.max(1e-9, ...sizes);
       meaning.textContent = choices.quantity.selectedOptions[0].dataset.meaning;
