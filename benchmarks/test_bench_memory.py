@@ -116,7 +116,7 @@ def make(options):
     values = {**SETTINGS, **options}
     shard_size = values.pop("shard_size", -1)
     if values.pop("fake", False):
-        from lightrft.strategy.fake_strategy import FakeStrategy
+        from lightrft.strategy.fake import FakeStrategy
 
         return FakeStrategy(1, 1.0, 1, 1, args=values), shard_size
     from lightrft.strategy import get_strategy

@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrft.engines import EngineConfig, WeightPiece
 from lightrft.engines.fake import FakeEngine
-from lightrft.strategy.parameter_source import ModuleSource, SourceParameter
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.strategy.weight_sync import WeightSync
+from lightrft.strategy.weight_sync.parameter_source import ModuleSource, SourceParameter
+from lightrft.strategy.weight_sync.sync import WeightSync
 
 NUM_ROUNDS = 7
 BUCKET_BYTES = 64 * 2**20

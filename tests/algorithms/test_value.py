@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.algorithms import aggregate, clipped_value_loss
+from lightrft.algorithms.aggregation import aggregate
+from lightrft.algorithms.value import clipped_value_loss
 
 OLD = torch.tensor([[0.5, 0.4, 0.3, 0.2]]).double()
 RETURNS = torch.tensor([[0.50279, 0.59832, 0.756, 1.0]]).double()

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from lightrft.cli.main import main
 from lightrft.cli.options import available_fields
-from lightrft.trainer.config import TrainConfig
+from lightrft.config import TrainConfig
 
 
 def output(capsys, *argv):

@@ -29,7 +29,7 @@ KNOWN_ERRORS = (
     ("lightrft.models.loading", "ModelLoadError", ("text",), 2),
     ("lightrft.datasets.errors", "DataError", ("text",), 4),
     ("lightrft.rewards.errors", "RewardError", ("text",), 5),
-    ("lightrft.strategy.weight_accounting", "WeightSyncError", ("hash", "text"), 8),
+    ("lightrft.strategy.weight_sync.accounting", "WeightSyncError", ("hash", "text"), 8),
     ("lightrft.cli.errors", "WorkerError", ("text", 77), 77),
 )
 

@@ -51,14 +51,14 @@ WORKER = textwrap.dedent("""
 
     def allocator(rank):
         import torch
-        from lightrft.strategy.deadlines import phase
+        from lightrft.strategy.distributed.deadlines import phase
         if os.environ.get("RANK", "0") == str(rank):
             with phase("train", 60), phase("backward", 60):
                 torch.empty(1 << 46)
         time.sleep(100)
 
     def deadline(rank):
-        from lightrft.strategy.deadlines import phase
+        from lightrft.strategy.distributed.deadlines import phase
         if os.environ.get("RANK", "0") == str(rank):
             with phase("generate", 0.3):
                 time.sleep(100)
@@ -66,7 +66,7 @@ WORKER = textwrap.dedent("""
 
     def stuck(rank):
         import re
-        from lightrft.strategy import deadlines
+        from lightrft.strategy.distributed import deadlines
         deadlines._LAST_RESORT_SECONDS = 0.3
         if os.environ.get("RANK", "0") == str(rank):
             with deadlines.phase("generate", 0.3):
@@ -79,11 +79,11 @@ WORKER = textwrap.dedent("""
         time.sleep(100)
 
     def verification(rank):
-        from lightrft.strategy.weight_accounting import WeightSyncError
+        from lightrft.strategy.weight_sync.accounting import WeightSyncError
         of_rank(rank, WeightSyncError("hash", "p differs"))
 
     def stopped(rank):
-        from lightrft.trainer.stopping import RunStoppedError
+        from lightrft.trainer.training.stopping import RunStoppedError
         of_rank(rank, RunStoppedError(3, "run"))
 
     def interrupted(rank):
@@ -238,7 +238,7 @@ def assert_message(text, name, expected, *, prefix):
 
 
 def test_the_error_of_a_process_is_kept_and_a_second_one_does_not_replace_it(tmp_path, monkeypatch):
-    from lightrft.strategy.error_report import has_failed_peer, write_error_report
+    from lightrft.strategy.distributed.error_report import has_failed_peer, write_error_report
 
     for rank in (0, 1):
         (tmp_path / str(rank)).mkdir()

@@ -123,6 +123,6 @@ def test_shares_of_sources_may_be_separated_by_commas(tmp_path):
     assert problem.startswith("prompt_data_probs must have one number per source")
     (tmp_path / "a.jsonl").write_text("")
     config, _ = parse("--prompt_data", f"{tmp_path / 'a.jsonl'}", "--prompt_split", "dev")
-    assert config.ineffective_options() == [
+    assert config.unused_options() == [
         "prompt_split acts only with a folder or data set in prompt_data"
     ]

@@ -18,7 +18,7 @@ from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig, EngineStatus
 from lightrft.strategy import FakeStrategy, get_fake_strategy
 from lightrft.strategy.config import StrategyConfig
-from lightrft.strategy.process_groups import check_divides, engine_group_ranks
+from lightrft.strategy.distributed.process_groups import check_divides, engine_group_ranks
 from lightrft.utils import add_arguments
 
 METHODS = """

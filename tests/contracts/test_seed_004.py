@@ -15,9 +15,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightrft.strategy import FakeStrategy, distributed, get_fake_strategy
+from lightrft.strategy import FakeStrategy, get_fake_strategy
 from lightrft.strategy.config import StrategyConfig
-from lightrft.strategy.process_groups import check_divides, start_process_group
+from lightrft.strategy.distributed import collectives
+from lightrft.strategy.distributed.process_groups import check_divides, start_process_group
 from lightrft.strategy.strategy_base import (
     EngineStatus,
     ModelOptimPair,
@@ -321,7 +322,7 @@ def test_models_are_built_in_a_context_that_reports_memory(capsys):
 
 def test_ranks_synchronise_before_memory_is_cleared(monkeypatch):
     calls = []
-    monkeypatch.setattr(distributed, "barrier", lambda *_: calls.append("barrier"))
+    monkeypatch.setattr(collectives, "barrier", lambda *_: calls.append("barrier"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))

@@ -1,7 +1,7 @@
 """The source of `lightrft.strategy.strategy_base`: what it says of the rollout engine.
 
 Each test quotes the promise it checks. Gathering over several ranks is checked with real process
-groups in tests/strategy/test_rank_services.py.
+groups in tests/strategy/test_distributed_context.py.
 """
 
 from __future__ import annotations

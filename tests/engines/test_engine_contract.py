@@ -255,7 +255,7 @@ def test_a_stop_on_the_last_allowed_token_counts_as_stop(engine):
 def test_logprobs_at_temperature_one_agree_with_score(engine):
     params = SamplingParams(max_tokens=8, n=2)
     for completion in engine.generate(prompts(1, 4, 9), params):
-        assert completion.logprobs_law == "temperature"
+        assert completion.logprobs_mode == "temperature"
         sequence = completion.prompt_token_ids + completion.output_token_ids
         scores = engine.score(sequence)
         assert scores[0] == 0
@@ -268,7 +268,7 @@ def test_logprobs_at_temperature_one_agree_with_score(engine):
 def test_greedy_takes_likely_tokens_and_scores_them_at_temperature_one(engine):
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     for completion in engine.generate(prompts(4, 2), params):
-        assert completion.logprobs_law == "temperature"
+        assert completion.logprobs_mode == "temperature"
         prompt_length = len(completion.prompt_token_ids)
         sequence = completion.prompt_token_ids + completion.output_token_ids
         scores = engine.score(sequence)[prompt_length:]
@@ -290,7 +290,7 @@ def test_a_law_cut_to_one_token_has_logprob_zero(engine):
             continue
         completions = engine.generate(prompts(4, 2), params)
         assert contents(completions) == expected
-        assert {c.logprobs_law for c in completions} == {"truncated"}
+        assert {c.logprobs_mode for c in completions} == {"truncated"}
         assert all(p == 0 for c in completions for p in c.output_logprobs)
 
 

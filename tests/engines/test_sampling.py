@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from lightrft.engines.hf.random import row_keys, uniforms
-from lightrft.engines.hf.sampling import draw_tokens, invert_cumulative, keep_top_p, law_logprobs
+from lightrft.engines.hf.sampling import (
+    draw_tokens,
+    invert_cumulative,
+    keep_top_p,
+    sampling_logprobs,
+)
 from lightrft.engines.types import SamplingParams
 
 
@@ -49,7 +54,7 @@ def slow_law(logits: list[float], params: SamplingParams) -> list[float]:
 def test_the_law_is_that_of_the_definition(params):
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(7, 61, generator=generator)
-    law = law_logprobs(logits, params)
+    law = sampling_logprobs(logits, params)
     expected = torch.tensor([slow_law(row, params) for row in logits.double().tolist()])
     assert torch.equal(law.isinf(), expected.isinf())
     kept = ~expected.isinf()
@@ -60,16 +65,16 @@ def test_the_law_is_that_of_the_definition(params):
 
 def test_the_law_is_float32_for_half_precision_logits():
     logits = torch.randn(2, 9).bfloat16()
-    law = law_logprobs(logits, SamplingParams())
+    law = sampling_logprobs(logits, SamplingParams())
     assert law.dtype == torch.float32
     assert torch.equal(law, logits.float().log_softmax(-1))
 
 
 def test_equal_logits_are_kept_from_the_lowest_id_on():
     logits = torch.tensor([[1.0, 3.0, 1.0, 3.0, 1.0, 1.0]])
-    kept_by_k = law_logprobs(logits, SamplingParams(top_k=4)).isfinite()
+    kept_by_k = sampling_logprobs(logits, SamplingParams(top_k=4)).isfinite()
     assert kept_by_k.tolist() == [[True, True, True, True, False, False]]
-    kept_by_p = law_logprobs(torch.zeros(1, 10), SamplingParams(top_p=0.35)).isfinite()
+    kept_by_p = sampling_logprobs(torch.zeros(1, 10), SamplingParams(top_p=0.35)).isfinite()
     assert kept_by_p.sum().item() == 4
     assert kept_by_p[0, :4].all()
     greedy, _ = draw_tokens(logits, torch.zeros(1).double(), SamplingParams(temperature=0))
@@ -101,7 +106,7 @@ def test_draws_follow_the_law():
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(1))
     keys = row_keys(0, range(20000), [0] * 20000, device=torch.device("cpu"))
     tokens, logprobs = draw_tokens(logits.repeat(20000, 1), uniforms(keys, 0, 1)[0], params)
-    law = law_logprobs(logits, params)[0].exp()
+    law = sampling_logprobs(logits, params)[0].exp()
     shares = tokens.bincount(minlength=12) / 20000
     # Five standard deviations of a share.
     assert (shares - law).abs().max() < 5 * (0.25 / 20000) ** 0.5

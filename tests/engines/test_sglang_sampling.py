@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightrft.engines import EngineConfig, SamplingParams
-from lightrft.engines.drafts import Draft, cut_at_token
+from lightrft.engines.raw_completions import RawCompletion, cut_at_token
 from lightrft.engines.requests import Row
 from lightrft.engines.sglang.child import hash_uint32
 from lightrft.engines.sglang.engine import SGLangEngine
@@ -32,8 +32,8 @@ def row(sample_index=0, max_tokens=8):
 
 def test_logprobs_follow_the_law_that_tokens_were_drawn_from():
     given = answer((7, 8), {"type": "length"}, logprobs=(-1.0, -2.0), support=(-0.5, 0.0))
-    assert draft_of(given, SamplingParams()) == Draft((7, 8), (-1.0, -2.0), "length")
-    assert draft_of(given, SamplingParams(top_k=2)) == Draft((7, 8), (-0.5, 0.0), "length")
+    assert draft_of(given, SamplingParams()) == RawCompletion((7, 8), (-1.0, -2.0), "length")
+    assert draft_of(given, SamplingParams(top_k=2)) == RawCompletion((7, 8), (-0.5, 0.0), "length")
     stopped = answer((7,), {"type": "stop", "matched": 7}, logprobs=(-1.0,))
     assert draft_of(stopped, SamplingParams()).finish_reason == "stop"
 
@@ -65,18 +65,18 @@ def test_every_sample_has_a_seed_of_its_own_which_its_second_part_keeps():
     jobs = [first_job(row(i), params) for i in range(4)]
     assert len({job.seed for job in jobs}) == 4
     assert all(job.max_tokens == 3 for job in jobs)
-    draft = Draft((9, 9, 9), (-1.0,) * 3, "length")
-    rest = next_job(row(2), draft, params)
+    raw = RawCompletion((9, 9, 9), (-1.0,) * 3, "length")
+    rest = next_job(row(2), raw, params)
     # Random numbers depend on seed and position, so the split is not seen in them.
     assert (rest.seed, rest.max_tokens, rest.prompt) == (jobs[2].seed, 5, (3, 4, 9, 9, 9))
-    assert next_job(row(2, max_tokens=3), draft, params) is None
+    assert next_job(row(2, max_tokens=3), raw, params) is None
 
 
 def test_stop_tokens_count_from_the_minimum_on():
-    draft = Draft((5, 1, 6, 1, 7), (-1.0,) * 5, "length")
-    assert cut_at_token(draft, {1}, min_tokens=0) == Draft((5, 1), (-1.0,) * 2, "stop")
-    assert cut_at_token(draft, {1}, min_tokens=3) == Draft((5, 1, 6, 1), (-1.0,) * 4, "stop")
-    assert cut_at_token(draft, {9}, min_tokens=0) == draft
+    raw = RawCompletion((5, 1, 6, 1, 7), (-1.0,) * 5, "length")
+    assert cut_at_token(raw, {1}, min_tokens=0) == RawCompletion((5, 1), (-1.0,) * 2, "stop")
+    assert cut_at_token(raw, {1}, min_tokens=3) == RawCompletion((5, 1, 6, 1), (-1.0,) * 4, "stop")
+    assert cut_at_token(raw, {9}, min_tokens=0) == raw
 
 
 def test_the_hash_is_uniform_and_depends_on_seed_position_and_column():

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from lightrft.engines.backend_options import check_options, parse_options
-from lightrft.engines.drafts import Draft, joined, request_seed
 from lightrft.engines.process_state import preserved_process_state
+from lightrft.engines.raw_completions import RawCompletion, joined, request_seed
 from lightrft.engines.types import SamplingParams
 from lightrft.engines.vllm.backend import choose_executor, prepare_environment
 from lightrft.engines.vllm.options import RESERVED
-from lightrft.engines.vllm.sampling import drafts_of
+from lightrft.engines.vllm.sampling import raw_completions_of
 
 VLLM = {"reserved": RESERVED, "engine_name": "vllm"}
 KNOWN = ("block_size", "enforce_eager", "max_num_seqs", "model", "seed")
@@ -115,9 +115,9 @@ class Letters:
 )
 def test_a_stop_string_may_begin_before_the_minimum(second, expected_length, reason):
     params = SamplingParams(max_tokens=6, min_tokens=4, stop=("bb",))
-    first = Draft((0, 0, 1), (-1.0, -2.0, -3.0), "length")
+    first = RawCompletion((0, 0, 1), (-1.0, -2.0, -3.0), "length")
     ending = "stop" if second[-1] == 1 else "length"
-    whole = joined(first, Draft(second, (-4.0, -5.0, -6.0), ending), params, Letters())
+    whole = joined(first, RawCompletion(second, (-4.0, -5.0, -6.0), ending), params, Letters())
     assert len(whole.token_ids) == len(whole.logprobs) == expected_length
     assert whole.finish_reason == reason
 
@@ -154,5 +154,5 @@ def test_greedy_samples_are_drawn_once_and_repeated():
     class Output:
         index, token_ids, logprobs, finish_reason = 0, [7], [{7: Entry}], "length"
 
-    drafts = drafts_of(Job((1,), 3, 1, 0), [Output])
-    assert drafts == [Draft((7,), (-0.25,), "length")] * 3
+    raws = raw_completions_of(Job((1,), 3, 1, 0), [Output])
+    assert raws == [RawCompletion((7,), (-0.25,), "length")] * 3

@@ -2,7 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.algorithms import RunningMoments, build_advantage_estimator
+from lightrft.algorithms.declarations import advantage_traits
+from lightrft.algorithms.moments import Moments
+from lightrft.algorithms.registry import build_advantage_estimator
 from lightrft.experience.assemble import (
     AdvantageSettings,
     RewardShaping,
@@ -23,13 +25,14 @@ class Alone:
 
 
 class Peer:
-    """Adds what another rank would have sent."""
+    """Adds what another rank would have sent, one message after another."""
 
-    def __init__(self, other):
-        self.other = other
+    def __init__(self, *messages):
+        self.messages = list(messages)
 
     def reduce_over_data(self, data, op):
-        return data + self.other
+        assert op == "sum"
+        return data + self.messages.pop(0)
 
 
 def make_table(lengths, rewards, *, group_size=4, masked=()):
@@ -47,7 +50,7 @@ def make_table(lengths, rewards, *, group_size=4, masked=()):
         components=np.zeros((rows, 0)),
         is_truncated=np.zeros(rows, dtype=bool),
         is_masked=np.isin(np.arange(rows), masked),
-        is_full_law=np.ones(rows, dtype=bool),
+        is_untruncated=np.ones(rows, dtype=bool),
         weights_versions=np.zeros(rows, dtype=np.int64),
         token_versions=np.zeros(int(np.sum(lengths)), dtype=np.int64),
     )
@@ -56,7 +59,8 @@ def make_table(lengths, rewards, *, group_size=4, masked=()):
 def settings(name, **options):
     estimator = build_advantage_estimator(name, {})
     return AdvantageSettings(
-        estimator=estimator, **{"whitens": estimator.whitens, "gamma": 1.0, **options}
+        estimator=estimator,
+        **{"whitens": advantage_traits(estimator).whitens, "gamma": 1.0, **options},
     )
 
 
@@ -115,8 +119,9 @@ def test_whitening_uses_the_tokens_of_all_ranks_once():
     tokens = np.repeat(table.rewards, table.response_lengths)
     mean, std = tokens.mean(), tokens.std()
     other = np.repeat(table.rewards[2:], table.response_lengths[2:])
-    sums = torch.tensor([len(other), other.sum(), (other**2).sum()], dtype=torch.float64)
-    result, mask = run(table, [0, 1], how, strategy=Peer(sums))
+    sums = torch.tensor([len(other), other.sum()], dtype=torch.float64)
+    peer = Peer(sums, torch.tensor(((other - mean) ** 2).sum()))
+    result, mask = run(table, [0, 1], how, strategy=peer)
     for row, reward in zip(per_row(result, mask), table.rewards[:2], strict=True):
         np.testing.assert_allclose(row, (reward - mean) / std, rtol=1e-5)
     alone, _ = run(table, [0, 1], how)
@@ -169,7 +174,7 @@ def test_advantages_are_clipped_and_must_be_finite():
 
 def test_rewards_are_normalised_by_all_rewards_so_far_then_clipped():
     rng = np.random.default_rng(0)
-    shaping = RewardShaping(moments=RunningMoments(), minus_mean=True, clip=1.0)
+    shaping = RewardShaping(moments=Moments(), minus_mean=True, clip=1.0)
     seen = []
     for _ in range(3):
         rewards = rng.normal(3, 2, 8)

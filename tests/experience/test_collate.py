@@ -31,7 +31,7 @@ def table(prompts, responses, *, masked=None):
         components=np.zeros((rows, 0)),
         is_truncated=np.zeros(rows, dtype=bool),
         is_masked=np.zeros(rows, dtype=bool) if masked is None else np.array(masked),
-        is_full_law=np.ones(rows, dtype=bool),
+        is_untruncated=np.ones(rows, dtype=bool),
         weights_versions=np.zeros(rows, dtype=np.int64),
         token_versions=np.zeros(sum(len(r) for r in responses), dtype=np.int64),
     )

@@ -23,7 +23,7 @@ def table(groups, *, rewards=None, masked=()):
         components=np.zeros((rows, 0)),
         is_truncated=np.zeros(rows, dtype=bool),
         is_masked=np.isin(np.arange(rows), masked),
-        is_full_law=np.ones(rows, dtype=bool),
+        is_untruncated=np.ones(rows, dtype=bool),
         weights_versions=np.zeros(rows, dtype=np.int64),
         token_versions=np.zeros(rows, dtype=np.int64),
     )

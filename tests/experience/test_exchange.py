@@ -26,7 +26,7 @@ def scored(
         prompt_token_ids=tuple(prompt),
         output_token_ids=tuple(response),
         output_logprobs=tuple(-0.5 * (i + 1) - sample_id for i in range(len(response))),
-        logprobs_law="temperature",
+        logprobs_mode="temperature",
         finish_reason=finish,
         weights_version=3,
     )

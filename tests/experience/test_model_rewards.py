@@ -52,7 +52,7 @@ def rollout(i, response, *, task="a", finish="stop"):
     completion = Completion(
         request_id=i, sample_index=0, prompt_token_ids=(97, 98),
         output_token_ids=tuple(response), output_logprobs=(0.0,) * len(response),
-        logprobs_law="temperature", finish_reason=finish, weights_version=0,
+        logprobs_mode="temperature", finish_reason=finish, weights_version=0,
     )  # fmt: skip
     return Rollout(prompt, completion, i, i, text)
 

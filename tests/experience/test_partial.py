@@ -8,7 +8,7 @@ import pytest
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion, SamplingParams
-from lightrft.experience.carry import CarryOver
+from lightrft.experience.carry import PartialRolloutState
 from lightrft.experience.partial import PartialRollout, finish_groups, open_groups
 
 LIMIT = 30
@@ -46,7 +46,7 @@ class Scripted:
         return Completion(
             request_id=request.request_id, sample_index=0,
             prompt_token_ids=request.prompt_token_ids, output_token_ids=tokens,
-            output_logprobs=tuple(-float(t) for t in tokens), logprobs_law="temperature",
+            output_logprobs=tuple(-float(t) for t in tokens), logprobs_mode="temperature",
             finish_reason="stop" if is_over else "length",
             weights_version=self.inference_engine.weights_version,
         )  # fmt: skip
@@ -54,14 +54,14 @@ class Scripted:
 
 def run(lengths_by_step, *, max_staleness, num_prompts=4, chunk=2):
     """Trained lengths and oldest ages, step by step; each step draws the given prompts."""
-    strategy, carry, first = Scripted(), CarryOver(), 0
+    strategy, carry, first = Scripted(), PartialRolloutState(), 0
     steps = []
     for version, lengths in enumerate(lengths_by_step):
         strategy.inference_engine.weights_version = version
         prompts = [Prompt(first + i, "", (n,)) for i, n in enumerate(lengths)]
         new = open_groups(prompts, first_request_id=first, group_size=2, strategy=strategy)
         first += len(prompts)
-        carry = CarryOver((*carry.groups, *new), carry.num_calls, carry.weights_version)
+        carry = PartialRolloutState((*carry.groups, *new), carry.num_calls, carry.weights_version)
         chosen, report = finish_groups(
             carry, 2, settings=PartialRollout(num_prompts, chunk, max_staleness),
             sampling_params=PARAMS, strategy=strategy, sleep_engine=True,

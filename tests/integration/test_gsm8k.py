@@ -57,7 +57,7 @@ def saved_model_hash(directory):
     from transformers import AutoModelForCausalLM
 
     from lightrft.kernels import hash_tensor
-    from lightrft.strategy.weight_verification import model_hash
+    from lightrft.strategy.weight_sync.verification import model_hash
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     return model_hash({name: hash_tensor(p.detach()) for name, p in model.named_parameters()})

@@ -9,10 +9,14 @@ import torch
 
 from lightrft.engines import EngineConfig, GenerationRequest, SamplingParams, StaleEngineError
 from lightrft.engines.hf.engine import HFEngine
-from lightrft.strategy.fake_strategy import FakeStrategy
-from lightrft.strategy.parameter_source import ModuleSource
+from lightrft.strategy.fake import FakeStrategy
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.strategy.weight_sync import WeightSyncError, WeightSyncReport, sync_engine_weights
+from lightrft.strategy.weight_sync.parameter_source import ModuleSource
+from lightrft.strategy.weight_sync.sync import (
+    WeightSyncError,
+    WeightSyncReport,
+    sync_engine_weights,
+)
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 K_PROJ = "model.layers.0.self_attn.k_proj.weight"
@@ -294,9 +298,9 @@ def fault_on_one_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
     from torch.distributed.fsdp import fully_shard
 
     from lightrft.strategy.fsdp2.source import fsdp2_parameter_source
-    from lightrft.strategy.parameter_source import module_parameter_source
-    from lightrft.strategy.weight_canary import actor_canary
-    from lightrft.strategy.weight_sync import WeightSync
+    from lightrft.strategy.weight_sync.canary import actor_canary
+    from lightrft.strategy.weight_sync.parameter_source import module_parameter_source
+    from lightrft.strategy.weight_sync.sync import WeightSync
 
     dist.init_process_group("gloo")
 

@@ -10,9 +10,9 @@ import torch
 from lightrft.engines import EngineConfig
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.models import Actor
-from lightrft.strategy.parameter_source import module_parameter_source
-from lightrft.strategy.weight_canary import actor_canary
-from lightrft.strategy.weight_sync import WeightSync, WeightSyncError
+from lightrft.strategy.weight_sync.canary import actor_canary
+from lightrft.strategy.weight_sync.parameter_source import module_parameter_source
+from lightrft.strategy.weight_sync.sync import WeightSync, WeightSyncError
 
 CPU = torch.device("cpu")
 SHAPE = {

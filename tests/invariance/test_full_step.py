@@ -39,9 +39,9 @@ FOUR = (
 def train_each(rank, world_size, runs):
     from dataclasses import asdict
 
-    from lightrft.strategy.process_groups import start_process_group
-    from lightrft.trainer.assembly import run_training
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
+    from lightrft.strategy.distributed.process_groups import start_process_group
+    from lightrft.trainer.runs.assembly import run_training
 
     # Kept over all runs: to end one and start the next at the same address is a race.
     start_process_group(None)

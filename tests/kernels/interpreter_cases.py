@@ -20,14 +20,13 @@ from lightrft.kernels import Workspace, linear_logprob
 from lightrft.kernels.logprob.autograd import LogprobOptions, engine_logprob
 from lightrft.kernels.logprob.policy_loss import LinearPolicyLoss, PolicyLossOptions
 from lightrft.kernels.logprob.product_engine import ProductEngine
-from lightrft.kernels.logprob.tiles import TileConfig
-from lightrft.kernels.logprob.triton_engine import TritonEngine
-from lightrft.kernels.logprob.types import LogitsLaw
+from lightrft.kernels.logprob.triton_launch import TileConfig, TritonEngine
+from lightrft.kernels.logprob.types import LogitsTransform
 
 # A few big tiles: the interpreter pays for each.
 TILES = TileConfig(128, 256, 64, 4, 2, tiles_per_split=2)
 BULK = TileConfig(128, 256, 64, 4, 2, tiles_per_split=1, uses_tma=True)
-HARD = LogitsLaw(temperature=0.7, softcap=20.0)
+HARD = LogitsTransform(temperature=0.7, softcap=20.0)
 ENGINES = {
     "fused": TritonEngine(1024, TILES, TILES),
     "bulk": TritonEngine(1024, BULK, TILES),
@@ -35,13 +34,13 @@ ENGINES = {
 }
 
 
-def float64_logprob(hidden, weight, bias, targets, law):
+def float64_logprob(hidden, weight, bias, targets, transform):
     logits = hidden.double() @ weight.double().T
     if bias is not None:
         logits = logits + bias.double()
-    if law.softcap is not None:
-        logits = law.softcap * torch.tanh(logits / law.softcap)
-    log_p = torch.log_softmax(logits / law.temperature, 1)
+    if transform.softcap is not None:
+        logits = transform.softcap * torch.tanh(logits / transform.softcap)
+    log_p = torch.log_softmax(logits / transform.temperature, 1)
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
 
 
@@ -61,13 +60,15 @@ def relative_error(value, expected):
     return float(difference / expected.detach().double().norm())
 
 
-def check(engine, num_tokens, vocab, *, law=HARD, dtype=torch.float32, bias=True):
+def check(engine, num_tokens, vocab, *, transform=HARD, dtype=torch.float32, bias=True):
     hidden, weight, bias_tensor, targets, upstream = make_inputs(num_tokens, vocab, dtype=dtype)
     leaves = [hidden, weight, bias_tensor] if bias else [hidden, weight]
-    options = LogprobOptions(engine, law, "grad")
+    options = LogprobOptions(engine, transform, "grad")
     output = engine_logprob(hidden, weight, bias_tensor if bias else None, targets, options)
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    expected = float64_logprob(doubles[0], doubles[1], doubles[2] if bias else None, targets, law)
+    expected = float64_logprob(
+        doubles[0], doubles[1], doubles[2] if bias else None, targets, transform
+    )
     for value, reference in zip((output.logprobs, output.entropy), expected, strict=True):
         assert (value.double() - reference).abs().max() < 5e-5
         assert (value.double() - reference).abs().mean() < 1e-5
@@ -95,7 +96,7 @@ def test_values_and_gradients_equal_float64(name, num_tokens, vocab):
 
 @pytest.mark.parametrize("name", ["fused", "products"])
 def test_without_bias_softcap_and_temperature(name):
-    check(ENGINES[name], 65, 700, law=LogitsLaw(1.0, None), bias=False)
+    check(ENGINES[name], 65, 700, transform=LogitsTransform(1.0, None), bias=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -111,9 +112,9 @@ def test_no_phantom_columns(name):
     # Columns beyond the vocabulary read as 0 would hold nearly all the probability.
     hidden, weight, _, targets, _ = make_inputs(16, 300)
     bias = torch.full((300,), -30.0)
-    options = LogprobOptions(ENGINES[name], LogitsLaw(1.0, None), "value")
+    options = LogprobOptions(ENGINES[name], LogitsTransform(1.0, None), "value")
     output = engine_logprob(hidden, weight, bias, targets, options)
-    expected, entropy = float64_logprob(hidden, weight, bias, targets, LogitsLaw(1.0, None))
+    expected, entropy = float64_logprob(hidden, weight, bias, targets, LogitsTransform(1.0, None))
     assert (output.logprobs - expected).abs().max() < 5e-5
     assert (output.entropy - entropy).abs().max() < 5e-5
 
@@ -123,9 +124,9 @@ def test_no_phantom_columns(name):
 def test_running_maximum_starts_below_every_logit(name, shift):
     hidden, weight, _, targets, upstream = make_inputs(16, 600)
     bias = torch.full((600,), shift)
-    options = LogprobOptions(ENGINES[name], LogitsLaw(1.0, None), "grad")
+    options = LogprobOptions(ENGINES[name], LogitsTransform(1.0, None), "grad")
     output = engine_logprob(hidden, weight, bias, targets, options)
-    expected, entropy = float64_logprob(hidden, weight, None, targets, LogitsLaw(1.0, None))
+    expected, entropy = float64_logprob(hidden, weight, None, targets, LogitsTransform(1.0, None))
     tolerance = max(5e-5, 4 * abs(shift) * 2**-23)
     assert (output.logprobs - expected).abs().max() < tolerance
     assert (output.entropy - entropy).abs().max() < tolerance
@@ -146,7 +147,7 @@ def test_near_certain_target_keeps_its_gradient(name, certainty, relative):
     bias = torch.zeros(20)
     bias[7] = math.log(19 / certainty)
     bias.requires_grad_()
-    options = LogprobOptions(ENGINES[name], LogitsLaw(1.0, None), "none")
+    options = LogprobOptions(ENGINES[name], LogitsTransform(1.0, None), "none")
     output = engine_logprob(hidden, weight, bias, torch.full((4,), 7), options)
     (gradient,) = torch.autograd.grad(output.logprobs.sum(), bias)
     assert gradient[7].item() == pytest.approx(4 * certainty, rel=relative)
@@ -175,7 +176,7 @@ def test_rows_of_a_batch_do_not_depend_on_each_other():
         assert torch.equal(alone.logprobs, whole.logprobs[part])
         assert torch.equal(alone.entropy, whole.entropy[part])
     # Tiles that followed the size of the batch would be noticed: sums in another order differ.
-    options = LogprobOptions(ENGINES["bulk"], LogitsLaw(60.0, None), "value")
+    options = LogprobOptions(ENGINES["bulk"], LogitsTransform(60.0, None), "value")
     other = engine_logprob(hidden, weight, bias, targets, options)
     assert not torch.equal(other.entropy, whole.entropy)
     assert (other.entropy - whole.entropy).abs().max() < 5e-5
@@ -226,7 +227,7 @@ def test_centred_products_give_the_same_with_and_without_triton():
     results = []
     for uses_triton in (True, False):
         engine = ProductEngine(1024, is_centred=True, uses_triton=uses_triton)
-        options = LogprobOptions(engine, LogitsLaw(0.9, None), "grad")
+        options = LogprobOptions(engine, LogitsTransform(0.9, None), "grad")
         output = engine_logprob(hidden, weight, None, targets, options)
         loss = (output.logprobs * upstream[0]).sum() + (output.entropy * upstream[1]).sum()
         gradients = torch.autograd.grad(loss, (hidden, weight))

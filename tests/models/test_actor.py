@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from lightrft.models import Actor, load_causal_lm
-from lightrft.models.head_law import read_head_law
+from lightrft.models.head import read_head_transform
 
 TINY = {
     "vocab_size": 70,
@@ -193,8 +193,8 @@ def test_models_that_change_their_logits_after_the_projection(config, is_fused):
     token_ids, attention_mask, upstream = make_batch(vocab=70)
     expected = slow_logprobs(model, token_ids, attention_mask, 0.7)
     want = gradients(model, expected, upstream)
-    law = read_head_law(config)
-    assert law.scale != 1 or law.softcap is not None
+    transform = read_head_transform(config)
+    assert transform.scale != 1 or transform.softcap is not None
     actor = Actor(model, fused_linear_logprob=is_fused)
     output = actor(token_ids, attention_mask, temperature=0.7, entropy="grad")
     assert (output.logprobs - expected[0]).abs().max() < 2e-5
@@ -204,7 +204,7 @@ def test_models_that_change_their_logits_after_the_projection(config, is_fused):
 
 def test_unknown_scaling_and_heads_are_refused():
     with pytest.raises(ValueError, match="'falcon_h1' scales its logits"):
-        read_head_law(FalconH1Config(lm_head_multiplier=0.5))
+        read_head_transform(FalconH1Config(lm_head_multiplier=0.5))
     model = AutoModelForCausalLM.from_config(Gemma2Config(**TINY))
     actor = Actor(model)
     with pytest.raises(ValueError, match="linear output projection: got LinearLogprobHead"):

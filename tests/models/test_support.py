@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from lightrft.kernels.logprob.types import LogitsLaw, OutputLayer
+from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
 from lightrft.models import Actor
 from lightrft.models.support import SamplingSupport, log_kept_mass, replay_support
 
@@ -68,7 +68,7 @@ def test_blocks_and_chunks_change_nothing(block_logits, chunk_size):
     targets = torch.randint(VOCAB, (11,), generator=generator)
     support = SamplingSupport(top_k=9, top_p=0.8)
     logits = 3 * torch.tanh((hidden @ weight.T + bias) / 3) / 0.7
-    layer = OutputLayer(weight, bias, LogitsLaw(0.7, 3.0))
+    layer = OutputLayer(weight, bias, LogitsTransform(0.7, 3.0))
     found = replay_support(
         hidden.requires_grad_(), layer, targets, support,
         chunk_size=chunk_size, block_logits=block_logits,
@@ -79,7 +79,7 @@ def test_blocks_and_chunks_change_nothing(block_logits, chunk_size):
 
 
 def test_no_rows_are_no_error():
-    layer = OutputLayer(torch.randn(VOCAB, 8), None, LogitsLaw(1.0, None))
+    layer = OutputLayer(torch.randn(VOCAB, 8), None, LogitsTransform(1.0, None))
     none = torch.zeros(0, dtype=torch.int64)
     support = SamplingSupport(top_k=3, top_p=0.5, min_p=0.1)
     assert replay_support(torch.zeros(0, 8), layer, none, support, chunk_size=16).shape == (0,)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrft.strategy import average_files, get_fake_strategy
-from lightrft.strategy.average_files import load_average, save_average
-from lightrft.strategy.checkpoint_manifest import CheckpointError
+from lightrft.strategy import get_fake_strategy
+from lightrft.strategy.checkpoints import average_files
+from lightrft.strategy.checkpoints.average_files import load_average, save_average
+from lightrft.strategy.checkpoints.file_writers import DirectWriter
+from lightrft.strategy.checkpoints.manifest import CheckpointError
+from lightrft.strategy.checkpoints.moving_averages import MovingAverages
 from lightrft.strategy.deepspeed.source import partition_ranges
-from lightrft.strategy.file_writers import DirectWriter
-from lightrft.strategy.moving_averages import MovingAverages
-from lightrft.strategy.parameter_source import ModuleSource, SourceParameter
+from lightrft.strategy.weight_sync.parameter_source import ModuleSource, SourceParameter
 
 
 def source_of(rank, num_ranks, values, dtype=torch.float32):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.strategy.fake import FakeStrategy
 from lightrft.strategy.testing import run_multiprocess
 
 VOCAB = 251

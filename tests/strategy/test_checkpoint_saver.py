@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from lightrft.strategy import get_fake_strategy
-from lightrft.strategy.checkpoint_manifest import CheckpointError, list_checkpoints
-from lightrft.strategy.checkpoint_saver import CheckpointSaver
-from lightrft.strategy.checkpoints import SaveRequest
-from lightrft.strategy.file_writers import DirectWriter, StagedWriter
-from lightrft.strategy.rank_group import RankGroup
+from lightrft.strategy.checkpoints.file_writers import DirectWriter, StagedWriter
+from lightrft.strategy.checkpoints.folders import SaveRequest
+from lightrft.strategy.checkpoints.manifest import CheckpointError, list_checkpoints
+from lightrft.strategy.checkpoints.rank_group import RankGroup
+from lightrft.strategy.checkpoints.saver import CheckpointSaver
 
 
 def saver():
@@ -76,7 +76,7 @@ def test_the_files_are_those_of_a_direct_save(tmp_path):
 
 
 def test_an_old_checkpoint_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
-    from lightrft.strategy import checkpoint_saver
+    from lightrft.strategy.checkpoints import saver as checkpoint_saver
 
     staged = [Slow(), Slow()]
     staged[0].may_write.set()

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.strategy.checkpoint_manifest import MANIFEST_NAME, CheckpointError, list_checkpoints
-from lightrft.strategy.checkpoints import (
+from lightrft.strategy.checkpoints.client_state import load_state, save_state
+from lightrft.strategy.checkpoints.folders import (
     SaveRequest,
     find_checkpoint,
     rotate,
     write_checkpoint,
 )
-from lightrft.strategy.client_state import load_state, save_state
-from lightrft.strategy.rank_group import RankGroup
+from lightrft.strategy.checkpoints.manifest import MANIFEST_NAME, CheckpointError, list_checkpoints
+from lightrft.strategy.checkpoints.rank_group import RankGroup
 
 
 def save(folder: Path, tag: str | None = None, *, num_bytes: int = 10, **options: object):

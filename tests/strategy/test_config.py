@@ -158,11 +158,11 @@ def test_summary_shows_changes_and_hides_secrets(capsys):
 
 
 def test_options_without_effect_are_listed():
-    assert StrategyConfig().ineffective_options() == []
-    idle = StrategyConfig(use_mp_opt=True, fsdp_cpu_offload=True).ineffective_options()
+    assert StrategyConfig().unused_options() == []
+    idle = StrategyConfig(use_mp_opt=True, fsdp_cpu_offload=True).unused_options()
     assert len(idle) == 2
     assert all("fsdp" in text for text in idle)
-    assert StrategyConfig(fsdp=True, use_mp_opt=True).ineffective_options() == []
+    assert StrategyConfig(fsdp=True, use_mp_opt=True).unused_options() == []
 
 
 def test_precision_follows_the_device_unless_set():

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from lightrft.strategy.deadlines import HANG_EXIT_CODE, peer_phases, phase
+from lightrft.strategy.distributed.deadlines import HANG_EXIT_CODE, peer_phases, phase
 
 HANGING = """
 import time
-from lightrft.strategy.deadlines import phase
+from lightrft.strategy.distributed.deadlines import phase
 with phase("outer", 60):
     with phase("quick", 30):
         pass
@@ -19,7 +19,7 @@ with phase("outer", 60):
 """
 # A lock held without the GIL being released: `faulthandler`'s timer must still fire.
 STUCK_WITH_THE_GIL = """
-import lightrft.strategy.deadlines as deadlines
+import lightrft.strategy.distributed.deadlines as deadlines
 import re
 deadlines._LAST_RESORT_SECONDS = 0.5
 with deadlines.phase("generate", 0.5):

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrft.strategy.checkpoints import SaveRequest, write_checkpoint
+from lightrft.strategy.checkpoints.folders import SaveRequest, write_checkpoint
 from lightrft.strategy.deepspeed.engine_config import (
     ZeroSettings,
     inference_config,
     training_config,
 )
-from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.strategy.fake import FakeStrategy
 from lightrft.strategy.testing import run_multiprocess
 
 SETTINGS = {

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightrft.strategy import distributed
-from lightrft.strategy.distributed import ALONE, all_gather, all_reduce, gather_objects
-from lightrft.strategy.process_groups import start_process_group
+from lightrft.strategy.distributed import collectives
+from lightrft.strategy.distributed.collectives import ALONE, all_gather, all_reduce, gather_objects
+from lightrft.strategy.distributed.process_groups import start_process_group
 from lightrft.strategy.testing import run_multiprocess
 
 OPS = ("mean", "max", "sum")
@@ -46,7 +46,7 @@ def reference(op: str, parts: list):
 
 
 def check_reduction(op: str, world_size: int, group) -> None:
-    rank = distributed.group_rank(group)
+    rank = collectives.group_rank(group)
     mine = values_of(rank)
     found = dict(leaves(all_reduce(mine, op, group=group)))
     for (path, before), (_, untouched) in zip(leaves(mine), leaves(values_of(rank)), strict=True):
@@ -70,7 +70,7 @@ def check_reduction(op: str, world_size: int, group) -> None:
 
 
 def check_gathering(world_size: int, group) -> None:
-    rank = distributed.group_rank(group)
+    rank = collectives.group_rank(group)
     rows = torch.arange(2 * (rank + 1)).reshape(rank + 1, 2).bfloat16() + 10 * rank
     found = all_gather(
         {"n": rank, "x": 0.1 + rank, "t": torch.tensor(rank), "rows": rows, "b": rank == 0},

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightrft.strategy.fake_strategy import FakeStrategy
+from lightrft.strategy.checkpoints.moving_averages import MovingAverages
+from lightrft.strategy.fake import FakeStrategy
 from lightrft.strategy.fsdp2.master_weights import MasterWeightsAdamW
 from lightrft.strategy.fsdp2.sharding import find_blocks
 from lightrft.strategy.meta_init import parameters_on_meta
-from lightrft.strategy.moving_averages import MovingAverages
 from lightrft.strategy.optimizers import AdamSettings
-from lightrft.strategy.parameter_source import module_parameter_source
 from lightrft.strategy.testing import run_multiprocess
+from lightrft.strategy.weight_sync.parameter_source import module_parameter_source
 
 SETTINGS = {
     "actor_learning_rate": 1e-2,
@@ -166,7 +166,7 @@ def compiled_cell(rank, world_size):
         counters.clear()
         with make(world_size, compile_backend="aot_eager") as strategy:
             # Built without the factory, and still told of no option without effect.
-            assert strategy.config.ineffective_options() == []
+            assert strategy.config.unused_options() == []
             model = build()
             if checkpoints:
                 model.model.gradient_checkpointing_enable()

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightrft.strategy.deepspeed.source import partition_ranges
 from lightrft.strategy.fsdp2.source import chunk_ranges
-from lightrft.strategy.parameter_source import (
+from lightrft.strategy.weight_sync.parameter_source import (
     SourceParameter,
     checkpoint_module,
     module_parameter_source,

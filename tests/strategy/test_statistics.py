@@ -7,9 +7,9 @@ import zlib
 
 import pytest
 
-from lightrft.strategy.distributed import ALONE
-from lightrft.strategy.histogram_picture import histogram_png
-from lightrft.strategy.statistics import GenLenAnalyser, LengthStatistics
+from lightrft.strategy.distributed.collectives import ALONE
+from lightrft.strategy.engine.histogram_picture import histogram_png
+from lightrft.strategy.engine.statistics import GenLenAnalyser, LengthStatistics
 
 
 def analyser(plot_every, log_dir=None):

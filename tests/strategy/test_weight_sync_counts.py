@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrft.engines import EngineConfig
 from lightrft.engines.fake import FakeEngine
-from lightrft.strategy.parameter_source import ModuleSource, SourceParameter
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.strategy.weight_sync import WeightSync
+from lightrft.strategy.weight_sync.parameter_source import ModuleSource, SourceParameter
+from lightrft.strategy.weight_sync.sync import WeightSync
 
 NUM_ROWS, NUM_COLUMNS = 32_000, 8  # 1 MB of float32, in however many tensors
 BUCKET_BYTES = 200_704

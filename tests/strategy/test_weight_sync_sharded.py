@@ -86,7 +86,7 @@ def check_fake_engine(source, full: dict[str, torch.Tensor]) -> None:
     """Odd shapes reach a scripted engine whole, in buckets of 64 bytes and in one."""
     from lightrft.engines import EngineConfig
     from lightrft.engines.fake import FakeEngine
-    from lightrft.strategy.weight_sync import WeightSync
+    from lightrft.strategy.weight_sync.sync import WeightSync
 
     for bucket_bytes in (64, 2**20):
         engine = FakeEngine(
@@ -106,8 +106,8 @@ def check_hf_engine(make_source, actor, wrapped, gather, step, *, is_tied: bool)
     """
     from lightrft.engines import EngineConfig
     from lightrft.engines.hf.engine import HFEngine
-    from lightrft.strategy.weight_canary import actor_canary
-    from lightrft.strategy.weight_sync import WeightSync
+    from lightrft.strategy.weight_sync.canary import actor_canary
+    from lightrft.strategy.weight_sync.sync import WeightSync
 
     syncs = []
     for dtype, bucket_bytes in ((torch.float32, 256 * 2**20), (torch.bfloat16, 30_000)):

@@ -73,7 +73,7 @@ def train(rank, world_size, directory, model, options):
     from lightrft.cli.quickstart import boxed_sum
     from lightrft.cli.quickstart.addition import HELD_OUT_SEED, write_additions
     from lightrft.cli.quickstart.recipe import Recipe, training_config
-    from lightrft.trainer.assembly import run_training
+    from lightrft.trainer.runs.assembly import run_training
 
     torch.set_num_threads(1)
     folder, options = Path(directory), dict(options)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from lightrft.config import TrainConfig
 from lightrft.rewards import RewardError
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.config import TrainConfig
 
 REWARD = """
 from pathlib import Path
@@ -70,7 +70,7 @@ def train_each(rank, world_size, runs):
 
     import torch.distributed as dist
 
-    from lightrft.trainer.assembly import run_training
+    from lightrft.trainer.runs.assembly import run_training
 
     if world_size > 1:
         # Kept over all runs: to end one and start the next at the same address is a race.
@@ -164,7 +164,7 @@ def test_two_processes_train_like_one(tmp_path, tiny_model):
 
 def test_what_a_user_got_wrong_is_said_before_anything_starts(tmp_path, tiny_model):
     from lightrft.datasets import DataError
-    from lightrft.trainer.assembly import run_training
+    from lightrft.trainer.runs.assembly import run_training
 
     write_inputs(tmp_path)
     for changes, error, message in (

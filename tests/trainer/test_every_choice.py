@@ -7,18 +7,18 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
+from lightrft.trainer.training.algorithm import decide
 
+from lightrft.config import TrainConfig
 from lightrft.experience.assemble import assemble
 from lightrft.experience.collate import collate
 from lightrft.experience.exchange import SampleTable
 from lightrft.experience.types import PolicyOutputs
 from lightrft.models.types import ActorOutput
 from lightrft.strategy import get_fake_strategy
-from lightrft.trainer import algorithm
-from lightrft.trainer.config import TrainConfig
-from lightrft.trainer.metrics import StepMetrics
-from lightrft.trainer.ppo_config import resolve_ppo_config
-from lightrft.trainer.updates import TrainedModel, policy_update
+from lightrft.trainer.training import algorithm
+from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.trainer.training.updates import TrainedModel, policy_update
 
 VOCAB = 31
 BASE = {
@@ -78,7 +78,7 @@ def samples():
         rollout_logprobs=generator.normal(-3.9, 0.5, num_tokens).astype(np.float32),
         rewards=rewards, accuracies=rewards, component_names=(), components=np.zeros((12, 0)),
         is_truncated=np.zeros(12, bool), is_masked=np.zeros(12, bool),
-        is_full_law=np.ones(12, bool), weights_versions=np.zeros(12, np.int64),
+        is_untruncated=np.ones(12, bool), weights_versions=np.zeros(12, np.int64),
         token_versions=np.zeros(num_tokens, np.int64),
     )  # fmt: skip
 

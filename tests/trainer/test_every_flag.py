@@ -13,14 +13,14 @@ import torch
 
 from lightrft.cli.main import main
 from lightrft.cli.options import available_fields
+from lightrft.cli.unavailable import UNAVAILABLE
+from lightrft.config import TrainConfig
 from lightrft.strategy import get_fake_strategy
-from lightrft.strategy.engine_session import engine_config
-from lightrft.trainer import algorithm
-from lightrft.trainer.assembly import first_rank_loggers, pretrain_mix, run_options
-from lightrft.trainer.config import TrainConfig
-from lightrft.trainer.config_unavailable import UNAVAILABLE
-from lightrft.trainer.run_models import build_models
-from lightrft.trainer.state import initial_state
+from lightrft.strategy.engine.session import engine_config
+from lightrft.trainer.runs.assembly import first_rank_loggers, pretrain_mix, run_options
+from lightrft.trainer.runs.models import build_models
+from lightrft.trainer.training import algorithm
+from lightrft.trainer.training.state import initial_state
 
 TESTS = Path(__file__).parents[1]
 
@@ -265,7 +265,7 @@ EVIDENCE = {
         "test_clipping_is_by_the_global_norm": "max_norm",
         "test_adam_settings": "l2",
     },
-    "strategy/test_rank_services.py": {
+    "strategy/test_distributed_context.py": {
         "test_sizes_that_do_not_divide_name_the_legal_ones": "local_rank engine_tp_size",
     },
     "trainer/test_assembly.py": {
@@ -395,7 +395,7 @@ def policy_loss(config):
 
 
 def weighting(config):
-    return algorithm.weighting_of(run_options(config))
+    return algorithm.build_token_weighting(run_options(config))
 
 
 def alarms(config):
@@ -438,20 +438,20 @@ def _tokenizer(config):
 
 
 def eval_prompts(config):
-    from lightrft.trainer.assembly import load_run_prompts
+    from lightrft.trainer.runs.assembly import load_run_prompts
 
     prompts = load_run_prompts(config, _tokenizer(config), for_evaluation=True).prompts
     return [prompt.text for prompt in prompts]
 
 
 def recipes(config):
-    from lightrft.trainer.run_rewards import reward_recipes
+    from lightrft.trainer.runs.rewards import reward_recipes
 
     return reward_recipes(config, []).column
 
 
 def reward_deadline(config):
-    from lightrft.trainer.assembly import read_inputs
+    from lightrft.trainer.runs.assembly import read_inputs
 
     reward = read_inputs(config).reward
     reward.close()
@@ -468,7 +468,7 @@ def built_actor(config):
 
 def bucket(config):
     """Bytes of the buckets in which an engine of its own storage gets the weights."""
-    from lightrft.strategy import weight_sync
+    from lightrft.strategy.weight_sync import sync as weight_sync
 
     with get_fake_strategy(config) as strategy:
         actor = build_models(config, strategy, 10).actor

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.cli.main import main
 from lightrft.models.presets import write_tiny_model
-from lightrft.trainer.export import ExportError, compare_models, differing_tensors
+from lightrft.trainer.runs.export import ExportError, compare_models, differing_tensors
 
 
 @pytest.fixture(scope="module")

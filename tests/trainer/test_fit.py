@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from lightrft.trainer.loggers import ConsoleLogger, JsonLinesLogger, drop_steps_after
-from lightrft.trainer.samples import SampleLog
+from lightrft.trainer.reporting.loggers import ConsoleLogger, JsonLinesLogger, drop_steps_after
+from lightrft.trainer.reporting.samples import SampleLog
 
 
 def read(path):

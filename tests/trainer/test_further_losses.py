@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrft.algorithms import build_policy_loss
+from lightrft.algorithms.registry import build_policy_loss
 from lightrft.datasets.errors import DataError
-from lightrft.datasets.texts import load_texts
+from lightrft.datasets.prompts import load_texts
 from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.models import Actor
 from lightrft.models.types import ActorOutput
 from lightrft.strategy import get_fake_strategy
-from lightrft.trainer.metrics import StepMetrics
-from lightrft.trainer.pretrain_mix import PretrainMix
-from lightrft.trainer.updates import LossSettings, TrainedModel, policy_update
+from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.trainer.training.pretrain_mix import PretrainMix
+from lightrft.trainer.training.updates import LossSettings, TrainedModel, policy_update
 
 VOCAB = 131
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lightrft.trainer.metrics import StepMetrics
+from lightrft.trainer.training.metrics import StepMetrics
 
 
 class Ranks:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightrft.strategy import get_fake_strategy
-from lightrft.trainer.metrics import StepMetrics
-from lightrft.trainer.mismatch import record_mismatch
+from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.trainer.training.mismatch import record_mismatch
 
 
 def recorded(*parts):

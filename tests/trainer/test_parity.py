@@ -11,7 +11,7 @@ from lightrft.cli.errors import ExitCode, exit_code_of
 from lightrft.engines import EngineConfig
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.trainer.parity import (
+from lightrft.trainer.training.parity import (
     PARITY_LIMITS,
     ParityError,
     compare_logprobs,
@@ -181,7 +181,7 @@ def gate_over_ranks(rank, world_size):
     from lightrft.experience.types import RolloutBatch
     from lightrft.models import Actor
     from lightrft.strategy import get_strategy
-    from lightrft.trainer.parity import check_parity
+    from lightrft.trainer.training.parity import check_parity
 
     torch.manual_seed(0)
     config = Qwen3Config(

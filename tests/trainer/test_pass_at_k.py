@@ -8,8 +8,8 @@ from math import comb
 import numpy as np
 import pytest
 
-from lightrft.trainer.eval_settings import EvalSettings
-from lightrft.trainer.pass_at_k import default_k, pass_at_k
+from lightrft.trainer.runs.eval_settings import EvalSettings
+from lightrft.trainer.training.pass_at_k import default_k, pass_at_k
 
 
 def share_of_subsets_with_a_right_one(num_correct, num_samples, k):

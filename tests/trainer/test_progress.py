@@ -11,9 +11,9 @@ import warnings
 
 import pytest
 
-from lightrft.strategy.deadlines import current_phase, phase
-from lightrft.trainer.loggers import ConsoleLogger
-from lightrft.trainer.progress import (
+from lightrft.strategy.distributed.deadlines import current_phase, phase
+from lightrft.trainer.reporting.loggers import ConsoleLogger
+from lightrft.trainer.reporting.progress import (
     Heartbeat,
     LiveBlock,
     build_console,

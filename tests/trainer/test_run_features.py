@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from lightrft.config import TrainConfig
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.trainer.config import TrainConfig
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed]
 
@@ -47,7 +47,7 @@ def train_each(rank, world_size, runs):
 
     import torch.distributed as dist
 
-    from lightrft.trainer.assembly import run_training
+    from lightrft.trainer.runs.assembly import run_training
 
     # Kept over all runs: to end one and start the next at the same address is a race.
     dist.init_process_group("gloo", rank=rank, world_size=world_size)

@@ -11,8 +11,8 @@ from lightrft.models.actor import Actor
 from lightrft.rewards.service import RewardServer
 from lightrft.rewards.types import RewardResult
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.trainer.alarms import Alarms
-from lightrft.trainer.trajectories import TrajectoryLog
+from lightrft.trainer.reporting.trajectories import TrajectoryLog
+from lightrft.trainer.training.alarms import Alarms
 
 
 def changed(before, after):
@@ -107,6 +107,8 @@ def test_bounds_of_alarms():
     ]  # fmt: skip
     assert alarms.check({}) == []
     assert Alarms().check(wrong) == []
+    (text,) = Alarms().check({**wrong, "correction_invalid_share": 0.01})
+    assert text == "correction_invalid_share is 0.01, above 0"
 
 
 @pytest.mark.parametrize(("stops", "steps"), [(False, 2), (True, 1)])
@@ -159,8 +161,8 @@ class Letters:
 def train(rank, world_size, values):
     from dataclasses import asdict
 
-    from lightrft.trainer.assembly import run_training
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
+    from lightrft.trainer.runs.assembly import run_training
 
     return asdict(run_training(TrainConfig(**values)))
 

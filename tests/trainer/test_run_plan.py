@@ -9,11 +9,11 @@ from dataclasses import fields
 
 import pytest
 
+from lightrft.config import TrainConfig
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.config import TrainConfig
-from lightrft.trainer.run_files import write_start
-from lightrft.trainer.run_lock import sole_writer
-from lightrft.trainer.run_plan import FREE_OPTIONS, describe_inputs, input_files, plan_run
+from lightrft.trainer.runs.files import write_start
+from lightrft.trainer.runs.lock import sole_writer
+from lightrft.trainer.runs.plan import FREE_OPTIONS, describe_inputs, input_files, plan_run
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_options_that_may_change_exist():
 
 def test_a_folder_has_one_writer(tmp_path):
     holder = (
-        "import sys; from pathlib import Path; from lightrft.trainer.run_lock import sole_writer\n"
+        "import sys; from pathlib import Path; from lightrft.trainer.runs.lock import sole_writer\n"
         "with sole_writer(Path(sys.argv[1])):\n    print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

@@ -4,7 +4,7 @@ import pytest
 from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig
 from lightrft.experience.exchange import SampleTable
-from lightrft.trainer.step_metrics import constant_group_share, table_metrics
+from lightrft.trainer.training.step_metrics import constant_group_share, table_metrics
 
 
 def table(rewards, group_ids, lengths, *, masked=(), truncated=(), components=None):
@@ -23,7 +23,7 @@ def table(rewards, group_ids, lengths, *, masked=(), truncated=(), components=No
         components=np.array([components[n] for n in names]).T if names else np.zeros((rows, 0)),
         is_truncated=np.isin(np.arange(rows), truncated),
         is_masked=np.isin(np.arange(rows), masked),
-        is_full_law=np.ones(rows, dtype=bool),
+        is_untruncated=np.ones(rows, dtype=bool),
         weights_versions=np.zeros(rows, dtype=np.int64),
         token_versions=np.zeros(int(np.sum(lengths)), dtype=np.int64),
     )
@@ -102,7 +102,7 @@ def test_an_engine_that_says_nothing_trains_nothing_and_breaks_nothing(build_wor
 
 
 def test_repeated_runs_of_tokens():
-    from lightrft.trainer.step_metrics import repeated_share
+    from lightrft.trainer.training.step_metrics import repeated_share
 
     assert repeated_share([1, 2, 3, 4, 5, 6]) == 0
     assert repeated_share([7] * 6) == pytest.approx(2 / 3)  # three windows, one of them new

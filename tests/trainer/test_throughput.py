@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightrft.models import Actor
 from lightrft.models.presets import PRESETS
 from lightrft.strategy import get_fake_strategy
-from lightrft.trainer.throughput import Utilisation, peak_tflops, training_flops
+from lightrft.trainer.training.throughput import Utilisation, peak_tflops, training_flops
 
 
 def tiny_actor(preset):
@@ -63,7 +63,7 @@ def test_utilisation_is_the_share_of_all_devices_peak():
     class Table:
         lengths, response_lengths = np.array([4, 6]), np.array([1, 2])
 
-    from lightrft.trainer.throughput import TrainingFlops
+    from lightrft.trainer.training.throughput import TrainingFlops
 
     model = TrainingFlops(1e12, 1e11, 1e10)
     total = 2 * (10e12 + 3e11 + 52e10)

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from lightrft.algorithms import build_policy_loss
+from lightrft.algorithms.registry import build_policy_loss
 from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
-from lightrft.trainer.metrics import StepMetrics
-from lightrft.trainer.token_weights import TokenWeighting, token_weights
+from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.trainer.training.token_weights import TokenWeighting, token_weights
 
 
 class OneRank:
@@ -103,6 +103,41 @@ def test_truncated_importance_weights_are_the_capped_ratio_of_trainer_to_engine(
     )
     effective = float(inside.sum() ** 2 / (len(inside) * inside.square().sum()))
     assert found["correction_effective_share"] == pytest.approx(effective)
+
+
+def test_terms_are_composed_and_weights_of_mean_one_count_all_ranks():
+    rows = batch(3)
+    mask = rows.rollouts.response_mask
+    ratio = (rows.outputs.old_logprobs - rows.rollouts.rollout_logprobs).double().exp()
+    kept = mask & ((ratio - 1 - ratio.log()) <= 0.1)
+    correction = ("reject:k3:token:high=0.1", "weight:ratio:token:low=0.7:high=1.5:mean-one")
+    other = torch.tensor([30.0, 20.0], dtype=torch.float64)  # twenty tokens that weigh thirty
+
+    class Peer(OneRank):
+        def reduce_over_data(self, data, op):
+            assert op == "sum"
+            return data + other
+
+    weights = token_weights(rows, TokenWeighting(correction=correction), Peer(), StepMetrics())
+    held = ratio.clamp(0.7, 1.5)
+    mean = (held[mask].sum() + 30) / (mask.sum() + 20)
+    expected = torch.where(kept, held / mean, 0.0)
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=1e-9)
+    assert 0 < kept.sum() < mask.sum()
+
+
+def test_a_logprob_of_the_engine_that_is_nan_is_left_out_and_counted():
+    rows = batch(3)
+    mask = rows.rollouts.response_mask
+    row, t = mask.nonzero()[0].tolist()
+    rows.rollouts.rollout_logprobs[row, t] = torch.nan
+    metrics = StepMetrics()
+    weights = token_weights(rows, TokenWeighting(correction="icepop"), OneRank(), metrics)
+    assert weights[row, t] == 0
+    assert torch.isfinite(weights).all()
+    found = metrics.reduce(OneRank())
+    assert found["correction_invalid_share"] == pytest.approx(1 / int(mask.sum()))
+    assert math.isfinite(found["correction_raw_weight_max"])
 
 
 def test_both_multiply():

@@ -4,12 +4,17 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from lightrft.algorithms import build_policy_loss
+from lightrft.algorithms.registry import build_policy_loss
 from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.models.types import ActorOutput
 from lightrft.strategy.optimizers import OptimizerStepResult
-from lightrft.trainer.metrics import StepMetrics
-from lightrft.trainer.updates import LossSettings, TrainedModel, policy_update, value_update
+from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.trainer.training.updates import (
+    LossSettings,
+    TrainedModel,
+    policy_update,
+    value_update,
+)
 
 ROWS, SEQ, VOCAB = 8, 9, 11
 
@@ -161,7 +166,7 @@ def slow_policy_loss(policy, batch, mode, *, kl_coef, entropy_coef, constant):
             loss = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.28) * a)
             pg = pg + weight * loss
             d = p - outputs.ref_logprobs[row, t]
-            kl = (-d).exp() - 1 + d
+            kl = ((-d).exp() - 1 + d).clamp(max=10)
             entropy = -(law.exp() * law).sum()
             total = total + weight * (loss + kl_coef * kl - entropy_coef * entropy)
     return total, pg

@@ -9,7 +9,7 @@ from dataclasses import fields
 import pytest
 
 from lightrft.cli.options import add_options, available_fields
-from lightrft.trainer.config import TrainConfig
+from lightrft.config import TrainConfig
 from lightrft.utils import add_arguments
 from lightrft.utils.flags import FlagShape, shape_of
 

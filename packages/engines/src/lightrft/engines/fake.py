@@ -1,4 +1,4 @@
-"""A scripted engine: the whole interface on a law of its own, for tests of its callers."""
+"""A scripted engine: the whole interface on a distribution of its own, for tests of its callers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightrft.engines.hf.random import mix64, row_keys, uniforms
-from lightrft.engines.hf.sampling import draw_tokens, law_logprobs
+from lightrft.engines.hf.sampling import draw_tokens, sampling_logprobs
 from lightrft.engines.local_engine import LocalEngine
 from lightrft.engines.parameter_store import ParameterStore, full_shape, is_full_tensor
 from lightrft.engines.types import Completion, FinishReason, SamplingParams
@@ -24,7 +24,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class FakeEngine(LocalEngine):
-    """Samples from a law that depends on the prompt, the tokens so far and every weight.
+    """Samples from a distribution that depends on the prompt, the tokens so far and every weight.
 
     The next token's logits are hashes of (weights, tokens so far), so that any change of a weight
     changes them, and `score` agrees with `Completion.output_logprobs`. A prompt remembers the
@@ -196,7 +196,7 @@ class FakeEngine(LocalEngine):
             prompt_token_ids=prompt,
             output_token_ids=tokens,
             output_logprobs=logprobs,
-            logprobs_law=params.logprobs_law,
+            logprobs_mode=params.logprobs_mode,
             finish_reason=reason,
             weights_version=self.weights_version,
         )
@@ -256,7 +256,7 @@ class FakeEngine(LocalEngine):
             return []
         logits = self._logits(_prefix_states(fingerprint, token_ids)[:-1])
         targets = torch.tensor(token_ids[1:], dtype=torch.int64)[:, None]
-        logprobs = law_logprobs(logits, SamplingParams()).gather(-1, targets)
+        logprobs = sampling_logprobs(logits, SamplingParams()).gather(-1, targets)
         return [0.0, *logprobs.squeeze(-1).tolist()]
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:

@@ -45,8 +45,8 @@ def params_from_native(
         raise ValueError(
             f"{engine_name} sampling parameters that cannot be used here: "
             + ", ".join(f"{name}={given[name]!r}" for name in refused)
-            + "; completions follow the model's own law at the given temperature, top_p, top_k and "
-            f"min_p; leave them out (usable: {', '.join(sorted(names))})"
+            + "; completions follow the model's own distribution at the given temperature, top_p, "
+            f"top_k and min_p; leave them out (usable: {', '.join(sorted(names))})"
         )
     values = {ours: given[name] for name, ours in names.items()}
     if values.get("max_tokens") is None:

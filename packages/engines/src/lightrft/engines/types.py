@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-LogprobsLaw = Literal["temperature", "truncated"]
+LogprobsMode = Literal["temperature", "truncated"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -88,8 +88,8 @@ class SamplingParams:
         return not self.is_greedy and (self.top_p < 1 or self.top_k != -1 or self.min_p > 0)
 
     @property
-    def logprobs_law(self) -> LogprobsLaw:
-        """The law of the logprobs that belong to these parameters (`Completion.logprobs_law`)."""
+    def logprobs_mode(self) -> LogprobsMode:
+        """What these parameters' logprobs are measured by (`Completion.logprobs_mode`)."""
         return "truncated" if self.truncates else "temperature"
 
 
@@ -136,10 +136,10 @@ class Completion:
         sample_index: 0 .. n-1 among the samples of that request.
         prompt_token_ids: The prompt as the model saw it.
         output_token_ids: The sampled tokens, the stop token included if one was sampled.
-        output_logprobs: fp32 log-probability of each sampled token under the law it was drawn
-            from; T = 0 is scored at T = 1.
-        logprobs_law: "temperature" for log_softmax(logits / T), "truncated" for the renormalised
-            law over the kept tokens.
+        output_logprobs: fp32 log-probability of each sampled token under the distribution it was
+            drawn from; T = 0 is scored at T = 1.
+        logprobs_mode: "temperature" for log_softmax(logits / T), "truncated" for the renormalised
+            distribution over the kept tokens.
         finish_reason: "stop" (end-of-sequence, stop id or string), "length" or "abort".
         weights_version: Version of the weights that sampled it; -1 before the first update.
     """
@@ -149,7 +149,7 @@ class Completion:
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]
     output_logprobs: tuple[float, ...]
-    logprobs_law: LogprobsLaw
+    logprobs_mode: LogprobsMode
     finish_reason: FinishReason
     weights_version: int = -1
 

@@ -6,65 +6,35 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightrft.kernels.hardware import KernelCapabilities, capabilities
-    from lightrft.kernels.logprob.dispatch import linear_logprob
-    from lightrft.kernels.logprob.fused_loss import linear_policy_loss
-    from lightrft.kernels.logprob.policy_loss import PolicyLossOutput, TokenLossFunction
-    from lightrft.kernels.logprob.types import LogprobOutput, VocabShard, Workspace
-    from lightrft.kernels.weight_bucket.broadcaster import (
-        BucketBroadcaster,
-        BucketPiece,
-        FilledBucket,
-    )
-    from lightrft.kernels.weight_bucket.layout import Bucket, BucketLayout, Segment, TensorSpec
-    from lightrft.kernels.weight_bucket.operations import hash_tensor, pack, unpack
-    from lightrft.kernels.weight_bucket.reference import combine_hashes
+    from lightrft.kernels.hardware import capabilities as capabilities
+    from lightrft.kernels.logprob.dispatch import linear_logprob as linear_logprob
+    from lightrft.kernels.logprob.policy_loss import linear_policy_loss as linear_policy_loss
+    from lightrft.kernels.logprob.types import VocabShard as VocabShard
+    from lightrft.kernels.logprob.types import Workspace as Workspace
+    from lightrft.kernels.weight_bucket.broadcaster import BucketBroadcaster as BucketBroadcaster
+    from lightrft.kernels.weight_bucket.layout import BucketLayout as BucketLayout
+    from lightrft.kernels.weight_bucket.layout import TensorSpec as TensorSpec
+    from lightrft.kernels.weight_bucket.operations import hash_tensor as hash_tensor
+    from lightrft.kernels.weight_bucket.operations import pack as pack
+    from lightrft.kernels.weight_bucket.operations import unpack as unpack
+    from lightrft.kernels.weight_bucket.reference import combine_hashes as combine_hashes
 
 _MODULES = {
-    "Bucket": "weight_bucket.layout",
     "BucketBroadcaster": "weight_bucket.broadcaster",
     "BucketLayout": "weight_bucket.layout",
-    "BucketPiece": "weight_bucket.broadcaster",
-    "FilledBucket": "weight_bucket.broadcaster",
-    "KernelCapabilities": "hardware",
-    "LogprobOutput": "logprob.types",
-    "PolicyLossOutput": "logprob.policy_loss",
-    "Segment": "weight_bucket.layout",
     "TensorSpec": "weight_bucket.layout",
-    "TokenLossFunction": "logprob.policy_loss",
     "VocabShard": "logprob.types",
     "Workspace": "logprob.types",
     "capabilities": "hardware",
     "combine_hashes": "weight_bucket.reference",
     "hash_tensor": "weight_bucket.operations",
     "linear_logprob": "logprob.dispatch",
-    "linear_policy_loss": "logprob.fused_loss",
+    "linear_policy_loss": "logprob.policy_loss",
     "pack": "weight_bucket.operations",
     "unpack": "weight_bucket.operations",
 }
 
-__all__ = [
-    "Bucket",
-    "BucketBroadcaster",
-    "BucketLayout",
-    "BucketPiece",
-    "FilledBucket",
-    "KernelCapabilities",
-    "LogprobOutput",
-    "PolicyLossOutput",
-    "Segment",
-    "TensorSpec",
-    "TokenLossFunction",
-    "VocabShard",
-    "Workspace",
-    "capabilities",
-    "combine_hashes",
-    "hash_tensor",
-    "linear_logprob",
-    "linear_policy_loss",
-    "pack",
-    "unpack",
-]
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> object:
@@ -74,4 +44,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return list(__all__)
+    return __all__

@@ -9,16 +9,16 @@ if TYPE_CHECKING:
     from lightrft.engines.types import EngineStatus
     from lightrft.strategy.config import StrategyConfig
     from lightrft.strategy.factory import get_strategy
-    from lightrft.strategy.fake_strategy import FakeStrategy, get_fake_strategy
+    from lightrft.strategy.fake import FakeStrategy, get_fake_strategy
     from lightrft.strategy.strategy_base import PreparedModel, StrategyBase, is_engine
 
 _MODULES = {
     "EngineStatus": "lightrft.engines.types",
-    "FakeStrategy": "lightrft.strategy.fake_strategy",
+    "FakeStrategy": "lightrft.strategy.fake",
     "PreparedModel": "lightrft.strategy.strategy_base",
     "StrategyBase": "lightrft.strategy.strategy_base",
     "StrategyConfig": "lightrft.strategy.config",
-    "get_fake_strategy": "lightrft.strategy.fake_strategy",
+    "get_fake_strategy": "lightrft.strategy.fake",
     "get_strategy": "lightrft.strategy.factory",
     "is_engine": "lightrft.strategy.strategy_base",
 }

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightrft.strategy.checkpoints.moving_averages import MovingAverages
 from lightrft.strategy.config import StrategyConfig
-from lightrft.strategy.moving_averages import MovingAverages
 from lightrft.strategy.optimizers import learning_rate_schedule
 from lightrft.strategy.prepared import NO_MODEL, PreparedModel, inner_module, wrapped_module
 from lightrft.strategy.sampler import DistributedSampler

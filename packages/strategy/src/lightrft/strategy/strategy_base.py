@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING, Self
 
 from lightrft.engines.types import EngineStatus
-from lightrft.strategy.engine_interface import EngineInterface
+from lightrft.strategy.distributed.sequence_parallel import SPDataProcessor
+from lightrft.strategy.engine.interface import EngineInterface
 from lightrft.strategy.optimizers import OptimizerStepResult
 from lightrft.strategy.prepared import (
     ModelOptimPair,
@@ -15,7 +16,6 @@ from lightrft.strategy.prepared import (
     is_actor,
     is_engine,
 )
-from lightrft.strategy.sequence_parallel import SPDataProcessor
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -36,7 +36,7 @@ __all__ = [
 class StrategyBase(EngineInterface):
     """How models are trained over ranks, and the rollout engine that shares the processes.
 
-    Its methods stand in four layers, each in its own file: `RankServices` (processes and
+    Its methods stand in four layers, each in its own file: `DistributedContext` (processes and
     collectives), `TrainingInterface` (what a backend implements), `ModelPreparation` and
     `EngineInterface`. Usable as a context manager, which closes it.
 

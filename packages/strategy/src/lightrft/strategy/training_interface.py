@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lightrft.strategy.accumulation import AccumulationState
-from lightrft.strategy.rank_services import RankServices
+from lightrft.strategy.distributed.context import DistributedContext
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from lightrft.strategy.optimizers import OptimizerStepResult
-    from lightrft.strategy.parameter_source import ParameterSource
     from lightrft.strategy.prepared import AnyModel, Arguments, PreparedModel
+    from lightrft.strategy.weight_sync.parameter_source import ParameterSource
 
 
-class TrainingInterface(RankServices, ABC):
+class TrainingInterface(DistributedContext, ABC):
     """The abstract methods of a strategy; see `StrategyBase` for the arguments."""
 
     def __init__(

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from lightrft.cli.data_report import show_check, show_gold, show_layout, show_samples
 from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.options import add_options, merge_options, normalise, unknown_flags
-from lightrft.cli.parser import Parser
+from lightrft.cli.options import Parser, add_options, merge_options, normalise, unknown_flags
 from lightrft.cli.preflight import PlainTokenizer, model_problems
 from lightrft.datasets.check import DataCheck, check_rows, propose_keys
 from lightrft.datasets.errors import DataError
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lightrft.cli.data_gold import GoldScore
+    from lightrft.config import TrainConfig
     from lightrft.datasets.files import Row
-    from lightrft.trainer.config import TrainConfig
 
 OPTIONS = (
     "pretrain", "prompt_split", "input_key", "label_key", "apply_chat_template", "system_prompt",

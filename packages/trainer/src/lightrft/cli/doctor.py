@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightrft.cli.console import hide_progress_bars
 from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.parser import Parser, at_least
+from lightrft.cli.options import Parser, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

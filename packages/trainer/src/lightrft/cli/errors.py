@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from lightrft.cli.memory_advice import is_out_of_memory, memory_report
-from lightrft.strategy.error_report import write_error_report
+from lightrft.strategy.distributed.error_report import write_error_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,12 +63,12 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.datasets.errors", "DataError", ExitCode.DATA),
     ("lightrft.rewards.errors", "RewardError", ExitCode.REWARD),
     ("lightrft.models.loading", "ModelLoadError", ExitCode.USAGE),
-    ("lightrft.strategy.checkpoint_manifest", "CheckpointError", ExitCode.USAGE),
-    ("lightrft.strategy.weight_accounting", "WeightSyncError", ExitCode.VERIFICATION),
-    ("lightrft.trainer.parity", "ParityError", ExitCode.VERIFICATION),
-    ("lightrft.trainer.export", "ExportError", ExitCode.VERIFICATION),
-    ("lightrft.trainer.trackers", "TrackerError", ExitCode.PREFLIGHT),
-    ("lightrft.trainer.stopping", "RunStoppedError", ExitCode.STOPPED),
+    ("lightrft.strategy.checkpoints.manifest", "CheckpointError", ExitCode.USAGE),
+    ("lightrft.strategy.weight_sync.accounting", "WeightSyncError", ExitCode.VERIFICATION),
+    ("lightrft.trainer.training.parity", "ParityError", ExitCode.VERIFICATION),
+    ("lightrft.trainer.runs.export", "ExportError", ExitCode.VERIFICATION),
+    ("lightrft.trainer.reporting.trackers", "TrackerError", ExitCode.PREFLIGHT),
+    ("lightrft.trainer.training.stopping", "RunStoppedError", ExitCode.STOPPED),
 )
 LAUNCHED_BY_LIGHTRFT = "LIGHTRFT_LAUNCHED"
 _NOT_POSSIBLE_HERE = (
@@ -102,7 +102,7 @@ def _is_full_disk(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """What the user reads: the message alone where it is his to mend, else with the traceback."""
+    """What the user reads: the message alone where it is theirs to fix, else with the traceback."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     code = exit_code_of(error)
@@ -116,7 +116,7 @@ def describe(error: BaseException) -> str:
 
 
 def _phase_of(error: BaseException) -> str | None:
-    deadlines = sys.modules.get("lightrft.strategy.deadlines")
+    deadlines = sys.modules.get("lightrft.strategy.distributed.deadlines")
     if deadlines is None:
         return None
     name: str | None = deadlines.phase_of(error)

@@ -13,18 +13,24 @@ from lightrft.cli.errors import ExitCode, PreflightError, run_guarded
 from lightrft.cli.init_model import require_empty
 from lightrft.cli.launch import become_only_process, end_with_launcher, is_worker, launch
 from lightrft.cli.machine import device_problems, engine_problems
-from lightrft.cli.options import add_options, merge_options, normalise, unknown_flags
-from lightrft.cli.parser import Parser, at_least
+from lightrft.cli.options import (
+    Parser,
+    add_options,
+    at_least,
+    merge_options,
+    normalise,
+    unknown_flags,
+)
 from lightrft.cli.preflight import check_data, model_problems
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.eval_settings import EvalSettings
-from lightrft.trainer.run_files import CONFIG_FILE
+from lightrft.trainer.runs.eval_settings import EvalSettings
+from lightrft.trainer.runs.files import CONFIG_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightrft.trainer.config import TrainConfig
-    from lightrft.trainer.eval_run import EvalResult
+    from lightrft.config import TrainConfig
+    from lightrft.trainer.runs.evaluation import EvalResult
 
 OPTIONS = (
     "eval_data", "eval_split", "max_eval_samples", "input_key", "label_key", "apply_chat_template",
@@ -63,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
         if nproc_per_node > 1:
             return launch("lightrft.cli.evaluate", argv, nproc_per_node=nproc_per_node)
         become_only_process()
-    from lightrft.trainer.eval_run import run_evaluation
+    from lightrft.trainer.runs.evaluation import run_evaluation
 
     hide_progress_bars()
     result = run_evaluation(config, settings)

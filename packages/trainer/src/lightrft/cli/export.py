@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lightrft.cli.console import hide_progress_bars
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.init_model import require_empty
-from lightrft.cli.parser import Parser
+from lightrft.cli.options import Parser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,8 +26,8 @@ def run(argv: Sequence[str]) -> int:
     if not folder.is_dir():
         raise UsageError(f"no run at {folder}: expected the --output_dir of lightrft train")
 
-    from lightrft.trainer.export import export_model
-    from lightrft.trainer.report_inputs import NotARunError
+    from lightrft.trainer.reporting.inputs import NotARunError
+    from lightrft.trainer.runs.export import export_model
 
     hide_progress_bars()
     try:

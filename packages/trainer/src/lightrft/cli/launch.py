@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import LAUNCHED_BY_LIGHTRFT, ExitCode, WorkerError
-from lightrft.strategy.error_report import PHASE_FOLDER_VARIABLE, read_phase
-from lightrft.trainer.stopping import STOP_SIGNALS
+from lightrft.strategy.distributed.error_report import PHASE_FOLDER_VARIABLE, read_phase
+from lightrft.trainer.training.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    from lightrft.strategy.error_report import LastPhase
+    from lightrft.strategy.distributed.error_report import LastPhase
 
 _PR_SET_PDEATHSIG = 1
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from lightrft.datasets.mixture import read_sources
 from lightrft.datasets.render import PromptFormat, render
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.run_plan import plan_run
+from lightrft.trainer.runs.plan import plan_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 MODEL_FILES = {

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.parser import Parser
-from lightrft.trainer.report import write_report
-from lightrft.trainer.report_inputs import NotARunError
+from lightrft.cli.options import Parser
+from lightrft.trainer.reporting.inputs import NotARunError
+from lightrft.trainer.reporting.page import write_report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import ExitCode
-from lightrft.cli.parser import Parser, at_least
+from lightrft.cli.options import Parser, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

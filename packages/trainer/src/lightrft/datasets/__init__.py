@@ -10,19 +10,15 @@ if TYPE_CHECKING:
     from lightrft.datasets.files import Row as Row
     from lightrft.datasets.files import read_rows as read_rows
     from lightrft.datasets.mixture import read_sources as read_sources
-    from lightrft.datasets.prompts import LoadReport as LoadReport
     from lightrft.datasets.prompts import PromptDataset as PromptDataset
     from lightrft.datasets.prompts import collate_prompts as collate_prompts
     from lightrft.datasets.prompts import load_prompts as load_prompts
-    from lightrft.datasets.render import PromptFormat as PromptFormat
     from lightrft.datasets.types import Prompt as Prompt
 
 _MODULES = {
     "DataError": "errors",
-    "LoadReport": "prompts",
     "Prompt": "types",
     "PromptDataset": "prompts",
-    "PromptFormat": "render",
     "Row": "files",
     "collate_prompts": "prompts",
     "load_prompts": "prompts",

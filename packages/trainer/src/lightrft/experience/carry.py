@@ -10,7 +10,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion, FinishReason
 
 if TYPE_CHECKING:
-    from lightrft.engines.types import LogprobsLaw
+    from lightrft.engines.types import LogprobsMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class OpenSample:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenGroup:
+class InFlightGroup:
     """A prompt and its responses so far.
 
     Args:
@@ -70,7 +70,7 @@ class OpenGroup:
         """Of the weights that sampled any of its tokens; None before the first."""
         return min((v for sample in self.samples for v in sample.versions), default=None)
 
-    def completions(self, law: LogprobsLaw) -> list[Completion]:
+    def completions(self, logprobs_mode: LogprobsMode) -> list[Completion]:
         """The finished responses as completions of the prompt."""
         return [
             Completion(
@@ -79,7 +79,7 @@ class OpenGroup:
                 prompt_token_ids=self.prompt.token_ids,
                 output_token_ids=sample.token_ids,
                 output_logprobs=sample.logprobs,
-                logprobs_law=law,
+                logprobs_mode=logprobs_mode,
                 finish_reason=sample.finish_reason or "abort",
                 weights_version=max(sample.versions, default=-1),
             )
@@ -88,7 +88,7 @@ class OpenGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class CarryOver:
+class PartialRolloutState:
     """What a step leaves to the next one; the same on every rank.
 
     Args:
@@ -97,11 +97,11 @@ class CarryOver:
         weights_version: Of the engine during the step.
     """
 
-    groups: tuple[OpenGroup, ...] = ()
+    groups: tuple[InFlightGroup, ...] = ()
     num_calls: int = 0
     weights_version: int = -1
 
-    def rebased(self, weights_version: int) -> CarryOver:
+    def rebased(self, weights_version: int) -> PartialRolloutState:
         """The same for an engine that counts anew.
 
         Args:
@@ -171,10 +171,10 @@ _Values = Mapping[str, object]
 _Sample = tuple[list[int], list[float], list[int], FinishReason | None]
 
 
-def _group(values: _Values) -> OpenGroup:
+def _group(values: _Values) -> InFlightGroup:
     prompt = cast("_Values", values["prompt"])
     samples = cast("Sequence[_Sample]", values["samples"])
-    return OpenGroup(
+    return InFlightGroup(
         cast("int", values["request_id"]),
         Prompt(
             cast("int", prompt["id"]),

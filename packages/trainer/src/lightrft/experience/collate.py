@@ -55,7 +55,7 @@ def collate(
     logprobs = torch.zeros((len(table), width), dtype=torch.float32)
     logprobs[is_response] = torch.from_numpy(table.rollout_logprobs)
     is_kept = torch.from_numpy(~table.is_masked)[:, None]
-    is_compared = is_kept & torch.from_numpy(table.is_full_law == (support is None))[:, None]
+    is_compared = is_kept & torch.from_numpy(table.is_untruncated == (support is None))[:, None]
     is_compared = is_compared & is_response & (positions >= prompt_lengths + num_uncompared_tokens)
     if version is not None:
         is_current = torch.zeros_like(is_response)

@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups that teach nothing give their place to further ones.
+"""Dynamic sampling: zero-variance groups give their place to further ones.
 
 A group is constant if its responses are all equally accurate; accuracy is taken before any length
 shaping, with which every group would look mixed.
@@ -17,17 +17,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lightrft.experience.exchange import SampleTable
-
-
-@dataclass(frozen=True, slots=True)
-class DynamicSampling:
-    """How long to look for groups that teach something.
-
-    Args:
-        max_num_batches: Rollout batches of one step, at most.
-    """
-
-    max_num_batches: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class SampleTable:
         components: [rows, components] float64; NaN where a row has no such component.
         is_truncated: [rows] bool; the token budget ended the response.
         is_masked: [rows] bool; excluded from the loss.
-        is_full_law: [rows] bool; `rollout_logprobs` follow a law that excludes no token.
+        is_untruncated: [rows] bool; no token was excluded from what `rollout_logprobs` measure.
         weights_versions: [rows] int64 of the weights that sampled the end of the row.
         token_versions: [sum of response lengths] int64 of the weights that sampled each token.
     """
@@ -58,7 +58,7 @@ class SampleTable:
     components: NDArray[np.float64]
     is_truncated: NDArray[np.bool_]
     is_masked: NDArray[np.bool_]
-    is_full_law: NDArray[np.bool_]
+    is_untruncated: NDArray[np.bool_]
     weights_versions: NDArray[np.int64]
     token_versions: NDArray[np.int64]
 
@@ -85,7 +85,7 @@ class SampleTable:
             components=self.components[rows],
             is_truncated=self.is_truncated[rows],
             is_masked=self.is_masked[rows],
-            is_full_law=self.is_full_law[rows],
+            is_untruncated=self.is_untruncated[rows],
             weights_versions=self.weights_versions[rows],
             token_versions=_take_segments(self.token_versions, self.response_lengths, rows),
         )
@@ -112,7 +112,7 @@ def tabulate(scored: Sequence[ScoredRollout]) -> SampleTable:
         components=np.array(components, dtype=np.float64).reshape(len(scored), len(names)),
         is_truncated=np.array([c.finish_reason == "length" for c in completions], dtype=np.bool_),
         is_masked=np.array([item.is_masked for item in scored], dtype=np.bool_),
-        is_full_law=np.array([c.logprobs_law == "temperature" for c in completions], np.bool_),
+        is_untruncated=np.array([c.logprobs_mode == "temperature" for c in completions], np.bool_),
         weights_versions=np.array([c.weights_version for c in completions], dtype=np.int64),
         token_versions=np.array([v for item in scored for v in _versions(item)], dtype=np.int64),
     )
@@ -145,7 +145,7 @@ def merge(tables: Sequence[SampleTable]) -> SampleTable:
         components=np.concatenate([_components_under(names, t) for t in tables]),
         is_truncated=np.concatenate([t.is_truncated for t in tables]),
         is_masked=np.concatenate([t.is_masked for t in tables]),
-        is_full_law=np.concatenate([t.is_full_law for t in tables]),
+        is_untruncated=np.concatenate([t.is_untruncated for t in tables]),
         weights_versions=np.concatenate([t.weights_versions for t in tables]),
         token_versions=np.concatenate([t.token_versions for t in tables]),
     )

@@ -1,7 +1,8 @@
 """FIRE sampling: the first token of a response is drawn at a high temperature, the rest as usual.
 
 Two calls of the engine: one for the first token, one that continues each response from it. The
-logprob of every token is that under the law it was drawn from, so importance weights stay exact.
+logprob of every token is that under the distribution it was drawn from, so importance weights
+stay exact.
 
 Source: Chen et al. 2024, "Flaming-hot Initiation with Regular Execution", arXiv:2410.21236.
 """

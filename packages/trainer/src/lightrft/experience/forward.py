@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ForwardModels:
-    """The models that look at rollouts; None where the algorithm has no such model."""
+    """The models that score rollouts; None where the algorithm has no such model."""
 
     actor: PolicyModel
     reference: PolicyModel | None = None
@@ -66,7 +66,7 @@ def compute_outputs(
 def score_actor(batch: RolloutBatch, actor: PolicyModel, *, slices: Sequence[slice]) -> Tensor:
     """The actor's logprobs of all response tokens, in its present mode: [batch, seq] float32.
 
-    They follow the law the rows were sampled from, without what it excludes.
+    They follow the distribution the rows were sampled from, without what it excludes.
 
     Args:
         batch: This rank's rows.

@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from lightrft.config import TrainConfig
 from lightrft.engines.types import GenerationRequest
-from lightrft.experience.carry import CarryOver, OpenGroup, OpenSample
+from lightrft.experience.carry import InFlightGroup, OpenSample, PartialRolloutState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,21 +25,6 @@ if TYPE_CHECKING:
 
 # Every call of the engine draws under a seed of its own.
 _SEED_STEP = 2_000_003
-
-
-@dataclass(frozen=True, slots=True)
-class PartialRollout:
-    """How much is in flight, and how old it may become.
-
-    Args:
-        num_prompts: Prompts in flight, over all ranks.
-        chunk_tokens: Tokens of each response between two looks at what is finished.
-        max_staleness: Updates between a token and the step that trains on it, at most.
-    """
-
-    num_prompts: int
-    chunk_tokens: int
-    max_staleness: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +40,7 @@ class PartialReport:
         num_carried_tokens: Tokens that they have.
     """
 
-    carry: CarryOver
+    carry: PartialRolloutState
     version: int
     num_chunks: int
     num_sampled_tokens: int
@@ -64,7 +50,7 @@ class PartialReport:
 
 def open_groups(
     prompts: Sequence[Prompt], *, first_request_id: int, group_size: int, strategy: StrategyBase
-) -> list[OpenGroup]:
+) -> list[InFlightGroup]:
     """The prompts of all ranks as groups without tokens, in global order; collective.
 
     Args:
@@ -74,20 +60,21 @@ def open_groups(
         strategy: Gathers the prompts.
     """
     shares: list[list[Prompt]] = strategy.gather_objects(list(prompts))
-    dealt = [share[i] for i in range(len(prompts)) for share in shares]
+    distributed = [share[i] for i in range(len(prompts)) for share in shares]
     empty = (OpenSample(),) * group_size
-    return [OpenGroup(first_request_id + i, prompt, empty) for i, prompt in enumerate(dealt)]
+    return [
+        InFlightGroup(first_request_id + i, prompt, empty) for i, prompt in enumerate(distributed)
+    ]
 
 
 def finish_groups(
-    carry: CarryOver,
+    carry: PartialRolloutState,
     num_wanted: int,
     *,
-    settings: PartialRollout,
+    config: TrainConfig,
     sampling_params: SamplingParams,
     strategy: StrategyBase,
-    sleep_engine: bool,
-) -> tuple[list[OpenGroup], PartialReport]:
+) -> tuple[list[InFlightGroup], PartialReport]:
     """Continues what is in flight until enough groups are finished; collective.
 
     Groups whose oldest token is `max_staleness` updates old are trained on in this step, so they
@@ -96,10 +83,9 @@ def finish_groups(
     Args:
         carry: All groups, those of this step's prompts included; the same on every rank.
         num_wanted: Groups that a step trains on.
-        settings: How.
+        config: How many prompts are in flight, and how old their tokens may become.
         sampling_params: Of whole responses; `max_tokens` is the longest.
         strategy: Generates.
-        sleep_engine: Put the engine to sleep afterwards.
 
     Returns:
         The groups to train on, the same on every rank, and what became of the others.
@@ -114,12 +100,12 @@ def finish_groups(
             f"{len(carry.groups)}"
         )
     version = engine.weights_version
-    flight = {group.request_id: group for group in carry.groups[: settings.num_prompts]}
+    flight = {group.request_id: group for group in carry.groups[: config.num_prompts_in_flight]}
     due = {
         key
         for key, group in flight.items()
         if group.oldest_version is not None
-        and group.oldest_version <= version - settings.max_staleness
+        and group.oldest_version <= version - config.max_staleness
     }
     num_calls = carry.num_calls
     num_before = _num_tokens(flight.values())
@@ -127,13 +113,11 @@ def finish_groups(
         params = replace(
             sampling_params,
             n=1,
-            max_tokens=min(settings.chunk_tokens, sampling_params.max_tokens),
+            max_tokens=min(config.tokens_per_chunk, sampling_params.max_tokens),
             seed=sampling_params.seed + _SEED_STEP * (num_calls + 1),
         )
         flight = _continue(flight, params, sampling_params.max_tokens, strategy)
         num_calls += 1
-    if sleep_engine:
-        strategy.maybe_sleep_inference_engine()
     chosen = sorted(
         (group for group in flight.values() if group.is_finished),
         key=lambda group: (group.request_id not in due, group.oldest_version, group.request_id),
@@ -142,7 +126,7 @@ def finish_groups(
     left = [flight.get(g.request_id, g) for g in carry.groups if g.request_id not in kept]
     begun = [group for group in left if group.oldest_version is not None]
     return chosen, PartialReport(
-        carry=CarryOver(tuple(left), num_calls, version),
+        carry=PartialRolloutState(tuple(left), num_calls, version),
         version=version,
         num_chunks=num_calls - carry.num_calls,
         num_sampled_tokens=_num_tokens(flight.values()) - num_before,
@@ -151,22 +135,22 @@ def finish_groups(
     )
 
 
-def _is_enough(flight: dict[int, OpenGroup], due: set[int], num_wanted: int) -> bool:
+def _is_enough(flight: dict[int, InFlightGroup], due: set[int], num_wanted: int) -> bool:
     num_finished = sum(group.is_finished for group in flight.values())
     return num_finished >= num_wanted and all(flight[key].is_finished for key in due)
 
 
-def _num_tokens(groups: Iterable[OpenGroup]) -> int:
+def _num_tokens(groups: Iterable[InFlightGroup]) -> int:
     return sum(len(sample.token_ids) for group in groups for sample in group.samples)
 
 
 def _continue(
-    flight: dict[int, OpenGroup],
+    flight: dict[int, InFlightGroup],
     params: SamplingParams,
     max_tokens: int,
     strategy: StrategyBase,
-) -> dict[int, OpenGroup]:
-    """Every unfinished response with one more chunk; dealt to ranks evenly."""
+) -> dict[int, InFlightGroup]:
+    """Every unfinished response with one more chunk; distributed over ranks evenly."""
     places = [
         (key, index)
         for key, group in flight.items()
@@ -197,7 +181,7 @@ def _continue(
     }
 
 
-def _request(group: OpenGroup, index: int, *, max_tokens: int, chunk: int) -> GenerationRequest:
+def _request(group: InFlightGroup, index: int, *, max_tokens: int, chunk: int) -> GenerationRequest:
     sample = group.samples[index]
     return GenerationRequest(
         prompt_token_ids=(*group.prompt.token_ids, *sample.token_ids),

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.strategy.deadlines import note_phase
-from lightrft.strategy.memory import measure_memory
+from lightrft.strategy.distributed.deadlines import note_phase
+from lightrft.strategy.distributed.memory import measure_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -79,8 +79,9 @@ class RolloutBatch:
         sample_ids: [batch] int64.
         model_inputs: Modality tensors, opaque to everything but the modality ({} for text).
         temperature: Temperature all rows were sampled at.
-        compared_mask: [batch, seq] bool, response tokens whose `rollout_logprobs` follow the law
-            the trainer scores with, or with `support` the truncated one; None if no token's do.
+        compared_mask: [batch, seq] bool, response tokens whose `rollout_logprobs` follow the
+            distribution the trainer scores with, or with `support` the truncated one; None if no
+            token's do.
         support: What the sampling excluded, to be replayed; None replays nothing.
     """
 
@@ -120,7 +121,7 @@ class PolicyOutputs:
 
     @property
     def sampling_logprobs(self) -> Tensor | None:
-        """The old logprobs under the law the engine sampled from, truncation included."""
+        """The old logprobs under the distribution the engine sampled from, truncation included."""
         if self.old_logprobs is None or self.log_kept_mass is None:
             return self.old_logprobs
         return self.old_logprobs - self.log_kept_mass

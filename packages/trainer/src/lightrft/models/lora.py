@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from lightrft.models.actor import Actor
 from lightrft.models.loading import load_causal_lm
-from lightrft.strategy.parameter_source import ModuleSource
-from lightrft.strategy.weight_verification import transfer_device
+from lightrft.strategy.weight_sync.parameter_source import ModuleSource
+from lightrft.strategy.weight_sync.verification import transfer_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from transformers import PreTrainedModel
 
-    from lightrft.strategy.parameter_source import ParameterSource, SourceParameter
+    from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 
 ALL_LINEAR = "all-linear"
 ADAPTER = "default"
@@ -119,7 +119,7 @@ class LoraActor(Actor):
         return self.lora.alpha / self.lora.rank
 
     def merged_source(self, source: ParameterSource) -> ParameterSource:
-        """See `lightrft.strategy.adapted_model.AdaptedModel`; one collective for all adapters."""
+        """See strategy's `AdaptedModel`; one collective for all adapters."""
         entries = source.parameters()
         factors = _gather([entry for entry in entries if _is_factor(entry.checkpoint_name)], source)
         adapted = {name.removesuffix(FIRST) for name in factors if name.endswith(FIRST)}
@@ -146,7 +146,7 @@ class LoraActor(Actor):
         return ModuleSource(source.owner, merged, source.group, source.tied_names, add_local)
 
     def merged_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See `lightrft.strategy.adapted_model.AdaptedModel`."""
+        """See `lightrft.strategy.weight_sync.adapted_model.AdaptedModel`."""
         merged: dict[str, Tensor] = {}
         for name, value in state.items():
             if _is_factor(name):

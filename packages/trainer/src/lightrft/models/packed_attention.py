@@ -207,7 +207,7 @@ def use_packed_attention(model: PreTrainedModel, *, sp_size: int = 1) -> None:
 
     Raises:
         LayoutRefusedError: Tokens of the model see each other by other ways than attention, or
-            the heads cannot be dealt to the ranks.
+            the heads cannot be distributed over the ranks.
     """
     config = model.config.get_text_config()
     kinds = set(config.to_dict().get("layer_types") or ()) - LAYER_TYPES

@@ -1,8 +1,8 @@
-"""Which tokens a truncated law could have drawn, found again from the trainer's own logits.
+"""Which tokens a truncated distribution could have drawn, found from the trainer's own logits.
 
-An engine that samples with top_k, top_p or min_p tells logprobs of the law renormalised over the
-kept tokens. With the mass m of the kept tokens under the whole law, log p_truncated = log p - log m
-for every kept token.
+An engine that samples with top_k, top_p or min_p tells logprobs of the distribution renormalised
+over the kept tokens. With the mass m of the kept tokens under the whole distribution,
+log p_truncated = log p - log m for every kept token.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import torch
 
 from lightrft.engines.hf.sampling import keep_support
 from lightrft.kernels.logprob.products import full_precision_reductions, wide_product
-from lightrft.kernels.logprob.types import apply_law
+from lightrft.kernels.logprob.types import apply_transform
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
     from lightrft.kernels.logprob.types import OutputLayer
@@ -43,7 +41,7 @@ class SamplingSupport:
 
 
 def log_kept_mass(logits: Tensor, targets: Tensor, support: SamplingSupport) -> Tensor:
-    """Log-probability that a draw from the whole law is a kept token; at most 0.
+    """Log-probability that a draw from the whole distribution is a kept token; at most 0.
 
     The target counts as kept: it was drawn, and rounding may put it on either side of the border.
 
@@ -75,7 +73,7 @@ def replay_support(
 
     Args:
         hidden: [tokens, hidden].
-        layer: The output layer and the law of its logits.
+        layer: The output layer and the distribution of its logits.
         targets: [tokens] int64, the drawn tokens.
         support: What was kept.
         chunk_size: Rows of the weight that are widened at a time.
@@ -101,12 +99,10 @@ def replay_support(
 
 def _logits(hidden: Tensor, layer: OutputLayer, chunk_size: int) -> Tensor:
     """[rows, vocab] float32 or float64."""
-    return torch.cat(list(_chunks(hidden, layer, chunk_size)), dim=-1)
-
-
-def _chunks(hidden: Tensor, layer: OutputLayer, chunk_size: int) -> Iterator[Tensor]:
+    parts = []
     for start in range(0, len(layer.weight), chunk_size):
         own = slice(start, start + chunk_size)
         product = wide_product(hidden, layer.weight[own].T)
         bias = None if layer.bias is None else layer.bias[own].to(product.dtype)
-        yield apply_law(product, bias, layer.law)
+        parts.append(apply_transform(product, bias, layer.transform))
+    return torch.cat(parts, dim=-1)

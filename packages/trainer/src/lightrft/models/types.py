@@ -25,9 +25,9 @@ class ActorOutput:
             Entry 0 and entries outside the scored mask are 0.
         entropy: [batch, seq] float32 of the distribution token t was drawn from, or None.
         router_sums: [2, experts] float32 of a mixture-of-experts model, see
-            `lightrft.models.routing`; None where nobody asked.
+            `lightrft.models.actor.router_sums`; None where nobody asked.
         log_kept_mass: [batch, seq] float32 without graph: log-probability of the tokens that a
-            truncated law could have drawn, 0 outside the scored mask; None without a truncation.
+            truncated distribution could have drawn, 0 outside the scored mask; None if untruncated.
     """
 
     logprobs: Tensor
@@ -37,7 +37,7 @@ class ActorOutput:
 
     @property
     def sampling_logprobs(self) -> Tensor:
-        """Logprobs under the law the tokens were drawn from, truncation included: [batch, seq]."""
+        """[batch, seq] under the distribution the tokens were drawn from, truncation included."""
         if self.log_kept_mass is None:
             return self.logprobs
         return self.logprobs - self.log_kept_mass

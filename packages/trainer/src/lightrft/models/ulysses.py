@@ -69,7 +69,7 @@ class LayoutRefusedError(ValueError):
 
 
 def check_head_counts(num_heads: int, sp_size: int) -> None:
-    """Raises LayoutRefusedError unless the query heads can be dealt evenly to the ranks."""
+    """Raises LayoutRefusedError unless the query heads can be distributed evenly over the ranks."""
     if num_heads % sp_size:
         legal = [size for size in range(1, num_heads + 1) if num_heads % size == 0]
         raise LayoutRefusedError(

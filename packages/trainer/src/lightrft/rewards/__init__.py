@@ -19,17 +19,15 @@ if TYPE_CHECKING:
     from lightrft.rewards.math_rules import MathReward as MathReward
     from lightrft.rewards.types import RewardFunction as RewardFunction
     from lightrft.rewards.types import RewardResult as RewardResult
-    from lightrft.rewards.user import UserReward as UserReward
 
 _MODULES = {
-    "REWARDS": "build",
     "CombinedReward": "build",
     "MathReward": "math_rules",
+    "REWARDS": "build",
     "RewardError": "errors",
     "RewardFunction": "types",
     "RewardResult": "types",
     "RewardSettings": "build",
-    "UserReward": "user",
     "build_reward": "build",
 }
 

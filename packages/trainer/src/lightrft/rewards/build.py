@@ -16,7 +16,7 @@ from lightrft.rewards.user import UserReward
 from lightrft.strategy.config import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from lightrft.rewards.recipes import RewardRecipes
 
@@ -43,22 +43,7 @@ class RewardSettings:
             )
 
 
-def _boxed_math(settings: RewardSettings) -> RewardFunction:
-    return MathReward(
-        BOXED_MATH, grading_seconds=settings.grading_seconds, num_workers=settings.num_workers
-    )
-
-
-def _gsm8k(settings: RewardSettings) -> RewardFunction:
-    return MathReward(
-        GSM8K, grading_seconds=settings.grading_seconds, num_workers=settings.num_workers
-    )
-
-
-REWARDS: dict[str, Callable[[RewardSettings], RewardFunction]] = {
-    "boxed_math": _boxed_math,
-    "gsm8k": _gsm8k,
-}
+REWARDS = {rule.name: rule for rule in (BOXED_MATH, GSM8K)}
 
 
 class CombinedReward:
@@ -217,7 +202,11 @@ def numbered(name: str, index: int, count: int) -> str:
 
 def _build_one(name: str, settings: RewardSettings) -> RewardFunction:
     if name in REWARDS:
-        return REWARDS[name](settings)
+        return MathReward(
+            REWARDS[name],
+            grading_seconds=settings.grading_seconds,
+            num_workers=settings.num_workers,
+        )
     path, separator, function = name.rpartition(":")
     if separator and path.endswith(".py") and function.isidentifier():
         return UserReward(path, function, timeout_seconds=settings.timeout_seconds)

@@ -6,26 +6,22 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightrft.trainer.assembly import RunSummary as RunSummary
-    from lightrft.trainer.assembly import run_training as run_training
-    from lightrft.trainer.config import TrainConfig as TrainConfig
-    from lightrft.trainer.loggers import MetricsLogger as MetricsLogger
-    from lightrft.trainer.metrics import StepMetrics as StepMetrics
-    from lightrft.trainer.ppo_config import PPOConfig as PPOConfig
+    from lightrft.trainer.reporting.loggers import MetricsLogger as MetricsLogger
+    from lightrft.trainer.runs.assembly import RunSummary as RunSummary
+    from lightrft.trainer.runs.assembly import run_training as run_training
     from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer as SPMDPPOTrainer
     from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainerBase as SPMDPPOTrainerBase
     from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL as SPMDPPOTrainerVL
+    from lightrft.trainer.training.metrics import StepMetrics as StepMetrics
 
 _MODULES = {
-    "MetricsLogger": "loggers",
-    "PPOConfig": "ppo_config",
-    "RunSummary": "assembly",
+    "MetricsLogger": "reporting.loggers",
+    "RunSummary": "runs.assembly",
     "SPMDPPOTrainer": "spmd_ppo_trainer",
     "SPMDPPOTrainerBase": "spmd_ppo_trainer",
     "SPMDPPOTrainerVL": "spmd_ppo_trainer",
-    "StepMetrics": "metrics",
-    "TrainConfig": "config",
-    "run_training": "assembly",
+    "StepMetrics": "training.metrics",
+    "run_training": "runs.assembly",
 }
 
 __all__ = sorted(_MODULES)

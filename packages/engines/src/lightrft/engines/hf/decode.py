@@ -169,7 +169,7 @@ def decode(
         forward: The model with its prompts.
         keys: [rows] int64, the rows' random keys (`random.row_keys`).
         limits: Most tokens of each row, >= 1.
-        params, rule: The law tokens are drawn from, and when rows end.
+        params, rule: The distribution tokens are drawn from, and when rows end.
     """
     progress = _Progress(keys, limits)
     num_rows, device = len(limits), keys.device

@@ -178,7 +178,7 @@ class HFEngine(LocalEngine):
                     prompt_token_ids=row.prompt,
                     output_token_ids=tuple(tokens[:length]),
                     output_logprobs=tuple(logprobs[:length]),
-                    logprobs_law=params.logprobs_law,
+                    logprobs_mode=params.logprobs_mode,
                     finish_reason=reason,
                     weights_version=self.weights_version,
                 )

@@ -1,4 +1,4 @@
-"""From logits to tokens: the law they are drawn from, the draw, and its log-probability."""
+"""From logits to tokens: their distribution, the draw, and its log-probability."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from lightrft.engines.types import SamplingParams
 
 
-def law_logprobs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Log-probabilities of the law that tokens are drawn from.
+def sampling_logprobs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Log-probabilities of the distribution that tokens are drawn from.
 
     log_softmax(logits / T) in float32; with truncation, renormalised over the kept tokens. The
     order is top_k, then top_p over the mass that top_k left, then min_p. T = 0 is scored at T = 1.
@@ -62,9 +62,9 @@ def draw_tokens(
         params: Temperature and truncation.
 
     Returns:
-        Tokens [rows] int64 and their log-probabilities [rows] float32 under `law_logprobs`.
+        Tokens [rows] int64 and their log-probabilities [rows] float32 under `sampling_logprobs`.
     """
-    logprobs = law_logprobs(logits, params)
+    logprobs = sampling_logprobs(logits, params)
     if params.is_greedy:
         # Of the logits, not of the logprobs: rounding there could make two candidates equal.
         tokens = logits.argmax(dim=-1, keepdim=True)

@@ -8,13 +8,19 @@ import torch
 from transformers import PreTrainedModel
 
 from lightrft.engines.base import RolloutEngine
-from lightrft.engines.drafts import Draft, completion_of, cut_at_string, cut_at_token, joined
 from lightrft.engines.hf.build import architecture_of
 from lightrft.engines.hf.stopping import end_of_sequence_ids
 from lightrft.engines.hf.text import Text
 from lightrft.engines.model_shape import ModelShape, model_configs, model_shape
 from lightrft.engines.parameter_store import is_full_tensor
 from lightrft.engines.process_state import preserved_process_state
+from lightrft.engines.raw_completions import (
+    RawCompletion,
+    completion_of,
+    cut_at_string,
+    cut_at_token,
+    joined,
+)
 from lightrft.engines.requests import Limits, rows_of_requests
 from lightrft.engines.sglang.backend import Engine, generate_native, start_engine
 from lightrft.engines.sglang.sampling import (
@@ -157,10 +163,10 @@ class SGLangEngine(RolloutEngine):
             if any(not text for text in sampling_params.stop):
                 raise ValueError(f"stop strings must not be empty: got {sampling_params.stop!r}")
             self._text.load()
-        drafts = self._sample(rows, sampling_params)
+        raws = self._sample(rows, sampling_params)
         return [
-            completion_of(row, draft, sampling_params, self.weights_version)
-            for row, draft in zip(rows, drafts, strict=True)
+            completion_of(row, raw, sampling_params, self.weights_version)
+            for row, raw in zip(rows, raws, strict=True)
         ]
 
     def _check_law(self, params: SamplingParams) -> None:
@@ -173,33 +179,33 @@ class SGLangEngine(RolloutEngine):
                 "enable_deterministic_inference=false, which draws without the seed"
             )
 
-    def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[Draft]:
-        """One draft a row. Before `min_tokens` nothing stops, so those come as a first part."""
+    def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[RawCompletion]:
+        """One raw a row. Before `min_tokens` nothing stops, so those come as a first part."""
         has_minimum = params.min_tokens > 1
         eos_ids = () if params.ignore_eos else self._eos_ids
         stop_ids = sorted({*params.stop_token_ids, *eos_ids})
         jobs = [first_job(row, params) for row in rows]
-        drafts = self._run(jobs, params, stop_ids, with_stops=not has_minimum)
+        raws = self._run(jobs, params, stop_ids, with_stops=not has_minimum)
         if has_minimum:
-            drafts = self._continue(rows, drafts, params, stop_ids)
-        drafts = [cut_at_token(d, stop_ids, min_tokens=params.min_tokens) for d in drafts]
+            raws = self._continue(rows, raws, params, stop_ids)
+        raws = [cut_at_token(d, stop_ids, min_tokens=params.min_tokens) for d in raws]
         if params.stop:
-            drafts = [cut_at_string(draft, params, self._text) for draft in drafts]
-        return drafts
+            raws = [cut_at_string(raw, params, self._text) for raw in raws]
+        return raws
 
     def _continue(
         self,
         rows: Sequence[Row],
-        drafts: Sequence[Draft],
+        raws: Sequence[RawCompletion],
         params: SamplingParams,
         stop_ids: Sequence[int],
-    ) -> list[Draft]:
-        jobs = [next_job(row, draft, params) for row, draft in zip(rows, drafts, strict=True)]
+    ) -> list[RawCompletion]:
+        jobs = [next_job(row, raw, params) for row, raw in zip(rows, raws, strict=True)]
         wanted = [job for job in jobs if job is not None]
         answers = iter(self._run(wanted, params, stop_ids, with_stops=True))
         return [
-            draft if job is None else joined(draft, next(answers), params, None)
-            for job, draft in zip(jobs, drafts, strict=True)
+            raw if job is None else joined(raw, next(answers), params, None)
+            for job, raw in zip(jobs, raws, strict=True)
         ]
 
     def _run(
@@ -209,7 +215,7 @@ class SGLangEngine(RolloutEngine):
         stop_ids: Sequence[int],
         *,
         with_stops: bool,
-    ) -> list[Draft]:
+    ) -> list[RawCompletion]:
         if not jobs:
             return []
         natives = [

@@ -1,12 +1,12 @@
-"""Requests in SGLang's form, and drafts of completions from its answers."""
+"""Requests in SGLang's form, and raw completions from its answers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from lightrft.engines.drafts import Draft, request_seed
 from lightrft.engines.native_params import params_from_native
+from lightrft.engines.raw_completions import RawCompletion, request_seed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ def native_params(
     """
     top_k = -1
     if params.truncates:
-        # SGLang tells the law over the kept tokens only where their number has a bound.
+        # SGLang tells the distribution over the kept tokens only where their number has a bound.
         top_k = vocab_size if params.top_k == -1 else min(params.top_k, vocab_size)
     return {
         "max_new_tokens": job.max_tokens,
@@ -79,16 +79,16 @@ def first_job(row: Row, params: SamplingParams) -> Job:
     return Job(row.prompt, bound, request_seed(params.seed, row.request_id, row.sample_index))
 
 
-def next_job(row: Row, draft: Draft, params: SamplingParams) -> Job | None:
+def next_job(row: Row, raw: RawCompletion, params: SamplingParams) -> Job | None:
     """The job that continues a completion after its minimum, or None if it is full."""
-    left = row.max_tokens - len(draft.token_ids)
+    left = row.max_tokens - len(raw.token_ids)
     if left <= 0:
         return None
     seed = request_seed(params.seed, row.request_id, row.sample_index)
-    return Job((*row.prompt, *draft.token_ids), left, seed)
+    return Job((*row.prompt, *raw.token_ids), left, seed)
 
 
-def draft_of(answer: Mapping[str, object], params: SamplingParams) -> Draft:
+def draft_of(answer: Mapping[str, object], params: SamplingParams) -> RawCompletion:
     """Tokens and logprobs of one answer.
 
     Raises:
@@ -105,7 +105,7 @@ def draft_of(answer: Mapping[str, object], params: SamplingParams) -> Draft:
         entries = cast("Sequence[tuple[float, int, None]]", about["output_token_logprobs"])
         logprobs = tuple(entry[0] for entry in entries)
     finish: FinishReason = "stop" if reason["type"] == "stop" else "length"
-    return Draft(tokens, logprobs[: len(tokens)], finish)
+    return RawCompletion(tokens, logprobs[: len(tokens)], finish)
 
 
 def params_of_native(native: object) -> SamplingParams | None:

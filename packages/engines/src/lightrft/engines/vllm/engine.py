@@ -8,24 +8,24 @@ import torch
 from transformers import PreTrainedModel
 
 from lightrft.engines.base import RolloutEngine
-from lightrft.engines.drafts import Draft, completion_of, joined
 from lightrft.engines.hf.build import architecture_of
 from lightrft.engines.hf.stopping import end_of_sequence_ids
 from lightrft.engines.hf.text import Text
 from lightrft.engines.model_shape import model_configs, model_shape
 from lightrft.engines.parameter_store import is_full_tensor
 from lightrft.engines.process_state import preserved_process_state
+from lightrft.engines.raw_completions import RawCompletion, completion_of, joined
 from lightrft.engines.requests import Limits, rows_of_requests
 from lightrft.engines.types import EngineStatus, WeightPiece
 from lightrft.engines.vllm.backend import Backend, has_tokenizer, start_backend, stop_backend
 from lightrft.engines.vllm.layout import LayoutReader
 from lightrft.engines.vllm.sampling import (
     Job,
-    drafts_of,
     first_jobs,
     native_params,
     next_job,
     params_of_native,
+    raw_completions_of,
     scoring_params,
 )
 from lightrft.engines.vllm.weights import VLLMWeights
@@ -164,10 +164,10 @@ class VLLMEngine(RolloutEngine):
         )
         if sampling_params.stop:
             self._check_stop_strings(sampling_params)
-        drafts = self._sample(rows, sampling_params)
+        raws = self._sample(rows, sampling_params)
         return [
-            completion_of(row, draft, sampling_params, self.weights_version)
-            for row, draft in zip(rows, drafts, strict=True)
+            completion_of(row, raw, sampling_params, self.weights_version)
+            for row, raw in zip(rows, raws, strict=True)
         ]
 
     def _check_stop_strings(self, params: SamplingParams) -> None:
@@ -180,31 +180,31 @@ class VLLMEngine(RolloutEngine):
                 "stop_token_ids"
             )
 
-    def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[Draft]:
-        """One draft a row. Before `min_tokens` nothing stops, so those come as a first part."""
+    def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[RawCompletion]:
+        """One raw a row. Before `min_tokens` nothing stops, so those come as a first part."""
         has_minimum = params.min_tokens > 1
         parts = self._run(first_jobs(rows, params), params, with_stops=not has_minimum)
-        drafts = [draft for part in parts for draft in part]
+        raws = [raw for part in parts for raw in part]
         if not has_minimum:
-            return drafts
-        jobs = [next_job(row, d, params) for row, d in zip(rows, drafts, strict=True)]
+            return raws
+        jobs = [next_job(row, d, params) for row, d in zip(rows, raws, strict=True)]
         answers = iter(self._run([job for job in jobs if job], params, with_stops=True))
         decoder = self._text if params.stop else None
         return [
-            draft if job is None else joined(draft, next(answers)[0], params, decoder)
-            for job, draft in zip(jobs, drafts, strict=True)
+            raw if job is None else joined(raw, next(answers)[0], params, decoder)
+            for job, raw in zip(jobs, raws, strict=True)
         ]
 
     def _run(
         self, jobs: Sequence[Job], params: SamplingParams, *, with_stops: bool
-    ) -> list[list[Draft]]:
+    ) -> list[list[RawCompletion]]:
         if not jobs:
             return []
         eos_ids = () if params.ignore_eos else self._eos_ids
         stop_ids = sorted({*params.stop_token_ids, *eos_ids})
         natives = [native_params(job, params, stop_ids, with_stops=with_stops) for job in jobs]
         outputs = self._call([job.prompt for job in jobs], natives)
-        return [drafts_of(job, o.outputs) for job, o in zip(jobs, outputs, strict=True)]
+        return [raw_completions_of(job, o.outputs) for job, o in zip(jobs, outputs, strict=True)]
 
     def _call(self, prompts: Sequence[tuple[int, ...]], natives: Sequence[object]):  # type: ignore[no-untyped-def]  # noqa: ANN202
         """Answers of vLLM in the order of the prompts; nothing is left queued after a failure."""

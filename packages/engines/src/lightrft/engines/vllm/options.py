@@ -27,7 +27,7 @@ RESERVED: Mapping[str, str] = {
     "seed": "seed",
     "enable_sleep_mode": "enable_engine_sleep",
     "distributed_executor_backend": "the launcher",
-    "logprobs_mode": "the trainer, which needs the law that tokens are drawn from",
+    "logprobs_mode": "the trainer, which needs the distribution that tokens are drawn from",
     "generation_config": "the sampling parameters of each call",
     "override_generation_config": "the sampling parameters of each call",
 }

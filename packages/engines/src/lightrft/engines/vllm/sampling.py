@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from lightrft.engines.drafts import Draft, request_seed
 from lightrft.engines.native_params import params_from_native
+from lightrft.engines.raw_completions import RawCompletion, request_seed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ def native_params(
     """Sampling parameters of vLLM for one job.
 
     End-of-sequence ids come as plain stop ids, and `min_tokens` is never passed: vLLM would
-    exclude the stop tokens from the law that tokens are drawn from.
+    exclude the stop tokens from the distribution that tokens are drawn from.
 
     Args:
         job: What to sample.
@@ -114,17 +114,17 @@ def params_of_native(native: object) -> SamplingParams | None:
     )
 
 
-def drafts_of(job: Job, outputs: Sequence[NativeCompletion]) -> list[Draft]:
+def raw_completions_of(job: Job, outputs: Sequence[NativeCompletion]) -> list[RawCompletion]:
     """The samples of one job, in order; greedy ones are the same sample `num_samples` times."""
-    drafts = []
+    raws = []
     for output in sorted(outputs, key=lambda o: o.index):
         tokens = tuple(int(t) for t in output.token_ids)
         logprobs = tuple(
             float(entry[token].logprob)
             for token, entry in zip(tokens, output.logprobs, strict=True)
         )
-        drafts.append(Draft(tokens, logprobs, _reason(output.finish_reason)))
-    return drafts * job.num_samples if len(drafts) == 1 else drafts
+        raws.append(RawCompletion(tokens, logprobs, _reason(output.finish_reason)))
+    return raws * job.num_samples if len(raws) == 1 else raws
 
 
 def _reason(native: str | None) -> FinishReason:
@@ -145,13 +145,13 @@ def first_jobs(rows: Sequence[Row], params: SamplingParams) -> list[Job]:
     return jobs
 
 
-def next_job(row: Row, draft: Draft, params: SamplingParams) -> Job | None:
+def next_job(row: Row, raw: RawCompletion, params: SamplingParams) -> Job | None:
     """The job that continues a completion after its minimum, or None if it is full."""
-    left = row.max_tokens - len(draft.token_ids)
+    left = row.max_tokens - len(raw.token_ids)
     if left <= 0:
         return None
     seed = request_seed(params.seed, row.request_id, 1 + row.sample_index)
-    return Job((*row.prompt, *draft.token_ids), 1, left, seed)
+    return Job((*row.prompt, *raw.token_ids), 1, left, seed)
 
 
 def scoring_params() -> object:

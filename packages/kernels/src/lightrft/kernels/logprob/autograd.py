@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from lightrft.kernels.logprob.products import (
@@ -21,12 +22,11 @@ from lightrft.kernels.logprob.products import (
 from lightrft.kernels.logprob.rows import GradRows, RowStatistics
 from lightrft.kernels.logprob.types import (
     EntropyMode,
-    LogitsLaw,
+    LogitsTransform,
     LogprobOutput,
     OutputLayer,
     accumulation_dtype,
 )
-from lightrft.kernels.logprob.vocab_parallel import merge_over_ranks, sum_over_ranks_
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lightrft.kernels.logprob.types import VocabShard
+
+try:
+    from torch.distributed import all_gather_single as _all_gather
+except ImportError:  # torch < 2.13
+    from torch.distributed import all_gather_into_tensor as _all_gather
 
 
 class LogprobEngine(Protocol):
@@ -61,14 +66,14 @@ class LogprobOptions:
 
     Args:
         engine: How to compute.
-        law: Softcap and temperature.
+        transform: Softcap and temperature.
         entropy: Whether to compute the entropy, and whether gradients flow through it.
         shard: The part of the vocabulary that the weight is, or None if it is all of it.
         grad_weight: Takes dL/dweight in place of autograd, or None.
     """
 
     engine: LogprobEngine
-    law: LogitsLaw
+    transform: LogitsTransform
     entropy: EntropyMode
     shard: VocabShard | None = None
     grad_weight: Tensor | None = None
@@ -88,7 +93,7 @@ def engine_logprob(
         weight: [columns, hidden].
         bias: [columns] or None.
         targets: [tokens] int64 rows of `weight`; outside it where another rank holds them.
-        options: Engine, law, entropy, shard.
+        options: Engine, transform, entropy, shard.
     """
     logprobs, entropies = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, options
@@ -119,7 +124,7 @@ class _LinearLogprob(torch.autograd.Function):
         targets: Tensor,
         options: LogprobOptions,
     ) -> tuple[Tensor, Tensor | None]:
-        layer = OutputLayer(weight, bias, options.law)
+        layer = OutputLayer(weight, bias, options.transform)
         needs_entropy = options.entropy != "none"
         with full_precision_reductions():
             rows = options.engine.statistics(hidden, layer, targets, needs_entropy=needs_entropy)
@@ -168,13 +173,13 @@ def _backward(
         grad_logprobs=None if grad_logprobs is None else grad_logprobs[index],
         grad_entropy=None if grad_entropy is None else grad_entropy[index],
     )
-    layer = OutputLayer(weight, biases[0] if biases else None, options.law)
+    layer = OutputLayer(weight, biases[0] if biases else None, options.transform)
     needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
     grad_rows, grad_weight, grad_bias = _layer_gradients(rows, layer, options, needs)
     if grad_rows is None:
         return None, grad_weight, grad_bias
     if options.shard is not None:
-        sum_over_ranks_(grad_rows, options.shard.group)
+        dist.all_reduce(grad_rows, group=options.shard.group)
     grad_hidden = torch.zeros_like(hidden)
     grad_hidden[index] = grad_rows.to(hidden.dtype)
     return grad_hidden, grad_weight, grad_bias
@@ -211,7 +216,7 @@ def chunks(
     for start in range(0, len(layer.weight), chunk_columns):
         stop = min(start + chunk_columns, len(layer.weight))
         bias = None if layer.bias is None else layer.bias[start:stop]
-        yield start, stop, OutputLayer(layer.weight[start:stop].to(dtype), bias, layer.law)
+        yield start, stop, OutputLayer(layer.weight[start:stop].to(dtype), bias, layer.transform)
 
 
 def _active_rows(
@@ -223,3 +228,20 @@ def _active_rows(
         if gradient is not None:
             is_active |= gradient != 0
     return is_active.nonzero().squeeze(1)
+
+
+def merge_over_ranks(rows: RowStatistics, group: dist.ProcessGroup | None) -> RowStatistics:
+    """Statistics of the whole vocabulary from every rank's part, merged in the order of ranks.
+
+    Args:
+        rows: This rank's part; all four statistics travel in one all-gather.
+        group: The ranks.
+    """
+    part = torch.stack((rows.maximum, rows.exp_sum, rows.weighted_sum, rows.target_logits))
+    world_size = dist.get_world_size(group)
+    parts = part.new_empty((world_size, *part.shape))
+    _all_gather(parts.view(-1), part.view(-1), group=group)
+    merged = RowStatistics(*parts[0].unbind())
+    for other in parts[1:]:
+        merged = merged.merge(RowStatistics(*other.unbind()))
+    return merged

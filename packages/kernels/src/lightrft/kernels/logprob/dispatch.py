@@ -9,10 +9,10 @@ import torch
 from lightrft.kernels.logprob import validation
 from lightrft.kernels.logprob.autograd import LogprobOptions, engine_logprob
 from lightrft.kernels.logprob.reference import reference_logprob
-from lightrft.kernels.logprob.selection import CHOICES, Request, ShapeKey, select_engines
+from lightrft.kernels.logprob.selection import Request, pick_fastest, select_engines
 from lightrft.kernels.logprob.types import (
     EntropyMode,
-    LogitsLaw,
+    LogitsTransform,
     LogprobImplementation,
     LogprobOutput,
     OutputLayer,
@@ -20,7 +20,6 @@ from lightrft.kernels.logprob.types import (
     VocabShard,
     Workspace,
 )
-from lightrft.kernels.logprob.vocab_parallel import local_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,11 +90,13 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
     if len(active) < num_tokens:
         hidden, targets = hidden[active], targets[active]
     validation.validate_targets(targets, len(weight) if tp is None else tp.vocab_size, ignore_index)
-    law = LogitsLaw(float(temperature), None if softcap is None else float(softcap))
-    layer = OutputLayer(weight, bias, law)
+    transform = LogitsTransform(float(temperature), None if softcap is None else float(softcap))
+    layer = OutputLayer(weight, bias, transform)
     with torch.autocast(hidden.device.type, enabled=False):
         if impl == "reference":
-            output = reference_logprob(hidden, weight, bias, targets, law=law, entropy=entropy)
+            output = reference_logprob(
+                hidden, weight, bias, targets, transform=transform, entropy=entropy
+            )
         else:
             workspace = workspace or _default_workspace(hidden)
             request = Request(
@@ -133,14 +134,16 @@ def _by_engine(
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     if tp is not None:
-        num_rows = local_rows(weight, tp)
+        num_rows = max(0, tp.vocab_size - tp.start)  # rows beyond are padding
         weight, bias = weight[:num_rows], None if bias is None else bias[:num_rows]
         targets = targets - tp.start
     engines = select_engines(request, hidden, weight)
     engine = engines[0]
     if len(engines) > 1:
-        engine = _fastest(engines, hidden, OutputLayer(weight, bias, layer.law), targets, entropy)
-    options = LogprobOptions(engine, layer.law, entropy, tp, workspace.grad_weight)
+        engine = _fastest(
+            engines, hidden, OutputLayer(weight, bias, layer.transform), targets, entropy
+        )
+    options = LogprobOptions(engine, layer.transform, entropy, tp, workspace.grad_weight)
     return engine_logprob(hidden, weight, bias, targets, options)
 
 
@@ -151,28 +154,22 @@ def _fastest(
     targets: Tensor,
     entropy: EntropyMode,
 ) -> LogprobEngine:
-    key = ShapeKey(
-        len(hidden).bit_length(), hidden.shape[1], len(layer.weight), hidden.dtype,
-        entropy != "none",
-    )  # fmt: skip
+    # Tokens are binned to a power of two.
+    key = (len(hidden).bit_length(), *layer.weight.shape, hidden.dtype, entropy != "none")
 
     @torch.no_grad()
     def measure(engine: LogprobEngine) -> float:
         # The first run compiles; only the second one counts.
         for _ in range(2):
-            begin, end = _timers()
+            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             begin.record()
             engine.statistics(hidden, layer, targets, needs_entropy=entropy != "none")
             end.record()
             end.synchronize()
         return float(begin.elapsed_time(end)) / 1000
 
-    return CHOICES.pick(key, engines, measure)
-
-
-def _timers() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    timers = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-    return timers[0], timers[1]
+    return pick_fastest(key, engines, measure)
 
 
 def _scatter(values: Tensor, index: Tensor, size: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from lightrft.kernels.logprob.types import (
     EntropyMode,
-    LogitsLaw,
+    LogitsTransform,
     LogprobOutput,
     accumulation_dtype,
     compute_logits,
@@ -24,7 +24,7 @@ def reference_logprob(
     bias: Tensor | None,
     targets: Tensor,
     *,
-    law: LogitsLaw,
+    transform: LogitsTransform,
     entropy: EntropyMode,
 ) -> LogprobOutput:
     """Logprobs and entropy from the full [tokens, vocab] logits; no row is ignored.
@@ -34,15 +34,17 @@ def reference_logprob(
         weight: [vocab, hidden].
         bias: [vocab] or None.
         targets: [tokens] int64, in range.
-        law: Softcap and temperature.
+        transform: Softcap and temperature.
         entropy: Whether to compute the entropy, and whether gradients flow through it.
     """
     dtype = accumulation_dtype(hidden, weight, bias)
     wide_bias = None if bias is None else bias.to(dtype)
-    logits = compute_logits(hidden.to(dtype), weight.to(dtype), wide_bias, law)
+    logits = compute_logits(hidden.to(dtype), weight.to(dtype), wide_bias, transform)
     log_probabilities = torch.log_softmax(logits, dim=-1)
     logprobs = log_probabilities.gather(1, targets[:, None]).squeeze(1)
     if entropy == "none":
         return LogprobOutput(logprobs, None)
     source = log_probabilities if entropy == "grad" else log_probabilities.detach()
-    return LogprobOutput(logprobs, -(source.exp() * source).sum(-1))
+    # A token of probability 0 adds 0 to the entropy, where 0 * -inf would be NaN.
+    finite = source.masked_fill(source.detach() == -torch.inf, 0.0)
+    return LogprobOutput(logprobs, -(source.exp() * finite).sum(-1))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.kernels.logprob.types import LogitsLaw, OutputLayer, apply_law
+from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer, apply_transform
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,14 +126,16 @@ class GradRows:
     grad_entropy: Tensor | None
 
 
-def grad_of_logits(logits: Tensor, rows: GradRows, first_column: int, law: LogitsLaw) -> Tensor:
+def grad_of_logits(
+    logits: Tensor, rows: GradRows, first_column: int, transform: LogitsTransform
+) -> Tensor:
     """Gradient of hidden @ weight.T + bias for one chunk.
 
     Args:
         logits: [rows, columns], finished (softcap and temperature applied); used up.
         rows: The rows.
         first_column: Column of the vocabulary at which the chunk starts.
-        law: Softcap and temperature.
+        transform: Softcap and temperature.
 
     Returns:
         [rows, columns] in the dtype of `logits`.
@@ -148,8 +150,8 @@ def grad_of_logits(logits: Tensor, rows: GradRows, first_column: int, law: Logit
     if rows.grad_logprobs is not None:
         target_grad -= rows.grad_logprobs[inside] * target_logprobs.expm1()
     slope = None
-    if law.softcap is not None:
-        slope = (logits * (law.temperature / law.softcap)).square_().neg_().add_(1)
+    if transform.softcap is not None:
+        slope = (logits * (transform.temperature / transform.softcap)).square_().neg_().add_(1)
     log_probabilities = logits.sub_(rows.maximum[:, None]).sub_(rows.log_sum[:, None])
     if rows.grad_entropy is None:
         grad = log_probabilities.exp_()
@@ -168,17 +170,17 @@ def grad_of_logits(logits: Tensor, rows: GradRows, first_column: int, law: Logit
     grad[inside, columns] = target_grad
     if slope is not None:
         grad *= slope
-    return grad if law.temperature == 1 else grad.div_(law.temperature)
+    return grad if transform.temperature == 1 else grad.div_(transform.temperature)
 
 
 def finish_logits(
-    product: Tensor, bias: Tensor | None, centre: Tensor | None, law: LogitsLaw
+    product: Tensor, bias: Tensor | None, centre: Tensor | None, transform: LogitsTransform
 ) -> Tensor:
     """Logits from a product [tokens, columns] from which `centre` [tokens] was subtracted."""
     wide = product.to(torch.float32) if product.dtype.itemsize < 4 else product
     if centre is not None:
         wide = wide + centre[:, None].to(wide.dtype)
-    return apply_law(wide, None if bias is None else bias.to(wide.dtype), law)
+    return apply_transform(wide, None if bias is None else bias.to(wide.dtype), transform)
 
 
 def finish_target_logits(products: Tensor, layer: OutputLayer, targets: Tensor) -> Tensor:
@@ -188,7 +190,7 @@ def finish_target_logits(products: Tensor, layer: OutputLayer, targets: Tensor) 
     bias = None
     if layer.bias is not None and num_columns > 0:
         bias = layer.bias[targets.clamp(0, num_columns - 1)]
-    return torch.where(is_here, finish_logits(products, bias, None, layer.law), 0)
+    return torch.where(is_here, finish_logits(products, bias, None, layer.transform), 0)
 
 
 def _finite(maximum: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class VocabShard:
 
 
 @dataclass(frozen=True, slots=True)
-class LogitsLaw:
+class LogitsTransform:
     """How logits follow from hidden states: softcap(hidden @ weight.T + bias) / temperature.
 
     Args:
@@ -85,11 +85,11 @@ class LogitsLaw:
 
 @dataclass(frozen=True, slots=True)
 class OutputLayer:
-    """A weight [columns, hidden], its bias [columns] or None, and the law of its logits."""
+    """A weight [columns, hidden], its bias [columns] or None, and the transform of its logits."""
 
     weight: Tensor
     bias: Tensor | None
-    law: LogitsLaw
+    transform: LogitsTransform
 
 
 def accumulation_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -98,24 +98,26 @@ def accumulation_dtype(*tensors: Tensor | None) -> torch.dtype:
     return torch.float64 if is_double else torch.float32
 
 
-def compute_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, law: LogitsLaw) -> Tensor:
+def compute_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitsTransform
+) -> Tensor:
     """Logits of some columns, all in the dtype of the inputs.
 
     Args:
         hidden: [tokens, hidden].
         weight: [columns, hidden].
         bias: [columns] or None.
-        law: Softcap and temperature.
+        transform: Softcap and temperature.
 
     Returns:
         [tokens, columns].
     """
-    return apply_law(hidden @ weight.T, bias, law)
+    return apply_transform(hidden @ weight.T, bias, transform)
 
 
-def apply_law(product: Tensor, bias: Tensor | None, law: LogitsLaw) -> Tensor:
+def apply_transform(product: Tensor, bias: Tensor | None, transform: LogitsTransform) -> Tensor:
     """Logits from hidden @ weight.T: [tokens, columns], bias [columns] or None."""
     logits = product if bias is None else product + bias
-    if law.softcap is not None:
-        logits = law.softcap * torch.tanh(logits / law.softcap)
-    return logits if law.temperature == 1 else logits / law.temperature
+    if transform.softcap is not None:
+        logits = transform.softcap * torch.tanh(logits / transform.softcap)
+    return logits if transform.temperature == 1 else logits / transform.temperature

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import torch.distributed as dist
 
-from lightrft.strategy.parameter_source import (
+from lightrft.strategy.weight_sync.parameter_source import (
     ModuleSource,
     SourceParameter,
     checkpoint_module,
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype, nn
     from torch.distributed import ProcessGroup
 
-    from lightrft.strategy.parameter_source import FlatRange
+    from lightrft.strategy.weight_sync.parameter_source import FlatRange
 
 
 class ZeroEngine(Protocol):

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.strategy.adapted_model import gathered_dtype
-from lightrft.strategy.checkpoint_methods import CheckpointMethods, WantedState
-from lightrft.strategy.deadlines import phase
+from lightrft.strategy.checkpoints.gathered_model import save_gathered_model
+from lightrft.strategy.checkpoints.methods import CheckpointMethods, WantedState
 from lightrft.strategy.deepspeed import runtime, training_state
 from lightrft.strategy.deepspeed.engine_config import (
     ZeroSettings,
@@ -19,7 +18,9 @@ from lightrft.strategy.deepspeed.engine_config import (
     training_config,
 )
 from lightrft.strategy.deepspeed.source import zero_parameter_source
-from lightrft.strategy.gathered_model import save_gathered_model
+from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.distributed.process_groups import resolve_shard_size
+from lightrft.strategy.distributed.sequence_parallel import share_sequences
 from lightrft.strategy.optimizers import (
     AdamSettings,
     clip_gradients,
@@ -27,11 +28,10 @@ from lightrft.strategy.optimizers import (
     optimizer_parameters,
     parameter_groups,
 )
-from lightrft.strategy.parameter_source import module_parameter_source
 from lightrft.strategy.prepared import AnyModel, Arguments, PreparedModel, wrapped_module
-from lightrft.strategy.process_groups import resolve_shard_size
-from lightrft.strategy.sequence_parallel import share_sequences
 from lightrft.strategy.training_interface import refuse_options
+from lightrft.strategy.weight_sync.adapted_model import gathered_dtype
+from lightrft.strategy.weight_sync.parameter_source import module_parameter_source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from lightrft.strategy.checkpoint_manifest import Checkpoint
-    from lightrft.strategy.file_writers import FileWriter
+    from lightrft.strategy.checkpoints.file_writers import FileWriter
+    from lightrft.strategy.checkpoints.manifest import Checkpoint
     from lightrft.strategy.optimizers import OptimizerStepResult
-    from lightrft.strategy.parameter_source import ParameterSource
+    from lightrft.strategy.weight_sync.parameter_source import ParameterSource
 
 
 class DeepspeedStrategy(CheckpointMethods):

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.strategy.checkpoint_manifest import CheckpointError
+from lightrft.strategy.checkpoints.gathered_model import WeightFiles, as_saved, check_names
+from lightrft.strategy.checkpoints.manifest import CheckpointError
+from lightrft.strategy.checkpoints.scheduler_files import load_scheduler, save_scheduler
 from lightrft.strategy.deepspeed import runtime
-from lightrft.strategy.gathered_model import WeightFiles, as_saved, check_names
-from lightrft.strategy.parameter_source import tied_parameter_names
-from lightrft.strategy.scheduler_files import load_scheduler, save_scheduler
+from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim.lr_scheduler import LRScheduler
 
-    from lightrft.strategy.file_writers import FileWriter
+    from lightrft.strategy.checkpoints.file_writers import FileWriter
 
 __all__ = ["gather_module", "load", "load_full_weights", "load_scheduler", "load_weights", "save"]
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightrft.strategy.fsdp2.sharding import apply_units, move_buffers
-from lightrft.strategy.parameter_source import tied_parameter_names
+from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

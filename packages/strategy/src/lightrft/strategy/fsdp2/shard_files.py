@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 
-from lightrft.strategy.checkpoint_manifest import CheckpointError
+from lightrft.strategy.checkpoints.manifest import CheckpointError
 from lightrft.strategy.fsdp2.sharding import is_written_by, local_rows
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from lightrft.strategy.file_writers import FileWriter
+    from lightrft.strategy.checkpoints.file_writers import FileWriter
 
 
 def write_shards(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from lightrft.strategy.parameter_source import (
+from lightrft.strategy.weight_sync.parameter_source import (
     ModuleSource,
     SourceParameter,
     checkpoint_module,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
 
-    from lightrft.strategy.parameter_source import FlatRange
+    from lightrft.strategy.weight_sync.parameter_source import FlatRange
 
 
 def fsdp2_parameter_source(module: nn.Module) -> ModuleSource:

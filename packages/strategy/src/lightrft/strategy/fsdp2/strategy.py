@@ -12,9 +12,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from lightrft.strategy.adapted_model import gathered_dtype
-from lightrft.strategy.checkpoint_methods import CheckpointMethods, WantedState
-from lightrft.strategy.deadlines import phase
+from lightrft.strategy.checkpoints.gathered_model import save_gathered_model
+from lightrft.strategy.checkpoints.methods import CheckpointMethods, WantedState
+from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.distributed.process_groups import resolve_shard_size
+from lightrft.strategy.distributed.sequence_parallel import share_sequences
 from lightrft.strategy.fsdp2 import training_state
 from lightrft.strategy.fsdp2.empty_models import (
     is_empty_everywhere,
@@ -31,7 +33,6 @@ from lightrft.strategy.fsdp2.sharding import (
     shard_module,
 )
 from lightrft.strategy.fsdp2.source import fsdp2_parameter_source, reshard_modules
-from lightrft.strategy.gathered_model import save_gathered_model
 from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.optimizers import (
     AdamSettings,
@@ -39,9 +40,8 @@ from lightrft.strategy.optimizers import (
     parameter_groups,
 )
 from lightrft.strategy.prepared import AnyModel, Arguments, PreparedModel, wrapped_module
-from lightrft.strategy.process_groups import resolve_shard_size
-from lightrft.strategy.sequence_parallel import share_sequences
 from lightrft.strategy.training_interface import refuse_options
+from lightrft.strategy.weight_sync.adapted_model import gathered_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from lightrft.strategy.checkpoint_manifest import Checkpoint
-    from lightrft.strategy.file_writers import FileWriter
+    from lightrft.strategy.checkpoints.file_writers import FileWriter
+    from lightrft.strategy.checkpoints.manifest import Checkpoint
     from lightrft.strategy.optimizers import OptimizerStepResult
-    from lightrft.strategy.parameter_source import ParameterSource
+    from lightrft.strategy.weight_sync.parameter_source import ParameterSource
 
 
 class FSDPV2Strategy(CheckpointMethods):

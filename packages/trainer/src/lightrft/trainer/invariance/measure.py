@@ -15,7 +15,7 @@ from lightrft.experience.collate import micro_slices
 from lightrft.models import Actor, Critic
 from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.strategy import get_fake_strategy, get_strategy
-from lightrft.strategy.parameter_source import checkpoint_module
+from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
 from lightrft.trainer.invariance.batch import (
     NUM_ROWS,
     Rows,
@@ -279,7 +279,7 @@ def measure_cells(
     del rank
     # Kept over all strategies: to end one group and start the next at one address is a race.
     if not dist.is_initialized() and world_size > 1:
-        from lightrft.strategy.process_groups import start_process_group
+        from lightrft.strategy.distributed.process_groups import start_process_group
 
         start_process_group(None)
     strategies: dict[tuple[Backend, int, bool], StrategyBase] = {}

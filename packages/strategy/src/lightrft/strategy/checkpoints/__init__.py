@@ -1,0 +1,1 @@
+"""Checkpoint folders: writing, completing, finding, rotating and reading them."""

@@ -1,0 +1,393 @@
+"""Checkpoint folders: complete or absent, verified when read, rotated only among our own.
+
+A checkpoint is written into a temporary folder. When every rank has finished, the files are
+flushed and hashed, the manifest is written as the last file, and the folder is renamed to its tag.
+A folder without a manifest is therefore not a checkpoint, and is neither loaded nor deleted.
+
+    save_dir/latest                    the tag that a load without a tag takes
+    save_dir/<tag>/manifest.json       format, tag, order, world size, files with size and SHA-256
+    save_dir/<tag>/client_state.*      the caller's values
+    save_dir/<tag>/rng/rank_00000.*    generators of each rank
+    save_dir/<tag>/...                 what the strategy's writer put there
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.strategy.checkpoints.client_state import capture_rng_state, save_state
+from lightrft.strategy.checkpoints.file_writers import DirectWriter
+from lightrft.strategy.checkpoints.manifest import (
+    CLIENT_STATE_NAME,
+    MANIFEST_NAME,
+    REPLACED_PREFIX,
+    Checkpoint,
+    CheckpointError,
+    FileEntry,
+    Manifest,
+    list_checkpoints,
+    rng_file,
+)
+from lightrft.strategy.checkpoints.rank_group import RankGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from lightrft.strategy.checkpoints.file_writers import FileWriter
+
+logger = logging.getLogger(__name__)
+
+LATEST_NAME = "latest"
+_TEMPORARY_PREFIX = ".lightrft-tmp-"
+_TRASH_PREFIX = ".lightrft-del-"
+_MEGABYTE = 10**6
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """One call of `save_ckpt`, without the model.
+
+    Args:
+        save_dir: Folder that holds the checkpoints of one model.
+        strategy: Name of the strategy class.
+        tag: Name of the checkpoint; None takes `global_step<N>` from the client state's
+            "global_step", or `step<N>` with the next free number.
+        max_num: Checkpoints to keep, the new one included.
+        max_mem: MB (10^6 bytes) that the kept checkpoints may take.
+        client_state: See `lightrft.strategy.checkpoints.client_state.save_state`.
+        save_latest: Whether a load without a tag shall take this one.
+        details: See `Manifest.details`.
+
+    Raises:
+        ValueError: `max_num` or `max_mem` is not positive, or the tag is not a plain folder name.
+    """
+
+    save_dir: Path
+    strategy: str
+    tag: str | None = None
+    max_num: int = 3
+    max_mem: float = 1000
+    client_state: Mapping[str, object] = field(default_factory=dict)
+    save_latest: bool = True
+    details: Mapping[str, int | str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.max_num <= 0:
+            raise ValueError(
+                f"max_num must be at least 1, the new checkpoint itself: got {self.max_num}"
+            )
+        if self.max_mem <= 0:
+            raise ValueError(f"max_mem must be a positive number of MB: got {self.max_mem}")
+        if self.tag is not None and (
+            not self.tag
+            or Path(self.tag).name != self.tag
+            or self.tag.startswith(".")
+            or self.tag == LATEST_NAME
+        ):
+            raise ValueError(
+                f"tag must be a plain folder name other than {LATEST_NAME!r}: got {self.tag!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCheckpoint:
+    """A checkpoint that is being written: a temporary folder that nobody takes for complete."""
+
+    request: SaveRequest
+    tag: str
+    order: int
+    folder: Path
+
+
+def write_checkpoint(
+    request: SaveRequest,
+    write: Callable[[Path], None],
+    *,
+    ranks: RankGroup | None = None,
+    files: FileWriter | None = None,
+) -> Checkpoint:
+    """Write one checkpoint, then rotate older ones; collective over `ranks`.
+
+    Args:
+        request: Where, under which name, and what to keep.
+        write: Writes this rank's files into the folder it is given, which all ranks share. It must
+            reach the same collectives on every rank.
+        ranks: The ranks that take part; None is this process alone.
+        files: Writes the generators and the client state.
+
+    Raises:
+        CheckpointError: Writing failed on some rank (named in the message), a folder with this tag
+            is not a checkpoint, or `save_dir` is not shared by all ranks; nothing was changed.
+    """
+    opened = begin_checkpoint(request, write, ranks=ranks, files=files)
+    return complete_checkpoint(opened, ranks=ranks)
+
+
+def begin_checkpoint(
+    request: SaveRequest,
+    write: Callable[[Path], None],
+    *,
+    ranks: RankGroup | None = None,
+    files: FileWriter | None = None,
+) -> OpenCheckpoint:
+    """The first half of `write_checkpoint`: everything that reads the state of the run."""
+    ranks = ranks if ranks is not None else RankGroup()
+    files = files if files is not None else DirectWriter()
+    # The generators are read first: writing may draw random numbers.
+    rng_state = capture_rng_state()
+    opened = ranks.on_first(lambda: _begin(request))
+    try:
+        ranks.together(lambda: _require_shared(opened.folder))
+        ranks.together(lambda: _write_files(opened, write, files, (ranks.rank, rng_state)))
+    except BaseException:
+        _give_up(opened, ranks)
+        raise
+    return opened
+
+
+def complete_checkpoint(
+    opened: OpenCheckpoint,
+    *,
+    ranks: RankGroup | None = None,
+    flush: Callable[[], None] | None = None,
+) -> Checkpoint:
+    """The second half: flush and hash the files, publish the folder, rotate older ones.
+
+    Args:
+        opened: What `begin_checkpoint` returned.
+        ranks: As there, or the same ranks with a `gather` that a background thread may use.
+        flush: Writes this rank's files now, if `begin_checkpoint` only copied them.
+
+    Raises:
+        CheckpointError: It failed on some rank (named in the message); nothing was changed.
+    """
+    ranks = ranks if ranks is not None else RankGroup()
+    request, folder = opened.request, opened.folder
+    try:
+        if flush is not None:
+            ranks.together(flush)
+        names = ranks.on_first(lambda: _list_files(folder))
+        share = names[ranks.rank :: ranks.world_size]
+        hashed = ranks.together(lambda: [_flush_and_hash(folder, name) for name in share])
+        manifest = Manifest(
+            tag=opened.tag,
+            order=opened.order,
+            strategy=request.strategy,
+            world_size=ranks.world_size,
+            details=dict(request.details),
+            files=tuple(sorted((e for part in hashed for e in part), key=lambda e: e.path)),
+        )
+        ranks.on_first(lambda: _publish(folder, request, manifest))
+    except BaseException:
+        _give_up(opened, ranks)
+        raise
+    ranks.on_first(
+        lambda: rotate(request.save_dir, max_num=request.max_num, max_mem=request.max_mem)
+    )
+    return Checkpoint(request.save_dir / opened.tag, manifest)
+
+
+def _give_up(opened: OpenCheckpoint, ranks: RankGroup) -> None:
+    if ranks.rank == 0:
+        shutil.rmtree(opened.folder, ignore_errors=True)
+
+
+def _begin(request: SaveRequest) -> OpenCheckpoint:
+    """Choose the tag and its order, and create the temporary folder."""
+    save_dir = request.save_dir
+    save_dir.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(save_dir)
+    order = 1 + max((found.manifest.order for found in list_checkpoints(save_dir)), default=0)
+    tag = request.tag if request.tag is not None else _default_tag(request.client_state, order)
+    target = save_dir / tag
+    if target.exists() and not (target / MANIFEST_NAME).is_file():
+        raise CheckpointError(
+            f"cannot save checkpoint {tag!r}: {target} exists and is not a checkpoint; "
+            "choose another tag or move it away"
+        )
+    folder = save_dir / f"{_TEMPORARY_PREFIX}{tag}-{socket.gethostname()}-{os.getpid()}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return OpenCheckpoint(request, tag, order, folder)
+
+
+def _require_shared(folder: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not visible: all ranks must see the same save_dir")
+
+
+def _write_files(
+    opened: OpenCheckpoint,
+    write: Callable[[Path], None],
+    files: FileWriter,
+    generators: tuple[int, dict[str, object]],
+) -> None:
+    rank, rng_state = generators
+    write(opened.folder)
+    rng_file(opened.folder, rank).parent.mkdir(exist_ok=True)
+    save_state(rng_file(opened.folder, rank), rng_state, files=files)
+    if rank == 0:
+        save_state(opened.folder / CLIENT_STATE_NAME, opened.request.client_state, files=files)
+
+
+def _publish(folder: Path, request: SaveRequest, manifest: Manifest) -> None:
+    """Write the manifest and rename the temporary folder to its tag."""
+    save_dir = request.save_dir
+    target = save_dir / manifest.tag
+    write_text_atomically(folder / MANIFEST_NAME, manifest.to_json())
+    if request.save_latest:
+        # The pointer goes first: if the rename never happens it names a missing folder, and
+        # a load takes the newest complete checkpoint instead.
+        write_text_atomically(save_dir / LATEST_NAME, manifest.tag + "\n")
+    replaced = save_dir / f"{REPLACED_PREFIX}{manifest.tag}"
+    if target.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+    folder.rename(target)
+    _flush_folder(save_dir)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def find_checkpoint(
+    load_dir: Path, tag: str | None = None, *, ranks: RankGroup | None = None
+) -> Checkpoint:
+    """The checkpoint to load, with all its files verified; collective over `ranks`.
+
+    With a tag, that one. Without, the one that `latest` names, else the newest; those that are
+    damaged are passed over with a warning.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint (with this tag).
+        CheckpointError: The one with this tag, or every one there is, is damaged.
+    """
+    ranks = ranks if ranks is not None else RankGroup()
+    candidates = ranks.on_first(lambda: _candidates(load_dir, tag))
+    if not candidates:
+        what = "checkpoint" if tag is None else f"checkpoint with tag {tag!r}"
+        found = [item.manifest.tag for item in list_checkpoints(load_dir)]
+        raise FileNotFoundError(f"no {what} in {load_dir}: found {found}")
+    failures = []
+    for checkpoint in candidates:
+        damage = ranks.together(lambda checkpoint=checkpoint: _damage(checkpoint, ranks))  # type: ignore[misc]
+        problems = [problem for part in damage for problem in part]
+        if not problems:
+            return checkpoint
+        failures.append(f"{checkpoint.path}: " + "; ".join(problems))
+        if ranks.rank == 0:
+            logger.warning("skipping damaged checkpoint %s", failures[-1])
+    raise CheckpointError("damaged checkpoint: " + " | ".join(failures))
+
+
+def _candidates(load_dir: Path, tag: str | None) -> list[Checkpoint]:
+    newest_first = list_checkpoints(load_dir)[::-1]
+    if tag is not None:
+        return [item for item in newest_first if item.manifest.tag == tag]
+    pointer = load_dir / LATEST_NAME
+    latest = pointer.read_text().strip() if pointer.is_file() else None
+    return sorted(newest_first, key=lambda item: item.manifest.tag != latest)
+
+
+def _damage(checkpoint: Checkpoint, ranks: RankGroup) -> list[str]:
+    """What is wrong with this rank's share of the files."""
+    problems = []
+    for entry in checkpoint.manifest.files[ranks.rank :: ranks.world_size]:
+        path = checkpoint.path / entry.path
+        if not path.is_file():
+            problems.append(f"{entry.path} is missing")
+        elif path.stat().st_size != entry.num_bytes:
+            problems.append(
+                f"{entry.path} has {path.stat().st_size} bytes, expected {entry.num_bytes}"
+            )
+        elif _sha256(path) != entry.sha256:
+            problems.append(f"{entry.path} does not match its SHA-256")
+    return problems
+
+
+def rotate(save_dir: Path, *, max_num: int, max_mem: float) -> list[Path]:
+    """Delete the oldest checkpoints until the limits hold; the newest is never deleted.
+
+    Args:
+        save_dir: Folder of checkpoints; folders without a manifest are left alone.
+        max_num: Checkpoints to keep.
+        max_mem: MB that the kept ones may take.
+
+    Returns:
+        The folders that were deleted.
+    """
+    kept = list_checkpoints(save_dir)
+    deleted = []
+    while len(kept) > 1 and (
+        len(kept) > max_num or sum(c.manifest.num_bytes for c in kept) > max_mem * _MEGABYTE
+    ):
+        oldest = kept.pop(0)
+        # Renamed first: a kill in the middle leaves no folder that still looks complete.
+        trash = save_dir / f"{_TRASH_PREFIX}{oldest.path.name}-{os.getpid()}"
+        oldest.path.rename(trash)
+        shutil.rmtree(trash)
+        deleted.append(oldest.path)
+    if kept and kept[-1].manifest.num_bytes > max_mem * _MEGABYTE:
+        logger.warning(
+            "the newest checkpoint %s takes %.1f MB, more than max_mem = %.1f MB; it is kept",
+            kept[-1].path,
+            kept[-1].manifest.num_bytes / _MEGABYTE,
+            max_mem,
+        )
+    return deleted
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Replace a file by new text so that a reader sees the old or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}-{os.getpid()}.tmp")
+    with temporary.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+    _flush_folder(path.parent)
+
+
+def _default_tag(client_state: Mapping[str, object], order: int) -> str:
+    step = client_state.get("global_step")
+    return f"global_step{step}" if isinstance(step, int) else f"step{order}"
+
+
+def _list_files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _flush_and_hash(folder: Path, name: str) -> FileEntry:
+    path = folder / name
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+    return FileEntry(path=name, num_bytes=path.stat().st_size, sha256=_sha256(path))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_abandoned(save_dir: Path) -> None:
+    """Remove what processes that no longer exist left behind."""
+    host = socket.gethostname()
+    for path in save_dir.glob(f"{_TEMPORARY_PREFIX}*-{host}-*"):
+        pid = path.name.rsplit("-", 1)[1]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(path, ignore_errors=True)
+    for path in save_dir.glob(f"{_TRASH_PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)

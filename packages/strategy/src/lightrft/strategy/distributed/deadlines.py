@@ -1,0 +1,176 @@
+"""Deadlines on phases: a hang ends the process and says where every rank was."""
+
+from __future__ import annotations
+
+import ast
+import faulthandler
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from lightrft.strategy.distributed.error_report import LastPhase, record_phase, write_error_report
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
+HANG_EXIT_CODE = 7
+_LAST_RESORT_SECONDS = 10.0
+_stack: list[_Deadline] = []
+
+
+class _Deadline:
+    """One running phase and the thread that watches it."""
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self.name = name
+        self.seconds = seconds
+        self.started = time.monotonic()
+        self.expires = self.started + seconds
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name=f"deadline:{name}", daemon=True)
+        self.thread.start()
+
+    def _watch(self) -> None:
+        if not self.done.wait(self.seconds):
+            _expire(self.name, self.seconds)
+
+    def close(self) -> None:
+        self.done.set()
+
+
+def _rank() -> tuple[int, int]:
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _store() -> dist.Store | None:
+    """The store of the default process group: it needs no collective to be read."""
+    if not dist.is_initialized():
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
+def _record(name: str, seconds: float = math.inf) -> None:
+    record_phase(LastPhase(name, time.time() + seconds))
+    store = _store()
+    if store is not None:
+        rank, _ = _rank()
+        store.set(f"lightrft/phase/{rank}", f"{name} (since {time.strftime('%H:%M:%S')})")
+
+
+def peer_phases() -> list[str]:
+    """What each rank last recorded, by rank; "no phase recorded" if it never did."""
+    store = _store()
+    if store is None:
+        return []
+    _, world_size = _rank()
+    found = []
+    for rank in range(world_size):
+        key = f"lightrft/phase/{rank}"
+        is_known = store.check([key])
+        found.append(store.get(key).decode() if is_known else "no phase recorded")
+    return found
+
+
+def current_phase() -> tuple[str, float] | None:
+    """The innermost running phase of this process and how many seconds it has taken, or None."""
+    running = _stack[-1:]
+    if not running:
+        return None
+    return running[0].name, time.monotonic() - running[0].started
+
+
+def _expire(name: str, seconds: float) -> None:
+    """Prints where every rank is, then ends the process with code 7."""
+    rank, _ = _rank()
+    # The store's server may be the process that hangs.
+    faulthandler.dump_traceback_later(_LAST_RESORT_SECONDS, exit=True)
+    lines = [f"deadline: rank {rank} spent more than {seconds:g} s in phase {name!r}"]
+    # At once: the store may not answer.
+    print(lines[0], file=sys.stderr, flush=True)  # noqa: T201
+    try:
+        lines += [f"  rank {peer}: {text}" for peer, text in enumerate(peer_phases())]
+    except RuntimeError as err:
+        lines.append(f"  phases of the other ranks are unknown: {err}")
+    print("\n".join(lines[1:]), file=sys.stderr, flush=True)  # noqa: T201
+    write_error_report("\n".join(lines), HANG_EXIT_CODE)
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    sys.stderr.flush()
+    os._exit(HANG_EXIT_CODE)
+
+
+def _arm_last_resort() -> None:
+    """The C timer fires without the GIL, a little after the innermost running phase's watchdog."""
+    faulthandler.cancel_dump_traceback_later()
+    if _stack:
+        nearest = min(deadline.expires for deadline in _stack) - time.monotonic()
+        faulthandler.dump_traceback_later(
+            max(0.001, nearest) + _LAST_RESORT_SECONDS, exit=True, file=sys.__stderr__ or sys.stderr
+        )
+
+
+@contextmanager
+def phase(name: str, seconds: float | timedelta) -> Iterator[None]:
+    """Ends the process with code 7 if the body takes longer.
+
+    On expiry a watchdog thread prints this rank, the phase and the last phase of every rank (from
+    the process group's store), then all stacks. If the interpreter itself is stuck, a timer in C
+    prints the stacks and exits (code 1) 10 s later. Phases may nest; call from the main thread.
+
+    Args:
+        name: Says what is being waited for, e.g. "generate".
+        seconds: Deadline.
+    """
+    limit = seconds.total_seconds() if isinstance(seconds, timedelta) else float(seconds)
+    if limit <= 0:
+        raise ValueError(f"phase {name!r} needs a positive deadline, got {limit}")
+    _record(name, limit)
+    deadline = _Deadline(name, limit)
+    _stack.append(deadline)
+    _arm_last_resort()
+    try:
+        yield
+    except BaseException as error:
+        note_phase(error, name)
+        raise
+    finally:
+        logger.debug("phase %r took %.3f s", name, time.monotonic() - deadline.started)
+        deadline.close()
+        _stack.remove(deadline)
+        _arm_last_resort()
+        if _stack:
+            _record(_stack[-1].name, _stack[-1].expires - time.monotonic())
+        else:
+            _record(f"between phases, after {name}")
+
+
+_NOTE = "in phase "
+
+
+def note_phase(error: BaseException, name: str) -> None:
+    """Attaches to an exception the innermost phase that it came from, and this rank."""
+    if phase_of(error) is None:
+        rank, world_size = _rank()
+        error.add_note(f"{_NOTE}{name!r}")
+        error.add_note(f"on rank {rank} of {world_size}")
+
+
+def phase_of(error: BaseException) -> str | None:
+    """The phase in which an exception, or the first of its causes that has one, was raised."""
+    notes: list[str] = error.__dict__.get("__notes__", [])
+    for note in notes:
+        if note.startswith(_NOTE):
+            name: str = ast.literal_eval(note.removeprefix(_NOTE))
+            return name
+    cause = error.__cause__
+    return None if cause is None else phase_of(cause)

@@ -1,0 +1,1 @@
+"""The rollout engine beside the trainer."""

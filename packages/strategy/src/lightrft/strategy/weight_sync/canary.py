@@ -1,0 +1,230 @@
+"""A fixed prompt that trainer and engine both score after a weight sync.
+
+It finds what hashes cannot: weights read from the wrong place or under wrong names, two models that
+compute different functions, and generation from activations of earlier weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightrft.engines.base import StaleEngineError
+from lightrft.engines.types import GenerationRequest, SamplingParams
+from lightrft.strategy.distributed.collectives import gather_objects, group_rank
+from lightrft.strategy.distributed.sequence_parallel import SharesSequences
+from lightrft.strategy.fsdp2.source import reshard_modules
+from lightrft.strategy.weight_sync.accounting import WeightSyncError
+from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
+from lightrft.strategy.weight_sync.verification import mix64
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import nn
+
+    from lightrft.engines.base import RolloutEngine
+    from lightrft.strategy.config import StrategyConfig
+    from lightrft.strategy.weight_sync.parameter_source import ParameterSource
+
+CANARY_LENGTH = 64
+# Largest difference of a logprob between trainer and engine. Two float32 forwards of one model
+# differ by less than 2e-5 at 128 hidden units; a forward in bfloat16 differs from one in float32
+# by up to 0.1 on small models and by more where logits are large. Quantised engines differ most.
+CANARY_LIMITS: dict[torch.dtype, float] = {
+    torch.float64: 1e-3,
+    torch.float32: 1e-3,
+    torch.float16: 0.2,
+    torch.bfloat16: 0.5,
+}
+QUANTISED_LIMIT = 1.5
+_ONE_GREEDY_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """The prompt and the trainer's side of the comparison.
+
+    Args:
+        token_ids: The prompt.
+        score: The trainer's logprobs of a sequence at temperature 1, entry 0 being 0. Every rank
+            calls it, since a sharded model's forward is a collective.
+        limit: Largest difference allowed in one logprob.
+    """
+
+    token_ids: tuple[int, ...]
+    score: Callable[[Sequence[int]], list[float]]
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAnswer:
+    """What an engine computes from the prompt.
+
+    Args:
+        token_ids: The prompt and the token that the engine generated after it.
+        logprobs: fp32 logprob of each of them as `RolloutEngine.score` gives it, entry 0 being 0.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+def ask_engine(engine: RolloutEngine, canary: Canary) -> EngineAnswer:
+    """Lets an engine continue the prompt by one token and score the result.
+
+    Scoring computes everything anew. Generation may use what a cache holds, and a cache that was
+    not reset still holds this prompt under the weights of the previous sync.
+
+    Raises:
+        WeightSyncError: Generation disagrees with scoring, or the engine itself says that its
+            caches are out of date.
+    """
+    try:
+        request = GenerationRequest(canary.token_ids)
+        completion = engine.generate([request], _ONE_GREEDY_TOKEN)[0]
+        token_ids = (*canary.token_ids, completion.output_token_ids[0])
+        logprobs = tuple(engine.score(token_ids))
+    except StaleEngineError as err:
+        raise WeightSyncError("caches", str(err)) from err
+    generated = completion.output_logprobs[0]
+    # Written so that NaN fails.
+    if not abs(generated - logprobs[-1]) <= canary.limit:
+        raise WeightSyncError(
+            "caches",
+            f"the engine gives the token after the canary prompt the logprob {generated:.6g} when "
+            f"it generates and {logprobs[-1]:.6g} when it scores: generation used activations of "
+            "earlier weights; reset_caches() must drop every cache",
+        )
+    return EngineAnswer(token_ids, logprobs)
+
+
+def check_answer(canary: Canary, expected: Sequence[float], answer: EngineAnswer) -> float:
+    """Compares an engine's logprobs with the trainer's.
+
+    Args:
+        canary: The prompt.
+        expected: The trainer's logprobs of `answer.token_ids`.
+        answer: The engine's.
+
+    Returns:
+        The largest difference between two logprobs.
+
+    Raises:
+        WeightSyncError: It is above the limit or not a number.
+    """
+    differences = [abs(a - b) for a, b in zip(expected, answer.logprobs, strict=True)]
+    # Written so that NaN fails.
+    if not all(difference <= canary.limit for difference in differences):
+        raise WeightSyncError(
+            "canary",
+            "trainer and engine score the canary prompt differently: the largest difference of a "
+            f"logprob is {max(differences):.3g}, expected at most {canary.limit:g}. The engine "
+            "holds what was read from the trainer, so it was read from the wrong place or under "
+            "wrong names, or the two compute different functions",
+        )
+    return max(differences)
+
+
+def canary_token_ids(vocab_size: int, length: int = CANARY_LENGTH) -> tuple[int, ...]:
+    """Fixed token ids from the middle of the vocabulary, where no special tokens lie.
+
+    Args:
+        vocab_size: Tokens of the model.
+        length: Tokens of the prompt.
+    """
+    first = vocab_size // 8
+    num_choices = max(1, vocab_size // 2 - first)
+    return tuple(first + mix64(index) % num_choices for index in range(length))
+
+
+def actor_canary(
+    actor: nn.Module,
+    module: nn.Module,
+    *,
+    dtypes: Iterable[torch.dtype],
+    max_length: int | None,
+    device: torch.device,
+) -> Canary | None:
+    """The canary of an actor.
+
+    Args:
+        actor: What is called: the strategy's wrapped form of `module`.
+        module: The actor or bare transformers model itself.
+        dtypes: The dtypes in which either side computes; the coarsest sets the limit.
+        max_length: Longest sequence of the engine, or None for the model's own limit.
+        device: Where the actor computes.
+
+    Returns:
+        None if the module has no transformers language model, hence no vocabulary.
+    """
+    from transformers import PreTrainedModel
+
+    root = checkpoint_module(module)
+    if not isinstance(root, PreTrainedModel):
+        return None
+    text_config = root.config.get_text_config()
+    limits = (max_length, text_config.max_position_embeddings)
+    longest = min(limit for limit in limits if limit is not None)
+    token_ids = canary_token_ids(text_config.vocab_size, max(1, min(CANARY_LENGTH, longest - 1)))
+    is_bare = root is module
+
+    def score(sequence: Sequence[int]) -> list[float]:
+        group = module.sequence_group if isinstance(module, SharesSequences) else None
+        if group is None:
+            return score_with_actor(actor, sequence, device=device, is_bare=is_bare)
+        # Ranks that share their batches score the sequences of all of them, one after the other.
+        sequences = gather_objects(tuple(sequence), group)
+        scores = [score_with_actor(actor, each, device=device) for each in sequences]
+        return scores[group_rank(group)]
+
+    limit = max(CANARY_LIMITS.get(dtype, QUANTISED_LIMIT) for dtype in dtypes)
+    return Canary(token_ids, score, limit)
+
+
+def compute_dtypes(
+    config: StrategyConfig, engine: RolloutEngine, source: ParameterSource
+) -> frozenset[torch.dtype]:
+    """The dtypes in which trainer or engine compute."""
+    dtypes = {parameter.dtype for parameter in engine.parameter_manifest()}
+    dtypes.update(parameter.local_shard.dtype for parameter in source.parameters())
+    if config.computes_in_bf16(has_gpu=torch.cuda.is_available()):
+        dtypes.add(torch.bfloat16)
+    return frozenset(dtypes)
+
+
+def score_with_actor(
+    actor: nn.Module, token_ids: Sequence[int], *, device: torch.device, is_bare: bool = False
+) -> list[float]:
+    """The trainer's logprobs of a sequence at temperature 1, without gradients or dropout.
+
+    Args:
+        actor: Called as `PolicyModel`: (token_ids, attention_mask) -> record with `logprobs`.
+            Every module is left in the mode it was in.
+        token_ids: The sequence.
+        device: Where the actor computes.
+        is_bare: The actor is a bare transformers model, which returns logits.
+
+    Returns:
+        One fp32 logprob a token; entry 0 is 0.
+    """
+    modes = [(module, module.training) for module in actor.modules()]
+    tokens = torch.tensor([list(token_ids)], device=device)
+    mask = torch.ones_like(tokens)
+    actor.eval()
+    try:
+        with torch.no_grad():
+            if is_bare:
+                logits = actor(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+                logprobs = logits[0, :-1].float().log_softmax(-1)
+                scores = logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1)
+                return [0.0, *scores.tolist()]
+            values: list[float] = actor(tokens, mask).logprobs[0].float().tolist()
+            return values
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        # A root unit stays gathered after a forward; the engine needs the memory.
+        reshard_modules(actor)

@@ -1,0 +1,345 @@
+"""Keeps a rollout engine's weights equal to the trainer's, and proves it at every update."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightrft.kernels import BucketLayout, TensorSpec
+from lightrft.strategy.prepared import inner_module, wrapped_module
+from lightrft.strategy.weight_sync.accounting import (
+    PlannedParameter,
+    WeightSyncError,
+    match_parameters,
+    parameters_to_send,
+)
+from lightrft.strategy.weight_sync.adapted_model import engine_source
+from lightrft.strategy.weight_sync.canary import (
+    Canary,
+    EngineAnswer,
+    actor_canary,
+    ask_engine,
+    check_answer,
+    compute_dtypes,
+)
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
+from lightrft.strategy.weight_sync.report import MEGABYTE, WeightSyncReport
+from lightrft.strategy.weight_sync.transfer import Transfer, load_buckets, share_weights
+from lightrft.strategy.weight_sync.verification import (
+    RankReport,
+    agree,
+    check_hashes,
+    model_hash,
+    source_hashes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
+
+    from lightrft.engines.base import RolloutEngine
+    from lightrft.strategy.distributed.collectives import Group
+    from lightrft.strategy.prepared import AnyModel
+    from lightrft.strategy.strategy_base import StrategyBase
+
+__all__ = [
+    "ParameterSource",
+    "SourceParameter",
+    "WeightSync",
+    "WeightSyncError",
+    "WeightSyncReport",
+    "model_hash",
+    "sync_engine_weights",
+]
+
+
+@dataclass(slots=True)
+class _Evidence:
+    """What verification found on this rank."""
+
+    engine_hashes: Mapping[str, int]
+    canary_difference: float | None = None
+
+
+class WeightSync:
+    """Keeps one engine's weights equal to a trainer's.
+
+    The source is read anew at every sync; only the bucket layout is kept between syncs, as long as
+    manifest and shards stay the same.
+
+    Args:
+        engine: The engine.
+        bucket_bytes: Upper bound on one weight bucket.
+        verify: Compare hashes, and score the canary prompt, at every sync.
+        allow_alias: Let the engine share the trainer's storage where both sides can. Must be off
+            if the engine generates while the trainer steps (overlap, partial rollouts).
+        world: The ranks that must end every sync alike; None is all of them.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        *,
+        bucket_bytes: int = 256 * MEGABYTE,
+        verify: bool = True,
+        allow_alias: bool = True,
+        world: Group = None,
+    ) -> None:
+        self.engine = engine
+        self.bucket_bytes = bucket_bytes
+        self.verify = verify
+        self.allow_alias = allow_alias
+        self.world = world
+        self._layout: BucketLayout | None = None
+        self._owner: weakref.ref[nn.Module] | None = None
+        self._resident_hashes: dict[str, int] = {}
+
+    def sync(
+        self,
+        source: ParameterSource,
+        *,
+        canary: Canary | None = None,
+        wake_cache: Callable[[], None] | None = None,
+    ) -> WeightSyncReport:
+        """Makes the engine's weights those of the source.
+
+        All ranks must call it, and it ends in the same way on all of them.
+
+        Args:
+            source: The trainer's parameters.
+            canary: The prompt to score after the update; ignored without verification.
+            wake_cache: Called once the weights are there, before the engine computes with them,
+                on every rank and also after a failure.
+
+        Raises:
+            WeightSyncError: Nothing was sent (`check == "accounting"`), or the engine does not
+                hold the trainer's weights; it then refuses to generate until a sync succeeds.
+        """
+        start_time = time.perf_counter()
+        previous_version = self.engine.weights_version
+        pairs = self._match(source)
+        hash_start_time = time.perf_counter()
+        hashes, replica_hash = source_hashes(pairs, source) if self.verify else ({}, 0)
+        verify_seconds = time.perf_counter() - hash_start_time
+        sent = self._select(pairs, hashes, source)
+        transfer = self._transfer(pairs, sent, source)
+        if wake_cache is not None:
+            transfer.attempt(wake_cache, even_after_error=True)
+        verify_start_time = time.perf_counter()
+        evidence = self._verify(pairs, hashes, transfer, canary)
+        self._conclude(previous_version, transfer.error, replica_hash)
+        self._owner = weakref.ref(source.owner)
+        self._resident_hashes = {p.name: hashes.get(p.name, 0) for p in pairs if p.source.frozen}
+        end_time = time.perf_counter()
+        checked = pairs if self.verify else ()
+        return WeightSyncReport(
+            weights_version=self.engine.weights_version,
+            num_bytes=transfer.num_bytes,
+            num_buckets=transfer.num_buckets,
+            num_payload_collectives=transfer.num_payload_collectives,
+            num_resident_bytes=_num_bytes(pairs) - _num_bytes(sent),
+            num_verified_bytes=_num_bytes([p for p in checked if p.target.verifiable]),
+            num_unverifiable_bytes=_num_bytes([p for p in checked if not p.target.verifiable]),
+            engine_hash=model_hash(evidence.engine_hashes),
+            canary_difference=evidence.canary_difference,
+            seconds=end_time - start_time,
+            verify_seconds=verify_seconds + end_time - verify_start_time,
+            is_aliased=transfer.is_aliased,
+        )
+
+    def _match(self, source: ParameterSource) -> tuple[PlannedParameter, ...]:
+        """Accounts for every parameter; all ranks fail together, before anything is sent."""
+        pairs: tuple[PlannedParameter, ...] = ()
+        transfer = Transfer()
+
+        def match() -> None:
+            nonlocal pairs
+            manifest = self.engine.parameter_manifest()
+            pairs = match_parameters(manifest, source.parameters(), source.tied_names)
+
+        transfer.attempt(match)
+        agree(RankReport(transfer.error), self.world)
+        return pairs
+
+    def _select(
+        self,
+        pairs: Sequence[PlannedParameter],
+        hashes: Mapping[str, int],
+        source: ParameterSource,
+    ) -> tuple[PlannedParameter, ...]:
+        """The parameters to write now: all but frozen ones that the engine holds already."""
+        has_same_owner = self._owner is not None and self._owner() is source.owner
+        if not has_same_owner or self.engine.weights_were_dropped:
+            return tuple(pairs)
+        resident = frozenset(
+            pair.name
+            for pair in pairs
+            # With hashes, a frozen parameter that was changed after all is sent again.
+            if pair.source.frozen
+            and self._resident_hashes.get(pair.name) == hashes.get(pair.name, 0)
+        )
+        return parameters_to_send(pairs, resident)
+
+    def _transfer(
+        self,
+        pairs: Sequence[PlannedParameter],
+        sent: Sequence[PlannedParameter],
+        source: ParameterSource,
+    ) -> Transfer:
+        transfer = Transfer()
+        # If this update fails, nothing counts as resident at the next one.
+        self._owner = None
+        if self.allow_alias and share_weights(self.engine, pairs, source):
+            transfer.is_aliased = True
+        else:
+            transfer.attempt(self.engine.begin_weight_update)
+            by_name = {pair.name: pair for pair in sent}
+            load_buckets(self.engine, self._plan(sent), by_name, source, transfer)
+            transfer.attempt(self.engine.finish_weight_update, even_after_error=True)
+        transfer.attempt(self.engine.reset_caches, even_after_error=True)
+        if self.engine.runs_on_every_rank:
+            # Hashing and scoring are collectives of such an engine: no rank may stay away alone.
+            transfer.attempt(
+                lambda: agree(RankReport(transfer.error), self.world), even_after_error=True
+            )
+        return transfer
+
+    def _plan(self, sent: Sequence[PlannedParameter]) -> BucketLayout:
+        specs = tuple(
+            TensorSpec(pair.name, pair.target.shape, pair.target.dtype, pair.source.shards)
+            for pair in sent
+        )
+        if self._layout is None or self._layout.specs != specs:
+            self._layout = BucketLayout.plan(specs, bucket_bytes=self.bucket_bytes)
+        return self._layout
+
+    def _verify(
+        self,
+        pairs: Sequence[PlannedParameter],
+        hashes: Mapping[str, int],
+        transfer: Transfer,
+        canary: Canary | None,
+    ) -> _Evidence:
+        """Collects this rank's evidence; its failure goes to `transfer.error`."""
+        evidence = _Evidence({})
+        if not self.verify:
+            return evidence
+
+        def compare_hashes() -> None:
+            evidence.engine_hashes = self._engine_hashes(pairs, transfer, hashes)
+            check_hashes(hashes, evidence.engine_hashes)
+
+        transfer.attempt(compare_hashes)
+        if canary is not None and self.engine.computes_model:
+            evidence.canary_difference = self._score_canary(canary, transfer)
+        return evidence
+
+    def _engine_hashes(
+        self,
+        pairs: Sequence[PlannedParameter],
+        transfer: Transfer,
+        hashes: Mapping[str, int],
+    ) -> dict[str, int]:
+        """Hashes of what the engine holds, as far as it can tell; else of what it was given."""
+        readable = [pair.name for pair in pairs if pair.target.verifiable]
+        found = self.engine.hash_parameters(readable)
+        for pair in pairs:
+            if pair.target.verifiable:
+                continue
+            # A resident one was checked when it was handed over.
+            resident_hash = self._resident_hashes.get(pair.name, hashes[pair.name])
+            found[pair.name] = transfer.handed_hashes.get(pair.name, resident_hash)
+        return found
+
+    def _score_canary(self, canary: Canary, transfer: Transfer) -> float | None:
+        """Lets engine and trainer score the prompt; every rank runs the trainer's forward."""
+        answer: EngineAnswer | None = None
+        difference: float | None = None
+
+        def ask() -> None:
+            nonlocal answer
+            # The engine computes nothing with weights that have no version. `_conclude` takes it
+            # back if any rank finds a fault.
+            self.engine.set_weights_version(self.engine.weights_version + 1)
+            answer = ask_engine(self.engine, canary)
+
+        def compare() -> None:
+            nonlocal difference
+            if answer is not None:
+                difference = check_answer(canary, expected, answer)
+
+        transfer.attempt(ask)
+        filler = (*canary.token_ids, canary.token_ids[0])
+        expected = canary.score(filler if answer is None else answer.token_ids)
+        transfer.attempt(compare)
+        return difference
+
+    def _conclude(
+        self, previous_version: int, error: WeightSyncError | None, replica_hash: int
+    ) -> None:
+        """Gives the weights their version once all ranks agree, or bars the engine on all."""
+        try:
+            agree(RankReport(error, replica_hash), self.world)
+        except WeightSyncError as err:
+            self.engine.set_weights_version(previous_version)
+            self.engine.mark_stale(f"the last weight sync failed the check {err.check!r}")
+            raise
+        self.engine.set_weights_version(previous_version + 1)
+
+
+def sync_engine_weights(
+    strategy: StrategyBase,
+    engine: RolloutEngine,
+    actor: AnyModel,
+    *,
+    allow_alias: bool = True,
+    wake_cache: Callable[[], None] | None = None,
+) -> WeightSyncReport:
+    """Gives an engine the weights of an actor, and prints one line; all ranks must call it.
+
+    Bucket size and verification follow `strategy.config`. What is known about the engine (layout,
+    resident parameters) is kept as long as the engine lives; the actor is read anew at each call.
+
+    Args:
+        strategy: The strategy that prepared the actor.
+        engine: An engine whose weights are awake.
+        actor: The model as the strategy returned it.
+        allow_alias: Let the engine share the actor's storage where both sides can; must be false
+            if it generates while the actor is trained.
+        wake_cache: Wakes the rest of the engine once the weights are there.
+
+    Raises:
+        WeightSyncError: The engine does not hold the actor's weights; it then refuses to generate.
+    """
+    config = strategy.config
+    sync = _SYNCS.get(engine)
+    if sync is None:
+        sync = _SYNCS[engine] = WeightSync(engine)
+    sync.bucket_bytes = config.weight_bucket_mb * MEGABYTE
+    sync.verify = config.verify_weight_sync
+    sync.allow_alias = allow_alias
+    sync.world = strategy.world_group
+    model = wrapped_module(actor)
+    source = engine_source(inner_module(model), strategy.parameter_source(model))
+    canary = None
+    if config.verify_weight_sync:
+        canary = actor_canary(
+            model,
+            inner_module(model),
+            dtypes=compute_dtypes(config, engine, source),
+            max_length=config.max_len,
+            device=strategy.device,
+        )
+    report = sync.sync(source, canary=canary, wake_cache=wake_cache)
+    strategy.print(report.summary())
+    return report
+
+
+_SYNCS: weakref.WeakKeyDictionary[RolloutEngine, WeightSync] = weakref.WeakKeyDictionary()
+
+
+def _num_bytes(pairs: Sequence[PlannedParameter]) -> int:
+    return sum(pair.num_bytes for pair in pairs)

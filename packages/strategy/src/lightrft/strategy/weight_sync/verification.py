@@ -1,0 +1,168 @@
+"""Hashes of the trainer's weights, their comparison with an engine's, and agreement of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from lightrft.kernels import hash_tensor
+from lightrft.strategy.distributed.collectives import gather_objects
+from lightrft.strategy.weight_sync.accounting import MAX_LISTED_NAMES, WeightSyncError
+from lightrft.strategy.weight_sync.parameter_source import local_rank_in
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from lightrft.strategy.distributed.collectives import Group
+    from lightrft.strategy.weight_sync.accounting import PlannedParameter
+    from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
+
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank found during a stage of a sync; None and 0 mean nothing.
+
+    Args:
+        error: Its own failure.
+        source_hash: Hash of the trainer's weights in which all ranks must agree.
+    """
+
+    error: WeightSyncError | None = None
+    source_hash: int = 0
+
+
+def mix64(value: int) -> int:
+    """Splitmix64's output function on one unsigned 64-bit integer."""
+    mixed = (value + 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 31)
+
+
+def model_hash(hashes: Mapping[str, int]) -> int:
+    """One number for a whole model: sum over parameters of mix64(digest(name) XOR hash) mod 2^64.
+
+    `digest` is the 8-byte BLAKE2b digest of the name, little-endian. Order does not matter.
+
+    Args:
+        hashes: Checkpoint name -> hash of the parameter.
+
+    Returns:
+        A signed 64-bit integer; 0 for no parameters.
+    """
+    total = 0
+    for name, value in hashes.items():
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        total += mix64(int.from_bytes(digest, "little") ^ (value & _MASK))
+    return _signed(total)
+
+
+def _signed(value: int) -> int:
+    return ((value + 2**63) & _MASK) - 2**63
+
+
+def source_hashes(
+    pairs: Sequence[PlannedParameter], source: ParameterSource
+) -> tuple[dict[str, int], int]:
+    """Hashes of the trainer's parameters, cast to the engine's dtypes, from the shards in place.
+
+    Costs one all-reduce of 8 bytes a parameter over the source's group, none if that is None.
+
+    Returns:
+        Engine name -> signed hash of the full parameter, and a hash of what only this rank can
+        vouch for: the parameters it holds whole.
+    """
+    rank = local_rank_in(source.group)
+    own = [_shard_hash(pair, source, rank) for pair in pairs]
+    unsharded = {p.name: h for p, h in zip(pairs, own, strict=True) if not p.source.is_sharded}
+    total = torch.tensor(
+        [h if p.source.is_sharded or rank == 0 else 0 for p, h in zip(pairs, own, strict=True)],
+        dtype=torch.int64,
+    )
+    if source.group is not None:
+        total = total.to(transfer_device(source.group))
+        # int64 addition wraps, which is the sum modulo 2^64.
+        dist.all_reduce(total, group=source.group)
+    hashes = dict(zip((pair.name for pair in pairs), total.tolist(), strict=True))
+    return hashes, model_hash({**hashes, **unsharded})
+
+
+def _shard_hash(pair: PlannedParameter, source: ParameterSource, rank: int) -> int:
+    parameter = pair.source
+    start, _ = parameter.shards[rank if parameter.is_sharded else 0]
+    return hash_tensor(cast_shard(parameter, source, start, pair.target.dtype), start=start)
+
+
+def cast_shard(
+    parameter: SourceParameter, source: ParameterSource, start: int, dtype: torch.dtype
+) -> Tensor:
+    """This rank's range as it is sent: adapters added in float32, then rounded to `dtype` once."""
+    values = parameter.local_shard
+    if source.add_local is not None:
+        values = values.to(torch.float32, copy=True)
+        source.add_local(parameter.checkpoint_name, start, values)
+    return values.to(dtype)
+
+
+def transfer_device(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors must lie to travel in the group."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def check_hashes(expected: Mapping[str, int], found: Mapping[str, int]) -> None:
+    """Compares the trainer's hashes with the engine's.
+
+    Raises:
+        WeightSyncError: A parameter differs or has no hash; the message names it.
+    """
+    names = [name for name, value in expected.items() if found.get(name) != value]
+    if names:
+        raise WeightSyncError(
+            "hash",
+            f"{len(names)} of {len(expected)} parameters in the engine differ from the trainer's: "
+            f"{_listed(names)}; the engine must not generate",
+            names,
+        )
+
+
+def agree(report: RankReport, world: Group = None) -> None:
+    """Ends a stage on all ranks in the same way; one small collective.
+
+    Args:
+        report: What this rank found.
+        world: The ranks that must agree; None is all of them.
+
+    Raises:
+        WeightSyncError: This rank failed, another rank failed (the message says which), or ranks
+            hold different weights.
+    """
+    failure = None if report.error is None else (report.error.check, str(report.error))
+    names = () if report.error is None else report.error.names[:MAX_LISTED_NAMES]
+    reports = gather_objects((failure, names, report.source_hash), world)
+    if report.error is not None:
+        raise report.error
+    for rank, (failed, failed_names, _) in enumerate(reports):
+        if failed is not None:
+            raise WeightSyncError(failed[0], f"on rank {rank}: {failed[1]}", failed_names)
+    odd_ranks = [rank for rank, entry in enumerate(reports) if entry[2] != reports[0][2]]
+    if odd_ranks:
+        raise WeightSyncError(
+            "hash",
+            f"rank(s) {odd_ranks} hold other weights than rank 0, although every rank must hold "
+            "the same; the trainer's replicas have diverged",
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    hidden = len(names) - MAX_LISTED_NAMES
+    return ", ".join(names[:MAX_LISTED_NAMES]) + (f" and {hidden} more" if hidden > 0 else "")

@@ -1,0 +1,1 @@
+"""What a run shows: console, metrics, tracker logs, the HTML report."""

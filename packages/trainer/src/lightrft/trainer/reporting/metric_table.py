@@ -1,0 +1,58 @@
+"""What every metric of a run means: `metrics.toml`, for the report and the documentation."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+STAGES = ("rollout", "reward", "exchange", "forward", "train", "weight_sync")
+"""The stages of a step; each has a metric `<stage>_seconds`, the slowest rank's."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRow:
+    """One metric.
+
+    Args:
+        name: As in metrics.jsonl; a name that ends in "/*" stands for all of its group.
+        unit: Of its values; "" for pure numbers.
+        meaning: What it says, in one sentence.
+        low, high: Bounds of the healthy range; None is unbounded.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def healthy_range(self) -> str:
+        """The bounds in words; "" where none is known."""
+        match self.low, self.high:
+            case None, None:
+                return ""
+            case None, high:
+                return f"at most {high:g}"
+            case low, None:
+                return f"at least {low:g}"
+            case low, high:
+                return f"{low:g} to {high:g}"
+
+
+def _read_table() -> dict[str, MetricRow]:
+    rows = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text("utf-8"))
+    return {
+        name: MetricRow(name, row.get("unit", ""), row["meaning"], row.get("low"), row.get("high"))
+        for name, row in rows.items()
+    }
+
+
+METRICS = _read_table()
+
+
+def metric_row(name: str) -> MetricRow | None:
+    """The row of a metric: its own, else that of its group; None if it is not known."""
+    group = f"{name.split('/')[0]}/*" if "/" in name else name
+    return METRICS.get(name, METRICS.get(group))

@@ -1,0 +1,173 @@
+"""One self-contained HTML page about a run, which opens from disk without a network."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from lightrft.config.toml import write_whole
+from lightrft.trainer.reporting.charts import Chart, format_number, packed_library
+from lightrft.trainer.reporting.inputs import RunData, read_run
+from lightrft.trainer.reporting.metric_table import METRICS, STAGES, MetricRow, metric_row
+from lightrft.trainer.reporting.sample_page import QUANTITIES, choose_samples, choose_tokens
+from lightrft.trainer.runs.files import CONFIG_FILE, REPORT_FILE
+
+TEMPLATE = "report.html.jinja"
+SCRIPT = "report.js"
+MAX_ALARMS = 12
+CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Reward", ("reward", "eval/reward")),
+    ("Spread of the rewards", ("reward_std",)),
+    ("Groups of equal rewards", ("constant_group_share",)),
+    ("Response length", ("response_length", "eval/response_length")),
+    ("Truncated responses", ("truncated_share", "eval/truncated_share")),
+    ("KL to the reference model", ("kl",)),
+    ("KL of the update", ("approx_kl",)),
+    ("Entropy", ("entropy",)),
+    ("Gradient norm", ("grad_norm", "critic_grad_norm")),
+    ("Clipped tokens", ("clip_fraction_low", "clip_fraction_high")),
+    ("Engine against trainer, mean", ("logprob_diff_mean",)),
+    ("Engine against trainer, largest", ("logprob_diff_max",)),
+    ("Tokens per second", ("tokens_per_second",)),
+)
+STATUS_WORDS = {
+    "finished": "finished",
+    "running": "running",
+    "paused": "stopped with a checkpoint: the same command continues",
+    "stopped": "crashed or killed: no summary.json",
+}
+
+
+def write_report(folder: Path, *, now: float | None = None) -> Path:
+    """Writes report.html into the folder of a run that has ended, runs, or crashed.
+
+    Args:
+        folder: Of the run.
+        now: Seconds since the epoch, to tell a running from a crashed run; None is the present.
+
+    Returns:
+        The path of the page, which appears whole or not at all.
+
+    Raises:
+        NotARunError: The folder holds no run.
+    """
+    path = folder / REPORT_FILE
+    write_whole(path, render_report(folder, now=now))
+    return path
+
+
+def render_report(folder: Path, *, now: float | None = None) -> str:
+    """The HTML text of the report on the run in `folder`; see `write_report`."""
+    import jinja2
+
+    run, tokens = read_run(folder, now=now), choose_tokens(folder)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"duration": format_seconds, "number": format_number}
+    template, script = (
+        Path(__file__).with_name(name).read_text("utf-8") for name in (TEMPLATE, SCRIPT)
+    )
+    stages = {name: run.points(f"{name}_seconds") for name in STAGES}
+    totals = {name: sum(value or 0.0 for _, value in points) for name, points in stages.items()}
+    curves = _curves(run)
+    charts = [*curves, Chart("Seconds of a step, by stage", "stack", stages, "s")]
+    names = {name for row in run.metrics.values() for name in row}
+    return environment.from_string(template).render(
+        run=run,
+        status=STATUS_WORDS[run.status],
+        facts=_facts(run),
+        alarms=find_alarms(run),
+        curves=curves,
+        totals=totals,
+        metric_names=sorted(names - {"engine_hash", "global_step"}),
+        metric_row=metric_row,
+        samples=choose_samples(folder),
+        tokens=tokens,
+        quantities={
+            name: meaning
+            for name, meaning in QUANTITIES.items()
+            if any(name in sample for samples in tokens.steps.values() for sample in samples)
+        },
+        config_path=folder / CONFIG_FILE,
+        # Scripts run only with this number, so that no text of a model can become one.
+        nonce=secrets.token_urlsafe(16),
+        library=packed_library() if run.metrics else None,
+        script=script,
+        page_data={"charts": [chart.as_json() for chart in charts], "tokens": tokens.steps},
+    )
+
+
+def find_alarms(run: RunData) -> list[str]:
+    """Sentences about the steps in which a metric left its healthy range."""
+    options = {option.name: option.value for option in run.options}
+    sentences = []
+    for row in METRICS.values():
+        if row.low is None and row.high is None:
+            continue
+        if row.name == "constant_group_share" and options.get("n_samples_per_prompt") == "1":
+            continue  # a single response always equals itself
+        points = run.points(row.name)
+        bad = [step for step, value in points if value is None or not _is_healthy(row, value)]
+        if bad:
+            worst = [value for step, value in points if value is not None and step in set(bad)]
+            extreme = f", up to {format_number(max(worst))}" if worst and row.low is None else ""
+            where = f"step {bad[0]}" if len(bad) == 1 else f"{len(bad)} steps from {bad[0]} on"
+            sentences.append(f"{where}: {row.name}{extreme} (healthy: {row.healthy_range})")
+    return sentences[:MAX_ALARMS]
+
+
+def _is_healthy(row: MetricRow, value: float) -> bool:
+    return (row.low is None or value >= row.low) and (row.high is None or value <= row.high)
+
+
+def _facts(run: RunData) -> list[tuple[str, str]]:
+    """Name and text of the lines at the head of the page."""
+    facts = [("steps", str(run.last_step)), ("time in steps", format_seconds(run.seconds))]
+    if run.status != "finished":
+        facts.append(("last written", f"{format_seconds(run.quiet_seconds)} before this report"))
+    if run.world_size is not None:
+        facts.append(("processes", str(run.world_size)))
+    for name in ("reward", "eval/reward"):
+        values = [value for _, value in run.points(name) if value is not None]
+        if values:
+            facts.append((name, f"{values[0]:.3f} → {values[-1]:.3f}"))
+    facts.append(("weight sync", _sync_line(run)))
+    versions = ", ".join(f"{name} {text}" for name, text in run.versions.items())
+    facts.append(("versions", versions or "not recorded"))
+    return facts
+
+
+def _sync_line(run: RunData) -> str:
+    if not run.hashes:
+        return "none recorded"
+    step, engine_hash = list(run.hashes.items())[-1]
+    version = run.metrics[step].get("weights_version")
+    options = {option.name: option.value for option in run.options}
+    checked = {"true": "hash compared at each", "false": "hash not compared"}
+    return (
+        f"weights version {'unknown' if version is None else int(version)} after step {step}, "
+        f"engine hash {engine_hash % 2**64:016x}; {len(run.hashes)} syncs, "
+        f"{checked.get(options.get('verify_weight_sync', ''), 'comparison not recorded')}"
+    )
+
+
+def _curves(run: RunData) -> list[Chart]:
+    """The charts of `CURVES` that have a finite value."""
+    charts = []
+    for title, names in CURVES:
+        series = {name: points for name in names if (points := run.points(name))}
+        if any(value is not None for points in series.values() for _, value in points):
+            charts.append(Chart(title, "lines", series))
+    return charts
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in the two largest of days, hours, minutes and seconds."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"

@@ -1,0 +1,202 @@
+"""The samples that a report shows: few steps, spread over the run, in a bounded number of bytes."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from lightrft.trainer.reporting.charts import format_number
+from lightrft.trainer.runs.files import SAMPLES_FILE, TRAJECTORIES_FILE, JsonLines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+MAX_CHARACTERS = 6000
+MAX_PROMPT_CHARACTERS = 2000
+"""Of a prompt whose response is shown token by token."""
+MAX_TOKENS = 600
+BYTE_BUDGET, TOKEN_BYTE_BUDGET = 1_200_000, 800_000
+"""Of all texts and of all tokens in the page."""
+QUANTITIES: Mapping[str, str] = {
+    "advantage": "Advantage: above 0 the token is made likelier, below 0 less likely.",
+    "probability": "Probability of the token under the policy that was about to be updated.",
+    "ratio": "Trainer's over engine's probability of the token: 1 where both agree.",
+    "entropy": "Entropy of the distribution the token was drawn from, in nats.",
+}
+"""What tokens can be shaded by, and what it means."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sample as text that any terminal or browser shows as it is."""
+
+    prompt: str
+    response: str
+    label: str
+    reward: str
+    components: str
+    length: str
+    is_truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[T]):
+    """What is shown of a file of samples.
+
+    Args:
+        steps: Samples by step, newest first.
+        num_steps: Steps in the file.
+        num_unreadable: Lines left out.
+    """
+
+    steps: Mapping[int, Sequence[T]]
+    num_steps: int
+    num_unreadable: int
+
+
+def choose_samples(folder: Path) -> Choice[Sample]:
+    """Samples of up to 24 steps, lowest reward first, the last step always among them."""
+    return _choose(
+        JsonLines(folder / SAMPLES_FILE),
+        lambda entries: [_as_text(entry) for entry in sorted(entries, key=_reward)],
+        lambda samples: len(
+            html.escape(json.dumps([*map(asdict, samples)], ensure_ascii=False)).encode()
+        ),
+        max_steps=24,
+        max_samples=8,
+        budget=BYTE_BUDGET,
+    )
+
+
+def choose_tokens(folder: Path) -> Choice[dict[str, object]]:
+    """Samples of up to 12 steps token by token, the last step always among them."""
+    return _choose(
+        JsonLines(folder / TRAJECTORIES_FILE),
+        lambda entries: [found for entry in entries if (found := token_sample(entry)) is not None],
+        lambda samples: len(json.dumps(samples)),
+        max_steps=12,
+        max_samples=6,
+        budget=TOKEN_BYTE_BUDGET,
+    )
+
+
+def token_sample(entry: Mapping[str, object]) -> dict[str, object] | None:
+    """One line of trajectories.jsonl for the page; None if it holds no tokens.
+
+    Returns:
+        prompt, reward, tokens, num_tokens, truncated, and one number per token (None where it is
+        not finite) for each of `QUANTITIES` that the line has.
+    """
+    tokens = entry.get("tokens")
+    if not isinstance(tokens, list) or not tokens:
+        return None
+    logprobs, of_engine = _numbers(entry, "logprobs"), _numbers(entry, "rollout_logprobs")
+    masses = _numbers(entry, "log_kept_mass") or [0.0] * len(logprobs)
+    per_token = {
+        "advantage": _numbers(entry, "advantages"),
+        "probability": [_exp(value) for value in logprobs],
+        "ratio": [
+            _exp(None if mine is None or other is None or mass is None else mine - mass - other)
+            for mine, other, mass in zip(logprobs, of_engine, masses, strict=False)
+        ],
+        "entropy": _numbers(entry, "entropy"),
+    }
+    sample: dict[str, object] = {
+        "prompt": readable(str(entry.get("prompt", "")), max_characters=MAX_PROMPT_CHARACTERS),
+        "reward": _rounded(entry.get("reward")),
+        "truncated": entry.get("truncated") is True,
+        "num_tokens": len(tokens),
+        "tokens": [readable(str(token)) for token in tokens[:MAX_TOKENS]],
+    }
+    whole = {name: found for name, found in per_token.items() if len(found) == len(tokens)}
+    return sample | {name: list(map(_rounded, found[:MAX_TOKENS])) for name, found in whole.items()}
+
+
+def readable(text: str, *, max_characters: int = MAX_CHARACTERS) -> str:
+    """Text with visible control characters, cut after `max_characters`."""
+    cut = text[:max_characters]
+    shown = "".join(
+        chr(0x2400 + ord(char)) if ord(char) < 32 and char not in "\n\t" else char for char in cut
+    )
+    shown = shown.encode("utf-8", "replace").decode("utf-8")  # halves of surrogate pairs
+    return shown if cut == text else f"{shown}\n[cut here: {len(text)} characters in all]"
+
+
+def _choose(
+    lines: JsonLines,
+    convert: Callable[[list[dict[str, object]]], list[T]],
+    num_bytes: Callable[[list[T]], int],
+    *,
+    max_steps: int,
+    max_samples: int,
+    budget: int,
+) -> Choice[T]:
+    """The newest of some steps, evenly spaced, whose samples fit into the budget.
+
+    The file is read twice, line by line: it may be larger than memory.
+    """
+    steps = sorted({step for step, _ in lines})
+    num_shown = min(len(steps), max_steps)
+    places = [(len(steps) - 1) * i // max(num_shown - 1, 1) for i in range(num_shown)]
+    entries: dict[int, list[dict[str, object]]] = {steps[place]: [] for place in reversed(places)}
+    for step, entry in lines:
+        if step in entries and len(entries[step]) < max_samples:
+            entries[step].append(entry)
+    shown: dict[int, list[T]] = {}
+    for step, found in entries.items():
+        samples = convert(found)
+        budget -= num_bytes(samples)
+        if budget < 0:
+            break
+        if samples:
+            shown[step] = samples
+    return Choice(shown, len(steps), lines.num_unreadable)
+
+
+def _reward(entry: Mapping[str, object]) -> float:
+    value = entry.get("reward")
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _as_text(entry: Mapping[str, object]) -> Sample:
+    components = entry.get("components")
+    pairs = components.items() if isinstance(components, Mapping) else ()
+    return Sample(
+        prompt=_text(entry.get("prompt")),
+        response=_text(entry.get("response")),
+        label=_text(entry.get("label")),
+        reward=_text(entry.get("reward")),
+        components="\n".join(f"{_text(name)} {_text(value)}" for name, value in pairs),
+        length=_text(entry.get("response_length")),
+        is_truncated=entry.get("truncated") is True,
+    )
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return format_number(value) if math.isfinite(value) else str(value)
+    return readable(str(value))
+
+
+def _numbers(entry: Mapping[str, object], name: str) -> list[float | None]:
+    values = entry.get(name)
+    return [_rounded(value) for value in values] if isinstance(values, list) else []
+
+
+def _exp(value: float | None) -> float | None:
+    return None if value is None else math.exp(min(value, 50.0))
+
+
+def _rounded(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(f"{value:.5g}")

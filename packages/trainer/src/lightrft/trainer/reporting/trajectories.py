@@ -1,0 +1,96 @@
+"""Samples of a step token by token, for analysis by programs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightrft.trainer.reporting.loggers import JsonLinesFile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from lightrft.experience.maker import StepExperience
+    from lightrft.experience.rollouts import Decoder
+
+
+class TrajectoryLog:
+    """Appends samples of each step to a JSONL file, with one value per response token.
+
+    Each line has step, sample_id, group_id, prompt, response, reward (as the estimator saw it),
+    components, truncated, masked, weights_version, token_ids, tokens (their text), logprobs (of
+    the trainer before the update), rollout_logprobs (of the engine), advantages, returns and,
+    where the step has them, ref_logprobs, values, entropy and log_kept_mass (to be taken from
+    logprobs before they are compared with the engine's).
+
+    Args:
+        path: The file.
+        num_samples: Samples of one step, those of the lowest ids that the first rank trains on.
+        every: Steps between two steps that are written.
+    """
+
+    def __init__(self, path: Path, *, num_samples: int = 10, every: int = 1) -> None:
+        self._lines = JsonLinesFile(path)
+        self._num_samples = num_samples
+        self._every = max(1, every)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is written."""
+        return step % self._every == 0
+
+    def log(self, step: int, experience: StepExperience, decoder: Decoder) -> None:
+        """Writes the samples of a step."""
+        if not self.is_due(step):
+            return
+        ids = experience.batch.rollouts.sample_ids.tolist()
+        order = sorted(range(len(ids)), key=lambda row: ids[row])
+        for row in order[: self._num_samples]:
+            self._lines.append(_as_line(step, experience, row, decoder))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._lines.close()
+
+
+def _as_line(
+    step: int, experience: StepExperience, row: int, decoder: Decoder
+) -> dict[str, object]:
+    batch, table = experience.batch, experience.table
+    rollouts, outputs = batch.rollouts, batch.outputs
+    sample_id = int(rollouts.sample_ids[row])
+    where = int(np.searchsorted(table.sample_ids, sample_id))
+    start, stop = int(table.prompt_lengths[where]), int(table.lengths[where])
+    token_ids = rollouts.token_ids[row, :stop].tolist()
+
+    def values(tensor: Tensor | None) -> list[float] | None:
+        return None if tensor is None else [round(x, 6) for x in tensor[row, start:stop].tolist()]
+
+    per_token = {
+        "logprobs": values(outputs.old_logprobs),
+        "rollout_logprobs": values(rollouts.rollout_logprobs),
+        "log_kept_mass": values(outputs.log_kept_mass),
+        "ref_logprobs": values(outputs.ref_logprobs),
+        "entropy": values(outputs.entropy),
+        "values": values(outputs.values),
+        "advantages": values(batch.advantages),
+        "returns": values(batch.returns),
+    }
+    components = zip(table.component_names, table.components[where].tolist(), strict=True)
+    return {
+        "step": step,
+        "sample_id": sample_id,
+        "group_id": int(table.group_ids[where]),
+        "prompt": decoder.decode(token_ids[:start], skip_special_tokens=False),
+        "response": decoder.decode(token_ids[start:], skip_special_tokens=False),
+        "reward": float(experience.rewards.rewards[where]),
+        "components": {name: value for name, value in components if not np.isnan(value)},
+        "truncated": bool(table.is_truncated[where]),
+        "masked": bool(table.is_masked[where]),
+        "weights_version": int(table.weights_versions[where]),
+        "token_ids": token_ids[start:],
+        "tokens": [decoder.decode([i], skip_special_tokens=False) for i in token_ids[start:]],
+        **{name: found for name, found in per_token.items() if found is not None},
+    }

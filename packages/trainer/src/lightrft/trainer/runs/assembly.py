@@ -1,0 +1,324 @@
+"""A whole run from one configuration: data, rewards, strategy, models, engine, trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.datasets import collate_prompts, load_prompts
+from lightrft.datasets.prompts import load_texts
+from lightrft.models import load_tokenizer
+from lightrft.strategy import get_strategy
+from lightrft.strategy.distributed.deadlines import phase
+from lightrft.trainer.training.algorithm import algorithm_problems
+from lightrft.trainer.reporting.loggers import JsonLinesLogger
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.toml import write_whole
+from lightrft.trainer.training.pretrain_mix import PretrainMix
+from lightrft.trainer.reporting.progress import build_console, rank_log
+from lightrft.trainer.runs.prompts import planned_steps
+from lightrft.trainer.runs.files import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    SUMMARY_FILE,
+    TRAJECTORIES_FILE,
+)
+from lightrft.trainer.runs.lock import sole_writer
+from lightrft.trainer.runs.models import build_models
+from lightrft.trainer.runs.plan import plan_run
+from lightrft.trainer.runs.rewards import build_model_rewards, build_run_reward, reward_recipes
+from lightrft.trainer.runs.start import end_run, start_run
+from lightrft.trainer.reporting.samples import SampleLog
+from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
+from lightrft.trainer.training.stopping import RunStoppedError
+from lightrft.trainer.reporting.trackers import build_trackers
+from lightrft.trainer.reporting.trajectories import TrajectoryLog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.utils.data import DataLoader
+    from transformers import PreTrainedTokenizerBase
+
+    from lightrft.datasets import Prompt, PromptDataset
+    from lightrft.rewards import CombinedReward
+    from lightrft.rewards.recipes import RewardRecipes
+    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.trainer.reporting.loggers import MetricsLogger
+    from lightrft.trainer.spmd_ppo_trainer import LoopResult
+
+EMA_FOLDER = "model_ema"
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """What a run ended with; written to `summary.json`.
+
+    Args:
+        output_dir, model_dir: Where the results are.
+        num_steps: Completed steps, those before a resume included.
+        num_resumed_steps: Steps that a checkpoint brought along.
+        world_size: Processes.
+        strategy, engine: Names of the backend and of the rollout engine.
+        seconds: Duration of this process's part, evaluations included.
+        first_eval, last_eval: Metrics of the first and the last evaluation; {} without eval_data.
+        last_metrics: Metrics of the last step.
+    """
+
+    output_dir: str
+    model_dir: str
+    num_steps: int
+    num_resumed_steps: int
+    world_size: int
+    strategy: str
+    engine: str
+    seconds: float
+    first_eval: dict[str, float]
+    last_eval: dict[str, float]
+    last_metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RunInputs:
+    """What is read and checked before any process group or model exists."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptDataset
+    eval_prompts: tuple[Prompt, ...]
+    reward: CombinedReward
+    pretrain: PretrainMix | None = None
+    recipes: RewardRecipes | None = None
+
+
+def run_training(
+    config: TrainConfig,
+    *,
+    loggers: Sequence[MetricsLogger] = (),
+    stop_request: Callable[[], bool] | None = None,
+) -> RunSummary:
+    """Trains as one process of a run, whose rank is in the environment.
+
+    Everything a user can get wrong is checked first. The folder `config.output_dir` gets
+    config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/, model/ and summary.json.
+
+    Args:
+        config: What to do.
+        loggers: Further receivers of metrics on the first rank.
+        stop_request: Says whether this process was asked to stop; all ranks then stop together.
+
+    Raises:
+        RunStoppedError: The run was asked to stop; it can be continued.
+        ConfigError: Options that cannot be run, or a used folder that they would spoil.
+        DataError: Prompts that cannot be read.
+        RewardError: A reward function that cannot be loaded, or that fails.
+        ModelLoadError: A model or tokenizer that cannot be read.
+    """
+    started = time.perf_counter()
+    with ExitStack() as stack:
+        plan = plan_run(config)
+        inputs = read_inputs(config)
+        stack.callback(inputs.reward.close)
+        folder, rank = Path(config.output_dir), int(os.environ.get("RANK", "0"))
+        if rank == 0:
+            stack.enter_context(sole_writer(folder))
+            if not plan.resumes:
+                # Before anything can fail; a continued run keeps its options until it goes on.
+                config.save(folder / CONFIG_FILE)
+        stack.enter_context(rank_log(folder, rank))
+        if rank == 0:
+            loggers = (*build_trackers(config), *loggers)
+        strategy = stack.enter_context(get_strategy(config))
+        trainer, loader = build_trainer(config, inputs, strategy, loggers=loggers)
+        stack.callback(trainer.close)
+        num_resumed = start_run(config, trainer, plan)
+        result = trainer.fit(prompts_dataloader=loader, stop_request=stop_request)
+        if result.was_stopped:
+            strategy.finish_saving()
+            end_run(config, strategy, "stopped", result.num_steps)
+            raise RunStoppedError(result.num_steps, config.output_dir)
+        strategy.save_model(trainer.actor, inputs.tokenizer, str(config.model_dir))
+        if trainer.ema_model is not None:
+            folder = Path(config.output_dir) / EMA_FOLDER
+            strategy.save_model(trainer.ema_model, inputs.tokenizer, str(folder))
+        strategy.finish_saving()
+        summary = _summarise(config, strategy, result, num_resumed, started)
+        if strategy.is_rank_0():
+            text = json.dumps(asdict(summary), indent=2) + "\n"
+            write_whole(Path(config.output_dir) / SUMMARY_FILE, text)
+        end_run(config, strategy, "finished", result.num_steps)
+        return summary
+
+
+def read_inputs(config: TrainConfig) -> RunInputs:
+    """Checks the options, then reads tokenizer, data and rewards."""
+    _check_options(config)
+    tokenizer = load_tokenizer(str(config.pretrain))
+    prompts = load_run_prompts(config, tokenizer)
+    if len(prompts) < config.rollout_batch_size:
+        raise ConfigError(
+            f"{config.prompt_data} has {len(prompts)} usable prompts, less than one step takes: "
+            f"lower rollout_batch_size (got {config.rollout_batch_size}) or give more prompts"
+        )
+    eval_prompts: tuple[Prompt, ...] = ()
+    if config.eval_data is not None:
+        eval_prompts = load_run_prompts(config, tokenizer, for_evaluation=True).prompts
+    recipes = reward_recipes(config, (*prompts.prompts, *eval_prompts))
+    reward = build_run_reward(config, recipes=recipes)
+    return RunInputs(
+        tokenizer, prompts, eval_prompts, reward, pretrain_mix(config, tokenizer), recipes
+    )
+
+
+def pretrain_mix(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainMix | None:
+    """The texts of `pretrain_data`, or None without."""
+    if config.pretrain_data is None or config.ptx_coef == 0:
+        return None
+    texts = load_texts(
+        config.pretrain_data,
+        tokenizer,
+        text_key=config.pretrain_column,
+        max_tokens=config.prompt_max_len + config.generate_max_len,
+        end_token_id=tokenizer.eos_token_id,
+    )
+    batch_size = config.ptx_batch_size or config.train_batch_size
+    return PretrainMix(texts, config.ptx_coef, batch_size, config.seed)
+
+
+def build_trainer(
+    config: TrainConfig,
+    inputs: RunInputs,
+    strategy: StrategyBase,
+    *,
+    loggers: Sequence[MetricsLogger] = (),
+) -> tuple[SPMDPPOTrainer, DataLoader[Prompt]]:
+    """Models, engine, trainer and the loader of this rank's prompts."""
+    loader = strategy.setup_dataloader(
+        inputs.prompts,
+        config.rollout_batch_size // strategy.world_size,
+        collate_fn=collate_prompts,
+    )
+    num_steps = planned_steps(loader, config, strategy.world_size)
+    strategy.print(inputs.prompts.report.summary())
+    strategy.print(f"{num_steps} steps of {config.rollout_batch_size} prompts")
+    with phase("load the models", timedelta(minutes=config.timeout_minutes)):
+        models = build_models(config, strategy, num_steps * config.steps_per_rollout)
+    strategy.setup_inference_engine(config, config.engine_type, actor=models.actor)
+    folder = Path(config.output_dir)
+    trainer = SPMDPPOTrainer(
+        strategy,
+        models.actor,
+        models.critic,
+        inputs.reward,
+        models.reference,
+        models.average,
+        tokenizer=inputs.tokenizer,
+        eval_prompts=inputs.eval_prompts,
+        loggers=(
+            *(first_rank_loggers(config, strategy, num_steps) if strategy.is_rank_0() else ()),
+            *loggers,
+        ),
+        sample_log=SampleLog(folder / SAMPLES_FILE),
+        trajectory_log=trajectory_log(config),
+        pretrain=inputs.pretrain,
+        model_rewards=build_model_rewards(
+            config,
+            strategy,
+            models.reward_models,
+            tokenizer=inputs.tokenizer,
+            recipes=inputs.recipes,
+        ),
+        ckpt_path=str(config.checkpoint_dir),
+    )
+    return trainer, loader
+
+
+def first_rank_loggers(
+    config: TrainConfig, strategy: StrategyBase, num_steps: int
+) -> list[MetricsLogger]:
+    """Console and metrics file."""
+    console = build_console(
+        strategy.print,
+        num_steps=num_steps,
+        every=config.logging_steps,
+        heartbeat_seconds=config.heartbeat_seconds,
+    )
+    return [console, JsonLinesLogger(Path(config.output_dir) / METRICS_FILE)]
+
+
+def trajectory_log(config: TrainConfig) -> TrajectoryLog | None:
+    """The log of single tokens: every save_steps steps, or every step without save_steps."""
+    if not config.save_trajectories:
+        return None
+    return TrajectoryLog(
+        Path(config.output_dir) / TRAJECTORIES_FILE,
+        num_samples=config.num_trajectories_to_save,
+        every=max(1, config.save_steps),
+    )
+
+
+def load_run_prompts(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, for_evaluation: bool = False
+) -> PromptDataset:
+    """The prompts of `prompt_data`, or those of `eval_data`.
+
+    Raises:
+        DataError: They cannot be read.
+    """
+    return load_prompts(
+        str(config.eval_data if for_evaluation else config.prompt_data),
+        tokenizer,
+        input_key=config.input_key,
+        label_key=config.label_key,
+        apply_chat_template=config.apply_chat_template,
+        system_prompt=config.system_prompt,
+        input_template=config.input_template,
+        prompt_max_len=config.prompt_max_len,
+        max_samples=config.max_eval_samples if for_evaluation else config.max_samples,
+        split=config.eval_split if for_evaluation else config.prompt_split,
+        probabilities=() if for_evaluation else config.prompt_data_probs,
+        seed=config.seed,
+    )
+
+
+def _check_options(config: TrainConfig) -> None:
+    """Raises a ConfigError that lists all that is missing or does not fit."""
+    missing = [
+        f"--{name} is missing"
+        for name, value in (("pretrain", config.pretrain), ("prompt_data", config.prompt_data))
+        if value is None
+    ]
+    if missing:
+        raise ConfigError("\n".join(missing))
+    config.check_world_size(int(os.environ.get("WORLD_SIZE", "1")))
+    problems = algorithm_problems(config)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _summarise(
+    config: TrainConfig,
+    strategy: StrategyBase,
+    result: LoopResult,
+    num_resumed: int,
+    started: float,
+) -> RunSummary:
+    return RunSummary(
+        output_dir=config.output_dir,
+        model_dir=str(config.model_dir),
+        num_steps=result.num_steps,
+        num_resumed_steps=num_resumed,
+        world_size=strategy.world_size,
+        strategy=type(strategy).__name__,
+        engine=strategy.inference_engine_type or "",
+        seconds=time.perf_counter() - started,
+        first_eval=result.first_eval,
+        last_eval=result.last_eval,
+        last_metrics=result.last_metrics,
+    )

@@ -1,0 +1,191 @@
+"""Evaluation of a model without training: greedy answers, and several samples of each prompt."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightrft.engines.types import SamplingParams
+from lightrft.models import Actor, load_tokenizer
+from lightrft.strategy import get_strategy
+from lightrft.trainer.runs.assembly import load_run_prompts
+from lightrft.trainer.training.evaluation import sample_and_score
+from lightrft.trainer.reporting.loggers import JsonLinesFile
+from lightrft.trainer.training.pass_at_k import default_k, pass_at_k
+from lightrft.trainer.runs.rewards import (
+    build_model_rewards,
+    build_run_reward,
+    prepare_reward_models,
+    reward_recipes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightrft.datasets import Prompt
+    from lightrft.experience.exchange import SampleTable
+    from lightrft.experience.rollouts import Decoder
+    from lightrft.config import TrainConfig
+    from lightrft.trainer.runs.eval_settings import EvalSettings
+
+RESULT_FILE = "eval.json"
+RESPONSES_FILE = "responses.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """What an evaluation found; the same on every rank.
+
+    Args:
+        num_prompts: Prompts of the evaluation.
+        metrics: By name: `greedy/...`, and with samples `avg@n`, `pass@k`, `sampled/...`; each of
+            the first three kinds with its standard error over prompts, `.../stderr`.
+    """
+
+    num_prompts: int
+    metrics: dict[str, float]
+
+
+def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
+    """Evaluates `pretrain` on `eval_data` as one process of several, whose rank is known.
+
+    The folder `output_dir` gets eval.json and responses.jsonl.
+
+    Args:
+        config: Model, data, reward, engine. Models are held by FSDP2 or by one process.
+        settings: See `EvalSettings`.
+
+    Raises:
+        DataError: Prompts that cannot be read.
+        RewardError: A reward function that cannot be loaded, or that fails.
+        ModelLoadError: A model or tokenizer that cannot be read.
+    """
+    path = str(config.pretrain)
+    with ExitStack() as stack:
+        tokenizer = load_tokenizer(path)
+        prompts = load_run_prompts(config, tokenizer, for_evaluation=True).prompts
+        recipes = reward_recipes(config, prompts)
+        reward = stack.enter_context(build_run_reward(config, recipes=recipes))
+        strategy = stack.enter_context(get_strategy(config))
+        with strategy.init_model_context():
+            actor = Actor.from_pretrained(path)
+        model = strategy.prepare_model(actor)
+        models = build_model_rewards(
+            config,
+            strategy,
+            prepare_reward_models(config, strategy),
+            tokenizer=tokenizer,
+            recipes=recipes,
+        )
+        strategy.setup_inference_engine(config, config.engine_type, actor=model)
+        strategy.update_engine_weights(model)
+        metrics: dict[str, float] = {}
+        tables = {}
+        for name, params in sampling(config, settings).items():
+            tables[name] = sample_and_score(
+                prompts, strategy=strategy, reward_function=reward, decoder=tokenizer,
+                sampling_params=params, sleep_engine=False, model_rewards=models,
+            )  # fmt: skip
+            metrics |= summarise(name, tables[name], settings, params.n)
+        result = EvalResult(len(prompts), metrics)
+        if strategy.is_rank_0():
+            write_result(config, settings, result)
+            write_responses(Path(config.output_dir) / RESPONSES_FILE, prompts, tables, tokenizer)
+        strategy.barrier()
+        return result
+
+
+def sampling(config: TrainConfig, settings: EvalSettings) -> dict[str, SamplingParams]:
+    """The passes over the prompts: greedy, and with samples "sampled"."""
+    greedy = SamplingParams(
+        temperature=0.0, n=1, max_tokens=config.generate_max_len, seed=config.seed
+    )
+    passes = {"greedy": greedy}
+    if settings.num_samples:
+        passes["sampled"] = replace(
+            greedy,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            n=settings.num_samples,
+        )
+    return passes
+
+
+def summarise(
+    name: str, table: SampleTable, settings: EvalSettings, num_samples: int
+) -> dict[str, float]:
+    """The metrics of one pass over the prompts.
+
+    Args:
+        name: "greedy" or "sampled".
+        table: num_samples rows of each prompt, prompt after prompt.
+        settings: Which k, and what is right.
+        num_samples: Of each prompt.
+    """
+    is_right = (table.accuracies >= settings.threshold).reshape(-1, num_samples)
+    by_prompt = {f"{name}/reward": table.rewards.reshape(-1, num_samples).mean(axis=1)}
+    if name == "greedy":
+        by_prompt["greedy/accuracy"] = is_right.mean(axis=1)
+    else:
+        by_prompt[f"avg@{num_samples}"] = is_right.mean(axis=1)
+        counts = is_right.sum(axis=1).astype(np.int64)
+        for k in settings.pass_k or default_k(num_samples):
+            by_prompt[f"pass@{k}"] = pass_at_k(counts, num_samples=num_samples, k=k)
+    metrics = {}
+    for metric, values in by_prompt.items():
+        metrics[metric] = float(values.mean())
+        if len(values) > 1:
+            metrics[f"{metric}/stderr"] = float(values.std(ddof=1) / len(values) ** 0.5)
+    metrics[f"{name}/response_length"] = float(table.response_lengths.mean())
+    metrics[f"{name}/truncated_share"] = float(table.is_truncated.mean())
+    for column, component in enumerate(table.component_names):
+        metrics[f"{name}/component/{component}"] = float(np.nanmean(table.components[:, column]))
+    return metrics
+
+
+def write_result(config: TrainConfig, settings: EvalSettings, result: EvalResult) -> None:
+    """Writes eval.json."""
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {
+        "model": config.pretrain,
+        "data": config.eval_data,
+        "reward_fn": list(config.reward_fn),
+        "seed": config.seed,
+        "max_tokens": config.generate_max_len,
+        "settings": asdict(settings),
+        **asdict(result),
+    }
+    (folder / RESULT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_responses(
+    path: Path, prompts: Sequence[Prompt], tables: dict[str, SampleTable], decoder: Decoder
+) -> None:
+    """Writes one line for each response, in the order of the prompts."""
+    lines = JsonLinesFile(path)
+    for name, table in tables.items():
+        starts = np.cumsum(table.lengths) - table.lengths
+        for row, start in enumerate(starts.tolist()):
+            stop = start + int(table.lengths[row])
+            token_ids = table.token_ids[start + int(table.prompt_lengths[row]) : stop].tolist()
+            prompt = prompts[int(table.group_ids[row])]
+            lines.append(
+                {
+                    "pass": name,
+                    "prompt_id": prompt.id,
+                    "prompt": prompt.text,
+                    "label": prompt.label,
+                    "response": decoder.decode(token_ids, skip_special_tokens=True),
+                    "reward": float(table.rewards[row]),
+                    "accuracy": float(table.accuracies[row]),
+                    "truncated": bool(table.is_truncated[row]),
+                }
+            )
+    lines.close()

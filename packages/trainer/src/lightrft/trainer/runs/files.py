@@ -1,0 +1,105 @@
+"""The files of a run, and how half-written ones are read."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightrft.config.toml import write_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+CONFIG_FILE = "config.toml"
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+TRAJECTORIES_FILE = "trajectories.jsonl"
+SUMMARY_FILE = "summary.json"
+START_FILE = "run.json"
+REPORT_FILE = "report.html"
+EVENTS_FILE = "events.jsonl"
+
+_PACKAGES = ("lightrft-trainer", "torch", "transformers", "deepspeed", "vllm", "sglang")
+
+
+def write_start(
+    path: Path,
+    *,
+    world_size: int,
+    inputs: Mapping[str, object] | None = None,
+) -> None:
+    """Records when a run started, with how many processes, on which versions and inputs."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    start = {
+        "started_unix": time.time(),
+        "world_size": world_size,
+        "versions": {"python": python, **package_versions(_PACKAGES)},
+        "inputs": dict(inputs or {}),
+    }
+    write_whole(path, json.dumps(start, indent=2) + "\n")
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions by name of those packages that are installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {}
+    for name in names:
+        with suppress(PackageNotFoundError):  # an optional backend
+            versions[name] = version(name)
+    return versions
+
+
+def write_event(folder: Path, event: str, *, step: int, details: Mapping[str, object]) -> None:
+    """Appends what happened to a run (started, resumed, stopped, finished) to its events."""
+    entry = {"unix_seconds": time.time(), "event": event, "step": step, **details}
+    with (folder / EVENTS_FILE).open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+
+@dataclass(slots=True)
+class JsonLines:
+    """The JSON objects of a file that may still be written or was cut off.
+
+    Args:
+        path: The file; one that is missing has no lines.
+        num_unreadable: Lines of the last pass that were no JSON objects with a step.
+    """
+
+    path: Path
+    num_unreadable: int = 0
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, object]]]:
+        """Step and object of every readable line."""
+        self.num_unreadable = 0
+        if not self.path.exists():
+            return
+        with self.path.open(encoding="utf-8", errors="replace") as stream:
+            for line in stream:
+                entry = _parse(line)
+                step = entry.get("step")
+                if isinstance(step, int) and not isinstance(step, bool):
+                    yield step, entry
+                elif line.strip():
+                    self.num_unreadable += 1
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """The object in a JSON file; {} if it is missing or not readable."""
+    try:
+        return _parse(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return {}
+
+
+def _parse(text: str) -> dict[str, object]:
+    try:
+        entry = json.loads(text)
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) else {}

@@ -1,0 +1,80 @@
+"""The README of an exported model."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightrft.trainer.reporting.inputs import RunData
+
+SHOWN_OPTIONS = (
+    "advantage_estimator",
+    "policy_loss",
+    "loss_agg_mode",
+    "rollout_batch_size",
+    "n_samples_per_prompt",
+    "train_batch_size",
+    "actor_learning_rate",
+    "init_kl_coef",
+    "eps_clip",
+    "temperature",
+    "generate_max_len",
+    "max_epochs",
+    "seed",
+)
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
+
+
+def model_card(run: RunData, *, base_model: str | None, is_local: bool) -> str:
+    """Markdown with the metadata that model hubs read; it holds no path of this machine.
+
+    Args:
+        run: What is known about the run.
+        base_model: Path or hub id of the model that the run started from.
+        is_local: It is a path.
+    """
+    head = ["library_name: transformers", "pipeline_tag: text-generation"]
+    if base_model is not None and not is_local and HUB_ID.match(base_model):
+        head.append(f"base_model: {json.dumps(base_model)}")
+    head += ["tags:", "- reinforcement-learning", "- lightrft"]
+    values = {option.name: option.value for option in run.options}
+    options = [f"| `{name}` | `{values[name]}` |" for name in SHOWN_OPTIONS if name in values]
+    versions = [f"| {name} | {text} |" for name, text in run.versions.items()]
+    return "\n".join(
+        [
+            "---",
+            *head,
+            "---",
+            "",
+            "# Model fine-tuned by reinforcement learning",
+            "",
+            f"Trained with lightrft for {run.last_step} steps.",
+            *(_sentences(run)),
+            "",
+            "```python",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            'model = AutoModelForCausalLM.from_pretrained("this directory")',
+            'tokenizer = AutoTokenizer.from_pretrained("this directory")',
+            "```",
+            *_table(("option", "value"), options),
+            *_table(("package", "version"), versions),
+            "",
+        ]
+    )
+
+
+def _sentences(run: RunData) -> list[str]:
+    """First and last value of the evaluation and of the training reward."""
+    sentences = []
+    for name, words in (("eval/reward", "evaluation reward"), ("reward", "training reward")):
+        values = [value for _, value in run.points(name) if value is not None]
+        if values:
+            sentences.append(f"Mean {words}: {values[0]:.3f} at first, {values[-1]:.3f} at last.")
+    return sentences
+
+
+def _table(head: tuple[str, str], rows: list[str]) -> list[str]:
+    return ["", f"| {head[0]} | {head[1]} |", "|---|---|", *rows] if rows else []

@@ -1,0 +1,146 @@
+"""Batches of prompts over several passes, from any position."""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
+
+from lightrft.strategy.sampler import DistributedSampler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from lightrft.datasets.types import Prompt
+    from lightrft.config import TrainConfig
+
+    PromptBatches = DataLoader[Prompt] | Iterable[Sequence[Prompt]]
+
+
+class PromptStream:
+    """This rank's prompt batches, pass after pass, each pass in an order of its own.
+
+    Args:
+        batches: A data loader (or any re-iterable) of lists of prompts, one list a step.
+        episode: Pass to start with.
+        num_consumed: Prompts of that pass already used, over all ranks.
+        world_size: Ranks that share a pass.
+    """
+
+    def __init__(
+        self,
+        batches: PromptBatches,
+        *,
+        world_size: int,
+        episode: int = 0,
+        num_consumed: int = 0,
+    ) -> None:
+        self._batches = batches
+        self._world_size = world_size
+        self._iterator = self._start(episode, num_consumed)
+        self.episode = episode
+        self.num_consumed = num_consumed
+
+    def next_batch(self) -> Sequence[Prompt]:
+        """The prompts of the next step; starts the next pass when one is over.
+
+        Raises:
+            ValueError: A whole pass has no full batch.
+        """
+        batch = next(self._iterator, None)
+        if batch is None:
+            self.episode, self.num_consumed = self.episode + 1, 0
+            self._iterator = self._start(self.episode, 0)
+            batch = next(self._iterator, None)
+        if batch is None:
+            raise ValueError(
+                "the prompts do not fill one batch: give at least rollout_batch_size prompts, or "
+                "lower rollout_batch_size"
+            )
+        self.num_consumed += len(batch) * self._world_size
+        return batch
+
+    def _start(self, episode: int, num_consumed: int) -> Iterator[Sequence[Prompt]]:
+        sampler = self._batches.sampler if isinstance(self._batches, DataLoader) else None
+        if isinstance(sampler, DistributedSampler):
+            sampler.set_epoch(episode, num_consumed)
+            return iter(self._batches)
+        if isinstance(sampler, TorchDistributedSampler):
+            sampler.set_epoch(episode)
+        return self._skip(iter(self._batches), num_consumed // self._world_size)
+
+    @staticmethod
+    def _skip(batches: Iterator[Sequence[Prompt]], num_prompts: int) -> Iterator[Sequence[Prompt]]:
+        while num_prompts > 0:
+            num_prompts -= len(next(batches, [None] * num_prompts))
+        return islice(batches, None)
+
+
+def check_lengths(prompts: Sequence[Prompt], max_tokens: int) -> None:
+    """Raises a ValueError that names the prompts with more than `max_tokens` tokens."""
+    too_long = [prompt.id for prompt in prompts if len(prompt.token_ids) > max_tokens]
+    if too_long:
+        raise ValueError(
+            f"{len(too_long)} prompts (rows {too_long[:10]}) exceed prompt_max_len = {max_tokens} "
+            "tokens: leave them out, or raise prompt_max_len"
+        )
+
+
+def batches_per_episode(batches: PromptBatches, *, world_size: int, batch_size: int) -> int:
+    """Steps of one whole pass.
+
+    Args:
+        batches: The data loader, or a sized iterable of batches.
+        world_size: Ranks that share a pass.
+        batch_size: Prompts of one step, over all ranks.
+
+    Raises:
+        ValueError: Less than one batch, or a length that is not known.
+    """
+    if isinstance(batches, DataLoader) and isinstance(batches.sampler, DistributedSampler):
+        # The loader's own length shrinks while a pass is resumed in its middle.
+        count = batches.sampler.num_samples * world_size // batch_size
+    else:
+        try:
+            count = len(batches)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise ValueError("the prompts need a length; give max_steps, or a list") from error
+    if count < 1:
+        raise ValueError(
+            f"the prompts do not fill one batch of rollout_batch_size={batch_size}: give more "
+            "prompts, or lower rollout_batch_size"
+        )
+    return count
+
+
+def planned_steps(
+    batches: PromptBatches | None,
+    config: TrainConfig,
+    world_size: int,
+    *,
+    num_updates_per_episode: int | None = None,
+) -> int:
+    """Steps of a whole run, those before a resume included.
+
+    Args:
+        batches: The data loader, or a sized iterable of batches.
+        config: num_episodes, max_steps and the batch sizes.
+        world_size: Ranks that share a pass.
+        num_updates_per_episode: Optimizer steps of one pass; None uses all prompts.
+
+    Raises:
+        ValueError: There are no prompts, or they do not fill one batch.
+    """
+    if batches is None:
+        raise ValueError("fit needs prompts: give prompts_dataloader= here or at construction")
+    per_episode = batches_per_episode(
+        batches, world_size=world_size, batch_size=config.rollout_batch_size
+    )
+    if num_updates_per_episode is not None:
+        wanted = math.ceil(num_updates_per_episode / config.steps_per_rollout)
+        per_episode = min(per_episode, wanted)
+    total = per_episode * config.num_episodes
+    return total if config.max_steps is None else min(total, config.max_steps)

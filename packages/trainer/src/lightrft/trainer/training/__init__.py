@@ -1,0 +1,1 @@
+"""One step of training: update, state, metrics, checks."""

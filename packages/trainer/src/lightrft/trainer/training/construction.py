@@ -1,0 +1,189 @@
+"""Checks of what a trainer is built from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from torch import nn
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.experience.model_rewards import ModelRewards, ScoringModel
+from lightrft.models import Actor, SequenceModel, load_tokenizer
+from lightrft.rewards.build import CombinedReward, numbered
+from lightrft.strategy.prepared import PreparedModel
+from lightrft.trainer.training.updates import TrainedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+    from transformers import PreTrainedTokenizerBase
+
+    from lightrft.rewards.types import RewardFunction
+    from lightrft.strategy.strategy_base import StrategyBase
+
+    RewardSource = RewardFunction | nn.Module | Sequence[RewardFunction | nn.Module]
+
+
+def check_processor(processor: object | None, *, is_needed: bool) -> None:
+    """Raises an AssertionError if a processor is needed and missing."""
+    if is_needed and processor is None:
+        raise AssertionError(
+            "a vision-language trainer needs processor=: got None; pass the model's processor "
+            "(transformers.AutoProcessor)"
+        )
+
+
+def check_engine_group(strategy: StrategyBase) -> None:
+    """Raises an AssertionError if no rank group of positive size hosts an engine."""
+    size = strategy.config.engine_tp_size
+    if size <= 0:
+        raise AssertionError(
+            f"engine_tp_size must be positive: got {size}; set --engine_tp_size 1 or more"
+        )
+
+
+def configure_models(
+    config: TrainConfig, strategy: StrategyBase, models: Sequence[nn.Module | None]
+) -> None:
+    """Lays out samples, heads and activations of all models as configured.
+
+    Raises:
+        ConfigError: A model cannot be packed, or `sp_size` is not the strategy's.
+    """
+    if config.sp_size != strategy.config.sp_size:
+        raise ConfigError(
+            f"sp_size is {config.sp_size} in the trainer and {strategy.config.sp_size} in the "
+            "strategy: set it where the strategy is made"
+        )
+    for model in models:
+        module = None if model is None else strategy.unwrap_model(model)
+        if isinstance(module, SequenceModel):
+            module.pack_samples(config.packing_samples)
+            configure_model(module, config)
+        elif config.packing_samples and module is not None:
+            raise ConfigError(
+                "packing_samples needs models of lightrft.models (Actor, Critic): got "
+                f"{type(module).__name__}"
+            )
+
+
+def configure_model(model: SequenceModel, config: TrainConfig) -> None:
+    """Turns on what the options ask of a model; what it was built with stays."""
+    if config.gradient_checkpointing and not model.is_gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    if isinstance(model, Actor):
+        if config.fused_linear_logprob:
+            model.fuse_head(config.chunk_size)
+        if config.aux_loss_coef > 0 and not model.sums_routers:
+            model.enable_router_sums()
+
+
+def trained_model(
+    name: str,
+    model: nn.Module | PreparedModel,
+    optimizer: Optimizer | None,
+    scheduler: LRScheduler | None,
+) -> TrainedModel:
+    """A model with its optimizer, given apart or as a PreparedModel.
+
+    Raises:
+        ValueError: The model or its optimizer is missing.
+    """
+    module: nn.Module | None
+    if isinstance(model, PreparedModel):
+        module = model.model
+        optimizer, scheduler = optimizer or model.optimizer, scheduler or model.scheduler
+    else:
+        module = model
+    if module is None or optimizer is None:
+        missing = "model" if module is None else "optimizer"
+        raise ValueError(
+            f"the {name} has no {missing}: pass what strategy.prepare_models_and_optimizers "
+            f"returned, or {name}_optim="
+        )
+    return TrainedModel(name, module, optimizer, scheduler)
+
+
+def load_actor_tokenizer(pretrain: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of the actor's checkpoint.
+
+    Raises:
+        ValueError: No checkpoint is known.
+        ModelLoadError: It has no tokenizer.
+    """
+    if pretrain is None:
+        raise ValueError("the trainer needs the actor's tokenizer: pass tokenizer=")
+    return load_tokenizer(pretrain)
+
+
+def is_deterministic(model: nn.Module) -> bool:
+    """Whether two forward passes in training mode agree: no dropout, as far as can be told."""
+    if not isinstance(model, Actor):
+        return False
+    has_layers = any(isinstance(layer, nn.Dropout) and layer.p > 0 for layer in model.modules())
+    return not has_layers and not _has_dropout(model.config.to_dict())
+
+
+def _has_dropout(settings: Mapping[object, object]) -> bool:
+    for name, value in settings.items():
+        if isinstance(value, dict) and _has_dropout(value):
+            return True
+        is_dropout = str(name).endswith(("dropout", "pdrop", "dropout_prob"))
+        if is_dropout and isinstance(value, int | float) and value > 0:
+            return True
+    return False
+
+
+def build_trainer_rewards(
+    source: RewardSource | None,
+    model_rewards: ModelRewards | None,
+    strategy: StrategyBase,
+    config: TrainConfig,
+) -> tuple[RewardFunction, ModelRewards | None]:
+    """The reward function and the reward models of a trainer.
+
+    Args:
+        source: Functions (objects with `score()`) and prepared modules that give one score per
+            row of the sampled ids, one or a list of them; their rewards are added.
+        model_rewards: Reward models with tokenizers, weights or recipes of their own.
+        strategy: Prepared the modules.
+        config: Rows of a forward pass.
+
+    Raises:
+        ValueError: There is no reward.
+        TypeError: One cannot score.
+    """
+    given = list(source) if isinstance(source, list | tuple) else [source] if source else []
+    modules = [
+        item
+        for item in given
+        if isinstance(item, nn.Module) and not callable(getattr(item, "score", None))
+    ]
+    functions: list[RewardFunction] = []
+    for item in given:
+        if callable(getattr(item, "score", None)):
+            functions.append(cast("RewardFunction", item))
+        elif not isinstance(item, nn.Module):
+            raise TypeError(
+                f"a reward must be an nn.Module or have score(prompts, responses, labels, columns)"
+                f": got {type(item).__name__}; see lightrft.rewards.RewardFunction"
+            )
+    if modules and model_rewards is not None:
+        raise ValueError("give reward models as reward_model= or as model_rewards=, not as both")
+    if modules:
+        scoring = [
+            ScoringModel(numbered("model", index, len(modules)), module)
+            for index, module in enumerate(modules)
+        ]
+        model_rewards = ModelRewards(
+            strategy, scoring, micro_batch_size=config.micro_rollout_batch_size
+        )
+    if not functions and model_rewards is None:
+        raise ValueError(
+            "the trainer needs a reward: pass reward_model= (lightrft.rewards.build_reward)"
+        )
+    if len(functions) == 1:
+        return functions[0], model_rewards
+    return CombinedReward(functions, [1.0] * len(functions)), model_rewards

@@ -1,0 +1,181 @@
+"""Floating-point operations of an update, and the share of the hardware's peak that they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from lightrft.experience.exchange import SampleTable
+    from lightrft.strategy.strategy_base import StrategyBase
+
+# Dense bfloat16 peaks of the makers' data sheets, in 1e12 operations per second; the first name
+# that is part of the device's counts.
+PEAK_TFLOPS = {
+    "H100 PCIe": 756.0,
+    "H100": 989.4,
+    "H200": 989.4,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "RTX 4090": 165.2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFlops:
+    """Operations of one forward and backward pass of a model.
+
+    Multiplications and additions count one each. A weight costs 6 a token, a frozen one 4: it
+    gets no gradient. Attention costs 6 heads * head_dim a layer and pair of tokens that see each
+    other twice over, s^2 / 2 pairs. What gradient checkpointing computes again does not count.
+
+    Source: Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B, with causal attention.
+
+    Args:
+        per_token: Of the layers.
+        per_scored_token: Of the output projection, which sees response tokens only.
+        per_squared_length: Of attention.
+    """
+
+    per_token: float
+    per_scored_token: float
+    per_squared_length: float
+
+    def total(self, lengths: NDArray[np.int64], response_lengths: NDArray[np.int64]) -> float:
+        """Operations for rows of these lengths, padding not counted."""
+        return float(
+            self.per_token * lengths.sum()
+            + self.per_scored_token * response_lengths.sum()
+            + self.per_squared_length * (lengths.astype(float) ** 2).sum()
+        )
+
+
+def training_flops(model: nn.Module, strategy: StrategyBase) -> TrainingFlops | None:
+    """The operations of a prepared model; None if it holds no transformers model.
+
+    Args:
+        model: As the strategy wrapped it.
+        strategy: Knows its parameters, whole or sharded.
+    """
+    from transformers import PreTrainedModel
+
+    root = checkpoint_module(strategy.unwrap_model(model))
+    pretrained = root if isinstance(root, PreTrainedModel) else _inner(root)
+    if pretrained is None:
+        return None
+    embeddings = pretrained.get_input_embeddings()
+    lookup_name = next((n for n, m in root.named_modules() if m is embeddings), "") + ".weight"
+    source = strategy.parameter_source(model)
+    is_tied = lookup_name in source.tied_names.values()
+    head, layers = 0.0, 0.0
+    share = _active_share(pretrained.config)
+    for entry in source.parameters():
+        cost = float(entry.numel * (4 if entry.frozen else 6))
+        is_matrix = len(entry.shape) >= 2
+        if entry.checkpoint_name == lookup_name:
+            # A lookup costs nothing; tied, it is the output projection too.
+            head += cost if is_tied else 0.0
+        elif entry.checkpoint_name.startswith("lm_head."):
+            head += cost if is_matrix else 0.0
+        elif is_matrix:
+            layers += cost * (share if ".experts." in entry.checkpoint_name else 1.0)
+    text = pretrained.config.get_text_config()
+    width = text.num_attention_heads * _head_size(text)
+    return TrainingFlops(layers, head, 6.0 * text.num_hidden_layers * width)
+
+
+def peak_tflops(given: float | None, *, uses_bf16: bool) -> float | None:
+    """The device's peak in 1e12 operations per second: as given, or of a known GPU in bfloat16."""
+    if given is not None:
+        return given
+    if not torch.cuda.is_available() or not uses_bf16:
+        return None
+    device = torch.cuda.get_device_name()
+    return next((peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Utilisation:
+    """What an update costs, and on which hardware.
+
+    Args:
+        models: Of each model that is trained.
+        num_devices: That share the work.
+        peak: Of one device, in 1e12 operations per second; None is not known.
+    """
+
+    models: tuple[TrainingFlops, ...]
+    num_devices: int
+    peak: float | None
+
+    def metrics(self, table: SampleTable, *, num_epochs: int, seconds: float) -> dict[str, float]:
+        """`train_tflops_per_second` of each device and, where the peak is known, its share `mfu`.
+
+        Args:
+            table: The samples of all ranks.
+            num_epochs: Passes over them.
+            seconds: Duration of the update.
+        """
+        lengths, responses = table.lengths, table.response_lengths
+        flops = num_epochs * sum(model.total(lengths, responses) for model in self.models)
+        achieved = flops / seconds / self.num_devices / 1e12
+        found = {"train_tflops_per_second": achieved}
+        return found if self.peak is None else {**found, "mfu": achieved / self.peak}
+
+
+class UtilisationMeter:
+    """Counts each model once.
+
+    Args:
+        strategy: Holds the models.
+        given_peak: Of a device, in 1e12 operations per second; None looks the device up.
+    """
+
+    def __init__(self, strategy: StrategyBase, given_peak: float | None) -> None:
+        self._strategy = strategy
+        uses_bf16 = strategy.config.computes_in_bf16(has_gpu=torch.cuda.is_available())
+        self._peak = peak_tflops(given_peak, uses_bf16=uses_bf16)
+        self._counts: dict[nn.Module, TrainingFlops | None] = {}
+
+    def of(self, models: Sequence[nn.Module]) -> Utilisation | None:
+        """The cost of an update of these models; None if none of them can be counted."""
+        for model in models:
+            if model not in self._counts:
+                self._counts[model] = training_flops(model, self._strategy)
+        found = tuple(count for m in models if (count := self._counts[m]) is not None)
+        return Utilisation(found, self._strategy.world_size, self._peak) if found else None
+
+
+def _inner(root: nn.Module) -> PreTrainedModel | None:
+    from transformers import PreTrainedModel
+
+    found = [child for child in root.children() if isinstance(child, PreTrainedModel)]
+    return found[0] if found else None
+
+
+def _head_size(config: PretrainedConfig) -> int:
+    values = config.to_dict()
+    size = values.get("head_dim")
+    return int(size or config.hidden_size // config.num_attention_heads)
+
+
+def _active_share(config: PretrainedConfig) -> float:
+    """Share of the experts that a token passes through."""
+    values = config.get_text_config().to_dict()
+    counts: Sequence[object] = (values.get("num_experts"), values.get("num_local_experts"))
+    total = next((count for count in counts if isinstance(count, int) and count > 0), None)
+    active = values.get("num_experts_per_tok")
+    return active / total if total is not None and isinstance(active, int) else 1.0

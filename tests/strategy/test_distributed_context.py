@@ -1,0 +1,394 @@
+"""Processes, groups and generation over ranks; one spawn per world size runs all checks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightrft.engines.fake import FakeEngine
+from lightrft.engines.types import EngineConfig, EngineStatus
+from lightrft.strategy import FakeStrategy
+from lightrft.strategy.distributed.process_groups import (
+    accumulation_steps,
+    check_divides,
+    engine_group_ranks,
+    resolve_local_rank,
+    resolve_shard_size,
+    start_process_group,
+)
+from lightrft.strategy.testing import RankFailure, run_multiprocess
+
+CONFIG = EngineConfig(engine_type="fake", model_path="")
+
+
+def sharded(**settings):
+    """A strategy over real processes and groups."""
+    from lightrft.strategy import get_strategy
+
+    config = {"train_batch_size": 8, "micro_train_batch_size": 1, "fsdp": True, "bf16": False}
+    return get_strategy({**config, **settings})
+
+
+class Spanning(FakeEngine):
+    """An engine whose group generates together, every rank of it."""
+
+    name = "vllm"
+    runs_on_every_rank = True
+
+
+class Leading(FakeEngine):
+    """An engine that runs on the first rank of its group only."""
+
+    name = "sglang"
+    runs_on_every_rank = False
+
+
+def echo(request, index):
+    text = request.prompt_text or ""
+    media = len(request.multi_modal.images)
+    return [sum(request.prompt_token_ids), len(text), media, index], [-0.5] * 4
+
+
+# ------------------------------------------------------------------ one process
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "mp", "dp"),
+    [
+        (4, 2, [[0, 1], [2, 3]], [[0, 2], [1, 3]]),
+        (4, 1, [[0], [1], [2], [3]], [[0, 1, 2, 3]]),
+        (4, 4, [[0, 1, 2, 3]], [[0], [1], [2], [3]]),
+        (8, 4, [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ],
+)
+def test_engine_groups(world, tp, mp, dp):
+    assert engine_group_ranks(world, tp) == (mp, dp)
+
+
+def test_sizes_that_do_not_divide_name_the_legal_ones():
+    with pytest.raises(ValueError, match=r"engine_tp_size 3; legal values: \[1, 2, 4\]"):
+        check_divides(4, "engine_tp_size", 3)
+
+
+@pytest.mark.parametrize(
+    ("size", "world", "expected"), [(-1, 4, 4), (8, 4, 4), (2, 4, 2), (4, 4, 4), (1, 4, 1)]
+)
+def test_shard_sizes(size, world, expected):
+    assert resolve_shard_size(size, world) == expected
+
+
+@pytest.mark.parametrize("size", [3, 0, -2])
+def test_shard_size_must_divide(size):
+    with pytest.raises(ValueError, match="shard_size"):
+        resolve_shard_size(size, 4)
+
+
+def steps(train, micro, data_ranks, world):
+    return accumulation_steps(
+        train_batch_size=train,
+        micro_train_batch_size=micro,
+        num_data_ranks=data_ranks,
+        world_size=world,
+    )
+
+
+def test_accumulation_counts_data_parallel_ranks():
+    assert steps(16, 2, 4, 4) == 2
+    assert steps(16, 2, 2, 4) == 4
+
+
+@pytest.mark.parametrize(("train", "nearest"), [(10, "8 or 16"), (3, "8"), (17, "16 or 24")])
+def test_indivisible_batch_shows_the_numbers(train, nearest):
+    with pytest.raises(ValueError, match="train_batch_size must be divisible by") as caught:
+        steps(train, 2, 4, 4)
+    text = str(caught.value)
+    assert f"train_batch_size: {train}\n" in text
+    assert "micro_train_batch_size: 2" in text
+    assert "world_size: 4" in text
+    assert f"{train} % (2 * 4) == 0" in text
+    assert text.endswith(f"Nearest legal train_batch_size: {nearest}")
+
+
+@pytest.mark.parametrize(
+    ("configured", "environment", "expected"),
+    [
+        (-1, {}, -1),
+        (-1, {"LOCAL_RANK": "3", "RANK": "11"}, 3),
+        (-1, {"RANK": "11"}, 3),
+        (2, {"LOCAL_RANK": "3", "RANK": "11"}, 2),
+        (2, {"RANK": "11"}, 2),
+        (0, {"RANK": "11"}, 0),
+    ],
+)
+def test_local_rank(monkeypatch, configured, environment, expected):
+    for name in ("LOCAL_RANK", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert resolve_local_rank(configured, 8) == expected
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE"])
+def test_missing_launcher_is_named(monkeypatch, missing):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.delenv(missing)
+    with pytest.raises(RuntimeError, match=f"Could not find {missing} in .*torchrun"):
+        start_process_group(None)
+
+
+def test_impossible_rank_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="RANK must be in"):
+        start_process_group(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"), [("WORLD_SIZE", "4", "WORLD_SIZE=4"), ("RANK", "1", "RANK=1")]
+)
+def test_a_running_group_of_another_size_is_named(monkeypatch, name, value, shown):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert start_process_group(None) is False
+    monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=f"rank 0 of 2 already.*{shown}.*close"):
+        start_process_group(None)
+
+
+@pytest.mark.parametrize("name", ["sp_size", "engine_tp_size"])
+def test_group_sizes_cannot_change_after_the_groups_were_formed(name):
+    strategy = FakeStrategy()
+    strategy.setup_distributed()
+    setattr(strategy.config, name, 2)
+    with pytest.raises(ValueError, match=f"groups with {name} 1 on 1 ranks .* is 2: .*close"):
+        strategy.setup_distributed()
+
+
+# ------------------------------------------------------------------ several processes
+
+
+def check_identity(strategy, rank, world_size):
+    assert strategy.world_size == dist.get_world_size() == world_size
+    assert strategy.get_rank() == rank
+    assert strategy.is_rank_0() == (rank == 0)
+    assert strategy.config.local_rank == rank
+    assert strategy.accumulated_gradient == 8 // world_size
+    strategy.setup_distributed(timedelta(seconds=60))
+    strategy.setup_distributed()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        strategy.print("hello", rank)
+        strategy.report_memory("place")
+    assert ("hello 0" in printed.getvalue()) == (rank == 0)
+    assert ("[StrategyINFO" in printed.getvalue()) == (rank == 0)
+    strategy.sync_and_clear_cache()
+
+
+def check_collectives(strategy, rank, world_size):
+    assert strategy.all_reduce(rank, "sum") == world_size * (world_size - 1) // 2
+    assert strategy.all_reduce({"a": {"b": torch.tensor([rank])}}, "max")["a"]["b"].tolist() == [
+        world_size - 1
+    ]
+    assert strategy.all_gather(rank).tolist() == list(range(world_size))
+    assert strategy.gather_objects(str(rank)) == [str(r) for r in range(world_size)]
+
+
+def check_accumulation(strategy, rank):
+    model = torch.nn.Linear(2, 2)
+    optimizer = strategy.create_optimizer(model)
+    counts_differ = pytest.raises(
+        ValueError, match=r"same positive number on all ranks: got \[1, 2"
+    )
+    with counts_differ, strategy.accumulation(rank + 1, optimizer):
+        raise AssertionError("not reached")
+
+
+def check_sampler(strategy, rank, world_size):
+    data = list(range(11))
+    for drop_last in (True, False):
+        loader = strategy.setup_dataloader(data, 1, drop_last=drop_last)
+        own = [int(x) for x in loader]
+        seen = [x for part in strategy.gather_objects(own) for x in part]
+        kept = 11 // world_size * world_size
+        assert len(set(seen)) == (kept if drop_last else 11)
+        assert len({len(part) for part in strategy.gather_objects(own)}) == 1
+
+
+def prompts_of(rank):
+    """A different number of prompts on every rank, none on rank 1."""
+    return [[100 * rank + i, 7] for i in range([3, 0, 1, 2][rank])]
+
+
+def check_generation(rank, world_size, tp, engine_class):
+    engine = engine_class(CONFIG, script=echo)
+    strategy = sharded(engine_tp_size=tp, plot_every=1)
+    strategy.inference_engine = engine
+    mine = prompts_of(rank)
+    lines = io.StringIO()
+    with contextlib.redirect_stdout(lines):
+        found = strategy.gather_and_generate({"n": 2, "max_tokens": 8}, mine)
+    assert [(c.prompt_token_ids, c.sample_index) for c in found] == [
+        (tuple(prompt), index) for prompt in mine for index in range(2)
+    ]
+    assert [c.output_token_ids[:2] for c in found] == [(sum(p), 0) for p in mine for _ in range(2)]
+    ids = strategy.gather_objects(sorted({c.request_id for c in found}))
+    total = sum(len(prompts_of(r)) for r in range(world_size))
+    assert sorted(i for part in ids for i in part) == list(range(total))
+    assert engine.status is EngineStatus.SLEEPED
+    if rank == 0:
+        assert f"total_samples={2 * total}" in lines.getvalue()
+    is_alone = tp == 1 or engine_class is FakeEngine
+    leads = engine_class is not Leading or tp == 1 or rank % tp == 0
+    group = [rank] if is_alone else range(rank // tp * tp, rank // tp * tp + tp)
+    expected = sum(len(prompts_of(r)) for r in group) if leads else 0
+    assert len(engine.requests) == expected, (engine_class, tp, rank, engine.requests, expected)
+    assert engine.calls.count("generate") == (1 if expected else 0)
+    return strategy, engine
+
+
+def check_one_rank_with_images(rank, tp, engine_class):
+    engine = engine_class(CONFIG, script=echo)
+    strategy = sharded(engine_tp_size=tp)
+    strategy.inference_engine = engine
+    images = ["picture"] if rank == 0 else [None]
+    found = strategy.gather_and_generate({}, [[rank, 5]], all_prompts=["text"], all_images=images)
+    assert [c.output_token_ids[:3] for c in found] == [(rank + 5, 4, 1 if rank == 0 else 0)]
+    texts = {r.prompt_text for r in engine.requests}
+    assert texts <= {"text"}
+
+
+def check_failure_is_shared(rank, tp, engine_class):
+    def script(request, index):
+        if request.prompt_token_ids[0] == 0:
+            raise ArithmeticError("planted")
+        return echo(request, index)
+
+    engine = engine_class(CONFIG, script=script)
+    strategy = sharded(engine_tp_size=tp)
+    strategy.inference_engine = engine
+    with pytest.raises((ArithmeticError, RuntimeError)) as caught:
+        strategy.gather_and_generate({}, [[rank]])
+    notes = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+    assert "rank 0: ArithmeticError: planted" in notes
+    assert engine.status is EngineStatus.SLEEPED
+    with pytest.raises((ValueError, RuntimeError), match="top_p"):
+        strategy.gather_and_generate({"top_p": 5.0 if rank == 1 else 1.0}, [[rank + 1]])
+    assert len(strategy.gather_and_generate({}, [[rank + 1]])) == 1
+
+
+def check_groups(rank, world_size):
+    expected = {
+        1: ([rank], list(range(world_size))),
+        2: (
+            list(range(rank // 2 * 2, rank // 2 * 2 + 2)),
+            list(range(rank % 2, world_size, 2)),
+        ),
+        world_size: (list(range(world_size)), [rank]),
+    }
+    for tp, (mp, dp) in expected.items():
+        strategy = sharded(engine_tp_size=tp)
+        assert dist.get_process_group_ranks(strategy.engine_mp_group) == mp
+        assert dist.get_process_group_ranks(strategy.engine_dp_group) == dp
+    with pytest.raises(ValueError, match="engine_tp_size 3"):
+        sharded(engine_tp_size=3)
+
+
+def check_sequence_parallel(rank, world_size):
+    strategy = sharded(sp_size=2)
+    assert strategy.sp_mesh_device.mesh_dim_names == ("dp", "sp")
+    assert strategy.sp_mesh_device.mesh.tolist() == [
+        [2 * i, 2 * i + 1] for i in range(world_size // 2)
+    ]
+    assert strategy.accumulated_gradient == 8 // (world_size // 2)
+    mine = [f"{rank}.{i}" for i in range(rank % 2 * 3 + 1)]
+    union = strategy.sp_data_processor.preprocess(mine)
+    first = rank // 2 * 2
+    assert union == [f"{first}.0", *(f"{first + 1}.{i}" for i in range(4))]
+    assert strategy.sp_data_processor.postprocess(union) == mine
+    with pytest.raises(ValueError, match="5 items"):
+        strategy.sp_data_processor.postprocess(union[:-1])
+    with pytest.raises(ValueError, match="sp_size 3"):
+        sharded(sp_size=3)
+
+
+def run_two_ranks(rank, world_size):
+    strategy = sharded()
+    check_identity(strategy, rank, world_size)
+    check_collectives(strategy, rank, world_size)
+    check_accumulation(strategy, rank)
+    check_sampler(strategy, rank, world_size)
+    check_sequence_parallel(rank, world_size)
+    for engine_class in (FakeEngine, Spanning, Leading):
+        for tp in (1, 2):
+            check_generation(rank, world_size, tp, engine_class)
+            check_one_rank_with_images(rank, tp, engine_class)
+            check_failure_is_shared(rank, tp, engine_class)
+
+
+def run_four_ranks(rank, world_size):
+    strategy = sharded()
+    check_identity(strategy, rank, world_size)
+    check_collectives(strategy, rank, world_size)
+    check_groups(rank, world_size)
+    check_sequence_parallel(rank, world_size)
+    for engine_class in (Spanning, Leading):
+        check_generation(rank, world_size, 2, engine_class)
+    check_generation(rank, world_size, 4, Spanning)
+    strategy.close()
+    assert not dist.is_initialized()
+
+
+def fail_beside_a_collective(rank, world_size):
+    strategy = sharded()
+    if rank == 1:
+        raise ZeroDivisionError("planted")
+    strategy.all_reduce(1.0)
+
+
+def hang_on_one_rank(rank, world_size):
+    from lightrft.strategy.distributed.deadlines import phase
+
+    sharded()
+    if rank == 1:
+        with phase("reward", 60):
+            time.sleep(60)
+    with phase("generate", 3):
+        # Deadlines of both ranks are far away for rank 1.
+        os.environ["UNUSED"] = "1"
+        dist.barrier()
+
+
+@pytest.mark.multiprocess
+def test_two_ranks():
+    run_multiprocess(run_two_ranks, 2, timeout_seconds=150)
+
+
+@pytest.mark.multiprocess
+def test_four_ranks():
+    run_multiprocess(run_four_ranks, 4, timeout_seconds=200)
+
+
+@pytest.mark.multiprocess
+def test_one_failing_rank_ends_the_others():
+    with pytest.raises(RankFailure, match="planted"):
+        run_multiprocess(fail_beside_a_collective, 2, timeout_seconds=60)
+
+
+@pytest.mark.multiprocess
+def test_expired_phase_names_the_phases_of_all_ranks(capfd):
+    with pytest.raises(RankFailure, match="exit code 7"):
+        run_multiprocess(hang_on_one_rank, 2, timeout_seconds=60)
+    printed = capfd.readouterr().err
+    assert "rank 0 spent more than 3 s in phase 'generate'" in printed
+    assert "rank 1: reward" in printed
