@@ -135,7 +135,7 @@ def measure(options):
         torch.manual_seed(0)
         model = Scorer(Qwen3ForCausalLM(config_of(hidden=256, layers=6, vocab=VOCAB)))
         numel = sum(p.numel() for p in model.parameters())
-        if strategy.wraps_before_optimizer:
+        if strategy.backend.wraps_before_optimizer:
             model = strategy.prepare_model(model, is_training=True, shard_size=shard_size)
             optimizer = strategy.create_optimizer(model, lr=1e-4)
         else:

@@ -80,7 +80,7 @@ def test_equals_a_loop_on_random_rows(mode: str, ragged) -> None:
     assert capped + rejected > 0
 
 
-STATISTICS = ("ratio", "k1", "k2", "k3", "difference")
+STATISTICS = ("ratio", "k1", "k2", "k3", "difference", "variation")
 
 
 def _slow_statistic(name, old, rollout):
@@ -90,7 +90,8 @@ def _slow_statistic(name, old, rollout):
         "k1": -l,
         "k2": l**2 / 2,
         "k3": np.exp(l) - 1 - l,
-        "difference": abs(np.exp(old) - np.exp(rollout)),
+        "difference": np.exp(old) - np.exp(rollout),
+        "variation": abs(np.exp(old) - np.exp(rollout)),
     }[name]
 
 
@@ -130,7 +131,7 @@ def test_every_test_of_every_statistic_equals_a_loop(action, statistic, level, r
     spread = 3 if level == "sequence" else 0.2 if level == "geometric" else 1
     centre = float(np.median(middle))
     low, high = centre - 0.3 * spread, centre + 0.4 * spread
-    if statistic != "k1":
+    if statistic not in ("k1", "difference"):
         low = max(low, 0.02)
     text = f"{action}:{statistic}:{level}:low={low}:high={high}"
     result = _weights(batch, text)
@@ -247,6 +248,17 @@ def test_rows_that_drifted_are_dropped_only_with_a_negative_advantage() -> None:
         correct()
 
 
+def test_dppo_leaves_out_what_moved_too_far_towards_its_advantage() -> None:
+    old, rollout = (torch.tensor([row]).log() for row in ([0.9, 0.5, 0.1], [0.5, 0.5, 0.5]))
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    for sign, kept in ((1.0, [0.0, 1.0, 1.0]), (-1.0, [1.0, 1.0, 0.0])):
+        result = correction_weights(
+            old, rollout, mask, terms=parse_correction("dppo"),
+            advantages=torch.full((1, 3), sign),
+        )  # fmt: skip
+        assert result.weights[0].tolist() == kept
+
+
 def test_text_becomes_terms() -> None:
     assert parse_correction("weight:ratio:token:high=2") == parse_correction("tis")
     assert parse_correction("tis") == (CorrectionTerm("weight", "ratio", "token", None, 2.0),)
@@ -260,7 +272,7 @@ def test_text_becomes_terms() -> None:
     assert (weight.low, weight.high, test.low, test.high) == (None, None, 0.2, 5.0)
     (capped,) = parse_correction("tis", low=0.5, high=4.0)
     assert (capped.low, capped.high) == (0.5, 4.0)
-    assert parse_correction("reject:k1:geometric:high=1:negative")[0].negative
+    assert parse_correction("reject:k1:geometric:high=1:negative")[0].sign == "negative"
     for mode in CORRECTION_PRESETS:
         assert parse_correction(mode)
 

@@ -16,9 +16,12 @@ import pytest
 import torch
 
 from lightrft.strategy import FakeStrategy, get_fake_strategy
+from lightrft.strategy.backend import Backend
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed import collectives
+from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.process_groups import check_divides, start_process_group
+from lightrft.strategy.engine.session import EngineSession
 from lightrft.strategy.strategy_base import (
     EngineStatus,
     ModelOptimPair,
@@ -128,8 +131,12 @@ def test_the_constructor_takes_the_four_numbers_first():
 
 
 def test_abstract_and_class_methods_are_those_of_the_source():
-    assert StrategyBase.__abstractmethods__ >= ABSTRACT
-    assert "prepare" not in StrategyBase.__abstractmethods__
+    # What the source leaves to subclasses is the backend's, and there is no strategy without one.
+    with pytest.raises(TypeError, match="backend"):
+        StrategyBase(1, 1.0, 1, 1)
+    assert Backend.__abstractmethods__
+    for name in ABSTRACT:
+        assert callable(getattr(StrategyBase, name)), name
     for name in CLASS_METHODS:
         assert inspect.ismethod(getattr(StrategyBase, name)), name
 
@@ -146,24 +153,29 @@ def test_names_of_the_module():
 
 def test_construction_stores_configures_and_starts_in_the_published_order(monkeypatch):
     calls = []
-    for name in ("setup_distributed", "_create_engine_groups", "_start_session"):
-        original = getattr(FakeStrategy, name)
+    for owner, name in (
+        (FakeStrategy, "setup_distributed"),
+        (DistributedContext, "form_groups"),
+        (EngineSession, "__init__"),
+    ):
+        original = getattr(owner, name)
 
         def recorded(self, *args, _name=name, _original=original, **kwargs):
             calls.append((_name, args, kwargs))
-            # 1-3: stored, configured and copied before anything is started.
-            assert (self.seed, self.max_norm) == (7, 0.5)
-            assert isinstance(self.config, StrategyConfig)
-            assert self.adam_offload is True
+            if isinstance(self, FakeStrategy):
+                # 1-3: stored, configured and copied before anything is started.
+                assert (self.seed, self.max_norm) == (7, 0.5)
+                assert isinstance(self.config, StrategyConfig)
+                assert self.adam_offload is True
             return _original(self, *args, **kwargs)
 
-        monkeypatch.setattr(FakeStrategy, name, recorded)
+        monkeypatch.setattr(owner, name, recorded)
     args = SimpleNamespace(adam_offload=True, zpg=2, overlap_comm=True, grad_accum_dtype="fp32")
     strategy = FakeStrategy(7, 0.5, 2, 8, args)
     assert [name for name, _, _ in calls] == [
         "setup_distributed",
-        "_create_engine_groups",
-        "_start_session",
+        "form_groups",
+        "__init__",
     ]
     assert calls[0][2] == {"timeout": timedelta(minutes=60)}
     assert (strategy.zpg, strategy.grad_accum_dtype, strategy.overlap_comm) == (2, "fp32", True)
@@ -198,10 +210,11 @@ def test_accumulated_gradient_is_the_quotient():
     assert FakeStrategy(1, 1.0, 2, 8).accumulated_gradient == 4
 
 
-def test_missing_environment_variables_are_named(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(RuntimeError, match="Could not find RANK and WORLD_SIZE in the torch env"):
+@pytest.mark.parametrize(("given", "missing"), [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])
+def test_a_missing_environment_variable_is_named(monkeypatch, given, missing):
+    monkeypatch.setenv(given, "1")
+    monkeypatch.delenv(missing, raising=False)
+    with pytest.raises(RuntimeError, match=f"Could not find {missing} in the torch env"):
         start_process_group(None)
 
 

@@ -15,7 +15,6 @@ from lightrft.strategy.weight_sync.parameter_source import ModuleSource
 from lightrft.strategy.weight_sync.sync import (
     WeightSyncError,
     WeightSyncReport,
-    sync_engine_weights,
 )
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -136,7 +135,9 @@ class FlipsOneBitEngine(EditingEngine):
 
 
 def sync(strategy: FakeStrategy, engine: HFEngine, actor: torch.nn.Module) -> WeightSyncReport:
-    report = sync_engine_weights(strategy, engine, actor)
+    if strategy.inference_engine is not engine:
+        strategy.inference_engine = engine
+    report = strategy.update_engine_weights(actor)
     assert engine.generate([REQUEST], SamplingParams(max_tokens=1))
     return report
 

@@ -8,8 +8,8 @@ import torch
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.checkpoints import average_files
 from lightrft.strategy.checkpoints.average_files import load_average, save_average
+from lightrft.strategy.checkpoints.client_state import CheckpointError
 from lightrft.strategy.checkpoints.file_writers import DirectWriter
-from lightrft.strategy.checkpoints.manifest import CheckpointError
 from lightrft.strategy.checkpoints.moving_averages import MovingAverages
 from lightrft.strategy.deepspeed.source import partition_ranges
 from lightrft.strategy.weight_sync.parameter_source import ModuleSource, SourceParameter

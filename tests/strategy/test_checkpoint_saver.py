@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from lightrft.strategy import get_fake_strategy
+from lightrft.strategy.checkpoints.client_state import CheckpointError
 from lightrft.strategy.checkpoints.file_writers import DirectWriter, StagedWriter
 from lightrft.strategy.checkpoints.folders import SaveRequest
-from lightrft.strategy.checkpoints.manifest import CheckpointError, list_checkpoints
+from lightrft.strategy.checkpoints.manifest import list_checkpoints
 from lightrft.strategy.checkpoints.rank_group import RankGroup
 from lightrft.strategy.checkpoints.saver import CheckpointSaver
 
@@ -111,7 +112,7 @@ def test_an_error_surfaces_at_the_next_save_into_the_folder(tmp_path):
 
 def test_an_error_surfaces_at_the_end_and_everything_is_closed(tmp_path):
     strategy = get_fake_strategy({"async_save": True, "train_batch_size": 1})
-    strategy._saver.save(request(tmp_path, "bad"), fail)
+    strategy.checkpoints.saver.save(request(tmp_path, "bad"), fail)
     with pytest.raises(CheckpointError, match="FileNotFoundError"):
         strategy.close()
     strategy.close()

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.strategy.checkpoints.client_state import load_state, save_state
+from lightrft.strategy.checkpoints.client_state import CheckpointError, load_state, save_state
 from lightrft.strategy.checkpoints.folders import (
     SaveRequest,
     find_checkpoint,
     rotate,
     write_checkpoint,
 )
-from lightrft.strategy.checkpoints.manifest import MANIFEST_NAME, CheckpointError, list_checkpoints
+from lightrft.strategy.checkpoints.manifest import MANIFEST_NAME, list_checkpoints
 from lightrft.strategy.checkpoints.rank_group import RankGroup
 
 

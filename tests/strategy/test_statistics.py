@@ -8,8 +8,7 @@ import zlib
 import pytest
 
 from lightrft.strategy.distributed.collectives import ALONE
-from lightrft.strategy.engine.histogram_picture import histogram_png
-from lightrft.strategy.engine.statistics import GenLenAnalyser, LengthStatistics
+from lightrft.strategy.engine.statistics import GenLenAnalyser, LengthStatistics, histogram_png
 
 
 def analyser(plot_every, log_dir=None):

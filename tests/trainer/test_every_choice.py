@@ -7,7 +7,6 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from lightrft.trainer.training.algorithm import decide
 
 from lightrft.config import TrainConfig
 from lightrft.experience.assemble import assemble

@@ -413,7 +413,7 @@ def engine(config):
 
 def deadline(config):
     with get_fake_strategy(config) as strategy:
-        return strategy._timeout
+        return strategy.ranks.timeout
 
 
 def console(config):
@@ -468,12 +468,10 @@ def built_actor(config):
 
 def bucket(config):
     """Bytes of the buckets in which an engine of its own storage gets the weights."""
-    from lightrft.strategy.weight_sync import sync as weight_sync
-
     with get_fake_strategy(config) as strategy:
         actor = build_models(config, strategy, 10).actor
-        built = strategy.setup_inference_engine(config, "hf", actor=actor)
-        return weight_sync._SYNCS[built].bucket_bytes
+        strategy.setup_inference_engine(config, "hf", actor=actor)
+        return strategy.broadcast_manager.bucket_bytes
 
 
 def sampling(config):

@@ -2,67 +2,52 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from lightrft.kernels.lazy import lazy_names
+
 if TYPE_CHECKING:
-    from lightrft.engines.base import RolloutEngine, StaleEngineError
-    from lightrft.engines.factory import build_engine, resolve_engine_type
+    from lightrft.engines.base import (
+        RolloutEngine as RolloutEngine,
+    )
+    from lightrft.engines.base import (
+        StaleEngineError as StaleEngineError,
+    )
+    from lightrft.engines.factory import (
+        build_engine as build_engine,
+    )
+    from lightrft.engines.factory import (
+        resolve_engine_type as resolve_engine_type,
+    )
     from lightrft.engines.types import (
-        Completion,
-        EngineConfig,
-        EngineParameter,
-        EngineStatus,
-        FinishReason,
-        GenerationRequest,
-        LogprobsMode,
-        MultiModalInputs,
-        SamplingParams,
-        WeightPiece,
+        Completion as Completion,
+    )
+    from lightrft.engines.types import (
+        EngineConfig as EngineConfig,
+    )
+    from lightrft.engines.types import (
+        EngineParameter as EngineParameter,
+    )
+    from lightrft.engines.types import (
+        EngineStatus as EngineStatus,
+    )
+    from lightrft.engines.types import (
+        FinishReason as FinishReason,
+    )
+    from lightrft.engines.types import (
+        GenerationRequest as GenerationRequest,
+    )
+    from lightrft.engines.types import (
+        LogprobsMode as LogprobsMode,
+    )
+    from lightrft.engines.types import (
+        MultiModalInputs as MultiModalInputs,
+    )
+    from lightrft.engines.types import (
+        SamplingParams as SamplingParams,
+    )
+    from lightrft.engines.types import (
+        WeightPiece as WeightPiece,
     )
 
-__all__ = [
-    "Completion",
-    "EngineConfig",
-    "EngineParameter",
-    "EngineStatus",
-    "FinishReason",
-    "GenerationRequest",
-    "LogprobsMode",
-    "MultiModalInputs",
-    "RolloutEngine",
-    "SamplingParams",
-    "StaleEngineError",
-    "WeightPiece",
-    "build_engine",
-    "resolve_engine_type",
-]
-
-_MODULES = {
-    "Completion": "types",
-    "EngineConfig": "types",
-    "EngineParameter": "types",
-    "EngineStatus": "types",
-    "FinishReason": "types",
-    "GenerationRequest": "types",
-    "LogprobsMode": "types",
-    "MultiModalInputs": "types",
-    "RolloutEngine": "base",
-    "SamplingParams": "types",
-    "StaleEngineError": "base",
-    "WeightPiece": "types",
-    "build_engine": "factory",
-    "resolve_engine_type": "factory",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from lightrft.engines.hf.random import mix64, row_keys, uniforms
 from lightrft.engines.hf.sampling import draw_tokens, sampling_logprobs
 from lightrft.engines.local_engine import LocalEngine
 from lightrft.engines.parameter_store import ParameterStore, full_shape, is_full_tensor
-from lightrft.engines.types import Completion, FinishReason, SamplingParams
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from torch import nn
-
-    from lightrft.engines.types import EngineConfig, GenerationRequest, WeightPiece
+from lightrft.engines.types import (
+    Completion,
+    EngineConfig,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    WeightPiece,
+)
 
 _CPU = torch.device("cpu")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lightrft.engines.base import RolloutEngine
-from lightrft.engines.types import EngineStatus
+from lightrft.engines.parameter_store import ParameterStore
+from lightrft.engines.types import EngineParameter, EngineStatus, WeightPiece
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
     import torch
-
-    from lightrft.engines.parameter_store import ParameterStore
-    from lightrft.engines.types import EngineParameter, WeightPiece
 
 _TAGS = ("weights", "kv_cache")
 

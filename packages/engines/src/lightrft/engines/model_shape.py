@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
+from lightrft.engines.types import EngineConfig
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import nn
     from transformers import PretrainedConfig
-
-    from lightrft.engines.types import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

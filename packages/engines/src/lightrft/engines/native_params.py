@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
 
 from lightrft.engines.types import SamplingParams
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
 
 _PLAIN_NAMES = (
     "n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "stop",

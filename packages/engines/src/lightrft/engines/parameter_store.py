@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from lightrft.engines.types import EngineParameter
+from lightrft.engines.types import EngineParameter, WeightPiece
 from lightrft.engines.weight_transaction import WeightTransaction
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from lightrft.engines.types import WeightPiece
 
 
 class ParameterStore:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from lightrft.engines.hf.random import row_keys
-from lightrft.engines.hf.stopping import StopStringMatcher
+from lightrft.engines.hf.stopping import StopStringMatcher, TextDecoder
+from lightrft.engines.requests import Row
 from lightrft.engines.types import Completion, FinishReason, SamplingParams
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from lightrft.engines.hf.stopping import TextDecoder
-    from lightrft.engines.requests import Row
 
 _CPU = torch.device("cpu")
 # vLLM adds the sample index to a seed, which must stay within 64 bits.

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from lightrft.engines.types import GenerationRequest
+from lightrft.engines.types import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)

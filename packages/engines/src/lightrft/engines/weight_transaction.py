@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from lightrft.engines.base import StaleEngineError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from lightrft.engines.types import EngineParameter, WeightPiece
+from lightrft.engines.types import EngineParameter, WeightPiece
 
 
 class WeightTransaction:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from lightrft.kernels.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lightrft.kernels.hardware import capabilities as capabilities
@@ -19,29 +20,4 @@ if TYPE_CHECKING:
     from lightrft.kernels.weight_bucket.operations import unpack as unpack
     from lightrft.kernels.weight_bucket.reference import combine_hashes as combine_hashes
 
-_MODULES = {
-    "BucketBroadcaster": "weight_bucket.broadcaster",
-    "BucketLayout": "weight_bucket.layout",
-    "TensorSpec": "weight_bucket.layout",
-    "VocabShard": "logprob.types",
-    "Workspace": "logprob.types",
-    "capabilities": "hardware",
-    "combine_hashes": "weight_bucket.reference",
-    "hash_tensor": "weight_bucket.operations",
-    "linear_logprob": "logprob.dispatch",
-    "linear_policy_loss": "logprob.policy_loss",
-    "pack": "weight_bucket.operations",
-    "unpack": "weight_bucket.operations",
-}
-
-__all__ = sorted(_MODULES)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

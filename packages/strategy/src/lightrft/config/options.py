@@ -12,7 +12,9 @@ from dataclasses import MISSING, Field, dataclass, field
 from typing import Literal, TypeVar
 
 T = TypeVar("T")
-_SECRET_WORDS = ("key", "token", "secret", "password", "passwd", "credential", "wandb")
+CRITIC = "a critic"
+_SECRET = re.compile(r"(key|token|secret|password|passwd|credentials?)$|wandb")
+_COLUMN = re.compile(r"(input|label|images?|videos?|reference)_key$")
 _SCALARS = (str, int, float)
 
 
@@ -32,11 +34,13 @@ class OptionInfo:
         above: Exclusive lower bound of a number.
         finite: inf is refused, too; nan always is.
         acts_with: When the option acts: "NAME" where that option is set, "not NAME" where it is
-            not, "NAME VALUE" where it has this value; None is always.
+            not, "NAME VALUE" where it has this value, `CRITIC` where the advantage estimator has
+            one; None is always.
         may_change: A continued run is exact although this changed.
         secret: The value is shown and saved nowhere.
         common: Listed by `train --help`.
         path: The value is the path of a file or a folder.
+        commands: Commands beside `train` that take the option.
     """
 
     help: str
@@ -51,6 +55,7 @@ class OptionInfo:
     secret: bool = False
     common: bool = False
     path: Literal["file", "folder"] | None = None
+    commands: tuple[str, ...] = ()
 
 
 def option(  # noqa: PLR0913 - the one place where an option is described
@@ -68,12 +73,13 @@ def option(  # noqa: PLR0913 - the one place where an option is described
     secret: bool = False,
     common: bool = False,
     path: Literal["file", "folder"] | None = None,
+    commands: tuple[str, ...] = (),
 ) -> T:
     """A dataclass field with a default and the `OptionInfo` of the other arguments."""
     info = OptionInfo(
         help=help, group=group, choices=choices, at_least=at_least, at_most=at_most, above=above,
         finite=finite, acts_with=acts_with, may_change=may_change, secret=secret, common=common,
-        path=path,
+        path=path, commands=commands,
     )  # fmt: skip
     made: T = field(default=default, metadata={"option": info})
     return made
@@ -201,7 +207,7 @@ def mask_address(text: str) -> str:
 
 def looks_secret(name: str) -> bool:
     """Whether a name that no option describes sounds like that of a secret."""
-    return any(word in name.lower() for word in _SECRET_WORDS)
+    return bool(_SECRET.search(name.lower())) and not _COLUMN.search(name.lower())
 
 
 def masked(value: object) -> object:

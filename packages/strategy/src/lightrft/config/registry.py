@@ -216,7 +216,7 @@ REWARDS = Registry("reward function", {
 })  # fmt: skip
 LOGGERS = Registry("logger", {})
 # Choices that are the branches of one function.
-KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
+KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k3_unclamped", "k3_is")
 AGGREGATIONS = (
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
 )  # fmt: skip

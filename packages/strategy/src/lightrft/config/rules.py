@@ -38,6 +38,16 @@ def _num_rewards(c: TrainConfig) -> int:
     return len(c.reward_fn) + (1 if isinstance(urls, str) else len(urls)) + len(c.reward_pretrain)
 
 
+def _named_losses(c: TrainConfig) -> dict[str, str]:
+    """The policy loss by each option that names one."""
+    named = {
+        "use_gspo": "gspo" if c.use_gspo else None,
+        "use_cpg_loss": "cpgd" if c.use_cpg_loss else None,
+        f"policy_loss {c.policy_loss!r}": c.policy_loss,
+    }
+    return {option: loss for option, loss in named.items() if loss is not None}
+
+
 def _nonzero(name: str) -> Rule:
     return lambda c: (
         getattr(c, name) == 0 and (f"{name}: got 0, expected -1 (off) or a number of at least 1")
@@ -64,12 +74,8 @@ RULES: tuple[Rule, ...] = (
     lambda c: c.use_kl_loss and c.init_kl_coef == 0 and (
         "use_kl_loss needs init_kl_coef > 0: got 0, which loads no reference model"
     ),
-    lambda c: (c.use_gspo + c.use_cpg_loss + (c.policy_loss is not None) > 1) and (
-        not (c.use_gspo and c.policy_loss == "gspo" and not c.use_cpg_loss)
-        and not (c.use_cpg_loss and c.policy_loss == "cpgd" and not c.use_gspo)
-    ) and (
-        f"use_gspo, use_cpg_loss and policy_loss {c.policy_loss!r} name different policy losses: "
-        "give one of them"
+    lambda c: len(set(_named_losses(c).values())) > 1 and (
+        f"{' and '.join(_named_losses(c))} name different policy losses: give one of them"
     ),
     lambda c: c.off_policy_correction and not has_known_order(
         c.engine_type, top_k=c.top_k, top_p=c.top_p

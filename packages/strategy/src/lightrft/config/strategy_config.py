@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from lightrft.config.options import (
+    CRITIC,
     ConfigError,
     OptionInfo,
     accepts,
@@ -42,7 +43,10 @@ class StrategyConfig:
         ConfigError: Values of wrong type or out of range; one message names every such field.
     """
 
-    seed: int = option(42, "Seed of all random number generators.", group="training", at_least=0)
+    seed: int = option(
+        42, "Seed of all random number generators.", group="training", at_least=0,
+        commands=("eval",),
+    )  # fmt: skip
     max_norm: float = option(
         1.0, "Global gradient norm above which gradients are scaled down; 0 never clips.",
         group="training", at_least=0, finite=False,
@@ -57,14 +61,14 @@ class StrategyConfig:
     )  # fmt: skip
     bf16: bool | None = option(
         None, "Compute in bfloat16; unset means yes on a GPU and float32 on a CPU.",
-        group="training",
+        group="training", commands=("eval",),
     )  # fmt: skip
     actor_learning_rate: float = option(
         1e-6, "Peak learning rate of the actor.", group="training", at_least=0, common=True,
     )  # fmt: skip
     critic_learning_rate: float = option(
         9e-6, "Peak learning rate of the critic.", group="training", at_least=0,
-
+        acts_with=CRITIC,
     )  # fmt: skip
     adam_betas: tuple[float, float] = option(
         (0.9, 0.95), "Adam's decay rates of the two moments.", group="training",
@@ -149,24 +153,26 @@ class StrategyConfig:
     )  # fmt: skip
     timeout_minutes: float = option(
         60.0, "Deadline of every collective and of every phase.", group="distributed", above=0,
-        finite=False, may_change=True,
+        finite=False, may_change=True, commands=("eval",),
     )  # fmt: skip
     engine_type: str = option(
         "vllm", "Rollout engine.", group="engine", choices=ENGINE_TYPES, common=True,
+        commands=("eval",),
     )  # fmt: skip
     engine_tp_size: int = option(
         1, "Ranks that share one engine (tensor parallelism).", group="engine", at_least=1,
+        commands=("eval",),
     )  # fmt: skip
     engine_mem_util: float = option(
         0.5, "Share of device memory the engine may take.", group="engine", above=0, at_most=1,
-        may_change=True,
+        may_change=True, commands=("eval",),
     )  # fmt: skip
     enable_engine_sleep: bool = option(
         True, "Release the engine's memory while the trainer runs.", group="engine",
         may_change=True,
     )  # fmt: skip
     engine_args: Arguments = option(
-        None, "Further options under the engine's own names.", group="engine",
+        None, "Further options under the engine's own names.", group="engine", commands=("eval",),
     )  # fmt: skip
     max_len: int | None = option(
         None, "Longest prompt plus completion, in tokens.", group="engine", at_least=1,
@@ -182,15 +188,15 @@ class StrategyConfig:
     rm_engine_cudagraph: bool = option(False, "CUDA graphs in the reward engine.", group="engine")
     pretrain: str | None = option(
         None, "Checkpoint directory of the actor.", group="models", common=True,
-        path="folder",
+        path="folder", commands=("data",),
     )  # fmt: skip
     critic_pretrain: str | bool | None = option(
         False, "Checkpoint directory of the critic; unset trains no critic.", group="models",
-        path="folder",
+        path="folder", acts_with=CRITIC,
     )  # fmt: skip
     remote_rm_url: str | tuple[str, ...] | None = option(
         None, "Address of a reward service; local reward models are then left alone.",
-        group="models", may_change=True,
+        group="models", may_change=True, commands=("eval",),
     )  # fmt: skip
     pretrain_data: str | None = option(
         None, "Text mixed into the loss.", group="models", acts_with="ptx_coef", path="file",
@@ -294,7 +300,9 @@ class StrategyConfig:
         """Whether the option that `acts_with` names has the value that is needed."""
         needed = info.acts_with or ""
         name, _, value = needed.removeprefix("not ").partition(" ")
-        if name not in self.__dict__:
+        if needed in ("", CRITIC):
+            return True
+        if name not in self.__dict__:  # an option of a whole run
             return True
         actual = self.__dict__[name]
         is_set = str(actual) == value if value else bool(actual)

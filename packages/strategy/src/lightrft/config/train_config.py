@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from lightrft.config.options import ConfigError, did_you_mean, option, options_of
+from lightrft.config.options import CRITIC, ConfigError, did_you_mean, option, options_of
 from lightrft.config.registry import AGGREGATIONS, LOGGERS, POLICY_LOSSES
 from lightrft.config.rules import batch_problems, broken_rules, unused_by_rules
 from lightrft.config.strategy_config import ENGINE_TYPES, Arguments, StrategyConfig
@@ -33,49 +33,59 @@ class TrainConfig(StrategyConfig):
     prompt_data_probs: tuple[float, ...] = option(
         (), "Shares of several sources of prompt_data; unset follows their sizes.", group="data",
     )  # fmt: skip
-    prompt_split: str = option("train", "Part of a folder or data set to train on.", group="data")
+    prompt_split: str = option(
+        "train", "Part of a folder or data set to train on.", group="data", commands=("data",),
+    )  # fmt: skip
     eval_data: str | None = option(
         None, "Evaluation prompts, in the same formats.", group="data", may_change=True,
         common=True,
-        path="file",
+        path="file", commands=("eval",),
     )  # fmt: skip
     eval_split: str = option(
         "test", "Part of a folder or data set of eval_data.", group="data", may_change=True,
+        commands=("eval",),
     )  # fmt: skip
-    input_key: str = option("input", "Column that holds the prompt.", group="data", common=True)
+    input_key: str = option(
+        "input", "Column that holds the prompt.", group="data", common=True,
+        commands=("data", "eval"),
+    )  # fmt: skip
     label_key: str = option(
         "label", "Column that holds the reference answer.", group="data", common=True,
+        commands=("data", "eval"),
     )  # fmt: skip
     apply_chat_template: bool = option(
         False, "Render prompts by the model's chat template.", group="data", common=True,
+        commands=("data", "eval"),
     )  # fmt: skip
     system_prompt: str | None = option(
-        None, "System message put before every prompt.", group="data",
+        None, "System message put before every prompt.", group="data", commands=("data", "eval"),
     )  # fmt: skip
     input_template: str | None = option(
         None, "Text around the prompt, which replaces {}.", group="data",
+        commands=("data", "eval"),
     )  # fmt: skip
     prompt_max_len: int = option(
         1024, "Longest prompt, in tokens.", group="data", at_least=1, common=True,
+        commands=("data", "eval"),
     )  # fmt: skip
     max_samples: int = option(
         1_000_000, "Use at most this many training prompts.", group="data", at_least=1,
     )  # fmt: skip
     max_eval_samples: int = option(
         500, "Use at most this many evaluation prompts.", group="data", at_least=1,
-        acts_with="eval_data", may_change=True,
+        acts_with="eval_data", may_change=True, commands=("eval",),
     )  # fmt: skip
     reward_fn: tuple[str, ...] = option(
         (), "Rewards, summed: boxed_math, gsm8k or FILE.py:FUNCTION.", group="reward", common=True,
-        path="file",
+        path="file", commands=("data", "eval"),
     )  # fmt: skip
     reward_timeout_seconds: float = option(
         120.0, "Deadline of one call of a reward function.", group="reward", above=0,
-        may_change=True,
+        may_change=True, commands=("data", "eval"),
     )  # fmt: skip
     reward_weights: tuple[float, ...] = option(
         (), "Factor of each reward_fn, then remote_rm_url, then reward_pretrain; unset is 1 each.",
-        group="reward",
+        group="reward", commands=("eval",),
     )  # fmt: skip
     reward_pretrain: tuple[str, ...] = option(
         (), "Reward models: sequence classifiers with one label; their scores are added.",
@@ -98,14 +108,18 @@ class TrainConfig(StrategyConfig):
     )  # fmt: skip
     generate_max_len: int = option(
         1024, "Longest response, in tokens.", group="rollout", at_least=1, common=True,
+        commands=("data", "eval"),
     )  # fmt: skip
-    temperature: float = option(1.0, "Sampling temperature.", group="rollout", above=0, common=True)
+    temperature: float = option(
+        1.0, "Sampling temperature.", group="rollout", above=0, common=True, commands=("eval",),
+    )  # fmt: skip
     top_p: float = option(
         1.0, "Sample from the smallest set of tokens with this probability; 1 keeps all.",
-        group="rollout", above=0, at_most=1,
+        group="rollout", above=0, at_most=1, commands=("eval",),
     )  # fmt: skip
     top_k: int = option(
         -1, "Sample from the k most likely tokens; -1 keeps all.", group="rollout", at_least=-1,
+        commands=("eval",),
     )  # fmt: skip
     use_fire: bool = option(
         False, "Draw the first token at first_token_temperature (FIRE).", group="rollout",
@@ -162,6 +176,7 @@ class TrainConfig(StrategyConfig):
     engine_type: str = option(
         "auto", "Rollout engine; auto takes vllm or sglang on a GPU, else hf.", group="engine",
         choices=tuple(name for name in ENGINE_TYPES if name != "fake"), common=True,
+        commands=("eval",),
     )  # fmt: skip
     policy_loss: str | None = option(
         None, "Policy loss; unset is ppo, the clipped surrogate.", group="algorithm",
@@ -219,12 +234,12 @@ class TrainConfig(StrategyConfig):
     )  # fmt: skip
     value_clip: float = option(
         0.2, "Clip range of the change of a value; 0 is off.", group="algorithm", at_least=0,
-
+        acts_with=CRITIC,
     )  # fmt: skip
     gamma: float = option(1.0, "Discount per token.", group="algorithm", at_least=0, at_most=1)
     lambd: float = option(
         0.95, "Lambda of generalised advantage estimation.", group="algorithm", at_least=0,
-        at_most=1,
+        at_most=1, acts_with=CRITIC,
     )  # fmt: skip
     init_kl_coef: float = option(
         0.01, "Weight of the KL divergence; 0 loads no reference model.", group="algorithm",

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-
-    from lightrft.strategy.config import StrategyConfig
-
+from lightrft.strategy.config import StrategyConfig
 
 ParameterGroup = dict[str, "list[nn.Parameter] | float"]
 """What `torch.optim` takes as one group: "params" and "weight_decay"."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.engines.base import RolloutEngine
 from lightrft.strategy.config import StrategyConfig
-
-if TYPE_CHECKING:
-    from torch.optim.lr_scheduler import LRScheduler
 
 
 class PreparedModel(NamedTuple):
@@ -22,6 +20,10 @@ class PreparedModel(NamedTuple):
     model: nn.Module | None
     optimizer: Optimizer | None
     scheduler: LRScheduler | None
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """The model's forward pass."""
+        return wrapped_module(self)(*args, **kwargs)
 
 
 NO_MODEL = PreparedModel(None, None, None)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sized
-from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.data import Sampler
-
-if TYPE_CHECKING:
-    from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 
 class DistributedSampler(Sampler[int]):

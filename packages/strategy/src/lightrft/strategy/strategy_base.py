@@ -1,26 +1,68 @@
-"""The interface every training strategy implements, and what all of them share."""
+"""The whole interface of a training strategy; its parts do the work."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import TYPE_CHECKING, Self
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import ClassVar, Self, TypeVar, cast, overload
 
-from lightrft.engines.types import EngineStatus
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lightrft.engines.base import RolloutEngine
+from lightrft.engines.types import Completion, EngineStatus
+from lightrft.strategy.accumulation import Accumulations, AccumulationState
+from lightrft.strategy.backend import Backend, WantedState
+from lightrft.strategy.checkpoints.folders import SaveRequest
+from lightrft.strategy.checkpoints.part import Checkpoints
+from lightrft.strategy.config import ConfigError, StrategyConfig
+from lightrft.strategy.distributed import collectives, process_groups
+from lightrft.strategy.distributed.collectives import ALONE, Group
+from lightrft.strategy.distributed.context import (
+    DistributedContext,
+    print_on_first_rank,
+    report_memory,
+    seed_generators,
+    synchronize_and_free,
+)
+from lightrft.strategy.distributed.memory import MemoryReport
 from lightrft.strategy.distributed.sequence_parallel import SPDataProcessor
-from lightrft.strategy.engine.interface import EngineInterface
-from lightrft.strategy.optimizers import OptimizerStepResult
+from lightrft.strategy.engine import generation, multimodal
+from lightrft.strategy.engine.generation import PromptBatch, PromptItem
+from lightrft.strategy.engine.session import EngineSession
+from lightrft.strategy.engine.statistics import GenLenAnalyser
+from lightrft.strategy.meta_init import parameters_on_meta
+from lightrft.strategy.optimizers import (
+    AdamSettings,
+    OptimizerStepResult,
+    learning_rate_schedule,
+)
 from lightrft.strategy.prepared import (
+    NO_MODEL,
+    AnyModel,
+    Arguments,
     ModelOptimPair,
     ModelOrModelOptimPair,
     PreparedModel,
+    RewardModels,
+    inner_module,
     is_actor,
     is_engine,
+    wrapped_module,
 )
-
-if TYPE_CHECKING:
-    from torch.optim.lr_scheduler import LRScheduler
-
-    from lightrft.strategy.prepared import Arguments
+from lightrft.strategy.sampler import DistributedSampler
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource, checkpoint_module
+from lightrft.strategy.weight_sync.sync import WeightSync, WeightSyncReport
 
 __all__ = [
     "EngineStatus",
@@ -32,13 +74,15 @@ __all__ = [
     "is_engine",
 ]
 
+T = TypeVar("T")
 
-class StrategyBase(EngineInterface):
+
+class StrategyBase:
     """How models are trained over ranks, and the rollout engine that shares the processes.
 
-    Its methods stand in four layers, each in its own file: `DistributedContext` (processes and
-    collectives), `TrainingInterface` (what a backend implements), `ModelPreparation` and
-    `EngineInterface`. Usable as a context manager, which closes it.
+    Its parts are a `DistributedContext` (ranks, groups, collectives), a `Backend` (FSDP2,
+    DeepSpeed or plain torch), `Checkpoints` and an `EngineSession` (engine, generation, weight
+    sync). Usable as a context manager, which closes it.
 
     Args:
         seed: Seed of all random number generators.
@@ -46,11 +90,16 @@ class StrategyBase(EngineInterface):
         micro_train_batch_size: Samples per rank in one forward and backward pass.
         train_batch_size: Samples per optimizer step over all ranks.
         args: Further settings; kept as given, and read through `config`.
+        backend: What trains.
+        overrides: Options whose values here replace those of `args`; None keeps them.
 
     Raises:
         ValueError: Sizes do not divide; the message has the numbers.
-        RuntimeError: The launcher's environment variables are missing.
+        RuntimeError: Only some of the launcher's environment variables are there.
     """
+
+    world_group: ClassVar[Group] = None
+    """The ranks that train together: all of them, or `ALONE`."""
 
     def __init__(
         self,
@@ -59,28 +108,874 @@ class StrategyBase(EngineInterface):
         micro_train_batch_size: int,
         train_batch_size: int,
         args: Arguments | None = None,
+        *,
+        backend: Callable[[DistributedContext, StrategyConfig], Backend],
+        overrides: Mapping[str, object] | None = None,
     ) -> None:
-        super().__init__(seed, max_norm, micro_train_batch_size, train_batch_size, args)
-        self.setup_distributed(timeout=self._timeout)
-        self.engine_mp_group, self.engine_dp_group = self._create_engine_groups()
-        self.sp_data_processor = SPDataProcessor(self._group_or_alone(self.sp_group))
-        self._start_session()
-
-    def _conclude_step(
-        self, norm: float, scheduler: LRScheduler | None, name: str, learning_rate: float
-    ) -> OptimizerStepResult:
-        """The schedule advances, and the engine becomes stale, only with weights that changed."""
-        is_skipped = not math.isfinite(norm)
-        if is_skipped:
-            self.num_skipped_steps[name] += 1
-        else:
-            if scheduler is not None:
-                scheduler.step()
-            self._mark_engine_stale()
-        return OptimizerStepResult(norm, is_skipped, learning_rate)
+        self.args = args
+        self.seed = seed
+        self.max_norm = max_norm
+        self.micro_train_batch_size = micro_train_batch_size
+        self.train_batch_size = train_batch_size
+        config = self.config = dataclasses.replace(
+            StrategyConfig.from_args(args),
+            seed=seed,
+            max_norm=max_norm,
+            micro_train_batch_size=micro_train_batch_size,
+            train_batch_size=train_batch_size,
+        )
+        for name, value in (overrides or {}).items():
+            if value is not None:
+                setattr(config, name, value)
+        idle = config.unused_options()
+        if idle and config.strict:
+            raise ConfigError("options without effect (strict):\n  " + "\n  ".join(idle))
+        self.adam_offload = config.adam_offload
+        self.zpg = config.zpg
+        self.grad_accum_dtype = config.grad_accum_dtype
+        self.overlap_comm = config.overlap_comm
+        self.time_steps: defaultdict[str, int] = defaultdict(int)
+        self.num_skipped_steps: defaultdict[str, int] = defaultdict(int)
+        self._profile_step = 0
+        self._accumulations = Accumulations()
+        self._trained: weakref.WeakKeyDictionary[
+            nn.Module, tuple[Optimizer | None, LRScheduler | None]
+        ] = weakref.WeakKeyDictionary()
+        self.ranks = DistributedContext(config, self.world_group)
+        self.backend = backend(self.ranks, config)
+        self.setup_distributed(timeout=self.ranks.timeout)
+        for text in idle:
+            self.print(f"warning: option without effect: {text}")
+        self.checkpoints = Checkpoints(
+            self.ranks, self.backend, type(self).__name__, in_background=config.async_save
+        )
+        self.session = EngineSession(self.ranks, config)
+        self.sp_data_processor = SPDataProcessor(ALONE if self.sp_group is None else self.sp_group)
+        self.genlen_analyser = GenLenAnalyser(
+            plot_every=config.plot_every, log_dir=config.log_dir, group=self.world_group
+        )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def close(self) -> None:
+        """Finishes saving, closes the engine, and ends the process group if started here.
+
+        Idempotent.
+
+        Raises:
+            CheckpointError: A save in the background failed; everything is closed all the same.
+        """
+        try:
+            self.checkpoints.saver.close()
+        finally:
+            self.session.close()
+            self.ranks.close(self.backend.stop)
+
+    # --- ranks
+
+    def setup_distributed(
+        self, timeout: timedelta | None = None, num_gpu_per_node: int | None = None
+    ) -> None:
+        """Seeds, chooses the device, starts the process group, checks sizes. Idempotent.
+
+        Args:
+            timeout: Deadline of the start and of every collective.
+            num_gpu_per_node: To derive the local rank where LOCAL_RANK is not set; None detects.
+
+        Raises:
+            RuntimeError: RANK or WORLD_SIZE is missing; the message names it.
+            ValueError: Batch sizes or `sp_size` do not fit the number of ranks, or group sizes
+                were changed after the groups had been formed.
+        """
+        ranks, config = self.ranks, self.config
+        ranks.start(timeout, num_gpu_per_node)
+        self.backend.start()
+        self.device, self.world_size = ranks.device, ranks.world_size
+        self.accumulated_gradient = process_groups.accumulation_steps(
+            train_batch_size=self.train_batch_size,
+            micro_train_batch_size=self.micro_train_batch_size,
+            num_data_ranks=self.num_data_ranks,
+            world_size=self.world_size,
+        )
+        ranks.form_groups()
+        self.sp_mesh_device, self.sp_group, self.dp_group = (
+            ranks.sp_mesh,
+            ranks.sp_group,
+            ranks.dp_group,
+        )
+        self.engine_mp_group, self.engine_dp_group = ranks.engine_mp_group, ranks.engine_dp_group
+        self.engine_type = config.engine_type
+
+    def set_seed(self, seed: int) -> None:
+        """Seeds random, NumPy and torch (CPU and all GPUs) with the same value on every rank."""
+        seed_generators(seed)
+
+    @property
+    def num_averaging_ranks(self) -> int:
+        """Ranks over which this backend averages gradients."""
+        return self.world_size
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Data-parallel groups: with sequence parallelism `sp_size` ranks share their samples."""
+        return self.world_size // self.config.sp_size
+
+    @property
+    def data_rank(self) -> int:
+        """Which data-parallel group this rank belongs to."""
+        return self.get_rank() // self.config.sp_size
+
+    @classmethod
+    def is_rank_0(cls) -> bool:
+        """Whether this is the first of all ranks."""
+        return collectives.group_rank(cls.world_group) == 0
+
+    def get_rank(self) -> int:
+        """This rank among all ranks."""
+        return self.ranks.rank
+
+    @classmethod
+    def print(cls, *msg: object) -> None:
+        """Prints with a time stamp, on rank 0 only."""
+        print_on_first_rank(cls.world_group, *msg)
+
+    @classmethod
+    def report_memory(cls, prefix: str = "") -> MemoryReport:
+        """Prints (on rank 0) and returns the memory in use; on a CPU that of the process."""
+        return report_memory(cls.world_group, prefix)
+
+    @classmethod
+    def sync_and_clear_cache(cls) -> None:
+        """Waits for the GPU, then for all ranks, then frees cached GPU memory."""
+        synchronize_and_free(cls.world_group)
+
+    def barrier(self) -> None:
+        """Waits until every rank arrived."""
+        collectives.barrier(self.world_group)
+
+    @overload
+    def all_reduce(self, data: int, op: str = "mean") -> float: ...
+
+    @overload
+    def all_reduce(self, data: T, op: str = "mean") -> T: ...
+
+    def all_reduce(self, data: object, op: str = "mean") -> object:
+        """Reduces a tensor, a number or a nested dict over all ranks in one collective.
+
+        Args:
+            data: Left unchanged.
+            op: "mean", "max" or "sum".
+
+        Returns:
+            The same structure, type and device. Integers stay exact; a mean of integers is a
+            float.
+
+        Raises:
+            AssertionError: `op` is none of these.
+            ValueError: Ranks passed different keys, types or shapes (raised on every rank).
+        """
+        return self.ranks.all_reduce(data, op, self.world_group)
+
+    def reduce_over_data(self, data: T, op: str = "mean") -> T:
+        """Like `all_reduce`, counting ranks that share their samples once."""
+        return cast("T", self.ranks.all_reduce(data, op, self.ranks.data_group))
+
+    @overload
+    def all_gather(self, data: Tensor | float) -> Tensor: ...
+
+    @overload
+    def all_gather(self, data: Mapping[str, collectives.Tree]) -> dict[str, Tensor]: ...
+
+    def all_gather(self, data: collectives.Tree) -> object:
+        """Concatenates every rank's values in rank order; a number gives a 1-D tensor.
+
+        Tensors may differ in their first dimension. Dicts may be nested.
+
+        Raises:
+            ValueError: Ranks passed different keys, types or trailing shapes (on every rank).
+        """
+        return collectives.all_gather(data, group=self.world_group)
+
+    def gather_objects(self, item: T, group: ProcessGroup | None = None) -> list[T]:
+        """Every rank's plain Python object, by rank, on every rank of the group."""
+        return collectives.gather_objects(item, self.world_group if group is None else group)
+
+    # --- models
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        is_training: bool = False,
+        shard_size: int = -1,
+        reshard_after_forward: bool = True,
+    ) -> nn.Module:
+        """Places (and shards) one model.
+
+        Args:
+            model: A bare model or an actor or critic around one.
+            is_training: Whether gradients will be needed.
+            shard_size: Ranks over which parameters are sharded; -1 is all of them. Values above
+                the number of ranks are clamped.
+            reshard_after_forward: Whether full parameters are freed after the forward pass.
+
+        Raises:
+            ValueError: The number of ranks is not a multiple of `shard_size`.
+        """
+        return self.backend.prepare_model(
+            model,
+            is_training=is_training,
+            shard_size=shard_size,
+            reshard_after_forward=reshard_after_forward,
+        )
+
+    def prepare(
+        self,
+        *models_or_model_optim_pairs: object,
+        is_rlhf: bool = False,
+    ) -> object:
+        """Makes models ready, each according to its form.
+
+        A triple (model, optimizer, scheduler) becomes a PreparedModel and a pair a pair, ready for
+        training; a list becomes a list of models for inference, a model one such model; None and
+        a triple of None stay.
+
+        Args:
+            *models_or_model_optim_pairs: As above.
+            is_rlhf: Reward models in a list are sharded over at most 8 ranks.
+
+        Returns:
+            A list in the order of the arguments; for one argument its result alone.
+        """
+        done = [self._prepare_one(item, is_rlhf=is_rlhf) for item in models_or_model_optim_pairs]
+        return done[0] if len(done) == 1 else done
+
+    def _prepare_one(self, item: object, *, is_rlhf: bool) -> object:
+        if item is None:
+            return None
+        if isinstance(item, nn.Module):
+            return self.prepare_model(item)
+        if isinstance(item, tuple) and len(item) in (2, 3) and not isinstance(item[1], nn.Module):
+            model, optimizer, scheduler = (*item, None)[:3]
+            if model is None:
+                return NO_MODEL
+            ready = self.backend.prepare_training(model, optimizer, scheduler)
+            self._remember(ready)
+            return ready if len(item) == 3 else (ready.model, ready.optimizer)
+        if isinstance(item, list | tuple):
+            size = 8 if is_rlhf else -1
+            return [self.prepare_model(model, shard_size=size) for model in item]
+        raise TypeError(
+            "prepare takes models, (model, optimizer[, scheduler]) tuples and lists of models, got "
+            f"{type(item).__name__}"
+        )
+
+    def _remember(self, ready: PreparedModel) -> None:
+        """Keeps a model's optimizer and schedule for checkpoints, under every name it has."""
+        if ready.model is not None:
+            pair = (ready.optimizer, ready.scheduler)
+            for module in {ready.model, self.unwrap_model(ready.model)}:
+                self._trained[module] = pair
+
+    def _resolve(
+        self,
+        model: AnyModel,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+    ) -> PreparedModel:
+        """The model with its optimizer and schedule: given, its own, or the remembered ones."""
+        if isinstance(model, PreparedModel):
+            found = model
+        else:
+            found = PreparedModel(model, *self._trained.get(model, (None, None)))
+        return PreparedModel(
+            found.model, optimizer or found.optimizer, scheduler or found.scheduler
+        )
+
+    def unwrap_model(self, model: AnyModel) -> nn.Module:
+        """The actor, critic or bare model inside whatever the strategy put around it."""
+        return inner_module(model)
+
+    def create_optimizer(self, model: AnyModel, **kwargs: object) -> Optimizer:
+        """Creates the optimizer of a model.
+
+        Args:
+            model: The model, or a PreparedModel or wrapper of it.
+            **kwargs: `lr`, `betas`, `eps`, `weight_decay`; defaults from the configuration.
+        """
+        settings = AdamSettings.read(kwargs, self.config)
+        return self.backend.create_optimizer(inner_module(model), settings)
+
+    def _trainable(
+        self, model: nn.Module, learning_rate: float, max_steps: int, config: StrategyConfig
+    ) -> PreparedModel:
+        """Optimizer and schedule, and the model wrapped at the moment that this backend needs."""
+        if self.backend.wraps_before_optimizer:
+            model = self.prepare_model(model, is_training=True)
+        optimizer = self.create_optimizer(
+            model, lr=learning_rate, betas=config.adam_betas, weight_decay=config.l2
+        )
+        scheduler = learning_rate_schedule(
+            config.lr_scheduler,
+            optimizer,
+            max_steps=max_steps,
+            warmup_ratio=config.lr_warmup_ratio,
+            min_lr_ratio=config.min_lr_ratio,
+        )
+        ready = PreparedModel(model, optimizer, scheduler)
+        if self.backend.wraps_before_optimizer:
+            self._remember(ready)
+            return ready
+        return cast("PreparedModel", self.prepare(ready, is_rlhf=True))
+
+    def prepare_models_and_optimizers(
+        self,
+        actor: nn.Module,
+        critic: nn.Module | None,
+        reward_models: RewardModels,
+        initial_model: nn.Module | None,
+        args: Arguments | None,
+        max_steps: int,
+    ) -> tuple[PreparedModel, PreparedModel, RewardModels, nn.Module | None]:
+        """Makes all models of a run ready, with optimizers and schedules for actor and critic.
+
+        Args:
+            actor: Marked with `is_actor = True`.
+            critic: None for critic-free algorithms.
+            reward_models: One, several or none; left alone with `remote_rm_url`.
+            initial_model: The reference model, or None.
+            args: Not needed; the strategy's own configuration counts.
+            max_steps: Optimizer steps of the run; the schedule ends there.
+
+        Returns:
+            (actor, critic, reward_models, initial_model), the first two as PreparedModel.
+        """
+        del args
+        actor.is_actor = True  # type: ignore[assignment]
+        config = self.config
+        ready_actor = self._trainable(actor, config.actor_learning_rate, max_steps, config)
+        ready_critic = NO_MODEL
+        if critic is not None:
+            ready_critic = self._trainable(critic, config.critic_learning_rate, max_steps, config)
+        if initial_model is not None:
+            initial_model = self.prepare_model(initial_model)
+        if not config.remote_rm_url and reward_models is not None:
+            if isinstance(reward_models, nn.Module):
+                reward_models = self.prepare_model(reward_models, shard_size=8)
+            else:
+                reward_models = [self.prepare_model(rm, shard_size=8) for rm in reward_models]
+        self.sync_and_clear_cache()
+        return ready_actor, ready_critic, reward_models, initial_model
+
+    def prepare_reward_model(
+        self, reward_model: nn.Module, args: Arguments | None = None, max_steps: int = int(1e8)
+    ) -> PreparedModel:
+        """Makes a reward model ready for training at `actor_learning_rate`.
+
+        Args:
+            reward_model: The model.
+            args: Settings that replace the strategy's own.
+            max_steps: Optimizer steps of the run.
+        """
+        config = self.config if args is None else StrategyConfig.from_args(args)
+        ready = self._trainable(reward_model, config.actor_learning_rate, max_steps, config)
+        self.sync_and_clear_cache()
+        return ready
+
+    def setup_dataloader(
+        self,
+        replay_buffer: Dataset[T],
+        batch_size: int,
+        pin_memory: bool = False,
+        shuffle: bool = True,
+        collate_fn: Callable[[list[T]], object] | None = None,
+        drop_last: bool = True,
+        sampler: Sampler[int] | None = None,
+        consumed_samples: int = 0,
+    ) -> DataLoader[T]:
+        """A loader of this rank's share of the data.
+
+        Args:
+            replay_buffer: Map-style data set, equal on all ranks.
+            batch_size: Samples per batch of this rank.
+            pin_memory, shuffle, collate_fn, drop_last: As in torch's DataLoader; `drop_last` also
+                drops what does not divide evenly among ranks.
+            sampler: Replaces the DistributedSampler.
+            consumed_samples: Samples of the epoch already used, over all ranks.
+        """
+        if sampler is None:
+            sampler = DistributedSampler(
+                replay_buffer,
+                num_replicas=self.world_size,
+                rank=self.get_rank(),
+                shuffle=shuffle,
+                seed=self.seed,
+                drop_last=drop_last,
+                consumed_samples=consumed_samples,
+            )
+        return DataLoader(
+            replay_buffer,
+            batch_size=batch_size,
+            sampler=sampler,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            # Every iterator draws a seed, and a resumed run makes one iterator more than a whole
+            # one: not from the generator that checkpoints restore.
+            generator=torch.Generator().manual_seed(self.seed),
+        )
+
+    @contextmanager
+    def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
+        """Where models are built. Reports memory.
+
+        With `meta_init` and FSDP2 their parameters get no memory yet: `prepare_model` shards them
+        first and then reads the rows that this rank holds from the directory in the model's
+        configuration, so no rank ever holds a whole model.
+        """
+        if meta_init and not self.backend.builds_on_meta:
+            self.print("warning: option without effect: meta_init acts only with fsdp")
+        try:
+            with parameters_on_meta(meta_init and self.backend.builds_on_meta):
+                yield
+        finally:
+            self.report_memory("Finished init_model_context")
+
+    def maybe_offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Moves optimizer states to the CPU (FSDP2 with `adam_offload`; elsewhere a no-op)."""
+        self.backend.offload_optimizer(optimizer)
+        return optimizer
+
+    def maybe_load_optimizer(
+        self, optimizer: Optimizer, device: torch.device | None = None
+    ) -> Optimizer:
+        """Moves optimizer states back (FSDP2 with `adam_offload`; elsewhere a no-op)."""
+        self.backend.load_optimizer(optimizer, device)
+        return optimizer
+
+    def offload_model(self, model: AnyModel) -> nn.Module:
+        """Moves an idle model to the CPU; a DeepSpeed engine stays."""
+        return self.backend.move_model(model, torch.device("cpu"))
+
+    def reload_model(self, model: AnyModel) -> nn.Module:
+        """Moves a model back to this rank's device."""
+        return self.backend.move_model(model, self.device)
+
+    def moving_average(self, model: AnyModel, model_ema: AnyModel, beta: float = 0.992) -> None:
+        """Ema <- beta * ema + (1 - beta) * model, for every parameter; call it once per step.
+
+        Averages are kept in float32, shard by shard.
+
+        Args:
+            model: The trained model.
+            model_ema: The average; prepared the same way as the model.
+            beta: Weight of the past, in [0, 1].
+
+        Raises:
+            ValueError: The two have other parameters or shards, or `beta` is out of range.
+        """
+        self.checkpoints.averages.update(
+            self.parameter_source(model), self.parameter_source(model_ema), beta=beta
+        )
+
+    # --- training
+
+    def backward(
+        self, loss: Tensor, model: AnyModel, optimizer: Optimizer, **kwargs: object
+    ) -> None:
+        """Adds the gradients of one micro-batch.
+
+        Args:
+            loss: The micro-batch's mean loss, divided here by `accumulated_gradient`; inside
+                `accumulation`, its share of the batch loss, multiplied here by the number of
+                ranks over which gradients are averaged.
+            model: The model or a PreparedModel.
+            optimizer: Its optimizer.
+        """
+        _refuse_options(kwargs, "backward")
+        state = self.accumulation_state(optimizer)
+        scaled = loss * state.loss_scale(self.num_averaging_ranks)
+        self.backend.backward(scaled, model, is_last=state.is_last())
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        model: AnyModel,
+        scheduler: LRScheduler | None,
+        name: str = "model",
+        **kwargs: object,
+    ) -> OptimizerStepResult | None:
+        """Counts a micro-batch; on the last of a step clips, updates and schedules.
+
+        If the gradients of any rank are not finite, all ranks skip the update and the schedule,
+        clear the gradients and count it in `num_skipped_steps[name]`.
+
+        Returns:
+            None while accumulating.
+        """
+        _refuse_options(kwargs, "optimizer_step")
+        self.backend.check_trainable(model)
+        if not self.accumulation_state(optimizer).advance():
+            return None
+        learning_rate = float(optimizer.param_groups[0]["lr"])
+        norm = self.backend.step(optimizer, model)
+        is_skipped = not math.isfinite(norm)
+        if is_skipped:
+            self.num_skipped_steps[name] += 1
+        else:
+            # The schedule advances, and the engine is stale, only with weights that changed.
+            if scheduler is not None:
+                scheduler.step()
+            self.session.mark_stale()
+        return OptimizerStepResult(norm, is_skipped, learning_rate)
+
+    def accumulation_state(self, optimizer: Optimizer) -> AccumulationState:
+        """How far this optimizer is inside its current step."""
+        return self._accumulations.of(optimizer, self.accumulated_gradient, self.config.sp_size)
+
+    @contextmanager
+    def accumulation(self, num_micro_batches: int, optimizer: Optimizer) -> Iterator[None]:
+        """One optimizer step made of `num_micro_batches` pairs of `backward`, `optimizer_step`.
+
+        Inside, `loss` is a micro-batch's share of the batch loss (its terms over the batch's
+        global normalizer), so that micro-batches of any size add up to the batch loss.
+
+        Args:
+            num_micro_batches: Must be the same on all ranks.
+            optimizer: Whose step it is.
+
+        Raises:
+            ValueError: Ranks announce different numbers, or a number below 1 (on every rank).
+            RuntimeError: Left before all micro-batches came, or entered in mid-step.
+        """
+        counts = self.gather_objects(int(num_micro_batches))
+        with self._accumulations.announced(
+            counts, optimizer, discard=lambda: self.backend.discard_gradients(optimizer)
+        ):
+            yield
+
+    # --- files
+
+    def save_ckpt(
+        self,
+        model: AnyModel,
+        save_dir: str,
+        tag: str | None = None,
+        max_num: int = 3,
+        max_mem: int = 1000,
+        client_state: Mapping[str, object] | None = None,
+        save_latest: bool = True,
+        *,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+        model_ema: AnyModel | None = None,
+    ) -> None:
+        """Writes a checkpoint, then removes old ones that this run wrote.
+
+        With `async_save` it returns when the state has been copied to host memory.
+
+        Args:
+            model: The model or a PreparedModel. Its optimizer and schedule are remembered.
+            save_dir: Folder of all checkpoints.
+            tag: Name of this one; None takes the next `global_step{n}`.
+            max_num: Checkpoints to keep.
+            max_mem: Megabytes that all kept checkpoints may take.
+            client_state: Plain values (JSON) and tensors to store beside the model.
+            save_latest: Whether loading without a tag finds this one.
+            optimizer, scheduler: To store instead of the remembered ones.
+            model_ema: The model's moving average, stored with it.
+
+        Raises:
+            CheckpointError: Saving failed on some rank, or the last save in the background did.
+        """
+        request = SaveRequest(
+            save_dir=Path(save_dir),
+            strategy=type(self).__name__,
+            tag=tag,
+            max_num=max_num,
+            max_mem=max_mem,
+            client_state=client_state or {},
+            save_latest=save_latest,
+            details=self.backend.checkpoint_details,
+        )
+        self.checkpoints.save(request, self._resolve(model, optimizer, scheduler), model_ema)
+
+    def load_ckpt(
+        self,
+        model: AnyModel,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        *,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+        model_ema: AnyModel | None = None,
+    ) -> tuple[str, dict[str, object]]:
+        """Reads a checkpoint into the model, its optimizer and its schedule.
+
+        Args:
+            model: The model or a PreparedModel.
+            load_dir: Folder of all checkpoints.
+            tag: Which one; None takes the latest complete one.
+            load_module_strict: Whether missing or unexpected weights are errors.
+            load_optimizer_states, load_lr_scheduler_states: What else to read.
+            load_module_only: Reads only weights, whatever the other options say.
+            optimizer, scheduler: To read into instead of the remembered ones.
+            model_ema: Gets the moving average that was stored with the model.
+
+        Returns:
+            (path of the checkpoint, client_state).
+
+        Raises:
+            FileNotFoundError: No complete checkpoint is there.
+        """
+        found = self._resolve(model, optimizer, scheduler)
+        reads_all = not load_module_only
+        wanted = WantedState(
+            strict=load_module_strict,
+            optimizer=reads_all and load_optimizer_states and found.optimizer is not None,
+            scheduler=reads_all and load_lr_scheduler_states and found.scheduler is not None,
+            rng=reads_all,
+        )
+        loaded = self.checkpoints.load(Path(load_dir), tag, found, wanted, model_ema)
+        self.session.mark_stale()
+        return loaded
+
+    def finish_saving(self) -> None:
+        """Waits until every checkpoint is complete. Collective; done at the end as well.
+
+        Raises:
+            CheckpointError: A save in the background failed; the message names rank and error.
+        """
+        self.checkpoints.finish()
+
+    def save_model(self, model: AnyModel, tokenizer: object | None, output_dir: str) -> None:
+        """Writes the model in Hugging Face format (full weights, config, tokenizer)."""
+        self.checkpoints.export(model, tokenizer, Path(output_dir))
+
+    def load_model(self, model: AnyModel, path: str, strict: bool = True) -> None:
+        """Reads full weights in safetensors format into a prepared or bare model."""
+        module = inner_module(model)
+        self.backend.load_weights(module, Path(path), strict=strict)
+        self.checkpoints.averages.forget(module)
+        self.session.mark_stale()
+
+    # --- rollout engine
+
+    @property
+    def inference_engine(self) -> RolloutEngine | None:
+        """The rollout engine, or None before `setup_inference_engine`."""
+        return self.session.engine
+
+    @inference_engine.setter
+    def inference_engine(self, engine: RolloutEngine | None) -> None:
+        self.session.engine = engine
+
+    @property
+    def vllm_engine(self) -> RolloutEngine | None:
+        """The same under its name for vLLM; the `vllm.LLM` itself is `inference_engine.native`."""
+        return self.session.engine
+
+    @property
+    def vllm_mp_group(self) -> ProcessGroup | None:
+        """`engine_mp_group`: the ranks that share this rank's engine."""
+        return self.engine_mp_group
+
+    @property
+    def inference_engine_type(self) -> str | None:
+        """The engine's registry name."""
+        return None if self.session.engine is None else self.session.engine.name
+
+    @property
+    def inference_engine_status(self) -> EngineStatus:
+        """Asleep or awake; SLEEPED without an engine."""
+        return self.session.status
+
+    @property
+    def broadcast_manager(self) -> WeightSync | None:
+        """What sends the actor's weights to the engine; None before the first update."""
+        return self.session.weight_sync
+
+    @property
+    def last_weight_sync(self) -> WeightSyncReport | None:
+        """What the last `update_engine_weights` did."""
+        return self.session.last_weight_sync
+
+    def setup_inference_engine(
+        self,
+        args: Arguments | None,
+        engine_type: str = "vllm",
+        actor: AnyModel | None = None,
+    ) -> RolloutEngine:
+        """Starts the rollout engine; afterwards it sleeps if sleeping is enabled.
+
+        An engine that was started before is closed first: two would not fit beside the model.
+
+        Args:
+            args: Settings of the engine; None takes the strategy's own.
+            engine_type: "vllm", "sglang", "hf", "fake" or "auto". From here on the only one.
+            actor: If given, its weights are sent at once.
+
+        Raises:
+            ValueError: Unknown `engine_type`, or no model is known.
+        """
+        config = self.config
+        if args is not None and args is not self.args:
+            config = StrategyConfig.from_args(args)
+        module = None if actor is None else checkpoint_module(inner_module(actor))
+        engine = self.session.start(config, engine_type, module)
+        self.engine_type = self.config.engine_type
+        if actor is not None:
+            self.update_engine_weights(actor)
+        self.maybe_sleep_inference_engine()
+        return engine
+
+    def maybe_sleep_inference_engine(self) -> None:
+        """Puts the engine to sleep if there is one, sleeping is enabled and it is awake."""
+        self.session.sleep(level=1)
+
+    def sleep_until_weight_sync(self) -> None:
+        """The same where the next use of the engine is `update_engine_weights`.
+
+        The engine drops its weights instead of copying them to the host (sleep level 2); it
+        refuses to generate until they have been sent again.
+        """
+        self.session.sleep(level=2)
+
+    def wakeup_inference_engine(self) -> None:
+        """Frees the trainer's cached memory, then wakes the engine if it sleeps."""
+        self.session.wake_up()
+
+    def engine_generate_local(
+        self,
+        sampling_params: object,
+        prompt_token_ids: Sequence[PromptItem] | Sequence[int] | None = None,
+        multi_modal_inputs: Sequence[Mapping[str, object]] | None = None,
+    ) -> list[Completion]:
+        """Generates on this rank's engine without gathering prompts.
+
+        Args:
+            sampling_params: `SamplingParams`, a mapping of its fields, or the engine's own object.
+            prompt_token_ids: Token ids per prompt; a flat list of ids is one prompt.
+            multi_modal_inputs: Items `{"prompt": text, "multi_modal_data": {"image": [...],
+                "video": [...]}}`.
+
+        Returns:
+            Completions, prompt-major.
+
+        Raises:
+            ValueError: Neither or both inputs were given.
+            NotImplementedError: There is no engine.
+        """
+        if prompt_token_ids is None and multi_modal_inputs is None:
+            raise ValueError("Either prompt_token_ids or multi_modal_inputs must be provided.")
+        if prompt_token_ids is not None and multi_modal_inputs is not None:
+            raise ValueError(
+                "Both prompt_token_ids and multi_modal_inputs can not be provided at the same time."
+            )
+        params = generation.as_sampling_params(sampling_params, self.session.engine)
+        if multi_modal_inputs is not None:
+            requests = generation.multimodal_requests(multi_modal_inputs, 0)
+        else:
+            requests = generation.text_requests(generation.as_prompts(prompt_token_ids or ()), 0)
+        return self.session.generate_local(requests, params)
+
+    @classmethod
+    def _build_multimodal_inputs(
+        cls,
+        all_prompts: Sequence[str],
+        all_images: Sequence[object] | None,
+        images_num: Sequence[int] | None,
+        all_videos: Sequence[object] | None,
+        videos_num: Sequence[int] | None,
+    ) -> list[dict[str, object]]:
+        """Pairs prompts with images and videos; see `multimodal.build_multimodal_inputs`."""
+        return multimodal.build_multimodal_inputs(
+            all_prompts,
+            images=all_images,
+            images_num=images_num,
+            videos=all_videos,
+            videos_num=videos_num,
+        )
+
+    def gather_and_generate(
+        self,
+        sampling_params: object,
+        all_prompt_token_ids: Sequence[PromptItem] | None = None,
+        all_prompts: Sequence[str] | None = None,
+        all_images: Sequence[object] | None = None,
+        sleep_engine: bool = True,
+        images_num: Sequence[int] | None = None,
+        all_videos: Sequence[object] | None = None,
+        videos_num: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """Generates for the prompts of all ranks; each rank gets its own completions.
+
+        Collective: every rank must call it, with lists that may differ in length and may be empty.
+        Prompts are gathered within the group of ranks that share an engine. The engine is woken
+        before and, with `sleep_engine`, put to sleep after, also if generation fails.
+
+        Args:
+            sampling_params: `SamplingParams`, a mapping of its fields, or the engine's own object.
+            all_prompt_token_ids: Token ids (or `GenerationRequest`s), one per prompt.
+            all_prompts: Prompts as text; needed with images or videos.
+            all_images, all_videos: Nested (a list per prompt) or flat (cut by the counts).
+            sleep_engine: Whether to put the engine to sleep afterwards (if enabled).
+            images_num, videos_num: Media per prompt; inferred if None.
+
+        Returns:
+            This rank's completions, prompt-major: `n` consecutive ones for each prompt.
+
+        Raises:
+            NotImplementedError: There is no engine.
+            ValueError, TypeError: This rank's arguments are wrong.
+            RuntimeError: Another rank failed; the message names it. All ranks raise.
+        """
+        if self.session.engine is None:
+            raise NotImplementedError("Inference engine is not initialized.")
+        self.wakeup_inference_engine()
+        batch = PromptBatch(
+            all_prompt_token_ids, all_prompts, all_images, images_num, all_videos, videos_num
+        )
+        try:
+            completions = self.session.gather_and_generate(batch, sampling_params)
+        finally:
+            if sleep_engine:
+                self.maybe_sleep_inference_engine()
+        lengths = [len(completion.output_token_ids) for completion in completions]
+        found = self.genlen_analyser.collect(
+            lengths, self._profile_step, writes_files=self.is_rank_0()
+        )
+        if found is not None:
+            self.print(f"step {self._profile_step} generation lengths: {found}")
+        self._profile_step += 1
+        return completions
+
+    def parameter_source(self, model: AnyModel) -> ParameterSource:
+        """This rank's shards of a model's parameters, in checkpoint names, for weight sync."""
+        return self.backend.parameter_source(model)
+
+    def update_engine_weights(self, actor: AnyModel) -> WeightSyncReport | None:
+        """Sends the actor's weights to the engine, which is awake afterwards.
+
+        Returns:
+            What was sent and verified (also kept as `last_weight_sync`); None without an engine.
+
+        Raises:
+            RuntimeError: The engine does not hold the actor's weights; the message names them.
+        """
+        if self.session.engine is None:
+            self.print("Skip update engine weights since inference engine is not initialized.")
+            return None
+        return self.session.update_weights(wrapped_module(actor), self.parameter_source(actor))
+
+
+def _refuse_options(kwargs: Mapping[str, object], method: str) -> None:
+    if kwargs:
+        raise TypeError(f"{method} got unknown options: {', '.join(sorted(kwargs))}")

@@ -12,14 +12,11 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 # Imported once, in the process that ranks are forked from: each rank would take five seconds.
 _PRELOADED = ["torch.distributed.tensor", "transformers.modeling_utils"]

@@ -10,13 +10,14 @@ Statistics of a token, with l = old_logprob - rollout_logprob:
 
     ratio         exp(l)
     k1, k2, k3    -l, l^2 / 2, exp(l) - 1 - l: estimates of KL(engine || trainer)
-    difference    |exp(old_logprob) - exp(rollout_logprob)|
+    difference    exp(old_logprob) - exp(rollout_logprob), signed
+    variation     its size: the total variation distance of this token against all others
 
 Levels: `token`; `sequence`, the product of the ratios or the sum of another statistic over the
 row; `geometric`, the geometric mean of the ratios or the mean of another statistic; `worst`, the
-row lies outside if one of its tokens does. Further words: `negative` tests only where the
-advantage (of a row its mean) is below 0; `mean-one` divides the weights by their mean over the
-batch.
+row lies outside if one of its tokens does. Further words: `negative` and `positive` test only
+where the advantage (of a row its mean) is below or above 0; `mean-one` divides the weights by their
+mean over the batch.
 
 `corrections.correction_weights` computes what is described here. This module needs no torch.
 """
@@ -33,9 +34,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ACTIONS = ("weight", "reject", "veto")
-STATISTICS = ("ratio", "k1", "k2", "k3", "difference")
+STATISTICS = ("ratio", "k1", "k2", "k3", "difference", "variation")
 LEVELS = ("token", "sequence", "geometric", "worst")
-OPTIONS = ("low=", "high=", "negative", "mean-one")
+SIGNS = ("negative", "positive")
+OPTIONS = ("low=", "high=", *SIGNS, "mean-one")
 EXAMPLES = "tis or reject:k3:sequence:high=0.01"
 
 CORRECTION_PRESETS: dict[str, str] = {
@@ -49,11 +51,13 @@ CORRECTION_PRESETS: dict[str, str] = {
     "geometric-mis": "weight:ratio:geometric reject:ratio:geometric:low=0.999:high=1.002",
     "token-veto": "veto:ratio:token:low=0.0001",
     "off-policy-mask": "reject:k1:geometric:high=0.5:negative",
+    "dppo": ("reject:difference:token:high=0.2:positive reject:difference:token:low=-0.2:negative"),
 }
 """Terms by name.
 
 `icepop` is arXiv:2510.18855; `off-policy-mask` is DeepSeek-V3.2, arXiv:2512.02556, with the bound
-that TRL suggests; the others are the common forms of TRL, verl, slime, OpenRLHF and NeMo-RL.
+that TRL suggests; `dppo` leaves out what moved too far in the direction of its advantage, with the
+bounds of prime-rl; the others are the common forms of TRL, verl, slime, OpenRLHF and NeMo-RL.
 """
 
 
@@ -64,7 +68,7 @@ class CorrectionTerm:
     Args:
         action, statistic, level: One of `ACTIONS`, `STATISTICS`, `LEVELS`.
         low, high: Bounds, inclusive; None is none.
-        negative: Test only where the advantage is negative.
+        sign: One of `SIGNS`: test only where the advantage has it; None tests everywhere.
         mean_one: Divide the weights by their mean over the batch.
 
     Raises:
@@ -76,7 +80,7 @@ class CorrectionTerm:
     level: str
     low: float | None = None
     high: float | None = None
-    negative: bool = False
+    sign: str | None = None
     mean_one: bool = False
 
     def __post_init__(self) -> None:
@@ -85,7 +89,7 @@ class CorrectionTerm:
         lookup(dict.fromkeys(LEVELS), self.level, kind="level of a correction")
         name = f"{self.action}:{self.statistic}:{self.level}"
         if self.action == "weight":
-            if self.statistic != "ratio" or self.level == "worst" or self.negative:
+            if self.statistic != "ratio" or self.level == "worst" or self.sign:
                 raise ValueError(
                     f"correction {name}: a weight is the ratio of a token, a sequence or the "
                     "geometric mean, for all advantages"
@@ -105,13 +109,13 @@ class CorrectionTerm:
     def _check_bounds(self, name: str) -> None:
         low = -math.inf if self.low is None else self.low
         high = math.inf if self.high is None else self.high
-        lowest = -math.inf if self.statistic == "k1" else 0.0
+        is_signed = self.statistic in ("k1", "difference")
+        lowest = -math.inf if is_signed else 0.0
         is_finite = all(math.isfinite(each) for each in (self.low or 0.0, self.high or 0.0))
         if not is_finite or not low < high or (self.low is not None and low < lowest):
-            sign = "" if self.statistic == "k1" else "0 <= "
             raise ValueError(
-                f"correction {name} needs finite bounds with {sign}low < high: got low={self.low} "
-                f"and high={self.high}"
+                f"correction {name} needs finite bounds with {'' if is_signed else '0 <= '}low < "
+                f"high: got low={self.low} and high={self.high}"
             )
 
 
@@ -161,7 +165,7 @@ def _with_option(terms: list[str], option: str, *, text: str) -> list[str]:
     weights = [term for term in terms if term.startswith("weight")]
     if option == "mean-one":
         meant = weights
-    elif option == "negative":
+    elif option in SIGNS:
         meant = [term for term in terms if term not in weights]
     else:
         meant = [term for term in terms if "=" in term] or terms
@@ -193,7 +197,7 @@ def _term(text: str) -> CorrectionTerm:
         level,
         low=bounds.get("low"),
         high=bounds.get("high"),
-        negative="negative" in options,
+        sign=next((sign for sign in SIGNS if sign in options), None),
         mean_one="mean-one" in options,
     )
 

@@ -78,7 +78,7 @@ def correction_weights(
             and truncation.
         response_mask: [batch, seq] bool.
         terms: From `correction_terms.parse_correction`.
-        advantages: [batch, seq]; needed by terms for negative advantages only.
+        advantages: [batch, seq]; needed by terms for one sign of them only.
 
     Raises:
         ValueError: `advantages` is missing, or shapes differ.
@@ -100,8 +100,8 @@ def correction_weights(
         else:
             statistic = _statistic(term, log_ratios, old_logprobs, rollout_logprobs, response_mask)
             is_outside = response_mask & ~_is_inside(statistic, term)
-            if term.negative:
-                is_outside &= _is_negative(advantages, old_logprobs, response_mask, term.level)
+            if term.sign is not None:
+                is_outside &= _has_sign(term, advantages, old_logprobs, response_mask)
             if term.action == "veto" or term.level == "worst":
                 is_outside = response_mask & is_outside.any(dim=-1, keepdim=True)
             is_rejected = is_rejected | is_outside
@@ -122,9 +122,10 @@ def _statistic(
     """What a term compares with its bounds: [batch, seq]."""
     if term.statistic == "ratio":
         return _exp(_at_level(log_ratios, mask, term.level))
-    if term.statistic == "difference":
+    if term.statistic in ("difference", "variation"):
         old, rollout = (mask_out(x.double(), mask).exp() for x in (old_logprobs, rollout_logprobs))
-        values = (old - rollout).abs()
+        values = torch.where(log_ratios.isnan(), torch.nan, old - rollout)
+        values = values if term.statistic == "difference" else values.abs()
     elif term.statistic == "k3":
         held = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         values = held.expm1() - held
@@ -151,11 +152,15 @@ def _is_inside(statistic: Tensor, term: CorrectionTerm) -> Tensor:
     return (statistic >= low) & (statistic <= high)
 
 
-def _is_negative(advantages: Tensor | None, logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
+def _has_sign(
+    term: CorrectionTerm, advantages: Tensor | None, logprobs: Tensor, mask: Tensor
+) -> Tensor:
     if advantages is None:
-        raise ValueError("a correction for negative advantages only needs the advantages")
+        raise ValueError(f"a correction for {term.sign} advantages only needs the advantages")
     inside = mask_like(advantages, logprobs, mask)
-    return _at_level(inside, mask, "token" if level in ("token", "worst") else "geometric") < 0
+    if term.level in ("sequence", "geometric"):
+        inside = _at_level(inside, mask, "geometric")
+    return inside < 0 if term.sign == "negative" else inside > 0
 
 
 def _weight_sums(weights: Tensor, is_counted: Tensor, level: str) -> Tensor:

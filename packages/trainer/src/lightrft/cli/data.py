@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 
 from lightrft.cli.data_report import show_check, show_gold, show_layout, show_samples
 from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.options import Parser, add_options, merge_options, normalise, unknown_flags
+from lightrft.cli.options import (
+    Parser,
+    add_options,
+    command_options,
+    merge_options,
+    normalise,
+    unknown_flags,
+)
 from lightrft.cli.preflight import PlainTokenizer, model_problems
 from lightrft.datasets.check import DataCheck, check_rows, propose_keys
 from lightrft.datasets.errors import DataError
@@ -27,10 +34,6 @@ if TYPE_CHECKING:
     from lightrft.config import TrainConfig
     from lightrft.datasets.files import Row
 
-OPTIONS = (
-    "pretrain", "prompt_split", "input_key", "label_key", "apply_chat_template", "system_prompt",
-    "input_template", "prompt_max_len", "generate_max_len", "reward_fn", "reward_timeout_seconds",
-)  # fmt: skip
 DESCRIPTION = """\
 Read every row of the prompts as a run would, and say what is in them: columns and a proposal which
 of them to use, three prompts as the model will see them, lengths, over-long, empty and duplicate
@@ -113,7 +116,9 @@ def parse(argv: Sequence[str]) -> Request:
     source = source or config.prompt_data
     if source is None:
         raise UsageError("give a file, a folder or the name of a data set to check")
-    changed = {name for name in OPTIONS if config.__dict__[name] != _default(config, name)}
+    changed = {
+        name for name in command_options("data") if config.__dict__[name] != _default(config, name)
+    }
     return Request(source, config, frozenset(changed | set(flags)))
 
 
@@ -133,7 +138,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--config", nargs="+", default=[], metavar="FILE.toml", help="Files with options of a run."
     )
-    add_options(parser, OPTIONS)
+    add_options(parser, command_options("data"))
     return parser
 
 

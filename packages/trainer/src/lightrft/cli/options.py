@@ -46,6 +46,11 @@ def available_options() -> dict[str, OptionInfo]:
     return {name: info for name, (_, info) in options.items() if name not in UNAVAILABLE}
 
 
+def command_options(command: str) -> list[str]:
+    """The options that a command beside `train` takes."""
+    return [name for name, info in available_options().items() if command in info.commands]
+
+
 def add_options(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
     """Add --config and one flag for every option; flags that are not given leave no trace.
 

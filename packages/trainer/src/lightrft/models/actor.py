@@ -57,7 +57,7 @@ class Actor(SequenceModel):
         model: PreTrainedModel,
         *,
         fused_linear_logprob: bool = False,
-        chunk_size: int = 4096,
+        chunk_size: int | None = None,
     ) -> None:
         super().__init__()
         projection = model.get_output_embeddings()
@@ -83,7 +83,7 @@ class Actor(SequenceModel):
         dtype: str = "float32",
         attn_implementation: str = "sdpa",
         fused_linear_logprob: bool = False,
-        chunk_size: int = 4096,
+        chunk_size: int | None = None,
     ) -> Actor:
         """Loads a checkpoint; errors as for `lightrft.models.loading.load_causal_lm`."""
         model = load_causal_lm(path, dtype=dtype, attn_implementation=attn_implementation)

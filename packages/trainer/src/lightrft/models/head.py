@@ -90,7 +90,12 @@ class LinearLogprobHead(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self, projection: nn.Linear, *, transform: HeadTransform, is_fused: bool, chunk_size: int
+        self,
+        projection: nn.Linear,
+        *,
+        transform: HeadTransform,
+        is_fused: bool,
+        chunk_size: int | None,
     ) -> None:
         super().__init__()
         self.in_features = projection.in_features
@@ -99,12 +104,12 @@ class LinearLogprobHead(nn.Module):
         self.register_parameter("bias", projection.bias)
         self.transform = transform
         self.is_fused = is_fused
-        self._workspace = Workspace(chunk_size)
+        self._workspace = Workspace() if chunk_size is None else Workspace(chunk_size)
 
-    def fuse(self, chunk_size: int) -> None:
+    def fuse(self, chunk_size: int | None) -> None:
         """Compute logprobs together with the projection, in chunks of the vocabulary."""
         self.is_fused = True
-        self._workspace = Workspace(chunk_size)
+        self._workspace = Workspace() if chunk_size is None else Workspace(chunk_size)
 
     @overload
     def forward(self, hidden: Tensor) -> Tensor: ...

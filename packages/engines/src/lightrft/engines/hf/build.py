@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,11 +16,7 @@ from transformers.initialization import no_init_weights
 
 from lightrft.engines.hf.attention import use_attention
 from lightrft.engines.parameter_store import is_full_tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightrft.engines.types import EngineConfig
+from lightrft.engines.types import EngineConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OPTIONS = ("attn_implementation", "device")

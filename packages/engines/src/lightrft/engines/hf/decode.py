@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from lightrft.engines.hf.random import uniforms
 from lightrft.engines.hf.sampling import draw_tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightrft.engines.hf.stopping import StopStringMatcher
-    from lightrft.engines.types import SamplingParams
+from lightrft.engines.hf.stopping import StopStringMatcher
+from lightrft.engines.types import SamplingParams
 
 # Steps for which random numbers and output columns are prepared at once.
 _BLOCK = 64

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from lightrft.engines.hf.build import build_model
 from lightrft.engines.hf.decode import DecodedRows, RowForward, StopRule, decode
@@ -16,21 +18,17 @@ from lightrft.engines.hf.stopping import StopStringMatcher, end_of_sequence_ids,
 from lightrft.engines.hf.text import Text
 from lightrft.engines.local_engine import LocalEngine
 from lightrft.engines.parameter_store import ParameterStore
-from lightrft.engines.requests import Limits, chunks_of_rows, rows_of_requests
-from lightrft.engines.types import Completion, FinishReason
+from lightrft.engines.requests import Limits, Row, chunks_of_rows, rows_of_requests
+from lightrft.engines.types import (
+    Completion,
+    EngineConfig,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
     from transformers import PreTrainedModel
-
-    from lightrft.engines.requests import Row
-    from lightrft.engines.types import (
-        EngineConfig,
-        GenerationRequest,
-        SamplingParams,
-    )
 
 _logger = logging.getLogger(__name__)
 

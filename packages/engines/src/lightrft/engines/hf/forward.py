@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,8 +14,6 @@ from lightrft.engines.hf.attention import MASKED
 from lightrft.engines.hf.cache import roomy_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from transformers import PreTrainedModel
 
 _logger = logging.getLogger(__name__)

@@ -8,21 +8,19 @@ import operator
 import os
 import socket
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
 from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.sglang.options import engine_arguments
+from lightrft.engines.types import EngineConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from torch import Tensor
     from transformers import PretrainedConfig
-
-    from lightrft.engines.types import EngineConfig
 
 KNOWN_VERSIONS = "0.5.21"
 _NEEDED: dict[str, tuple[str, ...]] = {

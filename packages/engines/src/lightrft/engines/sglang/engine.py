@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from lightrft.engines.base import RolloutEngine
@@ -21,7 +23,7 @@ from lightrft.engines.raw_completions import (
     cut_at_token,
     joined,
 )
-from lightrft.engines.requests import Limits, rows_of_requests
+from lightrft.engines.requests import Limits, Row, rows_of_requests
 from lightrft.engines.sglang.backend import Engine, generate_native, start_engine
 from lightrft.engines.sglang.sampling import (
     Job,
@@ -32,20 +34,15 @@ from lightrft.engines.sglang.sampling import (
     params_of_native,
 )
 from lightrft.engines.sglang.weights import SGLangWeights
-from lightrft.engines.types import EngineParameter, EngineStatus, WeightPiece
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from torch import nn
-
-    from lightrft.engines.requests import Row
-    from lightrft.engines.types import (
-        Completion,
-        EngineConfig,
-        GenerationRequest,
-        SamplingParams,
-    )
+from lightrft.engines.types import (
+    Completion,
+    EngineConfig,
+    EngineParameter,
+    EngineStatus,
+    GenerationRequest,
+    SamplingParams,
+    WeightPiece,
+)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TAGS = ("weights", "kv_cache")

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from lightrft.engines.backend_options import check_options, parse_options
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lightrft.engines.types import EngineConfig
+from lightrft.engines.types import EngineConfig
 
 # SGLang's name -> where it is set instead.
 RESERVED: Mapping[str, str] = {

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from lightrft.engines.sglang.backend import flattened
+from lightrft.engines.sglang.backend import Engine, flattened
+from lightrft.engines.types import EngineParameter, WeightPiece
 from lightrft.engines.weight_transaction import WeightTransaction
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from lightrft.engines.sglang.backend import Engine
-    from lightrft.engines.types import EngineParameter, WeightPiece
 
 
 class SGLangWeights:

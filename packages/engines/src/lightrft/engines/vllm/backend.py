@@ -9,6 +9,7 @@ import operator
 import os
 import tempfile
 import uuid
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +17,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightrft.engines.process_state import preserved_process_state
+from lightrft.engines.types import EngineConfig
 from lightrft.engines.vllm.options import engine_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from torch import nn
     from transformers import PretrainedConfig
-
-    from lightrft.engines.types import EngineConfig
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from lightrft.engines.base import RolloutEngine
@@ -15,8 +17,16 @@ from lightrft.engines.model_shape import model_configs, model_shape
 from lightrft.engines.parameter_store import is_full_tensor
 from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.raw_completions import RawCompletion, completion_of, joined
-from lightrft.engines.requests import Limits, rows_of_requests
-from lightrft.engines.types import EngineStatus, WeightPiece
+from lightrft.engines.requests import Limits, Row, rows_of_requests
+from lightrft.engines.types import (
+    Completion,
+    EngineConfig,
+    EngineParameter,
+    EngineStatus,
+    GenerationRequest,
+    SamplingParams,
+    WeightPiece,
+)
 from lightrft.engines.vllm.backend import Backend, has_tokenizer, start_backend, stop_backend
 from lightrft.engines.vllm.layout import LayoutReader
 from lightrft.engines.vllm.sampling import (
@@ -31,19 +41,7 @@ from lightrft.engines.vllm.sampling import (
 from lightrft.engines.vllm.weights import VLLMWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import nn
     from transformers import PretrainedConfig
-
-    from lightrft.engines.requests import Row
-    from lightrft.engines.types import (
-        Completion,
-        EngineConfig,
-        EngineParameter,
-        GenerationRequest,
-        SamplingParams,
-    )
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TAGS = ("weights", "kv_cache")

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
+from lightrft.engines.model_shape import ModelShape
 from lightrft.engines.types import EngineParameter
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import nn
-
-    from lightrft.engines.model_shape import ModelShape
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

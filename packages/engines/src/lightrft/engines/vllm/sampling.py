@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from lightrft.engines.native_params import params_from_native
 from lightrft.engines.raw_completions import RawCompletion, request_seed
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from lightrft.engines.requests import Row
-    from lightrft.engines.types import FinishReason, SamplingParams
+from lightrft.engines.requests import Row
+from lightrft.engines.types import FinishReason, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

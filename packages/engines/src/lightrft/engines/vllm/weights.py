@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from lightrft.engines.types import EngineParameter, WeightPiece
+from lightrft.engines.vllm.backend import Backend
+from lightrft.engines.vllm.layout import Layout, Place
 from lightrft.engines.weight_transaction import WeightTransaction
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from lightrft.engines.types import EngineParameter, WeightPiece
-    from lightrft.engines.vllm.backend import Backend
-    from lightrft.engines.vllm.layout import Layout, Place
 
 
 class VLLMWeights:

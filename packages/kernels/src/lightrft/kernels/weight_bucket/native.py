@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -53,8 +54,7 @@ class Extension(Protocol):
 def load_extension() -> Extension | None:
     """The compiled module, or None if it is not built or was built from other sources."""
     try:
-        from lightrft.kernels import _native
-
+        _native = importlib.import_module("lightrft.kernels._native")
         is_usable = _native.interface_version == INTERFACE_VERSION
     except (ImportError, AttributeError):
         return None

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
-from lightrft.strategy.checkpoints.manifest import CheckpointError
-from lightrft.strategy.weight_sync.parameter_source import local_rank_in
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from lightrft.strategy.checkpoints.file_writers import FileWriter
-    from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
+from lightrft.strategy.checkpoints.client_state import CheckpointError
+from lightrft.strategy.checkpoints.file_writers import FileWriter
+from lightrft.strategy.weight_sync.parameter_source import (
+    ParameterSource,
+    SourceParameter,
+    local_rank_in,
+)
 
 FOLDER = "average"
 

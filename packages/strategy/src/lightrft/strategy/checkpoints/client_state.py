@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import json
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.strategy.checkpoints.file_writers import DirectWriter
+from lightrft.strategy.checkpoints.file_writers import DirectWriter, FileWriter
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
-    from lightrft.strategy.checkpoints.file_writers import FileWriter
+class CheckpointError(RuntimeError):
+    """A checkpoint is incomplete, damaged, or of another kind than expected."""
 
+
+SCHEDULER_NAME = "scheduler"
 _TENSOR = "__tensor__"
 _TUPLE = "__tuple__"
 _ARRAY = "__array__"
@@ -125,3 +127,21 @@ def restore_rng_state(state: Mapping[str, object]) -> None:
     torch.set_rng_state(state["torch"])  # type: ignore[arg-type]
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])  # type: ignore[arg-type]
+
+
+def save_scheduler(folder: Path, scheduler: LRScheduler, files: FileWriter) -> None:
+    """Write a schedule's position."""
+    save_state(folder / SCHEDULER_NAME, scheduler.state_dict(), files=files)
+
+
+def load_scheduler(folder: Path, scheduler: LRScheduler) -> None:
+    """Read a schedule's position.
+
+    Raises:
+        CheckpointError: The checkpoint has none.
+    """
+    if not (folder / f"{SCHEDULER_NAME}.json").is_file():
+        raise CheckpointError(
+            f"{folder} holds no scheduler: load it with load_lr_scheduler_states=False"
+        )
+    scheduler.load_state_dict(load_state(folder / SCHEDULER_NAME))

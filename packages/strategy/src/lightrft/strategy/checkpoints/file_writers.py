@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors.torch import save_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from torch import Tensor
+from torch import Tensor
 
 
 class FileWriter(Protocol):

@@ -18,29 +18,27 @@ import logging
 import os
 import shutil
 import socket
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lightrft.strategy.checkpoints.client_state import capture_rng_state, save_state
-from lightrft.strategy.checkpoints.file_writers import DirectWriter
+from lightrft.strategy.checkpoints.client_state import (
+    CheckpointError,
+    capture_rng_state,
+    save_state,
+)
+from lightrft.strategy.checkpoints.file_writers import DirectWriter, FileWriter
 from lightrft.strategy.checkpoints.manifest import (
     CLIENT_STATE_NAME,
     MANIFEST_NAME,
     REPLACED_PREFIX,
     Checkpoint,
-    CheckpointError,
     FileEntry,
     Manifest,
     list_checkpoints,
     rng_file,
 )
 from lightrft.strategy.checkpoints.rank_group import RankGroup
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from lightrft.strategy.checkpoints.file_writers import FileWriter
 
 logger = logging.getLogger(__name__)
 

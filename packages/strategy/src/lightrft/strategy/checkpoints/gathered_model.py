@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from lightrft.strategy.checkpoints.whole_model import WEIGHTS_NAME, SavesPretrained
 from lightrft.strategy.weight_sync.adapted_model import exported_state
 from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     import torch
     from torch import Tensor, nn
 
 CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
 # Large enough for a disk, and small beside a shard.
 PIECE_BYTES = 8 * 2**20
+
+
+@runtime_checkable
+class SavesPretrained(Protocol):
+    """Models and tokenizers that write themselves in Hugging Face format."""
+
+    def save_pretrained(self, directory: Path) -> object:
+        """Writes into a folder."""
 
 
 def pretrained_prefix(module: nn.Module) -> str | None:

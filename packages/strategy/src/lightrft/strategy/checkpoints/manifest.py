@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from lightrft.strategy.checkpoints.client_state import load_state, restore_rng_state
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+from lightrft.strategy.checkpoints.client_state import (
+    CheckpointError,
+    load_state,
+    restore_rng_state,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +22,6 @@ MANIFEST_NAME = "manifest.json"
 CLIENT_STATE_NAME = "client_state"
 # A checkpoint that is being replaced under the same tag; it counts until the new one is in place.
 REPLACED_PREFIX = ".lightrft-old-"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint is incomplete, damaged, or of another kind than expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,24 +101,23 @@ class Checkpoint:
         """What the caller gave to `save_ckpt` as `client_state`."""
         return load_state(self.path / CLIENT_STATE_NAME)
 
-    def require_strategy(self, name: str, *, world_size: int | None = None) -> None:
-        """Check who wrote it.
-
-        Raises:
-            CheckpointError: Another strategy wrote it, or another number of ranks than
-                `world_size` (None: any number).
-        """
-        written = self.manifest
-        if written.strategy != name:
+    def require_strategy(self, name: str) -> None:
+        """Raises a CheckpointError if another strategy wrote it."""
+        written = self.manifest.strategy
+        if written != name:
             raise CheckpointError(
-                f"{self.path} was written by {written.strategy}, not by {name}: resume with the "
-                "same backend, or start from a model written by save_model"
+                f"{self.path} was written by {written}, not by {name}: resume with the same "
+                "backend, or start from a model written by save_model"
             )
-        if world_size is not None and written.world_size != world_size:
+
+    def require_world_size(self, world_size: int) -> None:
+        """Raises a CheckpointError if another number of ranks wrote it."""
+        written = self.manifest
+        if written.world_size != world_size:
             raise CheckpointError(
                 f"{self.path} was written by {written.world_size} ranks and can only be loaded by "
-                f"as many with {name}: got {world_size}; start as many ranks, or start from a "
-                "model written by save_model"
+                f"as many with {written.strategy}: got {world_size}; start as many ranks, or start "
+                "from a model written by save_model"
             )
 
     def require_details(self, details: Mapping[str, int | str]) -> None:

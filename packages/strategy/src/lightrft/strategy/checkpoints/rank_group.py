@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
-from lightrft.strategy.checkpoints.manifest import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from lightrft.strategy.checkpoints.client_state import CheckpointError
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

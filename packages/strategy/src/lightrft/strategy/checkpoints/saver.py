@@ -5,13 +5,13 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from lightrft.strategy.checkpoints.client_state import CheckpointError
 from lightrft.strategy.checkpoints.file_writers import DirectWriter, StagedWriter
 from lightrft.strategy.checkpoints.folders import (
     begin_checkpoint,
     complete_checkpoint,
     write_checkpoint,
 )
-from lightrft.strategy.checkpoints.manifest import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,23 +7,19 @@ import importlib
 import logging
 import os
 import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from datetime import timedelta
-
-    from torch import Tensor
-    from torch.optim import Optimizer
-
-    from lightrft.strategy.checkpoints.file_writers import FileWriter
+from lightrft.strategy.checkpoints.file_writers import FileWriter
 
 FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 

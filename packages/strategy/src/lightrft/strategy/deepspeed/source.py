@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import torch.distributed as dist
+from torch import Tensor, dtype, nn
+from torch.distributed import ProcessGroup
 
 from lightrft.strategy.weight_sync.parameter_source import (
+    FlatRange,
     ModuleSource,
     SourceParameter,
     checkpoint_module,
     module_parameter_source,
     tied_parameter_names,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor, dtype, nn
-    from torch.distributed import ProcessGroup
-
-    from lightrft.strategy.weight_sync.parameter_source import FlatRange
 
 
 class ZeroEngine(Protocol):

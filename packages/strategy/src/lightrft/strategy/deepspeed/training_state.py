@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from lightrft.strategy.checkpoints.client_state import CheckpointError, save_scheduler
+from lightrft.strategy.checkpoints.file_writers import FileWriter
 from lightrft.strategy.checkpoints.gathered_model import WeightFiles, as_saved, check_names
-from lightrft.strategy.checkpoints.manifest import CheckpointError
-from lightrft.strategy.checkpoints.scheduler_files import load_scheduler, save_scheduler
 from lightrft.strategy.deepspeed import runtime
 from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from torch import Tensor, nn
-    from torch.optim.lr_scheduler import LRScheduler
-
-    from lightrft.strategy.checkpoints.file_writers import FileWriter
-
-__all__ = ["gather_module", "load", "load_full_weights", "load_scheduler", "load_weights", "save"]
 
 logger = logging.getLogger(__name__)
 

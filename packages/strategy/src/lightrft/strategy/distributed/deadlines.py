@@ -10,16 +10,13 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from lightrft.strategy.distributed.error_report import LastPhase, record_phase, write_error_report
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 HANG_EXIT_CODE = 7

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 # By address: the connection, and how many groups were started through it.
@@ -31,16 +27,22 @@ class LaunchEnvironment:
 
     rank: int
     world_size: int
-    init_method: str
+    init_method: str | None
 
     @classmethod
     def read(cls) -> LaunchEnvironment:
-        """Reads RANK, WORLD_SIZE, MASTER_ADDR (localhost) and MASTER_PORT (2222)."""
+        """Reads RANK, WORLD_SIZE, MASTER_ADDR (localhost) and MASTER_PORT (2222).
+
+        Without RANK and WORLD_SIZE there was no launcher: the process is a world of its own.
+        """
         missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
+        if len(missing) == 2:
+            return cls(0, 1, None)
         if missing:
             raise RuntimeError(
-                f"Could not find {' and '.join(missing)} in the torch environment: start with "
-                "`torchrun --nproc-per-node=N ...`, or use get_fake_strategy() for one process"
+                f"Could not find {missing[0]} in the torch environment: start several processes "
+                "with `torchrun --nproc-per-node=N ...`; one process needs neither RANK nor "
+                "WORLD_SIZE"
             )
         host = os.environ.get("MASTER_ADDR", "localhost")
         port = os.environ.get("MASTER_PORT", "2222")
@@ -96,6 +98,8 @@ def _fresh_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
     The connection is kept for the life of the process: a rank that starts its next group early
     must not meet the dying server of the last one.
     """
+    if launch.init_method is None:
+        return dist.HashStore()
     if launch.init_method not in _STORES:
         found = dist.rendezvous(launch.init_method, launch.rank, launch.world_size, timeout=timeout)
         _STORES[launch.init_method] = (next(iter(found))[0], itertools.count())

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lightrft.strategy.distributed.collectives import Group, gather_objects
-from lightrft.strategy.engine.histogram_picture import histogram_png, require_matplotlib
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PERCENTILES = (50, 80, 95)
+MAX_BARS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +96,45 @@ class GenLenAnalyser:
             stem.with_suffix(".json").write_text(json.dumps(record), encoding="utf-8")
             stem.with_suffix(".png").write_bytes(histogram_png(everything, step=step))
         return found
+
+
+def require_matplotlib() -> None:
+    """Finds out before a run, not at its first picture, whether pictures can be drawn.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as _  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "plot_every > 0 together with log_dir draws histograms and needs the package "
+            "matplotlib: install it, or leave plot_every at -1"
+        ) from error
+
+
+def histogram_png(lengths: Sequence[int], *, step: int) -> bytes:
+    """A histogram with at most 40 bars.
+
+    Args:
+        lengths: At least one number.
+        step: Named in the title, with the mean.
+
+    Returns:
+        The contents of a PNG file.
+    """
+    # The object interface: a figure that pyplot does not know of goes away with its last name.
+    from matplotlib.figure import Figure
+
+    values = np.asarray(lengths)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.hist(values, bins=min(MAX_BARS, len(np.unique(values))))
+    axes.set_xlabel("generated tokens")
+    axes.set_ylabel("completions")
+    axes.set_title(
+        f"step {step}: mean {values.mean():.1f}, shortest {values.min()}, longest {values.max()}"
+    )
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png")
+    return stream.getvalue()

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from lightrft.strategy.fsdp2.sharding import apply_units, move_buffers
+from lightrft.strategy.fsdp2.sharding import ShardingPlan, apply_units, move_buffers
 from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from lightrft.strategy.fsdp2.sharding import ShardingPlan
 
 
 def meta_parameters(module: nn.Module) -> set[str]:

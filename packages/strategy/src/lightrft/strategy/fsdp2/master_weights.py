@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 import torch
+from torch import Tensor
 from torch.optim.adamw import adamw
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from torch import Tensor
-
-    from lightrft.strategy.optimizers import AdamSettings, ParameterGroup
+from lightrft.strategy.optimizers import AdamSettings, ParameterGroup
 
 
 class MasterWeightsAdamW(torch.optim.Optimizer):

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 
-from lightrft.strategy.checkpoints.manifest import CheckpointError
+from lightrft.strategy.checkpoints.client_state import CheckpointError
+from lightrft.strategy.checkpoints.file_writers import FileWriter
 from lightrft.strategy.fsdp2.sharding import is_written_by, local_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     import torch
     from torch import Tensor
-
-    from lightrft.strategy.checkpoints.file_writers import FileWriter
 
 
 def write_shards(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -18,12 +19,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from lightrft.strategy.fsdp2.source import chunk_ranges
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
 
 # Children under these names hold a vision tower (Qwen-VL, LLaVA, Gemma 3, InternVL ...).
 VISION_NAMES = ("visual", "vision_tower", "vision_model", "vision_encoder")

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from lightrft.strategy.weight_sync.parameter_source import (
+    FlatRange,
     ModuleSource,
     SourceParameter,
     checkpoint_module,
     tied_parameter_names,
     whole_parameter,
 )
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed import ProcessGroup
-
-    from lightrft.strategy.weight_sync.parameter_source import FlatRange
 
 
 def fsdp2_parameter_source(module: nn.Module) -> ModuleSource:

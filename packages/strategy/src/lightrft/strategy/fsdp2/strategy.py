@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 import weakref
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.strategy.checkpoints.gathered_model import save_gathered_model
-from lightrft.strategy.checkpoints.methods import CheckpointMethods, WantedState
+from lightrft.strategy.backend import Backend, WantedState
+from lightrft.strategy.checkpoints.client_state import load_scheduler, save_scheduler
+from lightrft.strategy.checkpoints.file_writers import FileWriter
+from lightrft.strategy.checkpoints.manifest import Checkpoint
+from lightrft.strategy.config import StrategyConfig
+from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_groups import resolve_shard_size
 from lightrft.strategy.distributed.sequence_parallel import share_sequences
@@ -33,93 +38,56 @@ from lightrft.strategy.fsdp2.sharding import (
     shard_module,
 )
 from lightrft.strategy.fsdp2.source import fsdp2_parameter_source, reshard_modules
-from lightrft.strategy.meta_init import parameters_on_meta
-from lightrft.strategy.optimizers import (
-    AdamSettings,
-    optimizer_parameters,
-    parameter_groups,
+from lightrft.strategy.optimizers import AdamSettings, optimizer_parameters, parameter_groups
+from lightrft.strategy.prepared import (
+    AnyModel,
+    Arguments,
+    PreparedModel,
+    inner_module,
+    wrapped_module,
 )
-from lightrft.strategy.prepared import AnyModel, Arguments, PreparedModel, wrapped_module
-from lightrft.strategy.training_interface import refuse_options
-from lightrft.strategy.weight_sync.adapted_model import gathered_dtype
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
-
-    from lightrft.strategy.checkpoints.file_writers import FileWriter
-    from lightrft.strategy.checkpoints.manifest import Checkpoint
-    from lightrft.strategy.optimizers import OptimizerStepResult
-    from lightrft.strategy.weight_sync.parameter_source import ParameterSource
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource
 
 
-class FSDPV2Strategy(CheckpointMethods):
-    """FSDP2: parameters, gradients and optimizer states are sharded over ranks.
+class FSDP2Backend(Backend):
+    """Parameters, gradients and optimizer states are sharded over ranks as DTensors."""
 
-    Every repeated block is a unit; embeddings, a tied or untied head and the rest form the root
-    unit. The wrapper's own forward is the only entry into a sharded model.
-
-    Args:
-        seed, max_norm, micro_train_batch_size, train_batch_size, args: See `StrategyBase`.
-        bf16: Replaces the configuration's `bf16`: compute in bfloat16 with float32 shards, states
-            and reductions. None keeps it.
-    """
-
-    is_fsdp = True
     wraps_before_optimizer = True
     builds_on_meta = True
 
-    def __init__(
-        self,
-        seed: int = 42,
-        max_norm: float = 0.0,
-        micro_train_batch_size: int = 1,
-        train_batch_size: int = 1,
-        bf16: bool | None = None,
-        args: Arguments | None = None,
-    ) -> None:
-        super().__init__(seed, max_norm, micro_train_batch_size, train_batch_size, args)
-        if bf16 is not None:
-            self.config.bf16 = bf16
-        has_gpu = self.device.type == "cuda"
-        uses_bf16 = self.config.computes_in_bf16(has_gpu=has_gpu)
-        self.compute_dtype = torch.bfloat16 if uses_bf16 else torch.float32
-        self.uses_master_weights = self.config.use_mp_opt and uses_bf16
-        if self.config.use_mp_opt and not uses_bf16:
-            self.print("warning: option without effect: use_mp_opt acts only with bf16")
+    def __init__(self, ranks: DistributedContext, config: StrategyConfig) -> None:
+        super().__init__(ranks, config)
+        self.offloads_adam = config.fsdp_cpu_offload
+        self.uses_master_weights = False
         self._meshes: dict[int, DeviceMesh] = {}
         self._offloaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    # ------------------------------------------------------------------ models
+    def start(self) -> None:
+        """Decides whether master weights are kept."""
+        uses_bf16 = self.ranks.compute_dtype == torch.bfloat16
+        self.uses_master_weights = self.config.use_mp_opt and uses_bf16
+        if self.config.use_mp_opt and not uses_bf16:
+            self.ranks.print("warning: option without effect: use_mp_opt acts only with bf16")
 
     def _mesh(self, shard_size: int) -> DeviceMesh:
         """Flat over all ranks, or (replicate, shard); made once per size."""
-        size = resolve_shard_size(shard_size, self.world_size)
+        size = resolve_shard_size(shard_size, self.ranks.world_size)
         if size not in self._meshes:
-            if size == self.world_size:
+            if size == self.ranks.world_size:
                 shape, names = (size,), ("shard",)
             else:
-                shape, names = (self.world_size // size, size), ("replicate", "shard")  # type: ignore[assignment]
-            self._meshes[size] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+                shape, names = (self.ranks.world_size // size, size), ("replicate", "shard")  # type: ignore[assignment]
+            self._meshes[size] = init_device_mesh(
+                self.ranks.device.type, shape, mesh_dim_names=names
+            )
         return self._meshes[size]
-
-    @contextmanager
-    def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
-        """Where models are built. With `meta_init` their parameters get no memory yet.
-
-        `prepare_model` shards them first and then reads the rows that this rank holds from the
-        directory in the model's configuration, so no rank ever holds a whole model.
-        """
-        with super().init_model_context(meta_init), parameters_on_meta(meta_init):
-            yield
 
     def prepare_model(
         self,
         model: nn.Module,
-        is_training: bool = False,
+        *,
+        is_training: bool,
         shard_size: int = -1,
         reshard_after_forward: bool = True,
     ) -> nn.Module:
@@ -132,13 +100,13 @@ class FSDPV2Strategy(CheckpointMethods):
         """
         if isinstance(model, FSDPModule):
             return model
-        share_sequences(model, self.sp_group, is_trained=is_training)
+        share_sequences(model, self.ranks.sp_group, is_trained=is_training)
         stores_compute_dtype = not is_training or self.uses_master_weights
         plan = ShardingPlan(
             mesh=self._mesh(shard_size),
-            device=self.device,
-            param_dtype=self.compute_dtype if stores_compute_dtype else torch.float32,
-            compute_dtype=self.compute_dtype,
+            device=self.ranks.device,
+            param_dtype=self.ranks.compute_dtype if stores_compute_dtype else torch.float32,
+            compute_dtype=self.ranks.compute_dtype,
             reshard_after_forward=reshard_after_forward,
             offloads_to_cpu=self.config.fsdp_cpu_offload and is_training,
             keeps_vision_whole=self.config.mixed_mm_data,
@@ -146,7 +114,7 @@ class FSDPV2Strategy(CheckpointMethods):
         )
         if not is_training:
             model.eval().requires_grad_(False)
-        with phase("shard a model", self._timeout):
+        with phase("shard a model", self.ranks.timeout):
             on_meta = meta_parameters(model)
             if not is_empty_everywhere(on_meta):
                 return shard_module(model, plan)
@@ -155,24 +123,15 @@ class FSDPV2Strategy(CheckpointMethods):
             training_state.load_full_weights(path, model, strict=True, names=on_meta)
             return model
 
-    def create_optimizer(self, model: AnyModel, **kwargs: object) -> Optimizer:
+    def create_optimizer(self, module: nn.Module, settings: AdamSettings) -> Optimizer:
         """AdamW on this rank's shards; biases and norm gains are not decayed."""
-        settings = AdamSettings.read(kwargs, self.config)
-        module = self.unwrap_model(model)
         reshard_modules(module)
-        groups = parameter_groups(module.named_parameters(), settings.weight_decay)
         if self.uses_master_weights:
+            groups = parameter_groups(module.named_parameters(), settings.weight_decay)
             return MasterWeightsAdamW(groups, settings)
-        is_fused = self.device.type == "cuda" and not self.config.fsdp_cpu_offload
-        return torch.optim.AdamW(
-            groups,
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=True if is_fused else None,
-        )
+        return super().create_optimizer(module, settings)
 
-    def _prepare_training(
+    def prepare_training(
         self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None
     ) -> PreparedModel:
         """Also takes an optimizer made before sharding, as long as it has not stepped."""
@@ -191,117 +150,113 @@ class FSDPV2Strategy(CheckpointMethods):
 
     def parameter_source(self, model: AnyModel) -> ParameterSource:
         """Shards without any gather; see `StrategyBase.parameter_source`."""
-        return fsdp2_parameter_source(self.unwrap_model(model))
+        return fsdp2_parameter_source(inner_module(model))
 
-    # ------------------------------------------------------------------ training
+    def check_trainable(self, model: AnyModel) -> None:
+        """Raises a TypeError for a model that is not sharded."""
+        as_fsdp(wrapped_module(model))
 
-    def backward(
-        self, loss: Tensor, model: AnyModel, optimizer: Optimizer, **kwargs: object
-    ) -> None:
-        """Adds the gradients of one micro-batch; see `StrategyBase.backward`.
+    def backward(self, loss: Tensor, model: AnyModel, *, is_last: bool) -> None:
+        """Adds the gradients of one micro-batch.
 
         Gradients are reduced to shards after every micro-batch, so they never take the memory of
         a whole model. On a hybrid mesh the replicas exchange them on the last one only.
         """
-        refuse_options(kwargs, "backward")
-        state = self.accumulation_state(optimizer)
-        as_fsdp(wrapped_module(model)).set_requires_all_reduce(state.is_last())
-        (loss * state.loss_scale(self.num_averaging_ranks)).backward()  # type: ignore[no-untyped-call]
+        as_fsdp(wrapped_module(model)).set_requires_all_reduce(is_last)
+        super().backward(loss, model, is_last=is_last)
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        model: AnyModel,
-        scheduler: LRScheduler | None,
-        name: str = "model",
-        **kwargs: object,
-    ) -> OptimizerStepResult | None:
-        """Counts a micro-batch and acts on the last; see `StrategyBase.optimizer_step`."""
-        refuse_options(kwargs, "optimizer_step")
-        as_fsdp(wrapped_module(model))
-        if not self.accumulation_state(optimizer).advance():
-            return None
-        self.maybe_load_optimizer(optimizer)
-        learning_rate = float(optimizer.param_groups[0]["lr"])
+    def step(self, optimizer: Optimizer, model: AnyModel) -> float:
+        """See `Backend.step`; the norm is one number, summed over all ranks."""
+        del model
+        self.load_optimizer(optimizer, None)
         parameters = optimizer_parameters(optimizer)
-        norm = gradient_norm(parameters, self.device)
-        # The norm is one number, summed over all ranks, so all ranks decide alike.
+        norm, limit = gradient_norm(parameters, self.ranks.device), self.config.max_norm
         if math.isfinite(norm):
-            if 0 < self.max_norm < norm:
-                scale_gradients(parameters, self.max_norm / (norm + 1e-6))
+            if 0 < limit < norm:
+                scale_gradients(parameters, limit / (norm + 1e-6))
             optimizer.step()
         optimizer.zero_grad()
-        return self._conclude_step(norm, scheduler, name, learning_rate)
+        return norm
 
-    # ------------------------------------------------------------------ memory
-
-    def maybe_offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def offload_optimizer(self, optimizer: Optimizer) -> None:
         """With `adam_offload`, moves the states to the CPU, bit for bit; idempotent."""
-        if not self.config.adam_offload or self.config.fsdp_cpu_offload:
-            return optimizer
-        if optimizer not in self._offloaded:
+        if self.config.adam_offload and not self.offloads_adam and optimizer not in self._offloaded:
             _move_states(optimizer, torch.device("cpu"))
             self._offloaded.add(optimizer)
-            if self.device.type == "cuda":
+            if self.ranks.has_gpu:
                 torch.cuda.empty_cache()
-        return optimizer
 
-    def maybe_load_optimizer(
-        self, optimizer: Optimizer, device: torch.device | None = None
-    ) -> Optimizer:
-        """Moves offloaded states back; called by `optimizer_step` if the caller did not."""
+    def load_optimizer(self, optimizer: Optimizer, device: torch.device | None) -> None:
+        """Moves offloaded states back; called by `step` if the caller did not."""
         if optimizer in self._offloaded:
-            _move_states(optimizer, self.device if device is None else torch.device(device))
+            _move_states(optimizer, torch.device(device or self.ranks.device))
             self._offloaded.discard(optimizer)
-        return optimizer
 
-    def offload_model(self, model: AnyModel) -> nn.Module:
-        """Moves an idle model's shards to the CPU."""
-        reshard_modules(self.unwrap_model(model))
-        return super().offload_model(model)
+    def move_model(self, model: AnyModel, device: torch.device) -> nn.Module:
+        """Moves an idle model's shards."""
+        reshard_modules(inner_module(model))
+        return super().move_model(model, device)
 
-    # ------------------------------------------------------------------ files
-
-    def _write_state(self, folder: Path, found: PreparedModel, files: FileWriter) -> None:
+    def write_state(self, folder: Path, found: PreparedModel, files: FileWriter) -> None:
         """Each rank writes its shards."""
-        module, rank = self.unwrap_model(found), self.get_rank()
+        module, rank = inner_module(found), self.ranks.rank
         training_state.save_module(folder, module, files, rank=rank)
         if found.optimizer is not None:
             training_state.save_optimizer(folder, module, found.optimizer, files, rank=rank)
         if found.scheduler is not None and rank == 0:
-            training_state.save_scheduler(folder, found.scheduler, files)
+            save_scheduler(folder, found.scheduler, files)
 
-    def _read_state(
-        self, checkpoint: Checkpoint, found: PreparedModel, wanted: WantedState
-    ) -> None:
+    def read_state(self, checkpoint: Checkpoint, found: PreparedModel, wanted: WantedState) -> None:
         """Each rank reads the rows it holds; the number of ranks may have changed."""
-        module = self.unwrap_model(found)
+        module = inner_module(found)
         training_state.load_module(checkpoint.path, module, strict=wanted.strict)
         if wanted.optimizer and found.optimizer is not None:
-            self.maybe_load_optimizer(found.optimizer)
+            self.load_optimizer(found.optimizer, None)
             training_state.load_optimizer(checkpoint.path, module, found.optimizer)
         if wanted.scheduler and found.scheduler is not None:
-            training_state.load_scheduler(checkpoint.path, found.scheduler)
+            load_scheduler(checkpoint.path, found.scheduler)
 
-    def save_model(self, model: AnyModel, tokenizer: object | None, output_dir: str) -> None:
-        """Gathers one parameter at a time and writes on rank 0, in the compute dtype."""
-        module = self.unwrap_model(model)
-        is_writer = self.get_rank() == 0
-        with phase("save a model", self._timeout):
-            dtype = gathered_dtype(module, self.compute_dtype)
-            state = training_state.gather_module(module, dtype, keeps=is_writer)
-            self._ranks.on_first(
-                lambda: save_gathered_model(
-                    module, state, tokenizer, Path(output_dir), dtype=self.compute_dtype
-                )
-            )
+    def gather_weights(
+        self, module: nn.Module, dtype: torch.dtype, *, keeps: bool
+    ) -> dict[str, Tensor]:
+        """One parameter in flight at a time."""
+        return training_state.gather_module(module, dtype, keeps=keeps)
 
-    def load_model(self, model: AnyModel, path: str, strict: bool = True) -> None:
-        """Reads full weights; each rank reads the rows it holds. See `StrategyBase.load_model`."""
-        module = self.unwrap_model(model)
-        training_state.load_full_weights(Path(path), module, strict=strict)
-        self._averages.forget(module)
-        self._mark_engine_stale()
+    def load_weights(self, module: nn.Module, path: Path, *, strict: bool) -> None:
+        """Each rank reads the rows it holds."""
+        training_state.load_full_weights(path, module, strict=strict)
+
+
+class FSDPV2Strategy(StrategyBase):
+    """FSDP2: parameters, gradients and optimizer states are sharded over ranks.
+
+    Every repeated block is a unit; embeddings, a tied or untied head and the rest form the root
+    unit. The wrapper's own forward is the only entry into a sharded model.
+
+    Args:
+        seed, max_norm, micro_train_batch_size, train_batch_size, args: See `StrategyBase`.
+        bf16: Replaces the configuration's `bf16`: compute in bfloat16 with float32 shards, states
+            and reductions. None keeps it.
+    """
+
+    def __init__(
+        self,
+        seed: int = 42,
+        max_norm: float = 0.0,
+        micro_train_batch_size: int = 1,
+        train_batch_size: int = 1,
+        bf16: bool | None = None,
+        args: Arguments | None = None,
+    ) -> None:
+        super().__init__(
+            seed,
+            max_norm,
+            micro_train_batch_size,
+            train_batch_size,
+            args,
+            backend=FSDP2Backend,
+            overrides={"fsdp": True, "bf16": bf16},
+        )
 
 
 def _move_states(optimizer: Optimizer, device: torch.device) -> None:

@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lightrft.strategy.checkpoints.client_state import load_state, save_state
+from lightrft.strategy.checkpoints.client_state import CheckpointError, load_state, save_state
+from lightrft.strategy.checkpoints.file_writers import FileWriter
 from lightrft.strategy.checkpoints.gathered_model import WeightFiles, as_saved, check_names
-from lightrft.strategy.checkpoints.manifest import CheckpointError
-from lightrft.strategy.checkpoints.scheduler_files import load_scheduler, save_scheduler
 from lightrft.strategy.fsdp2.shard_files import ShardReader, write_shards
 from lightrft.strategy.fsdp2.sharding import full_value, local_rows
 from lightrft.strategy.fsdp2.source import reshard_modules
 from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-
-    from lightrft.strategy.checkpoints.file_writers import FileWriter
-
-__all__ = [
-    "gather_module",
-    "load_full_weights",
-    "load_module",
-    "load_optimizer",
-    "load_scheduler",
-    "save_module",
-    "save_optimizer",
-    "save_scheduler",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from lightrft.engines.types import EngineParameter
-    from lightrft.strategy.weight_sync.parameter_source import SourceParameter
+from lightrft.engines.types import EngineParameter
+from lightrft.strategy.weight_sync.parameter_source import SourceParameter
 
 Check = Literal["accounting", "hash", "canary", "caches", "transfer"]
 MAX_LISTED_NAMES = 8

@@ -6,28 +6,21 @@ compute different functions, and generation from activations of earlier weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
-from lightrft.engines.base import StaleEngineError
+from lightrft.engines.base import RolloutEngine, StaleEngineError
 from lightrft.engines.types import GenerationRequest, SamplingParams
+from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import gather_objects, group_rank
 from lightrft.strategy.distributed.sequence_parallel import SharesSequences
 from lightrft.strategy.fsdp2.source import reshard_modules
 from lightrft.strategy.weight_sync.accounting import WeightSyncError
-from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource, checkpoint_module
 from lightrft.strategy.weight_sync.verification import mix64
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from torch import nn
-
-    from lightrft.engines.base import RolloutEngine
-    from lightrft.strategy.config import StrategyConfig
-    from lightrft.strategy.weight_sync.parameter_source import ParameterSource
 
 CANARY_LENGTH = 64
 # Largest difference of a logprob between trainer and engine. Two float32 forwards of one model

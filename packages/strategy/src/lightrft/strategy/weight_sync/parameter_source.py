@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup
 
 FlatRange = tuple[int, int]
 AddLocal = Callable[[str, int, Tensor], None]

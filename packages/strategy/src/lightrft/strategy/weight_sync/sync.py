@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lightrft.engines.base import RolloutEngine
 from lightrft.kernels import BucketLayout, TensorSpec
-from lightrft.strategy.prepared import inner_module, wrapped_module
+from lightrft.strategy.config import StrategyConfig
+from lightrft.strategy.distributed.collectives import Group
+from lightrft.strategy.prepared import inner_module
 from lightrft.strategy.weight_sync.accounting import (
     PlannedParameter,
     WeightSyncError,
@@ -25,7 +29,6 @@ from lightrft.strategy.weight_sync.canary import (
     compute_dtypes,
 )
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
-from lightrft.strategy.weight_sync.report import MEGABYTE, WeightSyncReport
 from lightrft.strategy.weight_sync.transfer import Transfer, load_buckets, share_weights
 from lightrft.strategy.weight_sync.verification import (
     RankReport,
@@ -36,14 +39,10 @@ from lightrft.strategy.weight_sync.verification import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
+    import torch
     from torch import nn
 
-    from lightrft.engines.base import RolloutEngine
-    from lightrft.strategy.distributed.collectives import Group
-    from lightrft.strategy.prepared import AnyModel
-    from lightrft.strategy.strategy_base import StrategyBase
+MEGABYTE = 2**20
 
 __all__ = [
     "ParameterSource",
@@ -52,8 +51,65 @@ __all__ = [
     "WeightSyncError",
     "WeightSyncReport",
     "model_hash",
-    "sync_engine_weights",
+    "sync_actor",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSyncReport:
+    """What one completed sync did.
+
+    Args:
+        weights_version: Version that the engine now has; 0 for the first sync.
+        num_bytes: Bytes written into the engine, in its dtypes; 0 if it shares the storage.
+        num_buckets: Weight buckets.
+        num_payload_collectives: Collectives that carried weights.
+        num_resident_bytes: Bytes of frozen parameters that the engine held already.
+        num_verified_bytes: Bytes whose hash was read back from the engine's final storage.
+        num_unverifiable_bytes: Bytes hashed only as they were handed to the engine.
+        engine_hash: `model_hash` of the engine's weights; 0 without verification.
+        canary_difference: Largest difference between trainer and engine in a logprob of the
+            canary prompt; None if no prompt was scored.
+        seconds: Whole duration.
+        verify_seconds: Share of it spent on hashes and the canary prompt.
+        is_aliased: Whether the engine shares the trainer's storage.
+    """
+
+    weights_version: int
+    num_bytes: int
+    num_buckets: int
+    num_payload_collectives: int
+    num_resident_bytes: int
+    num_verified_bytes: int
+    num_unverifiable_bytes: int
+    engine_hash: int
+    canary_difference: float | None
+    seconds: float
+    verify_seconds: float
+    is_aliased: bool
+
+    def summary(self) -> str:
+        """One line for the log."""
+        moved = (
+            "shared with the trainer"
+            if self.is_aliased
+            else f"{_megabytes(self.num_bytes)} in {self.num_buckets} buckets and "
+            f"{self.num_payload_collectives} collectives, "
+            f"{_megabytes(self.num_resident_bytes)} frozen and resident"
+        )
+        checked = "not verified"
+        if self.num_verified_bytes + self.num_unverifiable_bytes > 0:
+            checked = (
+                f"verified {_megabytes(self.num_verified_bytes)} in final storage and "
+                f"{_megabytes(self.num_unverifiable_bytes)} on hand-over, "
+                f"hash {self.engine_hash & (2**64 - 1):016x}"
+            )
+        if self.canary_difference is not None:
+            checked += f", canary prompt within {self.canary_difference:.1e}"
+        return (
+            f"weights version {self.weights_version}: {moved}; {checked}; "
+            f"{self.seconds:.2f} s, of it {self.verify_seconds:.2f} s for verification"
+        )
 
 
 @dataclass(slots=True)
@@ -290,56 +346,49 @@ class WeightSync:
         self.engine.set_weights_version(previous_version + 1)
 
 
-def sync_engine_weights(
-    strategy: StrategyBase,
-    engine: RolloutEngine,
-    actor: AnyModel,
+def sync_actor(
+    sync: WeightSync,
+    model: nn.Module,
+    source: ParameterSource,
+    config: StrategyConfig,
     *,
-    allow_alias: bool = True,
+    device: torch.device,
     wake_cache: Callable[[], None] | None = None,
 ) -> WeightSyncReport:
-    """Gives an engine the weights of an actor, and prints one line; all ranks must call it.
+    """Gives an engine the weights of an actor; all ranks must call it.
 
-    Bucket size and verification follow `strategy.config`. What is known about the engine (layout,
-    resident parameters) is kept as long as the engine lives; the actor is read anew at each call.
+    Bucket size and verification follow the configuration; adapters are part of the weights.
 
     Args:
-        strategy: The strategy that prepared the actor.
-        engine: An engine whose weights are awake.
-        actor: The model as the strategy returned it.
-        allow_alias: Let the engine share the actor's storage where both sides can; must be false
-            if it generates while the actor is trained.
+        sync: Of the engine, whose weights are awake.
+        model: The actor as the strategy prepared it.
+        source: Its parameters.
+        config: Of the strategy.
+        device: Where the actor computes.
         wake_cache: Wakes the rest of the engine once the weights are there.
 
     Raises:
         WeightSyncError: The engine does not hold the actor's weights; it then refuses to generate.
     """
-    config = strategy.config
-    sync = _SYNCS.get(engine)
-    if sync is None:
-        sync = _SYNCS[engine] = WeightSync(engine)
     sync.bucket_bytes = config.weight_bucket_mb * MEGABYTE
     sync.verify = config.verify_weight_sync
-    sync.allow_alias = allow_alias
-    sync.world = strategy.world_group
-    model = wrapped_module(actor)
-    source = engine_source(inner_module(model), strategy.parameter_source(model))
+    module = inner_module(model)
+    source = engine_source(module, source)
     canary = None
     if config.verify_weight_sync:
         canary = actor_canary(
             model,
-            inner_module(model),
-            dtypes=compute_dtypes(config, engine, source),
+            module,
+            dtypes=compute_dtypes(config, sync.engine, source),
             max_length=config.max_len,
-            device=strategy.device,
+            device=device,
         )
-    report = sync.sync(source, canary=canary, wake_cache=wake_cache)
-    strategy.print(report.summary())
-    return report
-
-
-_SYNCS: weakref.WeakKeyDictionary[RolloutEngine, WeightSync] = weakref.WeakKeyDictionary()
+    return sync.sync(source, canary=canary, wake_cache=wake_cache)
 
 
 def _num_bytes(pairs: Sequence[PlannedParameter]) -> int:
     return sum(pair.num_bytes for pair in pairs)
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / MEGABYTE:.1f} MB"

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from lightrft.engines.base import RolloutEngine
 from lightrft.engines.types import WeightPiece
 from lightrft.kernels import BucketBroadcaster, BucketLayout, combine_hashes, hash_tensor
-from lightrft.strategy.weight_sync.accounting import WeightSyncError
+from lightrft.strategy.weight_sync.accounting import PlannedParameter, WeightSyncError
+from lightrft.strategy.weight_sync.parameter_source import AddLocal, ParameterSource
 from lightrft.strategy.weight_sync.verification import transfer_device
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from lightrft.engines.base import RolloutEngine
-    from lightrft.strategy.weight_sync.accounting import PlannedParameter
-    from lightrft.strategy.weight_sync.parameter_source import AddLocal, ParameterSource
 
 
 @dataclass(slots=True)

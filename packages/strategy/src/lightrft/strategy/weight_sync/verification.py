@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightrft.kernels import hash_tensor
-from lightrft.strategy.distributed.collectives import gather_objects
-from lightrft.strategy.weight_sync.accounting import MAX_LISTED_NAMES, WeightSyncError
-from lightrft.strategy.weight_sync.parameter_source import local_rank_in
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
-    from lightrft.strategy.distributed.collectives import Group
-    from lightrft.strategy.weight_sync.accounting import PlannedParameter
-    from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
+from lightrft.strategy.distributed.collectives import Group, gather_objects
+from lightrft.strategy.weight_sync.accounting import (
+    MAX_LISTED_NAMES,
+    PlannedParameter,
+    WeightSyncError,
+)
+from lightrft.strategy.weight_sync.parameter_source import (
+    ParameterSource,
+    SourceParameter,
+    local_rank_in,
+)
 
 _MASK = 2**64 - 1
 

@@ -95,7 +95,7 @@ def prepare(
     if cell.recomputes:
         model.gradient_checkpointing_enable()
     module: nn.Module = model.train()
-    if strategy.wraps_before_optimizer:
+    if strategy.backend.wraps_before_optimizer:
         size = 2 if cell.backend == "hsdp" else -1
         module = strategy.prepare_model(module, is_training=True, shard_size=size)
     ready: PreparedModel = strategy.prepare((module, make_optimizer(module), None))  # type: ignore[assignment]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lightrft.config import ConfigError
 from lightrft.config import TrainConfig
 from lightrft.config.options import options_of
-from lightrft.config.registry import Registry, split_reference
+from lightrft.config.registry import REGISTRIES, split_reference
 from lightrft.config.toml import without_secrets
 from lightrft.trainer.runs.files import (
     CONFIG_FILE,
@@ -151,11 +151,10 @@ def input_files(config: TrainConfig) -> list[Path]:
     """Local files of prompts, and of the user's own losses, rewards and the like."""
     data = [] if config.prompt_data is None else [config.prompt_data]
     names = [name for entry in data for name in (entry, *entry.split(","))]
-    for name, (_, info) in options_of(TrainConfig).items():
-        value = config.__dict__[name]
-        if isinstance(info.choices, Registry) and value:
-            chosen = value if isinstance(value, tuple) else (value,)
-            names += [(split_reference(item) or ("", ""))[0] for item in chosen]
+    for name in REGISTRIES:
+        value = config.__dict__[name] or ()
+        chosen = (value,) if isinstance(value, str) else value
+        names += [(split_reference(item) or ("", ""))[0] for item in chosen]
     return [path for path in dict.fromkeys(map(Path, filter(None, names))) if path.is_file()]
 
 

@@ -25,6 +25,7 @@ from lightrft.algorithms.declarations import (
 )
 from lightrft.algorithms.types import AdvantageFunction, PolicyLossFunction
 from lightrft.config import ConfigError, StrategyConfig, TrainConfig
+from lightrft.config.options import CRITIC, options_of
 from lightrft.config.registry import (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,
@@ -40,6 +41,7 @@ COMMON_LOSS_OPTIONS = {
     "clip_high": ("eps_clip_high", "eps_clip"),
     "dual_clip": ("dual_clip",),
 }
+_WORDS = {"clip_low": "clip range", "clip_high": "clip range", "dual_clip": "dual clip"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,23 +175,19 @@ def requirement_problems(config: TrainConfig, algorithm: Algorithm) -> list[str]
 
 def unused_algorithm_options(config: TrainConfig, algorithm: Algorithm) -> list[str]:
     """Options that were changed and that this algorithm does not use, one sentence each."""
-    rules = {
-        ("critic_pretrain", "critic_learning_rate", "value_clip", "lambd"): (
-            algorithm.estimator_traits.needs_critic, "an advantage_estimator with a critic"
-        ),
-    }  # fmt: skip
-    fields = type(config).__dataclass_fields__
-    return [
-        f"{name} acts only with {needed}"
-        for names, (is_used, needed) in rules.items()
-        for name in names
-        if not is_used and config.__dict__[name] != fields[name].default
-    ] + (
-        [f"policy_loss {config.policy_loss_name} couples the rows of a micro-batch: the step "
-         "depends on micro_train_batch_size"]
-        if algorithm.loss_traits.couples_rows
-        else []
-    )  # fmt: skip
+    found = [
+        f"{name} acts only with an advantage_estimator that has a critic"
+        for name, (entry, info) in options_of(TrainConfig).items()
+        if info.acts_with == CRITIC
+        and not algorithm.estimator_traits.needs_critic
+        and config.__dict__[name] != entry.default
+    ]
+    if algorithm.loss_traits.couples_rows:
+        found.append(
+            f"policy_loss {config.policy_loss_name} couples the rows of a micro-batch: the step "
+            "depends on micro_train_batch_size"
+        )
+    return found
 
 
 def decide(config: TrainConfig) -> tuple[TrainConfig, Algorithm]:
@@ -276,7 +274,7 @@ def _common_options(
         given = [name for name in names if config.__dict__[name] is not None]
         if given and argument not in known:
             raise ConfigError(
-                f"{owner} has no {argument}: leave out {' and '.join(given)} "
+                f"{owner} has no {_WORDS[argument]}: leave out {' and '.join(given)} "
                 f"(its options are {', '.join(known) or 'none'})"
             )
         if given:

@@ -1,0 +1,38 @@
+"""Packages whose names are imported when they are first used (PEP 562)."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+
+def lazy_names(
+    package: str, file: str
+) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of a package from its `if TYPE_CHECKING:` block.
+
+    What is imported there for type checkers (as `from module import name as name`) is imported at
+    run time when it is asked for.
+
+    Args:
+        package: Its `__name__`.
+        file: Its `__file__`.
+    """
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    homes = {
+        alias.name: str(node.module)
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+    def __getattr__(name: str) -> object:  # noqa: N807
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return vars(importlib.import_module(homes[name]))[name]
+
+    return __getattr__, lambda: sorted(homes), sorted(homes)

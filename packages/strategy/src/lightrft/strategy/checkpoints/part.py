@@ -1,0 +1,105 @@
+"""save_ckpt and load_ckpt: the same for every backend but for the state itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lightrft.strategy.backend import Backend, WantedState
+from lightrft.strategy.checkpoints.average_files import load_average, save_average
+from lightrft.strategy.checkpoints.file_writers import FileWriter
+from lightrft.strategy.checkpoints.folders import SaveRequest, find_checkpoint
+from lightrft.strategy.checkpoints.gathered_model import save_gathered_model
+from lightrft.strategy.checkpoints.moving_averages import MovingAverages
+from lightrft.strategy.checkpoints.rank_group import RankGroup
+from lightrft.strategy.checkpoints.saver import CheckpointSaver
+from lightrft.strategy.distributed.collectives import gather_objects, group_size
+from lightrft.strategy.distributed.context import DistributedContext
+from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.prepared import AnyModel, PreparedModel, inner_module
+from lightrft.strategy.weight_sync.adapted_model import gathered_dtype
+
+
+class Checkpoints:
+    """A strategy's files: folders of ours around files of the backend, and exported models.
+
+    Args:
+        ranks: Started.
+        backend: Writes and reads states.
+        strategy: Name of the strategy class; only it loads what it has saved.
+        in_background: Saves return when the state has been copied to host memory.
+    """
+
+    def __init__(
+        self, ranks: DistributedContext, backend: Backend, strategy: str, *, in_background: bool
+    ) -> None:
+        self._ranks = ranks
+        self._strategy = strategy
+        self._backend = backend
+        self.averages = MovingAverages()
+        self.group = RankGroup(ranks.rank, ranks.world_size, ranks.gather_objects)
+        self.saver = CheckpointSaver(
+            self.group, self._make_background_group if in_background else None
+        )
+
+    def _make_background_group(self) -> RankGroup:
+        """A group of its own, so that a save never meets the collectives of training."""
+        group = self._ranks.world_group
+        if group_size(group) > 1:
+            group = dist.new_group(backend="gloo", timeout=self._ranks.timeout)
+        return RankGroup(
+            self._ranks.rank, self._ranks.world_size, lambda item: gather_objects(item, group)
+        )
+
+    def save(self, request: SaveRequest, found: PreparedModel, model_ema: AnyModel | None) -> None:
+        """See `StrategyBase.save_ckpt`."""
+
+        def write(folder: Path, files: FileWriter) -> None:
+            self._backend.write_state(folder, found, files)
+            if model_ema is not None:
+                average = self._backend.parameter_source(model_ema)
+                values = self.averages.values(average)
+                save_average(folder, average, values, files, rank=self._ranks.rank)
+
+        with phase("save a checkpoint", self._ranks.timeout):
+            self.saver.save(request, write)
+
+    def load(
+        self,
+        folder: Path,
+        tag: str | None,
+        found: PreparedModel,
+        wanted: WantedState,
+        model_ema: AnyModel | None,
+    ) -> tuple[str, dict[str, object]]:
+        """See `StrategyBase.load_ckpt`."""
+        self.finish()
+        with phase("load a checkpoint", self._ranks.timeout):
+            checkpoint = find_checkpoint(folder, tag, ranks=self.group)
+            checkpoint.require_strategy(self._strategy)
+            self._backend.read_state(checkpoint, found, wanted)
+            self.averages.forget(inner_module(found))
+            if model_ema is not None:
+                average = self._backend.parameter_source(model_ema)
+                self.averages.restore(average, load_average(checkpoint.path, average))
+            if wanted.rng and not checkpoint.restore_rng(self._ranks.rank):
+                self._ranks.print(f"{checkpoint.path} has no generator states for every rank")
+            self._ranks.barrier()
+        return str(checkpoint.path), checkpoint.client_state()
+
+    def finish(self) -> None:
+        """See `StrategyBase.finish_saving`."""
+        with phase("finish saving", self._ranks.timeout):
+            self.saver.finish()
+
+    def export(self, model: AnyModel, tokenizer: object | None, output_dir: Path) -> None:
+        """Gathers one parameter at a time and writes on rank 0, in the compute dtype."""
+        module, dtype = inner_module(model), self._ranks.compute_dtype
+        with phase("save a model", self._ranks.timeout):
+            state = self._backend.gather_weights(
+                module, gathered_dtype(module, dtype), keeps=self._ranks.rank == 0
+            )
+            self.group.on_first(
+                lambda: save_gathered_model(module, state, tokenizer, output_dir, dtype=dtype)
+            )

@@ -1,0 +1,206 @@
+"""From a strategy's options and arguments to what a rollout engine takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from torch import nn
+
+from lightrft.engines.base import RolloutEngine
+from lightrft.engines.types import (
+    EngineConfig,
+    GenerationRequest,
+    MultiModalInputs,
+    SamplingParams,
+)
+from lightrft.kernels.names import nearest_names
+from lightrft.strategy.config import ENGINE_TYPES, StrategyConfig
+from lightrft.strategy.engine.multimodal import build_multimodal_inputs, has_media, media_of
+
+# Whether the ranks of a tensor-parallel group share one engine of this name. The embedded engines
+# live in each rank alone, so each rank generates for its own prompts.
+SHARED_BY_GROUP: dict[str, bool] = {"vllm": True, "sglang": True, "hf": False, "fake": False}
+
+PromptItem = Sequence[int] | GenerationRequest
+
+
+def check_engine_type(engine_type: str) -> str:
+    """Resolves "auto" and refuses unknown names.
+
+    Raises:
+        ValueError: No engine has this name.
+    """
+    from lightrft.engines.factory import ENGINES, resolve_engine_type
+
+    known = {*ENGINE_TYPES, *ENGINES}
+    if engine_type not in known:
+        raise ValueError(f"Unsupported engine type: {engine_type}; known types: {sorted(known)}")
+    return resolve_engine_type(engine_type)
+
+
+def engine_config(
+    config: StrategyConfig, engine_type: str, *, has_gpu: bool, module: nn.Module | None
+) -> EngineConfig:
+    """What the factory needs, from a strategy's configuration.
+
+    Raises:
+        ValueError: Neither a checkpoint directory (`pretrain`) nor a module is known.
+    """
+    if config.pretrain is None and module is None and engine_type != "fake":
+        raise ValueError(
+            f"the {engine_type} engine needs a model: set pretrain (a checkpoint directory) or "
+            "pass actor= to setup_inference_engine"
+        )
+    is_shared = SHARED_BY_GROUP.get(engine_type, True)
+    return EngineConfig(
+        engine_type=engine_type,
+        model_path=config.pretrain or "",
+        dtype="bfloat16" if config.computes_in_bf16(has_gpu=has_gpu) else "float32",
+        tensor_parallel_size=config.engine_tp_size if is_shared else 1,
+        memory_utilization=config.engine_mem_util,
+        max_model_len=config.max_len,
+        seed=config.seed,
+        enable_sleep=config.enable_engine_sleep,
+        options=dict(config.engine_args or {}),
+    )
+
+
+def as_sampling_params(given: object, engine: RolloutEngine | None = None) -> SamplingParams:
+    """Our `SamplingParams` from itself, a mapping of its field names or the engine's own object.
+
+    Raises:
+        ValueError: The mapping has unknown names, or the engine's object sets what cannot be used.
+        TypeError: It is none of them.
+    """
+    if isinstance(given, SamplingParams):
+        return given
+    if not isinstance(given, Mapping):
+        converted = None if engine is None else engine.params_of_native(given)
+        if converted is not None:
+            return converted
+        raise TypeError(
+            "sampling_params must be a lightrft.engines.SamplingParams or a mapping with its field "
+            "names, or the engine's own object, got "
+            f"{type(given).__module__}.{type(given).__qualname__}"
+        )
+    known = [entry.name for entry in dataclasses.fields(SamplingParams)]
+    unknown = [str(name) for name in given if name not in known]
+    if unknown:
+        hints = [name + nearest_names(name, known) for name in unknown]
+        raise ValueError(f"unknown sampling parameters: {', '.join(hints)}; known: {known}")
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    return dataclasses.replace(SamplingParams(), **values)  # type: ignore[arg-type]
+
+
+def text_requests(items: Sequence[PromptItem], first_id: int) -> list[GenerationRequest]:
+    """Requests from token ids or ready requests.
+
+    Args:
+        items: Lists of token ids, or requests, which keep their ids.
+        first_id: Request id of the first bare list; the next ones follow.
+    """
+    return [
+        item
+        if isinstance(item, GenerationRequest)
+        else GenerationRequest(tuple(int(t) for t in item), request_id=first_id + i)
+        for i, item in enumerate(items)
+    ]
+
+
+def multimodal_requests(
+    inputs: Sequence[Mapping[str, object]],
+    first_id: int,
+    token_ids: Sequence[PromptItem] | None = None,
+) -> list[GenerationRequest]:
+    """Requests from `{"prompt", "multi_modal_data"?}` items.
+
+    Args:
+        inputs: As `build_multimodal_inputs` makes them.
+        first_id: Request id of the first item.
+        token_ids: Token ids of the same prompts, if known.
+    """
+    requests = []
+    for i, item in enumerate(inputs):
+        ids = () if token_ids is None else token_ids[i]
+        requests.append(
+            GenerationRequest(
+                prompt_token_ids=(
+                    ids.prompt_token_ids if isinstance(ids, GenerationRequest) else tuple(ids)
+                ),
+                request_id=ids.request_id if isinstance(ids, GenerationRequest) else first_id + i,
+                prompt_text=str(item["prompt"]),
+                multi_modal=MultiModalInputs(media_of(item, "image"), media_of(item, "video")),
+            )
+        )
+    return requests
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBatch:
+    """The arguments of `gather_and_generate`: this rank's prompts in one of two forms.
+
+    Args:
+        token_ids: Token ids (or requests), one per prompt.
+        texts: Prompts as text, needed with images or videos.
+        images, images_num, videos, videos_num: See `build_multimodal_inputs`.
+    """
+
+    token_ids: Sequence[PromptItem] | None
+    texts: Sequence[str] | None = None
+    images: Sequence[object] | None = None
+    images_num: Sequence[int] | None = None
+    videos: Sequence[object] | None = None
+    videos_num: Sequence[int] | None = None
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether this rank has any image or video."""
+        return has_media(self.images) or has_media(self.videos)
+
+    def __len__(self) -> int:
+        for prompts in (self.token_ids, self.texts):
+            if prompts is not None:
+                return len(prompts)
+        return 0
+
+    def checked_params(self, given: object, engine: RolloutEngine) -> SamplingParams:
+        """See `as_sampling_params`; refuses a batch without prompts of either form."""
+        if self.token_ids is None and self.texts is None:
+            raise ValueError("either all_prompt_token_ids or all_prompts must be given")
+        return as_sampling_params(given, engine)
+
+    def requests(self, first_id: int, *, is_multimodal: bool) -> list[GenerationRequest]:
+        """This rank's requests; multimodal if any rank of the call has images or videos.
+
+        Raises:
+            ValueError: The needed form is missing, or counts do not agree.
+        """
+        if self.texts is not None and (is_multimodal or self.token_ids is None):
+            if self.token_ids is not None and len(self.token_ids) != len(self.texts):
+                raise ValueError(
+                    "all_prompts and all_prompt_token_ids must have the same length: got "
+                    f"{len(self.texts)} and {len(self.token_ids)}"
+                )
+            inputs = build_multimodal_inputs(
+                self.texts,
+                images=self.images,
+                images_num=self.images_num,
+                videos=self.videos,
+                videos_num=self.videos_num,
+            )
+            return multimodal_requests(inputs, first_id, self.token_ids)
+        if self.is_multimodal:
+            raise ValueError("images and videos need all_prompts (the prompts as text)")
+        if self.token_ids is None:
+            raise ValueError("either all_prompt_token_ids or all_prompts must be given")
+        return text_requests(self.token_ids, first_id)
+
+
+def as_prompts(items: Sequence[PromptItem] | Sequence[int]) -> list[PromptItem]:
+    """Prompts from prompts, or from the token ids of one."""
+    if items and all(isinstance(item, int) for item in items):
+        return [cast("Sequence[int]", items)]
+    return [cast("PromptItem", item) for item in items]

@@ -1,0 +1,85 @@
+"""No module needs itself: imports form no circle, those for type checkers included."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def modules_of(root: Path) -> dict[str, Path]:
+    found = {}
+    for source in sorted(root.glob("packages/*/src")):
+        for path in sorted(source.glob("lightrft/**/*.py")):
+            parts = path.relative_to(source).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(tree: ast.Module, known: set[str]) -> set[str]:
+    """Modules that a file names in any import statement, also inside functions."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in known else node.module)
+    return found & known
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components of several modules (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            component = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for name in sorted(graph):
+        if name not in index:
+            visit(name)
+    return found
+
+
+def graph_of(root: Path) -> dict[str, set[str]]:
+    modules = modules_of(root)
+    known = set(modules)
+    return {
+        name: imports_of(ast.parse(path.read_text()), known) - {name}
+        for name, path in modules.items()
+    }
+
+
+def test_imports_form_no_circle():
+    assert circles(graph_of(ROOT)) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["from lightrft.b import x", "if TYPE_CHECKING:\n    from lightrft import b"],
+)
+def test_a_planted_circle_is_found(tmp_path, line):
+    package = tmp_path / "packages" / "p" / "src" / "lightrft"
+    package.mkdir(parents=True)
+    (package / "a.py").write_text(line)
+    (package / "b.py").write_text("def f():\n    from lightrft.a import y\n")
+    assert circles(graph_of(tmp_path)) == [["lightrft.a", "lightrft.b"]]
