@@ -383,7 +383,6 @@ def test_every_metric_that_the_source_names_has_a_row():
         "training/updates",
         "training/token_weights",
         "spmd_ppo_trainer",
-        "training/run_control",
     ):
         names |= set(metric_names(ast.parse((folder / f"{name}.py").read_text())))
     assert {"reward", "engine_hash", "eval/seconds", "approx_kl", "correction_weight"} <= names

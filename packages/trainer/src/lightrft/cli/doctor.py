@@ -52,7 +52,6 @@ def build_parser() -> Parser:
         description="Carry out one training step of a model in many ways - micro-batches, packed "
         "samples, divided sequences, recomputed activations, FSDP2, ZeRO - and compare losses, "
         "gradients and weights in float32. Exit code 8 if any of them differs.",
-        allow_abbrev=False,
     )
     parser.add_argument("--invariance", action="store_true", help="Compare the ways of a step.")
     parser.add_argument(

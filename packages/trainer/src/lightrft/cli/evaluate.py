@@ -115,14 +115,10 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="lightrft eval",
         description=DESCRIPTION,
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("model", metavar="MODEL", help="Model directory, or folder of a run.")
     start = parser.add_argument_group("start")
-    start.add_argument(
-        "--config", nargs="+", default=[], metavar="FILE.toml", help="Files with options."
-    )
     start.add_argument(
         "--nproc_per_node", default=1, type=at_least(1), metavar="N",
         help="Processes to start on this machine. Default: 1.",

@@ -47,7 +47,6 @@ def build_parser() -> Parser:
         prog="lightrft export",
         description="Write the final model of a run as a Hugging Face checkpoint (safetensors, "
         "tokenizer, model card), read it back, and compare weights and logits.",
-        allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="The --output_dir of a run that has ended.")
     parser.add_argument("directory", metavar="DIR", help="Where to write it: new or empty.")

@@ -54,7 +54,6 @@ def build_parser() -> Parser:
         prog="lightrft init-model",
         description="Write a Hugging Face checkpoint of a tiny model with random weights, "
         "a byte-level tokenizer and a chat template.",
-        allow_abbrev=False,
     )
     parser.add_argument("directory", metavar="DIR", help="Where to write it: new or empty.")
     parser.add_argument(

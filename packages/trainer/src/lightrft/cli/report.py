@@ -35,7 +35,6 @@ def build_parser() -> Parser:
         prog="lightrft report",
         description="Write RUN/report.html: one page with curves, times, samples and options, "
         "which opens from disk without a network. A run that has not ended is fine.",
-        allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="The --output_dir of a run.")
     return parser

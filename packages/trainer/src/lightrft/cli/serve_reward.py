@@ -39,7 +39,6 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="lightrft serve-reward",
         description="Serve a reward function over HTTP, for lightrft train --remote_rm_url.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--reward_fn", nargs="+", required=True, metavar="NAME",

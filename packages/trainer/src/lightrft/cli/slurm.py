@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.options import Parser, at_least, merge_options, normalise, unknown_flags
+from lightrft.cli.options import Parser, at_least, parse_options
 from lightrft.cli.train import build_parser as build_train_parser
 from lightrft.config.rules import batch_problems
 from lightrft.strategy.config import ConfigError
@@ -69,12 +69,8 @@ def script(argv: Sequence[str]) -> str:
 
 
 def _check(arguments: Sequence[str], *, world_size: int) -> None:
-    parsed, unknown = build_train_parser().parse_known_args(normalise(arguments))
-    flags = vars(parsed)
-    processes = flags.pop("nproc_per_node")
-    config, problems = merge_options([Path(name) for name in flags.pop("config")], flags)
-    problems = unknown_flags(unknown) + problems
-    if processes != 1:
+    config, parsed, problems = parse_options(build_train_parser(), arguments)
+    if parsed.nproc_per_node != 1:
         problems.append("nproc_per_node: leave it out, the script starts one process per GPU")
     if not problems:
         problems += batch_problems(config, world_size)
@@ -88,7 +84,6 @@ def build_parser() -> argparse.ArgumentParser:
         prog="lightrft launch slurm",
         description=DESCRIPTION,
         usage="lightrft launch slurm --print [OPTIONS] -- [OPTIONS OF lightrft train]",
-        allow_abbrev=False,
     )
     parser.add_argument("--print", action="store_true", help="Print the script (the only way).")
     for flag, default, text in (

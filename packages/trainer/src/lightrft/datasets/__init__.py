@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from lightrft.kernels.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lightrft.datasets.errors import DataError as DataError
@@ -15,25 +16,4 @@ if TYPE_CHECKING:
     from lightrft.datasets.prompts import load_prompts as load_prompts
     from lightrft.datasets.types import Prompt as Prompt
 
-_MODULES = {
-    "DataError": "errors",
-    "Prompt": "types",
-    "PromptDataset": "prompts",
-    "Row": "files",
-    "collate_prompts": "prompts",
-    "load_prompts": "prompts",
-    "read_rows": "files",
-    "read_sources": "mixture",
-}
-
-__all__ = sorted(_MODULES)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

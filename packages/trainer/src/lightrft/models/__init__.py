@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from lightrft.kernels.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lightrft.models.actor import Actor as Actor
@@ -24,34 +25,4 @@ if TYPE_CHECKING:
     from lightrft.models.sequence_model import SequenceModel as SequenceModel
     from lightrft.models.types import ActorOutput as ActorOutput
 
-_MODULES = {
-    "Actor": "actor",
-    "ActorOutput": "types",
-    "Critic": "critic",
-    "LoraActor": "lora",
-    "LoraSettings": "lora",
-    "ModelLoadError": "loading",
-    "RewardModel": "reward_model",
-    "SequenceModel": "sequence_model",
-    "TokenLayout": "layout",
-    "byte_level_tokenizer": "presets",
-    "entropy_from_logits": "logprobs",
-    "load_causal_lm": "loading",
-    "load_config": "loading",
-    "load_tokenizer": "loading",
-    "load_trunk": "loading",
-    "logprobs_from_logits": "logprobs",
-    "write_tiny_model": "presets",
-}
-
-__all__ = sorted(_MODULES)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -85,11 +85,10 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
     Args:
         hidden: [tokens, hidden].
         weight: [vocab, hidden].
-        targets: [tokens] int64 in [0, vocab), or `ignore_index`.
+        targets: [tokens] int64, or `ignore_index`.
         token_loss: Called once for every chunk of tokens, in order; the losses are added. Its
             normaliser must not depend on the chunk.
-        bias, temperature, softcap, ignore_index: As in `linear_logprob`.
-        precision: "fp32", or "centred" as in `linear_logprob`.
+        bias, temperature, softcap, ignore_index, precision: As in `linear_logprob`.
         chunk_tokens: Most tokens of a chunk.
         sequence_starts: [sequences] int64 ascending from 0. A chunk then holds whole sequences,
             for losses that couple the tokens of one; a sequence longer than `chunk_tokens` is a
@@ -97,20 +96,17 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
         logits_budget_bytes: Logits stored at a time; those that do not fit are computed twice.
 
     Returns:
-        The loss, whose gradient reaches hidden, weight and bias, and the detached values. The
-        gradients are computed at once if any of them requires one.
+        The loss, whose gradient reaches hidden, weight and bias, and the detached values.
 
     Raises:
-        ValueError: A shape, dtype, target or option is invalid, or `token_loss` returns other
-            shapes than its protocol says.
+        ValueError: A shape, dtype, target, option or result of `token_loss` is invalid.
     """
     validation.validate_tensors(hidden, weight, targets, bias)
     validation.validate_options(temperature, softcap, "grad", "auto", precision, True)
-    for name, value in (
-        ("chunk_tokens", chunk_tokens), ("logits_budget_bytes", logits_budget_bytes + 1)
-    ):  # fmt: skip
-        if value < 1:
-            raise ValueError(f"{name} must be positive: got {value}")
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be positive: got {chunk_tokens}")
+    if logits_budget_bytes < 0:
+        raise ValueError(f"logits_budget_bytes must not be negative: got {logits_budget_bytes}")
     active = (targets != ignore_index).nonzero().squeeze(1)
     validation.validate_targets(targets[active], len(weight), ignore_index)
     request = Request("auto", precision, True, True, softcap is not None, DEFAULT_CHUNK_COLUMNS)
@@ -120,7 +116,7 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
         row_chunks=plan_row_chunks(active, len(targets), chunk_tokens, sequence_starts),
         logits_budget_bytes=logits_budget_bytes,
     )
-    transform = LogitsTransform(float(temperature), None if softcap is None else float(softcap))
+    transform = LogitsTransform.of(temperature, softcap)
     with torch.autocast(hidden.device.type, enabled=False):
         loss, logprobs, entropy = LinearPolicyLoss.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, targets, transform, options

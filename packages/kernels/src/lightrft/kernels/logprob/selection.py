@@ -6,7 +6,7 @@ import importlib.util
 import warnings
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
     from lightrft.kernels.logprob.autograd import LogprobEngine
     from lightrft.kernels.logprob.triton_launch import TileConfig
-    from lightrft.kernels.logprob.types import LogprobImplementation, Precision
-
-Determinism = bool | Literal["batch_invariant"]
+    from lightrft.kernels.logprob.types import Determinism, LogprobImplementation, Precision
 
 _HALVES = (torch.bfloat16, torch.float16)
 _MIN_PRODUCT_HIDDEN = 2048

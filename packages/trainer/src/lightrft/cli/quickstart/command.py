@@ -86,7 +86,7 @@ def parse(argv: Sequence[str]) -> tuple[Recipe, Path]:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `lightrft quickstart`."""
     default = Recipe()
-    parser = Parser(prog="lightrft quickstart", description=DESCRIPTION, allow_abbrev=False)
+    parser = Parser(prog="lightrft quickstart", description=DESCRIPTION)
     names = ", ".join
     parser.add_argument(
         "--algorithm",

@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 from lightrft.config import TrainConfig
-from lightrft.config.options import options_of
+from lightrft.config.options import looks_secret, options_of
 from lightrft.config.toml import format_toml, read_toml
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.runs.files import (
@@ -196,7 +196,7 @@ def _read_options(path: Path, notes: list[str]) -> list[Option]:
     known = options_of(TrainConfig)
     options = []
     for name, value in values.items():
-        if name in known and known[name][1].secret:
+        if known[name][1].secret if name in known else looks_secret(name):
             continue
         default = known[name][0].default if name in known else None
         same = value == (list(default) if isinstance(default, tuple) else default)
