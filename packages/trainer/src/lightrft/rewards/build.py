@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+from lightrft.kernels.names import nearest_names
 from lightrft.rewards.math_rules import BOXED_MATH, GSM8K, MathReward
 from lightrft.rewards.remote import RemoteReward
 from lightrft.rewards.types import RewardFunction, RewardResult
@@ -212,8 +212,7 @@ def _build_one(name: str, settings: RewardSettings) -> RewardFunction:
         return UserReward(path, function, timeout_seconds=settings.timeout_seconds)
     if name.endswith(".py"):
         raise ConfigError(f"reward function {name}: expected FILE.py:FUNCTION, say {name}:reward")
-    nearest = difflib.get_close_matches(name, REWARDS, n=1)
-    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
     raise ConfigError(
-        f"unknown reward function {name!r}: expected {', '.join(REWARDS)} or FILE.py:FUNCTION{hint}"
+        f"unknown reward function {name!r}: expected {', '.join(REWARDS)} or FILE.py:FUNCTION"
+        + nearest_names(name, REWARDS)
     )
