@@ -211,8 +211,8 @@ ADVANTAGE_ESTIMATORS = Registry("advantage estimator", {
     "remax": f"{_ROWS}:remax_advantages",
 })  # fmt: skip
 REWARDS = Registry("reward function", {
-    "boxed_math": "lightrft.rewards.build:boxed_math",
-    "gsm8k": "lightrft.rewards.build:gsm8k",
+    "boxed_math": "lightrft.rewards.math_rules:BOXED_MATH",
+    "gsm8k": "lightrft.rewards.math_rules:GSM8K",
 })  # fmt: skip
 LOGGERS = Registry("logger", {})
 # Choices that are the branches of one function.

@@ -79,6 +79,10 @@ class TrainConfig(StrategyConfig):
         (), "Rewards, summed: boxed_math, gsm8k or FILE.py:FUNCTION.", group="reward", common=True,
         path="file", commands=("data", "eval"),
     )  # fmt: skip
+    reward_args: Arguments = option(
+        None, "Keyword-only arguments of own reward functions.", group="reward",
+        commands=("data", "eval"),
+    )  # fmt: skip
     reward_timeout_seconds: float = option(
         120.0, "Deadline of one call of a reward function.", group="reward", above=0,
         may_change=True, commands=("data", "eval"),

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from lightrft.kernels.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lightrft.rewards.build import REWARDS as REWARDS
     from lightrft.rewards.build import CombinedReward as CombinedReward
     from lightrft.rewards.build import RewardSettings as RewardSettings
     from lightrft.rewards.build import build_reward as build_reward

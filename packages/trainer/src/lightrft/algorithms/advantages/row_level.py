@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -171,7 +171,11 @@ CPGD_WEIGHTINGS = {
 
 
 @advantage_estimator(needs_groups=True)
-def cpgd_advantages(inputs: RowAdvantageInputs, *, weighting: str = "std") -> Tensor:
+def cpgd_advantages(
+    inputs: RowAdvantageInputs,
+    *,
+    weighting: Literal["std", "clip_filter", "centre"] = "std",
+) -> Tensor:
     """Group advantages of CPGD.
 
     std: (R - mean) / (std + 1e-6);  centre: R - mean;
