@@ -160,6 +160,13 @@ class Completion:
                 f"for request {self.request_id}"
             )
 
+    def __getitem__(self, name: str) -> object:
+        """A field by its name."""
+        if name not in self.__slots__:
+            raise KeyError(f"a completion has no {name!r}; it has {', '.join(self.__slots__)}")
+        value: object = getattr(self, name)
+        return value
+
 
 @dataclass(frozen=True, slots=True)
 class EngineParameter:
