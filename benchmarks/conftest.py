@@ -13,6 +13,26 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--complete",
+        action="store_true",
+        help="on a CPU: models' own sizes and bfloat16 too; minutes with AVX-512, longer without",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "complete: on a CPU, measured with --complete only")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--complete") or torch.cuda.is_available():
+        return
+    left_out = [item for item in items if item.get_closest_marker("complete")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

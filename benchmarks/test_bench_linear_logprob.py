@@ -1,6 +1,6 @@
 """linear_logprob against its floor, the plain products of the same shape, and against peers.
 
-    pytest benchmarks/test_bench_linear_logprob.py -s
+    pytest benchmarks/test_bench_linear_logprob.py -s [--complete]
 
 prints one line for each provider; ratios, not milliseconds, are what to compare between runs.
 """
@@ -16,9 +16,13 @@ import torch
 
 from lightrft.kernels import Workspace, linear_logprob, linear_policy_loss
 
-CPU_SHAPES = {"135M head": (128, 576, 49152), "0.5B head": (64, 896, 151936)}
+CPU_SHAPES = {
+    "small head": (128, 256, 8192),
+    "135M head": (128, 576, 49152),
+    "0.5B head": (64, 896, 151936),
+}
 # A micro-batch of training: with fewer tokens dL/dweight, which every way needs, hides the logits.
-CPU_MEMORY_SHAPE = (1024, 576, 49152)
+CPU_MEMORY_SHAPES = {"small head": (1024, 256, 32768), "135M head": (1024, 576, 49152)}
 GPU_SHAPES = {
     "0.5B": (8192, 896, 151936),
     "7B": (8192, 3584, 152064),
@@ -26,6 +30,14 @@ GPU_SHAPES = {
     "72B": (4096, 8192, 152064),
 }
 SHAPES = GPU_SHAPES if torch.cuda.is_available() else CPU_SHAPES
+
+
+def cells(values):
+    """Parameters that a CPU measures always, and those that it measures with --complete."""
+    quick = ("small head", torch.float32)
+    return [v if v in quick else pytest.param(v, marks=pytest.mark.complete) for v in values]
+
+
 MODES = ["forward", "both", "both, half of the rows"]
 CHUNK_COLUMNS = 4096
 BUDGET_SECONDS = 2.0
@@ -105,13 +117,13 @@ def largest_error(function, inputs, num_rows=64):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", cells(SHAPES))
+@pytest.mark.parametrize("dtype", cells([torch.float32, torch.bfloat16]))
 def test_linear_logprob(benchmark, device, shape, mode, dtype):
     if device.type == "cuda" and dtype == torch.float32:
         pytest.skip("measured on the CPU")
     if shape == "0.5B head" and (mode != "forward" or dtype == torch.float32):
-        pytest.skip("too slow for the CPU's two minutes")
+        pytest.skip("too slow on a CPU")
     inputs = make_inputs(SHAPES[shape], device, dtype)
     functions = {**our_providers(device, dtype), "naive": peers.naive}
     found, absent = peers.load(device)
@@ -158,11 +170,12 @@ def test_linear_logprob(benchmark, device, shape, mode, dtype):
     assert table[first]["max_error"] < bound
 
 
-def test_peak_memory_of_a_micro_batch(benchmark, device):
+@pytest.mark.parametrize("shape", cells(CPU_MEMORY_SHAPES))
+def test_peak_memory_of_a_micro_batch(benchmark, device, shape):
     """Forward and backward of 1024 tokens: peak memory, gradients included and without them."""
     if device.type == "cuda":
         pytest.skip("on a GPU every test above measures it")
-    inputs = make_inputs(CPU_MEMORY_SHAPE, device, torch.float32)
+    inputs = make_inputs(CPU_MEMORY_SHAPES[shape], device, torch.float32)
     gradients_mib = sum(t.numel() * t.element_size() for t in inputs[:2]) / 2**20
     functions = {"ours chunked": functools.partial(ours, "chunked"), "naive": peers.naive}
     found, absent = peers.load(device)
@@ -170,19 +183,21 @@ def test_peak_memory_of_a_micro_batch(benchmark, device):
     for name, function in {**functions, **found}.items():
         peak = harness.peak_bytes(functools.partial(step, function, inputs, "both"), device)
         table[name] = {"peak_mib": peak / 2**20, "above_gradients": peak / 2**20 - gradients_mib}
-    print(f"\nCPU, memory of {CPU_MEMORY_SHAPE}, float32, forward and backward")
+    print(f"\nCPU, memory of {CPU_MEMORY_SHAPES[shape]}, float32, forward and backward")
     naive = table["naive"]["peak_mib"]
     for name, row in table.items():
         ratio = row["peak_mib"] / naive
         print(f"  {name:<18} peak {row['peak_mib']:7.0f} MiB  x{ratio:.2f} of naive", end="")
         print(f"  above the gradients {row['above_gradients']:7.0f} MiB")
-    benchmark.extra_info.update(shape=list(CPU_MEMORY_SHAPE), providers=table, absent=absent)
+    benchmark.extra_info.update(
+        shape=list(CPU_MEMORY_SHAPES[shape]), providers=table, absent=absent
+    )
     ours_once = functools.partial(step, functions["ours chunked"], inputs, "both")
     benchmark.pedantic(ours_once, rounds=1, iterations=1)
     assert table["ours chunked"]["peak_mib"] < naive / 3
 
 
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "0.5B head"])
+@pytest.mark.parametrize("shape", cells(shape for shape in SHAPES if shape != "0.5B head"))
 def test_policy_loss(benchmark, device, shape):
     """Loss inside the output layer (3 products) against the loss after linear_logprob (4)."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.cli.options import GROUPS, available_fields
-from lightrft.trainer.config import TrainConfig
-from lightrft.trainer.config_unavailable import UNAVAILABLE
+from lightrft.cli.unavailable import UNAVAILABLE
+from lightrft.config import TrainConfig
 from lightrft.trainer.reporting.metric_table import METRICS
 
 if TYPE_CHECKING:

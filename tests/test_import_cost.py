@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 PACKAGES = (
-    "kernels", "engines", "strategy", "utils", "algorithms", "models", "datasets", "rewards",
-    "experience", "trainer", "cli",
+    "config", "kernels", "engines", "strategy", "utils", "algorithms", "models", "datasets",
+    "rewards", "experience", "trainer", "cli",
 )  # fmt: skip
 OPTIONAL = ("vllm", "sglang", "deepspeed", "triton", "wandb", "matplotlib", "peft", "tensorboard")
 
@@ -40,7 +40,7 @@ def test_every_module_imports_without_optional_packages():
 
 def test_configuration_modules_import_the_standard_library_only():
     code = (
-        "import sys, lightrft.strategy.config, lightrft.trainer.config;"
+        "import sys, lightrft.config;"
         "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'deepspeed'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

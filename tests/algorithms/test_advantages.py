@@ -6,29 +6,36 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.algorithms import (
-    ADVANTAGE_ESTIMATORS,
-    Moments,
-    RowAdvantageInputs,
-    TokenAdvantageInputs,
-    build_advantage_estimator,
-    estimate_row_advantages,
+from lightrft.algorithms import RowAdvantageInputs, TokenAdvantageInputs, advantage_estimator
+from lightrft.algorithms.advantages.row_level import estimate_row_advantages
+from lightrft.algorithms.advantages.token_level import (
+    broadcast_to_tokens,
     estimate_token_advantages,
-    masked_moments,
-    spread_row_advantages,
     token_rewards,
-    whiten,
 )
-from lightrft.algorithms.advantages.groups import group_has_signal
+from lightrft.algorithms.declarations import advantage_traits
+from lightrft.algorithms.moments import Moments, masked_moments, moments_of, whiten
+from lightrft.config.registry import ADVANTAGE_ESTIMATORS, bind
+
+
+def build_advantage_estimator(name, options):
+    return bind(ADVANTAGE_ESTIMATORS.load(name), options, owner=f"advantage estimator {name!r}")
+
 
 REWARDS = [1.0, 0.0, 0.5, 1.0]
 LENGTHS = [4, 2, 6, 3]
-GROUP_ESTIMATORS = [name for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.needs_groups]
+TRAITS = {
+    name: advantage_traits(build_advantage_estimator(name, {})) for name in ADVANTAGE_ESTIMATORS
+}
+GROUP_ESTIMATORS = [name for name, traits in TRAITS.items() if traits.needs_groups]
+# The standard deviation of all groups is divided by: another group moves it.
+LOCAL_GROUP_ESTIMATORS = [name for name in GROUP_ESTIMATORS if name != "group_mean_batch_std"]
 
 WORKED = [
     ("group_norm", {}, [0.783348, -1.30558, -0.261116, 0.783348]),
     ("grpo", {}, [0.783348, -1.30558, -0.261116, 0.783348]),
     ("group_norm", {"eps": 1e-4}, [0.783186, -1.30531, -0.261062, 0.783186]),
+    ("group_mean_batch_std", {}, [0.783348, -1.30558, -0.261116, 0.783348]),
     ("dr_grpo", {}, [0.375, -0.625, -0.125, 0.375]),
     ("reinforce_baseline", {}, [0.375, -0.625, -0.125, 0.375]),
     ("rloo", {}, [0.5, -0.833333, -0.166667, 0.5]),
@@ -83,7 +90,21 @@ def test_clip_filter_makes_up_for_constant_groups_up_to_three() -> None:
     assert capped[:4].tolist() == pytest.approx([3 * x for x in (0.375, -0.625, -0.125, 0.375)])
 
 
-@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_batch_std_is_that_of_the_rewards_of_all_groups() -> None:
+    inputs = _inputs([*REWARDS, 1, 1, 1, 1], groups=[0] * 4 + [1] * 4)
+    result = _estimate("group_mean_batch_std", inputs, {"eps": 1e-4})
+    expected = [1.007761, -1.679602, -0.33592, 1.007761, 0, 0, 0, 0]  # TRL's scale_rewards="batch"
+    assert result.tolist() == pytest.approx(expected, abs=1e-6)
+    scored = torch.tensor([True] * 4 + [False, True, True, True])
+    rewards = [*REWARDS, float("nan"), 1, 1, 1]
+    result = _estimate(
+        "group_mean_batch_std", _inputs(rewards, [0] * 4 + [1] * 4, is_scored=scored)
+    )
+    std = np.std([*REWARDS, 1, 1, 1], ddof=1)
+    assert result[:4].tolist() == pytest.approx((np.array(REWARDS) - 0.625) / std, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", LOCAL_GROUP_ESTIMATORS)
 def test_permuting_interleaved_groups_permutes_the_advantages(name: str) -> None:
     rng = np.random.default_rng(0)
     rewards, lengths = rng.normal(size=24), rng.integers(1, 9, 24)
@@ -113,7 +134,7 @@ def test_one_completion_per_prompt_is_an_error(name: str) -> None:
         _estimate(name, _inputs([1.0, 0.0, 1.0], groups=[1, 1, 4]))
 
 
-@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("name", LOCAL_GROUP_ESTIMATORS)
 def test_rows_without_a_score_get_zero_and_do_not_move_the_baseline(name: str) -> None:
     scored = torch.tensor([True, True, False, True, True, False, False, True])
     rewards = [*REWARDS[:2], float("nan"), *REWARDS[2:], 1e9, -1e9, 3.0]
@@ -128,6 +149,14 @@ def test_rows_without_a_score_get_zero_and_do_not_move_the_baseline(name: str) -
 def test_a_reward_that_is_not_finite_is_an_error() -> None:
     with pytest.raises(ValueError, match="rewards must be finite: row 1 has nan"):
         _estimate("rloo", _inputs([1.0, float("nan")]))
+    greedy = torch.zeros(2).double()
+    with pytest.raises(ValueError, match="rewards must be finite: row 0 has inf"):
+        _estimate("remax", _inputs([float("inf"), 1.0], greedy_rewards=greedy))
+    with pytest.raises(ValueError, match="greedy_rewards must be finite: row 1 has nan"):
+        _estimate("remax", _inputs([1.0, 1.0], greedy_rewards=torch.tensor([0, torch.nan])))
+    unscored = torch.tensor([True, False])
+    inputs = _inputs([1.0, float("nan")], greedy_rewards=greedy, is_scored=unscored)
+    assert _estimate("remax", inputs).tolist() == [1.0, 0.0]
 
 
 def test_group_norm_has_mean_zero_and_std_one_and_rloo_rescales_dr_grpo() -> None:
@@ -141,12 +170,6 @@ def test_group_norm_has_mean_zero_and_std_one_and_rloo_rescales_dr_grpo() -> Non
     torch.testing.assert_close(_estimate("opo", _inputs(rewards, groups)), centred)
 
 
-def test_dynamic_sampling_keeps_groups_with_unequal_scores() -> None:
-    scores = torch.tensor([1.0, 1.0, 0.0, 0.7, 0.7, 0.7])
-    groups = torch.tensor([5, 2, 2, 9, 9, 9])
-    assert group_has_signal(scores, groups).tolist() == [False, True, True, False, False, False]
-
-
 # ---- token-level estimators and whitening
 
 
@@ -156,11 +179,11 @@ def test_reinforce_plus_plus_worked_numbers(worked) -> None:
     estimator = build_advantage_estimator("reinforce++", {})
     result = estimate_token_advantages(estimator, TokenAdvantageInputs(shaped, worked.mask))
     moments = masked_moments(result.advantages, worked.mask)
-    assert moments.mean.item() == pytest.approx(0.701667, abs=1e-6)
-    white = whiten(result.advantages, worked.mask, moments.mean, moments.std())
+    assert moments.mean == pytest.approx(0.701667, abs=1e-6)
+    white = whiten(result.advantages, worked.mask, moments)
     expected = [0.743909, 0.721922, 0.787884, 0.56801, -1.43285, -1.388875]
     assert white[worked.mask].tolist() == pytest.approx(expected, abs=1e-6)
-    sample = whiten(result.advantages, worked.mask, moments.mean, moments.std(ddof=1))
+    sample = whiten(result.advantages, worked.mask, moments, ddof=1)
     expected = [0.679093, 0.659021, 0.719237, 0.518519, -1.308007, -1.267863]
     assert sample[worked.mask].tolist() == pytest.approx(expected, abs=1e-6)
     assert white[~worked.mask].tolist() == [0.0, 0.0]
@@ -172,9 +195,9 @@ def test_reinforce_plus_plus_baseline_whitens_over_tokens() -> None:
         "reinforce_baseline", _inputs([*REWARDS, 1, 1, 1, 1], [0] * 4 + [1] * 4, lengths)
     )
     mask = _mask(lengths)
-    tokens = spread_row_advantages(rows, mask).advantages
+    tokens = broadcast_to_tokens(rows, mask).advantages
     moments = masked_moments(tokens, mask)
-    white = whiten(tokens, mask, moments.mean, moments.std())[:, 0]
+    white = whiten(tokens, mask, moments)[:, 0]
     expected = [1.288804, -2.393494, -0.552345, 1.288804, *[-0.092057] * 4]
     assert white.tolist() == pytest.approx(expected, abs=1e-6)
 
@@ -184,11 +207,11 @@ def test_gae_whitened_worked_numbers() -> None:
     mask = torch.ones(1, 4, dtype=torch.bool)
     values = torch.tensor([[0.5, 0.4, 0.3, 0.2]]).double()
     estimator = build_advantage_estimator("gae", {})
-    assert estimator.needs_critic
+    assert advantage_traits(estimator).needs_critic
     inputs = TokenAdvantageInputs(shaped, mask, values, gamma=0.9, lambd=0.8)
     result = estimate_token_advantages(estimator, inputs)
     moments = masked_moments(result.advantages, mask)
-    white = whiten(result.advantages, mask, moments.mean, moments.std())
+    white = whiten(result.advantages, mask, moments)
     expected = [-1.210889, -0.555915, 0.307246, 1.459557]
     assert white[0].tolist() == pytest.approx(expected, abs=1e-5)
     with pytest.raises(ValueError, match="needs the critic's values"):
@@ -199,14 +222,27 @@ def test_whitening_does_not_depend_on_the_split_over_ranks(ragged) -> None:
     batch = ragged(3, rows=6)
     values, mask = torch.tensor(batch.advantages).float(), torch.tensor(batch.mask)
     whole = masked_moments(values, mask)
-    parts = [masked_moments(values[i : i + 2], mask[i : i + 2]).sums for i in (0, 2, 4)]
-    summed = Moments(torch.stack(parts).sum(0))
-    expected = whiten(values, mask, whole.mean, whole.std())
-    torch.testing.assert_close(whiten(values, mask, summed.mean, summed.std()), expected)
+    merged = Moments()
+    for i in (0, 2, 4):
+        merged = merged.merge(masked_moments(values[i : i + 2], mask[i : i + 2]))
+    expected = whiten(values, mask, whole)
+    torch.testing.assert_close(whiten(values, mask, merged), expected)
+    for i in (0, 2, 4):  # what the other ranks send arrives by two sums
+        own, others = slice(i, i + 2), [j for j in range(6) if j not in (i, i + 1)]
+        rest, far = values[others][mask[others]].double(), torch.tensor(whole.mean)
+        messages = [
+            torch.tensor([rest.numel(), float(rest.sum())]).double(),
+            (rest - far).square().sum(),
+        ]
+        spread = masked_moments(
+            values[own], mask[own], sum_over_ranks=lambda sums, m=messages: sums + m.pop(0)
+        )
+        assert spread.count == whole.count
+        torch.testing.assert_close(whiten(values, mask, spread), expected)
     assert expected[mask].mean().item() == pytest.approx(0.0, abs=1e-6)
     assert expected[mask].std(unbiased=False).item() == pytest.approx(1.0, abs=1e-6)
     local = masked_moments(values[:2], mask[:2])
-    other = whiten(values[:2], mask[:2], local.mean, local.std())
+    other = whiten(values[:2], mask[:2], local)
     assert (other - expected[:2]).abs().max() > 0.01  # local moments would be seen
 
 
@@ -214,27 +250,53 @@ def test_whitening_a_constant_or_a_single_token_is_finite() -> None:
     mask = torch.tensor([[True, True, False]])
     constant = torch.tensor([[0.7, 0.7, float("nan")]])
     moments = masked_moments(constant, mask)
-    white = whiten(constant, mask, moments.mean, moments.std())
+    white = whiten(constant, mask, moments)
     torch.testing.assert_close(white, torch.zeros(1, 3), atol=1e-6, rtol=0)
     one = masked_moments(constant, torch.tensor([[True, False, False]]))
-    assert one.std(ddof=1).item() == 1.0
+    assert one.std(ddof=1) == 1.0
     none = masked_moments(constant, torch.zeros(1, 3, dtype=torch.bool))
-    assert (none.mean.item(), none.std().item()) == (0.0, 1.0)
+    assert (none.mean, none.std(ddof=0)) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(("offset", "spread"), [(1e8, 1.0), (1e6, 0.01), (-3e9, 0.5)])
+def test_a_small_spread_around_a_large_mean_keeps_its_digits(offset, spread) -> None:
+    rng = np.random.default_rng(0)
+    values = offset + spread * rng.choice([-1.0, 1.0], 1000)
+    moments = masked_moments(torch.tensor(values), torch.ones(1000, dtype=torch.bool))
+    merged = Moments()
+    for part in np.split(values, [10, 400]):
+        merged = merged.merge(moments_of(torch.tensor(part)))
+    for found in (moments, merged):
+        assert found.std(ddof=0) == pytest.approx(values.std(), rel=1e-6)
+        assert found.mean == pytest.approx(values.mean(), rel=1e-14)
 
 
 def test_rows_spread_over_their_tokens_with_and_without_kl(worked) -> None:
     rows = torch.tensor([1.0, -0.5]).double()
-    plain = spread_row_advantages(rows, worked.mask).advantages
+    plain = broadcast_to_tokens(rows, worked.mask).advantages
     assert plain.tolist() == [[1.0] * 4, [-0.5, -0.5, 0, 0]]
     kl = torch.ones(2, 4).double()
-    shaped = spread_row_advantages(rows, worked.mask, kl=kl, kl_coef=0.1).advantages
+    shaped = broadcast_to_tokens(rows, worked.mask, kl=kl, kl_coef=0.1).advantages
     assert shaped[0].tolist() == pytest.approx([0.6, 0.7, 0.8, 0.9])
 
 
+def test_a_kl_penalty_of_rows_is_discounted_like_the_advantage() -> None:
+    mask = torch.tensor([[True, False, True, True]])
+    kl = torch.tensor([[0.1, 9.0, 0.2, 0.3]]).double()
+    rows = torch.tensor([2.0]).double()
+    found = broadcast_to_tokens(rows, mask, kl=kl, kl_coef=0.5, gamma=0.9).advantages
+    last = 2.0 - 0.5 * 0.3
+    middle = 0.9 * 2.0 - 0.5 * (0.2 + 0.9 * 0.3)
+    first = 0.9**2 * 2.0 - 0.5 * (0.1 + 0.9 * 0.2 + 0.9**2 * 0.3)
+    assert found[0].tolist() == pytest.approx([first, 0.0, middle, last])
+
+
 def test_only_some_estimators_ask_for_whitening() -> None:
-    whitened = {name for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.whitens}
+    whitened = {name for name, traits in TRAITS.items() if traits.whitens}
     assert whitened == {"gae", "reinforce++", "reinforce_baseline"}
-    assert ADVANTAGE_ESTIMATORS["grpo"] == ADVANTAGE_ESTIMATORS["group_norm"]
+    assert ADVANTAGE_ESTIMATORS.load("grpo") is ADVANTAGE_ESTIMATORS.load("group_norm")
+    assert {name for name, traits in TRAITS.items() if traits.needs_greedy_rewards} == {"remax"}
+    assert {name for name, traits in TRAITS.items() if traits.needs_critic} == {"gae"}
 
 
 def test_wrong_kind_unknown_name_and_unknown_option_are_errors() -> None:
@@ -245,7 +307,18 @@ def test_wrong_kind_unknown_name_and_unknown_option_are_errors() -> None:
             build_advantage_estimator("grpo", {}),
             TokenAdvantageInputs(torch.ones(1, 1), torch.ones(1, 1).bool()),
         )
-    with pytest.raises(ValueError, match="did you mean 'reinforce"):
+
+    @advantage_estimator(is_token_level=True)
+    def no_tokens(inputs):
+        return inputs.token_rewards
+
+    with pytest.raises(ValueError, match="must return TokenAdvantages: got Tensor"):
+        estimate_token_advantages(
+            no_tokens, TokenAdvantageInputs(torch.ones(1, 1), torch.ones(1, 1).bool())
+        )
+    with pytest.raises(ValueError, match=r"one advantage per row, a tensor of shape \(4,\)"):
+        estimate_row_advantages(lambda inputs: inputs.rewards[:2], _inputs(REWARDS))
+    with pytest.raises(ValueError, match="did you mean reinforce"):
         build_advantage_estimator("reinforce+", {})
     with pytest.raises(ValueError, match="'rloo' has no option 'eps'"):
         build_advantage_estimator("rloo", {"eps": 1e-3})

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.algorithms import AGGREGATIONS, aggregate, local_normalizer, loss_weights
+from lightrft.algorithms.aggregation import (
+    AGGREGATIONS,
+    aggregate,
+    local_normalizer,
+    loss_weights,
+)
 
 CONSTANT = 4
 FULL_VALUES = {  # losses [1,2,3,4], [2,0], [6] and one empty row
@@ -126,6 +131,13 @@ def test_the_constant_mode_needs_its_constant() -> None:
 def test_unknown_mode_lists_the_known_ones_and_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"seq-mean-token-sum.*did you mean 'token-mean'"):
         loss_weights(torch.ones(1, 1, dtype=torch.bool), "tokenmean")
+
+
+def test_float64_losses_are_not_weighed_in_float32() -> None:
+    loss, mask = torch.ones(1, 3, dtype=torch.float64), torch.ones(1, 3, dtype=torch.bool)
+    value = aggregate(loss, mask, "seq-mean-token-mean", 1.0)
+    assert value.item() == pytest.approx(1.0, abs=1e-15)
+    assert loss_weights(mask, "seq-mean-token-mean").dtype == torch.float32
 
 
 def test_bfloat16_losses_are_summed_in_float32() -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 
-from lightrft.algorithms import CORRECTIONS, aggregate, build_policy_loss, correction_weights
-from lightrft.algorithms.corrections import off_policy_sequence_mask
+from lightrft.algorithms.aggregation import aggregate
+from lightrft.algorithms.correction_terms import (
+    CORRECTION_PRESETS,
+    CorrectionTerm,
+    parse_correction,
+)
+from lightrft.algorithms.corrections import correction_weights
 from lightrft.algorithms.metrics import effective_sample_fraction, effective_sample_sums
+from lightrft.algorithms.policy.clipped import clipped_policy_loss
 
 TOKEN = [1.105171, 1.0, 0.367879, 1.051271, 1.0, 3.669297]
 WORKED = [  # token-mean of the weighted PPO loss
@@ -21,28 +29,34 @@ WORKED = [  # token-mean of the weighted PPO loss
 ]
 
 
+SINGLE = [mode for mode, _, _ in WORKED]
+
+
+def _weights(batch, text, *, advantages=None, **bounds):
+    return correction_weights(
+        torch.as_tensor(batch.old),
+        torch.as_tensor(batch.rollout),
+        torch.as_tensor(batch.mask),
+        terms=parse_correction(text, **bounds),
+        advantages=advantages,
+    )
+
+
 @pytest.mark.parametrize(("mode", "bounds", "loss"), WORKED)
 def test_worked_numbers(mode: str, bounds, loss: float, worked) -> None:
-    result = correction_weights(worked.old, worked.rollout, worked.mask, mode=mode, **bounds)
+    result = _weights(worked, mode, **bounds)
     assert result.raw[worked.mask].tolist() == pytest.approx(TOKEN, abs=1e-6)
-    ppo = build_policy_loss("ppo", {})(worked.new, worked.old, worked.advantages, worked.mask)
+    ppo = clipped_policy_loss(worked.new, worked.old, worked.advantages, worked.mask)
     value = aggregate(ppo.weighted(result.weights).loss, worked.mask, "token-mean", 6.0)
     assert value.item() == pytest.approx(loss, abs=1e-6)
     assert result.weights[~worked.mask].tolist() == [0.0, 0.0]
 
 
-def test_every_registered_correction_is_covered_here() -> None:
-    assert {mode for mode, _, _ in WORKED} == set(CORRECTIONS)
-
-
-@pytest.mark.parametrize("mode", CORRECTIONS)
+@pytest.mark.parametrize("mode", SINGLE)
 def test_equals_a_loop_on_random_rows(mode: str, ragged) -> None:
     batch = ragged(5)
     low, high = (0.0, 1.1) if mode.startswith("tis") else (0.9, 1.1)
-    result = correction_weights(
-        torch.tensor(batch.old), torch.tensor(batch.rollout), torch.tensor(batch.mask),
-        mode=mode, low=low, high=high,
-    )  # fmt: skip
+    result = _weights(batch, mode, low=low, high=high)
     expected, capped, rejected = np.zeros_like(batch.old), 0, 0
     for i, t in zip(*np.nonzero(batch.mask), strict=True):
         logs = (batch.old[i] - batch.rollout[i])[batch.mask[i]]
@@ -66,23 +80,155 @@ def test_equals_a_loop_on_random_rows(mode: str, ragged) -> None:
     assert capped + rejected > 0
 
 
+STATISTICS = ("ratio", "k1", "k2", "k3", "difference", "variation")
+
+
+def _slow_statistic(name, old, rollout):
+    l = old - rollout
+    return {
+        "ratio": np.exp(l),
+        "k1": -l,
+        "k2": l**2 / 2,
+        "k3": np.exp(l) - 1 - l,
+        "difference": np.exp(old) - np.exp(rollout),
+        "variation": abs(np.exp(old) - np.exp(rollout)),
+    }[name]
+
+
+def _slow_rejection(batch, action, statistic, level, low, high, negative=None):
+    """Which tokens are rejected, by loops over rows and tokens."""
+    rejected = np.zeros_like(batch.mask)
+    for i, kept in enumerate(batch.mask):
+        if not kept.any():
+            continue
+        tokens = [
+            _slow_statistic(statistic, batch.old[i, t], batch.rollout[i, t])
+            for t in np.nonzero(kept)[0]
+        ]
+        if level == "sequence":
+            value = np.prod(tokens) if statistic == "ratio" else np.sum(tokens)
+            tokens = [value] * len(tokens)
+        elif level == "geometric":
+            value = (
+                np.prod(tokens) ** (1 / len(tokens)) if statistic == "ratio" else np.mean(tokens)
+            )
+            tokens = [value] * len(tokens)
+        outside = [not low <= value <= high for value in tokens]
+        if negative is not None:
+            outside = [each and negative[i] < 0 for each in outside]
+        if action == "veto" or level == "worst":
+            outside = [any(outside)] * len(outside)
+        rejected[i, kept] = outside
+    return rejected
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric", "worst"])
+@pytest.mark.parametrize("action", ["reject", "veto"])
+def test_every_test_of_every_statistic_equals_a_loop(action, statistic, level, ragged) -> None:
+    batch = ragged(12, rows=12)
+    middle = _slow_statistic(statistic, batch.old, batch.rollout)[batch.mask]
+    spread = 3 if level == "sequence" else 0.2 if level == "geometric" else 1
+    centre = float(np.median(middle))
+    low, high = centre - 0.3 * spread, centre + 0.4 * spread
+    if statistic not in ("k1", "difference"):
+        low = max(low, 0.02)
+    text = f"{action}:{statistic}:{level}:low={low}:high={high}"
+    result = _weights(batch, text)
+    expected = _slow_rejection(batch, action, statistic, level, low, high)
+    np.testing.assert_array_equal(result.is_rejected.numpy(), expected)
+    np.testing.assert_array_equal(result.weights.numpy(), 1.0 * (batch.mask & ~expected))
+    if level != "geometric" or statistic in ("ratio", "k1"):
+        assert 0 < expected.sum() < batch.mask.sum()
+
+
+def test_weight_and_rejections_by_different_statistics_at_once(ragged) -> None:
+    batch = ragged(13, rows=12)
+    weight = "weight:ratio:token:low=0.8:high=1.2"
+    result = _weights(batch, [weight, "reject:k3:geometric:high=0.1", "token-veto:low=0.5"])
+    rejected = _slow_rejection(batch, "reject", "k3", "geometric", -np.inf, 0.1)
+    rejected |= _slow_rejection(batch, "veto", "ratio", "token", 0.5, np.inf)
+    ratio = np.exp(batch.old - batch.rollout)
+    expected = np.where(batch.mask & ~rejected, ratio.clip(0.8, 1.2), 0.0)
+    np.testing.assert_allclose(result.weights.numpy(), expected, atol=1e-12)
+    is_capped = batch.mask & ~rejected & ((ratio < 0.8) | (ratio > 1.2))
+    np.testing.assert_array_equal(result.is_capped.numpy(), is_capped)
+    assert is_capped.any()
+    assert 0 < rejected.sum() < batch.mask.sum()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_weights_of_mean_one_over_ranks(level: str, ragged) -> None:
+    batch = ragged(14, rows=6)
+    text = f"weight:ratio:{level}:high=1.1:mean-one reject:k2:token:high=0.05"
+    free = _weights(batch, text.replace(":mean-one", "")).weights
+    whole = _weights(batch, text)
+    parts = [
+        correction_weights(
+            *(torch.tensor(x[rows]) for x in (batch.old, batch.rollout, batch.mask)),
+            terms=parse_correction(text),
+        )
+        for rows in (slice(0, 2), slice(2, 6))
+    ]
+    total = sum(part.sums for part in parts)
+    torch.testing.assert_close(total, whole.sums)
+    logs = np.where(batch.mask, batch.old - batch.rollout, 0.0)
+    lengths = batch.mask.sum(1)
+    if level == "token":
+        mean = np.exp(logs)[batch.mask].clip(max=1.1).mean()
+    else:
+        rows = logs.sum(1) / (1 if level == "sequence" else lengths.clip(min=1))
+        mean = np.exp(rows[lengths > 0]).clip(max=1.1).mean()
+    weights = torch.cat([part.normalized(total).weights for part in parts])
+    torch.testing.assert_close(weights, free / mean)
+    assert mean != pytest.approx(1.0, abs=1e-3)
+    assert whole.normalized(torch.zeros(2)).weights.equal(free)  # nothing anywhere
+
+
+@pytest.mark.parametrize("mode", CORRECTION_PRESETS)
+@pytest.mark.parametrize("side", ["rollout", "old"])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+def test_a_logprob_that_is_not_a_number_is_rejected_and_flagged(mode, side, value, ragged) -> None:
+    batch = ragged(15, rows=4)
+    batch.mask[:2, :3] = True
+    getattr(batch, side)[0, 1] = value
+    advantages = torch.ones(batch.mask.shape)
+    result = _weights(batch, mode, advantages=advantages)
+    flagged = np.zeros_like(batch.mask)
+    flagged[0, 1] = True
+    np.testing.assert_array_equal(result.is_invalid.numpy(), flagged)
+    assert result.is_rejected[0, 1]
+    assert result.weights[0, 1] == 0
+    assert torch.isfinite(result.weights).all()
+    assert torch.isfinite(result.raw).all()
+    assert torch.isfinite(result.sums).all()
+    alone = _weights(batch, mode, advantages=advantages)
+    torch.testing.assert_close(result.weights[1:], alone.weights[1:])
+    if "sequence" in CORRECTION_PRESETS[mode] or "veto" in CORRECTION_PRESETS[mode]:
+        assert result.is_rejected[0][torch.tensor(batch.mask[0])].all()  # the row is unknown
+
+
 def test_long_rows_do_not_overflow() -> None:
     old, rollout = torch.zeros(1, 400), torch.full((1, 400), -3.0)
     mask = torch.ones(1, 400, dtype=torch.bool)
-    for mode in CORRECTIONS:
-        result = correction_weights(old, rollout, mask, mode=mode)
+    for mode in CORRECTION_PRESETS:
+        terms = parse_correction(mode)
+        result = correction_weights(old, rollout, mask, terms=terms, advantages=old)
         assert torch.isfinite(result.weights).all()
         assert result.weights.dtype == torch.float32
 
 
-def test_equal_policies_have_weight_one_under_every_mode(worked) -> None:
-    for mode in CORRECTIONS:
-        result = correction_weights(worked.old, worked.old, worked.mask, mode=mode)
+def test_equal_policies_have_weight_one_under_every_preset(worked) -> None:
+    for mode in CORRECTION_PRESETS:
+        result = correction_weights(
+            worked.old, worked.old, worked.mask, terms=parse_correction(mode),
+            advantages=worked.advantages,
+        )  # fmt: skip
         assert result.weights[worked.mask].tolist() == [1.0] * 6
 
 
 def test_effective_sample_fraction(worked) -> None:
-    weights = correction_weights(worked.old, worked.rollout, worked.mask, mode="tis").raw
+    weights = _weights(worked, "tis").raw
     sums = effective_sample_sums(weights, worked.mask)
     assert effective_sample_fraction(sums) == pytest.approx(0.624202, abs=1e-6)
     assert effective_sample_fraction(torch.zeros(3)) == 0.0
@@ -93,15 +239,68 @@ def test_rows_that_drifted_are_dropped_only_with_a_negative_advantage() -> None:
     rollout = torch.zeros(4, 2)
     logprobs = torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [-0.2, 9.0], [-9.0, -9.0]])
     advantages = torch.tensor([[-1.0] * 2, [1.0] * 2, [-1.0] * 2, [-1.0] * 2])
-    kept = off_policy_sequence_mask(logprobs, rollout, advantages, mask, max_divergence=0.5)
-    assert kept.tolist() == [[False] * 2, [True] * 2, [True, False], [False] * 2]
+    correct = functools.partial(
+        correction_weights, logprobs, rollout, mask, terms=parse_correction("off-policy-mask")
+    )
+    result = correct(advantages=advantages)
+    assert result.weights.tolist() == [[0.0] * 2, [1.0] * 2, [1.0, 0.0], [0.0] * 2]
+    with pytest.raises(ValueError, match="needs the advantages"):
+        correct()
 
 
-def test_bad_bounds_and_names_are_errors(worked) -> None:
-    arguments = (worked.old, worked.rollout, worked.mask)
-    with pytest.raises(ValueError, match="did you mean 'tis'"):
-        correction_weights(*arguments, mode="tiss")
-    with pytest.raises(ValueError, match="0 <= low < high"):
-        correction_weights(*arguments, mode="icepop", low=3.0, high=2.0)
-    with pytest.raises(ValueError, match="caps from above only"):
-        correction_weights(*arguments, mode="tis", low=0.5)
+def test_dppo_leaves_out_what_moved_too_far_towards_its_advantage() -> None:
+    old, rollout = (torch.tensor([row]).log() for row in ([0.9, 0.5, 0.1], [0.5, 0.5, 0.5]))
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    for sign, kept in ((1.0, [0.0, 1.0, 1.0]), (-1.0, [1.0, 1.0, 0.0])):
+        result = correction_weights(
+            old, rollout, mask, terms=parse_correction("dppo"),
+            advantages=torch.full((1, 3), sign),
+        )  # fmt: skip
+        assert result.weights[0].tolist() == kept
+
+
+def test_text_becomes_terms() -> None:
+    assert parse_correction("weight:ratio:token:high=2") == parse_correction("tis")
+    assert parse_correction("tis") == (CorrectionTerm("weight", "ratio", "token", None, 2.0),)
+    several = (
+        CorrectionTerm("reject", "k3", "sequence", None, 0.01),
+        CorrectionTerm("weight", "ratio", "token", None, 3.0, mean_one=True),
+    )
+    texts = ["reject:k3:sequence:high=0.01", "tis:high=3:mean-one"]
+    assert parse_correction(texts) == parse_correction(" ".join(texts)) == several
+    weight, test = parse_correction("icepop", low=0.2)
+    assert (weight.low, weight.high, test.low, test.high) == (None, None, 0.2, 5.0)
+    (capped,) = parse_correction("tis", low=0.5, high=4.0)
+    assert (capped.low, capped.high) == (0.5, 4.0)
+    assert parse_correction("reject:k1:geometric:high=1:negative")[0].sign == "negative"
+    for mode in CORRECTION_PRESETS:
+        assert parse_correction(mode)
+
+
+@pytest.mark.parametrize(
+    ("text", "bounds", "message"),
+    [
+        ("tiss", {}, "did you mean 'tis'"),
+        ("", {}, "such as tis or reject:k3:sequence:high=0.01: got none"),
+        ("reject:k4:token:high=1", {}, "unknown statistic of a correction 'k4'"),
+        ("reject:k3:rows:high=1", {}, "expected one of geometric, sequence, token, worst"),
+        ("reject:k3", {}, "'reject:k3' is incomplete"),
+        ("reject:k3:token:hihg=1", {}, "did you mean 'high='"),
+        ("reject:k3:token:high=big", {}, "'big' is not a number"),
+        ("reject:k3:token", {}, "needs low=, high= or both"),
+        ("reject:k3:token:high=1:mean-one", {}, "has no mean-one"),
+        ("reject:k3:token:high=nan", {}, "needs finite bounds with 0 <= low < high"),
+        ("reject:k3:token:low=-1", {}, "needs finite bounds with 0 <= low < high"),
+        ("veto:k1:token:low=2:high=1", {}, "needs finite bounds with low < high"),
+        ("icepop", {"low": 3.0, "high": 2.0}, "0 <= low < high"),
+        ("tis", {"low": 2.0}, "0 <= low < high"),
+        ("weight:k3:token", {}, "a weight is the ratio"),
+        ("weight:ratio:worst", {}, "a weight is the ratio"),
+        ("tis tis-geometric", {}, "several weights"),
+        ("tis:negative", {}, "0 terms that negative could belong to"),
+        ("geometric-tis", {"high": 2.0}, "2 terms that high=2.0 could belong to"),
+    ],
+)
+def test_mistakes_are_named(text: str, bounds, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_correction(text, **bounds)

@@ -6,14 +6,24 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.algorithms import KL_ESTIMATORS, AdaptiveKlController, FixedKlController, estimate_kl
+from lightrft.algorithms.kl import (
+    KL_ESTIMATORS,
+    AdaptiveKlController,
+    FixedKlController,
+    estimate_kl,
+)
 
+K3 = (
+    [0.018731, 0.018731, 0.091825, 0.021403, 0.091825, 0.106531],
+    [0.030212, 0.030212, -0.081971, -0.0369, -0.081971, 0.065578],
+)
 WORKED = {  # tokens, token-mean gradient
     "k1": ([0.2, 0.2, -0.4, -0.2, -0.4, 0.5], [1 / 6] * 6),
+    "abs": ([0.2, 0.2, 0.4, 0.2, 0.4, 0.5], [1 / 6, 1 / 6, -1 / 6, -1 / 6, -1 / 6, 1 / 6]),
     "k2": ([0.02, 0.02, 0.08, 0.02, 0.08, 0.125],
            [0.033333, 0.033333, -0.066667, -0.033333, -0.066667, 0.083333]),
-    "k3": ([0.018731, 0.018731, 0.091825, 0.021403, 0.091825, 0.106531],
-           [0.030212, 0.030212, -0.081971, -0.0369, -0.081971, 0.065578]),
+    "k3": K3,
+    "k3_unclamped": K3,
     "k3_is": ([0.025284, 0.016948, 0.167316, 0.011746, 0.050394, 0.353694],
               [0.044995, 0.030161, -0.121475, -0.018294, -0.036587, 0.276676]),
 }  # fmt: skip
@@ -36,7 +46,8 @@ def test_equals_numpy_on_random_rows(name: str, ragged) -> None:
     batch = ragged(1)
     d, ratio = batch.new - batch.ref, np.exp(batch.new - batch.old)
     k3 = np.exp(-d) - 1 + d
-    expected = {"k1": d, "k2": d**2 / 2, "k3": k3, "k3_is": ratio * k3}[name] * batch.mask
+    values = {"k1": d, "abs": abs(d), "k2": d**2 / 2, "k3_is": ratio * k3}
+    expected = values.get(name, k3) * batch.mask
     arguments = [torch.tensor(x) for x in (batch.new, batch.ref, batch.mask)]
     kl = estimate_kl(*arguments, estimator=name, old_logprobs=torch.tensor(batch.old))
     np.testing.assert_allclose(kl.numpy(), expected, atol=1e-12)
@@ -89,6 +100,23 @@ def test_float32_k3_near_zero_keeps_its_digits_and_far_away_stays_finite() -> No
     assert torch.isfinite(kl).all()
 
 
+def test_k3_of_one_token_cannot_own_the_step() -> None:
+    ref = torch.zeros(1, 4, dtype=torch.float64)
+    new = torch.tensor([[-2.0, -11.0, -19.9, -60.0]], dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    kl = estimate_kl(new, ref, mask, estimator="k3")
+    assert kl[0].tolist() == pytest.approx([np.exp(2) - 3, 10.0, 10.0, 10.0])
+    (grad,) = torch.autograd.grad(kl.sum(), new)
+    assert grad[0].tolist() == pytest.approx([1 - np.exp(2), 0, 0, 0])
+    free = estimate_kl(new, ref, mask, estimator="k3_unclamped")
+    expected = [np.exp(d) - 1 - d for d in (2, 11, 19.9, 20)]
+    assert free[0].tolist() == pytest.approx(expected)
+    # The ratio is as small as d is: value and gradient of k3_is stay small without a bound.
+    weighted = estimate_kl(new, ref, mask, estimator="k3_is", old_logprobs=ref)
+    (grad,) = torch.autograd.grad(weighted.sum(), new)
+    assert grad.abs().max() < 1
+
+
 def test_half_precision_inputs_are_computed_in_float32(ragged) -> None:
     batch = ragged(4)
     new, ref = torch.tensor(batch.new).bfloat16(), torch.tensor(batch.ref).bfloat16()
@@ -101,7 +129,7 @@ def test_half_precision_inputs_are_computed_in_float32(ragged) -> None:
 def test_missing_old_logprobs_and_unknown_names_are_errors(worked) -> None:
     with pytest.raises(ValueError, match="k3_is' needs old_logprobs"):
         estimate_kl(worked.new, worked.ref, worked.mask, estimator="k3_is")
-    with pytest.raises(ValueError, match="expected one of k1, k2, k3, k3_is"):
+    with pytest.raises(ValueError, match="expected one of abs, k1, k2, k3, k3_is, k3_unclamped"):
         estimate_kl(worked.new, worked.ref, worked.mask, estimator="k9")
 
 

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-import math
+import functools
+import importlib.util
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from lightrft.algorithms import (
-    POLICY_LOSSES,
-    aggregate,
-    build_policy_loss,
-    get_policy_loss,
-    local_normalizer,
+from lightrft.algorithms import policy_loss
+from lightrft.algorithms.aggregation import aggregate, local_normalizer
+from lightrft.algorithms.declarations import PolicyLossTraits, policy_loss_traits
+from lightrft.config import ConfigError
+from lightrft.config.registry import POLICY_LOSSES, bind, keyword_options
+
+_SPEC = importlib.util.spec_from_file_location(
+    "paper_losses", Path(__file__).with_name("paper_losses.py")
 )
+paper_losses = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(paper_losses)
+PAPER_LOSSES = paper_losses.PAPER_LOSSES
+
+
+def build_policy_loss(name, options):
+    return bind(POLICY_LOSSES.load(name), options, owner=f"policy loss {name!r}")
+
 
 # name, options, aggregation, token losses, loss, gradient (padding omitted)
 WORKED = [
@@ -118,69 +130,76 @@ def test_clip_flags_of_ppo_and_the_dual_clip(worked) -> None:
     assert dual.is_clipped_high[1, 1]
 
 
-# ---- independent float64 versions, one token or row at a time
-
-
-def _clip(x, low, high):
-    return min(max(x, low), high)
-
-
-def _mean_over_row(batch, i, f):
-    tokens = [t for t in range(batch.mask.shape[1]) if batch.mask[i, t]]
-    return sum(f(t) for t in tokens) / len(tokens)
-
-
-def _reference(name, batch, i, t):
-    d = lambda s: batch.new[i, s] - batch.old[i, s]  # noqa: E731
-    a, r = batch.row_advantages[i], math.exp(d(t))
-    if name in ("ppo", "clipped", "dr_grpo"):
-        return -min(r * a, _clip(r, 0.8, 1.2) * a)
-    if name == "dapo":
-        return -min(r * a, _clip(r, 0.8, 1.28) * a)
-    if name in ("gspo", "gspo-token"):
-        s = math.exp(_mean_over_row(batch, i, d))
-        return -min(s * a, _clip(s, 1 - 3e-4, 1 + 4e-4) * a)
-    if name == "gmpo":
-        bounded = (lambda s: min(d(s), 0.4)) if a > 0 else (lambda s: max(d(s), -0.4))
-        return -math.exp(_mean_over_row(batch, i, bounded)) * a
-    if name == "cpgd":
-        p, q = batch.new[i, t], batch.old[i, t]
-        c = min(p, q + math.log(1.2)) if a > 0 else max(p, q + math.log(0.8))
-        return -c * a + 0.001 * min(r - 1, 2.0) * p
-    if name == "cispo":
-        return -_clip(r, 0.0, 1.28) * a * batch.new[i, t]
-    if name == "sapo":
-        tau = 1.0 if a > 0 else 1.05
-        return -4 / tau / (1 + math.exp(-tau * (r - 1))) * a
-    assert name == "reinforce"
-    return -a * batch.new[i, t]
+# ---- the papers' objectives, aggregation included
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_equals_a_slow_version_on_random_ragged_rows(name: str, ragged) -> None:
+def test_equals_the_paper_on_random_ragged_rows(name: str, ragged) -> None:
+    mode = policy_loss_traits(POLICY_LOSSES.load(name)).aggregation
     for seed in range(4):
         batch = ragged(seed)
-        advantages = torch.tensor(batch.row_advantages)[:, None].expand(batch.mask.shape)
+        rows = np.broadcast_to(batch.row_advantages[:, None], batch.mask.shape)
+        advantages = batch.advantages if seed % 2 else rows
+        expected = PAPER_LOSSES[name](batch.new, batch.old, advantages, batch.mask)
         for dtype, atol in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
-            result = build_policy_loss(name, {})(
-                torch.tensor(batch.new, dtype=dtype),
-                torch.tensor(batch.old, dtype=dtype),
-                advantages.to(dtype),
-                torch.tensor(batch.mask),
+            new, old, a = (
+                torch.tensor(x, dtype=dtype) for x in (batch.new, batch.old, np.array(advantages))
             )
-            expected = np.zeros_like(batch.new)
-            for i, t in zip(*np.nonzero(batch.mask), strict=True):
-                expected[i, t] = _reference(name, batch, i, t)
-            np.testing.assert_allclose(result.loss.double().numpy(), expected, atol=atol)
+            mask = torch.tensor(batch.mask)
+            value = _value_and_grad(name, {}, mode, new, old, a, mask)[1]
+            assert value == pytest.approx(expected, abs=atol)
 
 
-SURROGATES = ["clipped", "ppo", "dapo", "dr_grpo", "gspo", "gspo-token", "gmpo", "cpgd", "sapo"]
+def test_there_is_a_paper_for_every_loss() -> None:
+    assert set(PAPER_LOSSES) == set(POLICY_LOSSES)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_defaults_and_options_are_the_papers(name: str) -> None:
+    paper = PAPER_LOSSES[name].__kwdefaults__ or {}
+    expected = {key: value for key, value in paper.items() if key != "max_response_tokens"}
+    assert (POLICY_LOSSES.load(name).__kwdefaults__ or {}) == expected
+    assert list(keyword_options(POLICY_LOSSES.load(name))) == list(expected)
+
+
+def test_every_loss_declares_the_aggregation_of_its_paper() -> None:
+    modes = {name: policy_loss_traits(POLICY_LOSSES.load(name)) for name in POLICY_LOSSES}
+    by_token = {"dapo", "cispo", "reinforce", "clip_cov", "kl_cov"}
+    assert {n for n, t in modes.items() if t.aggregation == "token-mean"} == by_token
+    assert {n for n, t in modes.items() if t.aggregation == "seq-mean-token-sum-norm"} == {
+        "dr_grpo"
+    }
+    assert {n for n, t in modes.items() if t.is_sequence_level} == {"gspo", "gspo-token", "gmpo"}
+    assert {n for n, t in modes.items() if t.couples_rows} == {"clip_cov", "kl_cov"}
+
+
+def test_a_plain_function_is_a_loss_of_tokens_and_a_declared_one_stays_itself() -> None:
+    def plain(logprobs, old_logprobs, advantages, response_mask, *, scale: float = 1.0):
+        raise NotImplementedError
+
+    assert policy_loss_traits(plain) == PolicyLossTraits(aggregation="seq-mean-token-mean")
+    declared = policy_loss(aggregation="token-mean")(plain)
+    assert declared is plain
+    bound = functools.partial(declared, scale=2.0)
+    assert policy_loss_traits(bound).aggregation == "token-mean"
+    assert list(keyword_options(bound)) == ["scale"]
+
+
+SURROGATES = [
+    "clipped", "ppo", "dapo", "dr_grpo", "gspo", "gspo-token", "gmpo", "cpgd", "sapo", "clip_cov",
+    "kl_cov",
+]  # fmt: skip
+SELECTION = {
+    "clip_cov": {"cov_ratio": 0.3, "cov_low": -1.0},
+    "kl_cov": {"cov_ratio": 0.3, "kl_coef": 0.7},
+}
 
 
 @pytest.mark.parametrize("name", SURROGATES)
 def test_derivatives_equal_finite_differences(name: str, ragged) -> None:
     batch = ragged(21, rows=3, width=4)
-    options = {"drift_coef": 0.0} if name == "cpgd" else {}  # the drift term is detached by design
+    # The drift term is detached by design.
+    options = {"drift_coef": 0.0} if name == "cpgd" else SELECTION.get(name, {})
     if name == "gspo-token":
         options = {"clip_low": 10.0, "clip_high": 10.0}
     mask, old = torch.tensor(batch.mask), torch.tensor(batch.old)
@@ -199,7 +218,8 @@ def test_first_update_has_the_reinforce_gradient(name: str, ragged) -> None:
     mask, new = torch.tensor(batch.mask), torch.tensor(batch.new)
     rows = torch.tensor(batch.row_advantages)[:, None].expand(batch.mask.shape)
     mode = "seq-mean-token-mean"
-    _, _, grad = _value_and_grad(name, {}, mode, new, new, rows, mask)
+    options = {"cov_ratio": 0.0} if name == "clip_cov" else {}  # it leaves tokens out at once
+    _, _, grad = _value_and_grad(name, options, mode, new, new, rows, mask)
     _, _, expected = _value_and_grad("reinforce", {}, mode, new, new, rows, mask)
     assert expected.abs().max() > 0.01
     torch.testing.assert_close(grad, expected, atol=1e-12, rtol=0)
@@ -240,7 +260,7 @@ def test_cpgd_drift_has_the_capped_gradient_of_the_kl_from_old_to_new(worked) ->
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_an_empty_row_changes_nothing_and_nothing_else_has_a_gradient(name: str, worked) -> None:
-    mode = get_policy_loss(name).aggregation
+    mode = policy_loss_traits(POLICY_LOSSES.load(name)).aggregation
     old = worked.old.clone().requires_grad_(True)
     advantages = worked.advantages.clone().requires_grad_(True)
     _, value, grad = _value_and_grad(name, {}, mode, worked.new, old, advantages, worked.mask)
@@ -266,7 +286,88 @@ def test_far_apart_policies_stay_finite_and_are_counted(name: str) -> None:
         (grad,) = torch.autograd.grad(result.loss.sum(), new)
         assert torch.isfinite(result.loss).all()
         assert torch.isfinite(grad).all()
-        assert result.is_clamped.tolist() == [[True, True, False]]
+        # Sequence-level losses hold the mean of a row; GMPO bounds one side before.
+        held = {"gspo": [False] * 3, "gspo-token": [False] * 3, "gmpo": [True] * 3}
+        assert result.is_clamped.tolist() == [held.get(name, [True, True, False])]
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo-token", "gmpo"])
+def test_one_token_far_away_counts_in_full_in_the_mean_of_its_row(name: str) -> None:
+    """The log ratios 25 and -20 have the mean 2.5; held within 20 each they would have 0."""
+    old = torch.zeros(1, 2, dtype=torch.float64)
+    new = torch.tensor([[25.0, -20.0]], dtype=torch.float64)
+    wide = {"max_log_ratio": 1e6} if name == "gmpo" else {"clip_low": 1e6, "clip_high": 1e6}
+    for sign in (1.0, -1.0):
+        advantages, mask = torch.full_like(old, sign), torch.ones(1, 2, dtype=torch.bool)
+        result, _, grad = _value_and_grad(
+            name, wide, "seq-mean-token-mean", new, old, advantages, mask
+        )
+        assert result.ratio.tolist()[0] == pytest.approx([np.exp(2.5)] * 2)
+        assert not result.is_clamped.any()
+        assert grad.tolist()[0] == pytest.approx([-sign * np.exp(2.5) / 2] * 2)
+
+
+def test_gspo_token_equals_gspo_where_the_ratio_of_the_row_is_held() -> None:
+    old = torch.zeros(1, 2, dtype=torch.float64)
+    mask, wide = torch.ones(1, 2, dtype=torch.bool), {"clip_low": 1e9, "clip_high": 1e9}
+    for d in (30.0, -30.0):
+        new = torch.tensor([[d, d + 1]], dtype=torch.float64)
+        arguments = (wide, "seq-mean-token-mean", new, old, old - 1, mask)
+        one, two = (_value_and_grad(name, *arguments) for name in ("gspo", "gspo-token"))
+        assert one[0].is_clamped.all()
+        assert one[1] == pytest.approx(two[1])
+        assert one[2].tolist() == two[2].tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_the_loss_has_the_dtype_of_the_logprobs_and_refuses_other_shapes(name: str, worked) -> None:
+    loss, mask = build_policy_loss(name, {}), worked.mask
+    new, old, advantages = (x.float() for x in (worked.new, worked.old, worked.advantages))
+    for mixed in ((new, old.double(), advantages), (new, old, advantages.double())):
+        result = loss(*mixed, mask)
+        assert result.loss.dtype == result.ratio.dtype == torch.float32
+    square = torch.ones(2, 2, dtype=torch.bool)
+    one = torch.zeros(2, 2)
+    with pytest.raises(ValueError, match=r"one number per token.*got \(2,\)"):
+        loss(one, one, torch.ones(2), square)  # would be broadcast over the tokens
+    with pytest.raises(ValueError, match="one number per token"):
+        loss(one, one[:1], one, square)
+
+
+def test_sapo_in_float64_does_not_round_its_temperature() -> None:
+    new, mask = torch.zeros(1, 2, dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool)
+    result = build_policy_loss("sapo", {})(new, new, torch.tensor([[-1.0, 1.0]]).double(), mask)
+    assert result.loss[0].tolist() == pytest.approx([2 / 1.05, -2.0], abs=1e-15)
+
+
+COVARIANCE = [  # of the worked example
+    ("kl_cov", {"cov_ratio": 0.34}, -0.33186,
+     [-0.224976, -0.317473, -0.303686, -0.091469, -0.120932, 0.276676]),
+    ("clip_cov", {"cov_ratio": 1.0, "cov_low": 0.1, "clip_low": 0.2, "clip_high": 0.2}, -0.148126,
+     [0, 0, 0, -0.091469, 0, 0.276676]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options", "loss", "grad"), COVARIANCE)
+def test_covariance_losses_worked_numbers(name: str, options, loss: float, grad, worked) -> None:
+    _, value, gradient = _value_and_grad(
+        name, options, "token-mean", worked.new, worked.old, worked.advantages, worked.mask
+    )
+    assert value == pytest.approx(loss, abs=1e-6)
+    assert gradient[worked.mask].tolist() == pytest.approx(grad, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+@pytest.mark.parametrize("cov_ratio", [0.0, 1e-4, 0.1, 0.3, 0.5, 1.0])
+def test_covariance_losses_select_as_the_paper_does(name: str, cov_ratio: float, ragged) -> None:
+    for seed in range(6):
+        batch = ragged(seed, rows=7, width=12)
+        options = {**SELECTION[name], "cov_ratio": cov_ratio}
+        arrays = (batch.new, batch.old, batch.advantages, batch.mask)
+        tensors = [torch.tensor(array) for array in arrays]
+        value = _value_and_grad(name, options, "token-mean", *tensors)[1]
+        assert value == pytest.approx(PAPER_LOSSES[name](*arrays, **options), abs=1e-12)
+        assert value == _value_and_grad(name, options, "token-mean", *tensors)[1]
 
 
 def test_weights_multiply_the_numerator_only(worked) -> None:
@@ -297,6 +398,9 @@ def test_decoupled_ppo_with_a_truncated_weight(worked) -> None:
         ("cpgd", {"clip_low": 1.0}, "0 <= clip_low < 1"),
         ("cispo", {"clip_low": -1.0}, "must not be negative"),
         ("sapo", {"temperature_negative": 0.0}, "must be positive"),
+        ("clip_cov", {"cov_low": 6.0}, "cov_low must be below cov_high"),
+        ("clip_cov", {"cov_ratio": 1.5}, "must lie in"),
+        ("kl_cov", {"kl_coef": -1.0}, "must not be negative"),
     ],
 )
 def test_hyper_parameters_out_of_range(name: str, options, message: str, worked) -> None:
@@ -306,10 +410,9 @@ def test_hyper_parameters_out_of_range(name: str, options, message: str, worked)
 
 
 def test_unknown_names_and_options_are_errors_that_name_the_nearest() -> None:
-    with pytest.raises(ValueError, match="did you mean 'gspo'"):
+    with pytest.raises(ConfigError, match=r"unknown policy loss 'gpso'.*did you mean gspo"):
         build_policy_loss("gpso", {})
-    with pytest.raises(ValueError, match=r"'gmpo' has no option 'clip_low'.*max_log_ratio"):
+    with pytest.raises(ConfigError, match=r"'gmpo' has no option 'clip_low'.*max_log_ratio"):
         build_policy_loss("gmpo", {"clip_low": 0.2})
-    build_policy_loss("gmpo", {"clip_low": None})  # not given
-    with pytest.raises(ValueError, match="its options are none"):
+    with pytest.raises(ConfigError, match="'reinforce' has no option 'clip_low'; it has none"):
         build_policy_loss("reinforce", {"clip_low": 0.2})

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.algorithms import token_rewards
-from lightrft.algorithms.returns import discounted_returns, generalized_advantages
+from lightrft.algorithms.advantages.token_level import (
+    discounted_returns,
+    generalized_advantages,
+    token_rewards,
+)
 
 VALUES = torch.tensor([[0.5, 0.4, 0.3, 0.2]]).double()
 REWARDS = torch.tensor([[0.0, 0.0, 0.0, 1.0]]).double()
@@ -62,6 +65,13 @@ def test_gae_and_returns_equal_a_loop_over_the_sampled_tokens(gamma, lambd, ragg
             assert returns[i, t].item() == pytest.approx(following, abs=1e-12)
     for tensor in (result.advantages, result.returns, returns):
         assert (tensor[~mask] == 0).all()
+
+
+def test_rows_without_any_column_are_empty_results() -> None:
+    empty, mask = torch.zeros(3, 0), torch.zeros(3, 0, dtype=torch.bool)
+    assert discounted_returns(empty, mask).shape == (3, 0)
+    result = generalized_advantages(empty, empty, mask)
+    assert result.advantages.shape == result.returns.shape == (3, 0)
 
 
 def test_discounts_outside_the_unit_interval_are_errors() -> None:

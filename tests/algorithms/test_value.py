@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.algorithms import aggregate, clipped_value_loss
+from lightrft.algorithms.aggregation import aggregate
+from lightrft.algorithms.value import clipped_value_loss
 
 OLD = torch.tensor([[0.5, 0.4, 0.3, 0.2]]).double()
 RETURNS = torch.tensor([[0.50279, 0.59832, 0.756, 1.0]]).double()
@@ -54,3 +55,9 @@ def test_derivative_equals_finite_differences() -> None:
 def test_a_clip_of_zero_is_an_error() -> None:
     with pytest.raises(ValueError, match="None to switch it off"):
         clipped_value_loss(OLD, OLD, RETURNS, ALL, clip=0.0)
+
+
+def test_numbers_for_other_tokens_are_refused() -> None:
+    square, mask = torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"one number per token.*got \(2,\)"):
+        clipped_value_loss(square, square, torch.zeros(2), mask)  # would be broadcast

@@ -9,7 +9,7 @@ import pytest
 
 from lightrft.cli.completion import SHELLS, whole_parser
 from lightrft.cli.main import COMMANDS, main
-from lightrft.cli.options import available_fields
+from lightrft.cli.options import available_options
 
 COMPLETE = """
 source {script}
@@ -59,8 +59,8 @@ def test_no_command_and_no_flag_is_missing(capsys, shell):
     text = script(capsys, shell)
     for name in COMMANDS:
         assert name in text
-    for entry in available_fields():
-        assert entry.name in text
+    for name in available_options():
+        assert name in text
     if shutil.which(shell) is not None:
         done = subprocess.run(
             [shell, "-n"], input=text, capture_output=True, text=True, check=False

@@ -9,8 +9,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from lightrft.cli.main import main
-from lightrft.cli.options import available_fields
-from lightrft.trainer.config import TrainConfig
+from lightrft.cli.options import available_options
+from lightrft.config import TrainConfig
 
 
 def output(capsys, *argv):
@@ -31,7 +31,7 @@ def test_show_prints_what_a_run_would_take(capsys, tmp_path):
     assert values["verify_weight_sync"] is False
     assert "seed = 42\n" in text
     assert "top_k = 3  # changed\n" in text
-    assert set(values) < {entry.name for entry in available_fields()}
+    assert set(values) < set(available_options())
     changed = tomllib.loads(output(capsys, "show", "--changed", *words))
     assert set(changed) == {
         "temperature", "top_k", "reward_fn", "verify_weight_sync", "remote_rm_url",
@@ -60,7 +60,7 @@ def test_diff_of_files_and_runs(capsys, tmp_path):
 
 def test_the_schema_has_every_option_with_its_type_bounds_and_choices(capsys):
     schema = json.loads(output(capsys, "schema"))
-    assert set(schema["properties"]) == {entry.name for entry in available_fields()}
+    assert set(schema["properties"]) == set(available_options())
     assert schema["additionalProperties"] is False
     stage = schema["properties"]["zero_stage"]
     assert (stage["type"], stage["enum"], stage["default"]) == ("integer", [0, 1, 2, 3], 2)

@@ -11,10 +11,10 @@ import torch
 from lightrft.cli import train as train_command
 from lightrft.cli.errors import run_guarded
 from lightrft.cli.memory_advice import NUM_REMEDIES, is_out_of_memory, memory_report, remedies
-from lightrft.cli.options import available_fields
+from lightrft.cli.options import available_options
+from lightrft.config import TrainConfig
 from lightrft.experience.stages import StageMeter
 from lightrft.strategy.distributed.deadlines import phase, phase_of
-from lightrft.trainer.config import TrainConfig
 
 KINDS = ("train", "forward", "generate", "engine", "sync", "models")
 PHASES = {
@@ -81,7 +81,7 @@ def test_the_report_names_the_phase_and_three_remedies(name):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_remedies_are_options_that_are_not_in_use_yet(kind, fsdp):
-    options = {entry.name: entry for entry in available_fields()}
+    options = available_options()
     used = {"gradient_checkpointing": True, "fused_linear_logprob": True, "adam_offload": True}
     for settings in (config(fsdp=fsdp), config(fsdp=fsdp, engine_type="hf", **used)):
         found = remedies(kind, settings)

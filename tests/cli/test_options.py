@@ -7,7 +7,7 @@ import pytest
 from lightrft.cli.errors import UsageError
 from lightrft.cli.options import merge_options, normalise, unknown_flags
 from lightrft.cli.train import build_parser
-from lightrft.cli.values import convert
+from lightrft.config.options import from_text
 
 
 def parse(*arguments, files=()):
@@ -108,7 +108,7 @@ def test_a_missing_file_is_a_usage_error(tmp_path):
     ],
 )
 def test_values_that_fit_are_converted_and_others_left_to_the_configuration(text, hint, value):
-    made = convert(text, hint)
+    made = from_text(text, hint)
     assert made == value
     assert type(made) is type(value)
 

@@ -22,7 +22,7 @@ from lightrft.cli.quickstart.addition import (
     write_additions,
 )
 from lightrft.cli.quickstart.boxed_sum import score
-from lightrft.cli.quickstart.display import LiveReward
+from lightrft.cli.quickstart.command import LiveReward
 from lightrft.cli.quickstart.recipe import ESTIMATORS, STRATEGIES, Recipe, training_config
 from lightrft.trainer.reporting.metric_table import metric_row
 
@@ -116,8 +116,7 @@ def test_the_reward_wants_the_right_box_at_the_very_end(response, reward):
 
 
 def test_only_the_response_is_imitated():
-    from lightrft.cli.quickstart.tiny_model import build_tokenizer
-    from lightrft.cli.quickstart.warm_start import IGNORED, demonstration_batch
+    from lightrft.cli.quickstart.warm_start import IGNORED, build_tokenizer, demonstration_batch
 
     tokenizer = build_tokenizer()
     token_ids, targets = demonstration_batch(tokenizer, random.Random(1), 16)
@@ -133,7 +132,7 @@ def test_only_the_response_is_imitated():
 
 
 def test_the_chat_template_writes_the_prompts_of_the_demonstrations():
-    from lightrft.cli.quickstart.tiny_model import build_tokenizer
+    from lightrft.cli.quickstart.warm_start import build_tokenizer
 
     text = build_tokenizer().apply_chat_template(
         [{"role": "user", "content": "What is 457+386?"}],
@@ -144,8 +143,7 @@ def test_the_chat_template_writes_the_prompts_of_the_demonstrations():
 
 
 def test_imitation_lowers_the_loss_and_depends_on_the_seed_alone():
-    from lightrft.cli.quickstart.tiny_model import build_model, build_tokenizer
-    from lightrft.cli.quickstart.warm_start import WarmStart, imitate
+    from lightrft.cli.quickstart.warm_start import build_model, build_tokenizer, imitate
 
     tokenizer = build_tokenizer()
     curves = []
@@ -154,8 +152,10 @@ def test_imitation_lowers_the_loss_and_depends_on_the_seed_alone():
         imitate(
             build_model(tokenizer, seed=seed),
             tokenizer,
-            WarmStart(num_steps=12, batch_size=8, seed=seed),
             lambda step, loss: losses.append(loss),  # noqa: B023
+            num_steps=12,
+            batch_size=8,
+            seed=seed,
         )
         curves.append(losses)
     assert curves[0] == curves[1]

@@ -3,59 +3,53 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import fields
+import re
 from itertools import product
 
 import pytest
 
-from lightrft.cli.options import available_fields
-from lightrft.strategy.config import ConfigError
-from lightrft.trainer import config_checks
-from lightrft.trainer.batch_checks import batch_problems
-from lightrft.trainer.config import TrainConfig, unknown_name
-from lightrft.trainer.config_files import format_toml, is_secret
+from lightrft.cli.options import available_options, merge_options, unknown_name
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.options import looks_secret, options_of
+from lightrft.config.registry import (
+    ADVANTAGE_ESTIMATORS,
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    REGISTRIES,
+)
+from lightrft.config.rules import batch_problems
+from lightrft.config.toml import format_toml
+from lightrft.trainer.training.algorithm import (
+    algorithm_problems,
+    build_algorithm,
+    unused_algorithm_options,
+)
+from lightrft.utils.arguments import GROUPS
 
 
 def test_every_option_has_help_and_a_group():
-    for entry in available_fields():
-        assert entry.metadata["help"].endswith("."), entry.name
-        assert entry.metadata["group"], entry.name
+    for name, info in available_options().items():
+        assert info.help.endswith("."), name
+        assert info.group in GROUPS, name
 
 
-def test_choices_are_those_of_the_registries():
-    from lightrft.algorithms import (
-        ADVANTAGE_ESTIMATORS,
-        AGGREGATIONS,
-        CORRECTIONS,
-        KL_ESTIMATORS,
-        POLICY_LOSSES,
-    )
+def test_choices_are_those_of_what_carries_them_out():
+    from lightrft.algorithms import aggregation, kl
+    from lightrft.algorithms.declarations import advantage_traits, policy_loss_traits
     from lightrft.engines.factory import ENGINES
     from lightrft.strategy.optimizers import LR_SCHEDULES
 
-    choices = {entry.name: entry.metadata.get("choices") for entry in available_fields()}
-    assert set(choices["policy_loss"]) == set(POLICY_LOSSES)
-    assert set(choices["advantage_estimator"]) == set(ADVANTAGE_ESTIMATORS)
-    assert set(choices["loss_agg_mode"]) == set(AGGREGATIONS)
-    assert set(choices["kl_estimator"]) <= set(KL_ESTIMATORS)
+    assert set(AGGREGATIONS) == set(aggregation.AGGREGATIONS)
+    assert set(KL_ESTIMATORS) <= set(kl.KL_ESTIMATORS)
+    choices = {name: info.choices for name, info in available_options().items()}
     assert set(choices["lr_scheduler"]) == set(LR_SCHEDULES)
     assert set(ENGINES) - {"fake"} <= set(choices["engine_type"])
-    needs_groups = {name for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.needs_groups}
-    assert set(config_checks.GROUP_ESTIMATORS) == needs_groups
-    without_range = {name for name, loss in POLICY_LOSSES.items() if "clip_low" not in loss.options}
-    assert set(config_checks.LOSSES_WITHOUT_CLIP_RANGE) == without_range
-    with_dual = {name for name, loss in POLICY_LOSSES.items() if "dual_clip" in loss.options}
-    assert set(config_checks.LOSSES_WITH_DUAL_CLIP) == with_dual
-    assert set(choices["off_policy_correction"]) == {None, *CORRECTIONS}
-    assert set(config_checks.POLICY_LOSS_ALIASES.values()) <= set(POLICY_LOSSES)
-
-
-def test_the_trainers_options_are_options_of_the_run_with_the_same_defaults():
-    from lightrft.trainer.ppo_config import PPOConfig
-
-    options = {entry.name: entry.default for entry in fields(TrainConfig)}
-    own = {entry.name: entry.default for entry in fields(PPOConfig)}
-    assert {name: options.get(name, "absent") for name in own} == own
+    for name in POLICY_LOSSES:
+        assert policy_loss_traits(POLICY_LOSSES.load(name)).aggregation in AGGREGATIONS
+    for name in ADVANTAGE_ESTIMATORS:
+        assert advantage_traits(ADVANTAGE_ESTIMATORS.load(name))
+    assert set(REGISTRIES) <= set(choices)
 
 
 def test_saved_options_come_back(tmp_path):
@@ -88,8 +82,9 @@ def test_toml_has_no_literal_for_an_object():
 
 
 def test_no_option_that_is_written_looks_like_a_secret():
-    assert {e.name for e in available_fields() if is_secret(e.name)} == {"use_wandb"}
-    assert all(map(is_secret, ("wandb_api_key", "hub_token", "db_password")))
+    options = options_of(TrainConfig)
+    assert {name for name, (_, info) in options.items() if info.secret} == {"use_wandb"}
+    assert all(map(looks_secret, ("wandb_api_key", "hub_token", "db_password")))
 
 
 def test_all_problems_are_reported_at_once():
@@ -102,24 +97,22 @@ def test_all_problems_are_reported_at_once():
             system_prompt="x",
             use_kl_loss=True,
             init_kl_coef=0.0,
-            policy_loss="gmpo",
-            eps_clip=0.3,
+            dynamic_sampling=True,
             input_template="no slot \\boxed{}",
-            rm_use_engine=True,
         )
     text = str(caught.value)
     for name in (
         "rollout_batch_size", "temperature", "n_samples_per_prompt", "top_k", "system_prompt",
-        "use_kl_loss", "gmpo", "input_template", "rm_use_engine is not available",
+        "use_kl_loss", "input_template",
     ):  # fmt: skip
         assert name in text
 
 
 @pytest.mark.parametrize("value", ["text", -1, 0, 2.5, True, [1], ["a"], {"a": 1}, ()])
 def test_a_value_of_any_type_is_accepted_or_named(value):
-    for entry in available_fields():
+    for name in available_options():
         with contextlib.suppress(ConfigError):  # any other error would be a bug
-            TrainConfig(**{entry.name: value})
+            TrainConfig(**{name: value})
 
 
 def test_near_names_are_suggested():
@@ -143,8 +136,13 @@ def test_paths_follow_the_output_directory_unless_given():
 
 def test_idle_options_are_named_and_defaults_are_not():
     assert TrainConfig(fsdp=True).unused_options() == []
-    idle = TrainConfig(lambd=0.5, kl_horizon=5, eval_steps=2, chunk_size=9).unused_options()
-    assert [line.split()[0] for line in idle] == ["lambd", "kl_horizon", "eval_steps", "chunk_size"]
+    config = TrainConfig(lambd=0.5, kl_horizon=5, eval_steps=2, chunk_size=9)
+    idle = [line.split()[0] for line in config.unused_options()]
+    assert idle == ["chunk_size", "kl_horizon", "eval_steps"]
+    for name, idle in (("group_norm", True), ("gae", False)):
+        chosen = config.replaced({"advantage_estimator": name})
+        found = unused_algorithm_options(chosen, build_algorithm(chosen))
+        assert any(line.startswith("lambd acts only with") for line in found) == idle
 
 
 @pytest.mark.parametrize(
@@ -199,12 +197,10 @@ def test_options_that_contradict_each_other_are_named():
             "which tokens the sglang engine kept",
         ),
         ({"correction_high": 2.0}, "need off_policy_correction"),
-        ({"policy_loss": "gspo", "dual_clip": 3.0}, "dual_clip is not part"),
         (
             {"meta_init": True, "lora_rank": 4, "fsdp": True},
             "leave out one of meta_init and lora_rank",
         ),
-        ({"freezing_actor_steps": 3}, "freezing_actor_steps"),
         ({"stop_on_alarm": True}, "stop_on_alarm needs a bound"),
         ({"reward_weights": (1.0, 2.0), "reward_fn": ("gsm8k",)}, "2 numbers for 1 rewards"),
         ({"overlong_buffer": True, "overlong_buffer_len": 2000}, "overlong_buffer_len"),
@@ -213,3 +209,54 @@ def test_options_that_contradict_each_other_are_named():
         with pytest.raises(ConfigError, match=message):
             TrainConfig(**values)
     TrainConfig(reward_weights=(1.0, 2.0), reward_fn=("gsm8k",), remote_rm_url="http://h/x")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"policy_loss": "gspo", "dual_clip": 3.0}, "policy_loss gspo has no dual_clip"),
+        ({"policy_loss": "gmpo", "eps_clip": 0.3}, "has no clip_low: leave out eps_clip"),
+        ({"policy_loss": "sapo", "eps_clip_high": 0.3}, "leave out eps_clip_high"),
+        ({"use_gspo": True, "dual_clip": 3.0}, "policy_loss gspo has no dual_clip"),
+        ({"freezing_actor_steps": 3}, "freezing_actor_steps"),
+        ({"n_samples_per_prompt": 1}, "group_norm compares the samples of one prompt"),
+        ({"partial_rollout": True, "advantage_estimator": "remax"}, "exclude each other"),
+        ({"advantage_args": {"weighting": "std"}}, "group_norm has no option 'weighting'"),
+        ({"policy_loss_args": {"clip_hihg": 1}}, "clip_high"),
+        ({"off_policy_correction": "tiss"}, "off_policy_correction: .*tis"),
+        ({"off_policy_correction": "tis", "correction_args": {"hihg": 1.0}}, "hihg"),
+    ],
+    ids=lambda values: "-".join(values) if isinstance(values, dict) else "",
+)
+def test_what_the_algorithm_cannot_take_or_lacks_is_named(values, message):
+    problems = algorithm_problems(TrainConfig(**values))
+    assert any(re.search(message, problem) for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"n_samples_per_prompt": 1, "advantage_estimator": "reinforce++"},
+        {"freezing_actor_steps": 3, "advantage_estimator": "gae"},
+        {"dual_clip": 3.0, "eps_clip_low": 0.1},
+        {"advantage_estimator": "cpgd", "advantage_args": {"weighting": "std"}},
+        {"off_policy_correction": ("tis", "token-veto")},
+    ],
+    ids=lambda values: "-".join(values) or "defaults",
+)
+def test_what_the_algorithm_can_take_is_accepted(values):
+    assert algorithm_problems(TrainConfig(**values)) == []
+
+
+def test_every_problem_of_the_algorithm_is_reported_at_once():
+    config = TrainConfig(
+        policy_loss="gmpo", eps_clip=0.3, advantage_args={"x": 1}, off_policy_correction="tiss"
+    )
+    assert len(algorithm_problems(config)) == 3
+
+
+def test_a_file_of_options_may_not_hold_refused_ones(tmp_path):
+    (tmp_path / "a.toml").write_text("rm_use_engine = true\n")
+    _, (problem,) = merge_options([tmp_path / "a.toml"], {})
+    assert "a.toml: rm_use_engine is not available" in problem

@@ -1,11 +1,15 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from lightrft.algorithms import RunningMoments, build_advantage_estimator
+from lightrft.algorithms.declarations import advantage_estimator
+from lightrft.algorithms.moments import Moments
+from lightrft.config import TrainConfig
+from lightrft.config.registry import ADVANTAGE_ESTIMATORS
 from lightrft.experience.assemble import (
     AdvantageSettings,
-    RewardShaping,
     assemble,
     shape_rewards,
 )
@@ -23,13 +27,14 @@ class Alone:
 
 
 class Peer:
-    """Adds what another rank would have sent."""
+    """Adds what another rank would have sent, one message after another."""
 
-    def __init__(self, other):
-        self.other = other
+    def __init__(self, *messages):
+        self.messages = list(messages)
 
     def reduce_over_data(self, data, op):
-        return data + self.other
+        assert op == "sum"
+        return data + self.messages.pop(0)
 
 
 def make_table(lengths, rewards, *, group_size=4, masked=()):
@@ -53,11 +58,13 @@ def make_table(lengths, rewards, *, group_size=4, masked=()):
     )
 
 
-def settings(name, **options):
-    estimator = build_advantage_estimator(name, {})
-    return AdvantageSettings(
-        estimator=estimator, **{"whitens": estimator.whitens, "gamma": 1.0, **options}
-    )
+@advantage_estimator(is_token_level=True, needs_critic=True)
+def unwhitened_gae(inputs):
+    return ADVANTAGE_ESTIMATORS.load("gae")(inputs)
+
+
+def settings(name, *, kl_coef=0.0, **options):
+    return AdvantageSettings(TrainConfig(**options), ADVANTAGE_ESTIMATORS.load(name), kl_coef)
 
 
 def run(table, rows, how, *, strategy=None, ref=None, old=None, values=None):
@@ -98,7 +105,7 @@ def test_group_advantages_use_rows_of_other_ranks():
 
 def test_kl_in_the_reward_is_a_return_to_go():
     table = make_table([3, 3, 3, 3], [1.0, 0.0, 0.5, 1.0])
-    how = settings("dr_grpo", kl_reward_coef=0.1, kl_estimator="k1")
+    how = settings("dr_grpo", kl_coef=0.1, kl_estimator="k1")
     old = torch.linspace(-1, 1, 20).reshape(4, 5)
     result, mask = run(
         table, [0, 1, 2, 3], how, old=lambda shape: old, ref=lambda shape: torch.zeros(shape)
@@ -115,8 +122,9 @@ def test_whitening_uses_the_tokens_of_all_ranks_once():
     tokens = np.repeat(table.rewards, table.response_lengths)
     mean, std = tokens.mean(), tokens.std()
     other = np.repeat(table.rewards[2:], table.response_lengths[2:])
-    sums = torch.tensor([len(other), other.sum(), (other**2).sum()], dtype=torch.float64)
-    result, mask = run(table, [0, 1], how, strategy=Peer(sums))
+    sums = torch.tensor([len(other), other.sum()], dtype=torch.float64)
+    peer = Peer(sums, torch.tensor(((other - mean) ** 2).sum()))
+    result, mask = run(table, [0, 1], how, strategy=peer)
     for row, reward in zip(per_row(result, mask), table.rewards[:2], strict=True):
         np.testing.assert_allclose(row, (reward - mean) / std, rtol=1e-5)
     alone, _ = run(table, [0, 1], how)
@@ -126,7 +134,7 @@ def test_whitening_uses_the_tokens_of_all_ranks_once():
 def test_a_group_estimator_is_not_whitened_again():
     table = make_table([3, 1, 2, 4], [1.0, 0.0, 0.5, 1.0])
     plain, mask = run(table, [0, 1, 2, 3], settings("group_norm"))
-    whitened, _ = run(table, [0, 1, 2, 3], settings("group_norm", whitens=True))
+    whitened, _ = run(table, [0, 1, 2, 3], settings("group_norm", advantages_norm=True))
     assert float(plain.advantages[mask].double().mean()) == pytest.approx(0.36556, abs=1e-5)
     assert float(whitened.advantages[mask].double().mean()) == pytest.approx(0, abs=1e-6)
 
@@ -134,7 +142,7 @@ def test_a_group_estimator_is_not_whitened_again():
 def test_gae_uses_values_gamma_and_lambda():
     table = make_table([4], [1.0], group_size=1)
     values = torch.tensor([[0, 0, 0.5, 0.4, 0.3, 0.2]])
-    how = settings("gae", whitens=False, gamma=0.9, lambd=0.8)
+    how = replace(settings("gae", gamma=0.9, lambd=0.8), estimator=unwhitened_gae)
     result, mask = run(table, [0], how, values=lambda shape: values)
     np.testing.assert_allclose(per_row(result, mask)[0], [0.00279, 0.19832, 0.456, 0.8], atol=1e-5)
     np.testing.assert_allclose(
@@ -156,7 +164,7 @@ def test_advantages_are_clipped_and_must_be_finite():
     table = make_table([2, 2, 2, 2], [1.0, 0.0, 0.5, 9.0])
     result, _ = run(table, [0, 1, 2, 3], settings("dr_grpo", advantage_clip=0.5))
     assert result.advantages.abs().max() == 0.5
-    how = settings("dr_grpo", kl_reward_coef=0.1, kl_estimator="k1")
+    how = settings("dr_grpo", kl_coef=0.1, kl_estimator="k1")
     with pytest.raises(RuntimeError, match=r"samples \[2"):
         run(
             table,
@@ -169,21 +177,24 @@ def test_advantages_are_clipped_and_must_be_finite():
 
 def test_rewards_are_normalised_by_all_rewards_so_far_then_clipped():
     rng = np.random.default_rng(0)
-    shaping = RewardShaping(moments=RunningMoments(), minus_mean=True, clip=1.0)
+    moments = Moments()
+    config = TrainConfig(
+        reward_running_norm=True, reward_running_norm_minus_mean=True, reward_clip=1.0
+    )
     seen = []
     for _ in range(3):
         rewards = rng.normal(3, 2, 8)
         seen = [*seen, *rewards]
-        shaped = shape_rewards(make_table([1] * 8, rewards), shaping)
+        shaped = shape_rewards(make_table([1] * 8, rewards), moments, config)
         expected = (rewards - np.mean(seen)) / np.std(seen, ddof=1)
         np.testing.assert_allclose(shaped.rewards, expected.clip(-1, 1), rtol=1e-9)
         assert shaped.is_clipped.tolist() == (abs(expected) > 1).tolist()
-        shaping = shaped.shaping
+        moments = shaped.moments
 
 
 def test_without_shaping_rewards_are_untouched():
     table = make_table([1, 1], [5.0, -7.0])
-    shaped = shape_rewards(table, RewardShaping())
+    shaped = shape_rewards(table, None, TrainConfig())
     assert shaped.rewards.tolist() == [5.0, -7.0]
     assert not shaped.is_clipped.any()
-    assert shaped.shaping == RewardShaping()
+    assert shaped.moments is None

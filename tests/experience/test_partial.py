@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion, SamplingParams
 from lightrft.experience.carry import PartialRolloutState
-from lightrft.experience.partial import PartialRollout, finish_groups, open_groups
+from lightrft.experience.partial import finish_groups, open_groups
 
 LIMIT = 30
 PARAMS = SamplingParams(max_tokens=LIMIT, n=2, seed=5)
@@ -22,16 +23,13 @@ class Scripted:
 
     def __init__(self):
         self.inference_engine = SimpleNamespace(weights_version=0)
-        self.seeds, self.slept = [], 0
+        self.seeds = []
 
     def get_rank(self):
         return 0
 
     def gather_objects(self, item):
         return [item]
-
-    def maybe_sleep_inference_engine(self):
-        self.slept += 1
 
     def gather_and_generate(self, params, requests, *, sleep_engine):
         assert not sleep_engine
@@ -55,6 +53,10 @@ class Scripted:
 def run(lengths_by_step, *, max_staleness, num_prompts=4, chunk=2):
     """Trained lengths and oldest ages, step by step; each step draws the given prompts."""
     strategy, carry, first = Scripted(), PartialRolloutState(), 0
+    config = TrainConfig(
+        rollout_batch_size=2, partial_rollout=True, partial_rollout_prompts=num_prompts,
+        partial_rollout_tokens=chunk, max_staleness=max_staleness,
+    )  # fmt: skip
     steps = []
     for version, lengths in enumerate(lengths_by_step):
         strategy.inference_engine.weights_version = version
@@ -63,9 +65,8 @@ def run(lengths_by_step, *, max_staleness, num_prompts=4, chunk=2):
         first += len(prompts)
         carry = PartialRolloutState((*carry.groups, *new), carry.num_calls, carry.weights_version)
         chosen, report = finish_groups(
-            carry, 2, settings=PartialRollout(num_prompts, chunk, max_staleness),
-            sampling_params=PARAMS, strategy=strategy, sleep_engine=True,
-        )  # fmt: skip
+            carry, 2, config=config, sampling_params=PARAMS, strategy=strategy
+        )
         carry = report.carry
         ages = [version - (group.oldest_version or 0) for group in chosen]
         steps.append(([group.prompt.token_ids[0] for group in chosen], ages, report))
@@ -93,7 +94,6 @@ def test_a_token_keeps_the_version_that_sampled_it_and_every_call_has_its_own_se
     assert ages[0] == 1
     assert len(set(strategy.seeds)) == len(strategy.seeds) == report.carry.num_calls
     assert PARAMS.seed not in strategy.seeds
-    assert strategy.slept == 2
 
 
 def test_finished_groups_that_are_not_needed_wait_and_only_so_many_are_in_flight():

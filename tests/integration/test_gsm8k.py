@@ -1,8 +1,9 @@
-"""`lightrft train` on real questions, with a reward from a user's file."""
+"""`lightrft train` on real questions, with a reward from a user's file, on every engine."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,17 +14,29 @@ REWARD = """
 def share_of_digits(prompts, responses, labels, **columns):
     return [sum(c.isdigit() for c in r) / max(1, len(r)) for r in responses]
 """
+FSDP2, ZERO2 = ("--fsdp",), ("--zero_stage", 2)
+TWO, TWO_WITH_ONE_ENGINE = ("--nproc_per_node", 2), ("--nproc_per_node", 2, "--engine_tp_size", 2)
+
+CELLS = [
+    pytest.param("hf", FSDP2, (), id="hf-fsdp2-1"),
+    pytest.param("hf", FSDP2, TWO, marks=pytest.mark.slow, id="hf-fsdp2-2"),
+    pytest.param("hf", ZERO2, (), marks=[pytest.mark.slow, pytest.mark.deepspeed], id="hf-zero2-1"),
+    pytest.param("hf", ZERO2, TWO, marks=pytest.mark.deepspeed, id="hf-zero2-2"),
+    pytest.param("vllm", FSDP2, (), marks=pytest.mark.vllm, id="vllm-1"),
+    pytest.param("vllm", FSDP2, TWO_WITH_ONE_ENGINE, marks=pytest.mark.vllm, id="vllm-tp2"),
+    pytest.param("sglang", FSDP2, (), marks=pytest.mark.sglang, id="sglang-1"),
+    pytest.param("sglang", FSDP2, TWO, marks=pytest.mark.sglang, id="sglang-2"),
+]
 
 
 def run_lightrft(*arguments, timeout_seconds=280.0):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "lightrft.cli.main", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=timeout_seconds,
         check=False,
-        env=environment,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, (
         f"exit {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
@@ -38,54 +51,6 @@ def tiny_model(tmp_path_factory):
     return directory
 
 
-def metrics_of(run):
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "grad_norm" in row], rows
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("num_processes", [1, 2])
-@pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(("--fsdp",), id="fsdp2"),
-        pytest.param(("--zero_stage", "2"), id="zero2", marks=pytest.mark.deepspeed),
-    ],
-)
-def test_three_steps_on_real_questions(backend, num_processes, tiny_model, test_data, tmp_path):
-    reward = tmp_path / "reward.py"
-    reward.write_text(REWARD)
-    run = tmp_path / "run"
-    command = (
-        "train", *backend, "--nproc_per_node", num_processes,
-        "--pretrain", tiny_model, "--engine_type", "hf",
-        "--prompt_data", test_data / "gsm8k" / "train.jsonl",
-        "--eval_data", test_data / "gsm8k" / "test.jsonl", "--max_eval_samples", 6,
-        "--input_key", "question", "--label_key", "answer", "--apply_chat_template",
-        "--max_samples", 64, "--prompt_max_len", 512, "--generate_max_len", 24,
-        "--reward_fn", f"{reward}:share_of_digits",
-        "--advantage_estimator", "group_norm", "--init_kl_coef", 0,
-        "--rollout_batch_size", 4, "--n_samples_per_prompt", 4,
-        "--train_batch_size", 8, "--micro_train_batch_size", 4, "--micro_rollout_batch_size", 8,
-        "--actor_learning_rate", 1e-3, "--lr_warmup_ratio", 0,
-        "--output_dir", run, "--save_steps", 1,
-    )  # fmt: skip
-    run_lightrft(*command, "--max_steps", 3)
-    steps, rows = metrics_of(run)
-    assert len(steps) == 3
-    assert [row["weights_version"] for row in steps] == [1, 2, 3]
-    assert all(row["reward_std"] > 0 and row["grad_norm"] > 0 for row in steps)
-    assert len({row["engine_hash"] for row in steps}) == 3
-    assert any("eval/reward" in row for row in rows)
-    assert steps[-1]["engine_hash"] == saved_model_hash(run / "model")
-
-    run_lightrft(*command, "--max_steps", 4, "--load_checkpoint")
-    resumed, _ = metrics_of(run)
-    assert len(resumed) == 4
-    assert resumed[:3] == steps
-    assert resumed[3]["engine_hash"] == saved_model_hash(run / "model") != steps[-1]["engine_hash"]
-
-
 def saved_model_hash(directory):
     """The model hash of a checkpoint on disk, from its own bytes."""
     import torch
@@ -95,5 +60,56 @@ def saved_model_hash(directory):
     from lightrft.strategy.weight_sync.verification import model_hash
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    hashes = {name: hash_tensor(p.detach()) for name, p in model.named_parameters()}
-    return model_hash(hashes)
+    return model_hash({name: hash_tensor(p.detach()) for name, p in model.named_parameters()})
+
+
+def steps_of(run):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "grad_norm" in row], rows
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(("engine", "backend", "placement"), CELLS)
+def test_three_steps_on_real_questions(engine, backend, placement, tiny_model, test_data, tmp_path):
+    run, reward = tmp_path / "run", tmp_path / "reward.py"
+    reward.write_text(REWARD)
+    timeout_seconds = 900 if engine == "sglang" else 280
+    command = [
+        "train", *backend, *placement, "--pretrain", tiny_model, "--engine_type", engine,
+        "--prompt_data", test_data / "gsm8k" / "train.jsonl",
+        "--input_key", "question", "--label_key", "answer", "--apply_chat_template",
+        "--max_samples", 64, "--prompt_max_len", 512, "--generate_max_len", 24,
+        "--reward_fn", f"{reward}:share_of_digits",
+        "--advantage_estimator", "group_norm", "--init_kl_coef", 0,
+        "--rollout_batch_size", 4, "--n_samples_per_prompt", 4,
+        "--train_batch_size", 8 if engine == "hf" else 16,
+        "--micro_train_batch_size", 4, "--micro_rollout_batch_size", 8,
+        "--actor_learning_rate", 1e-3, "--lr_warmup_ratio", 0, "--output_dir", run,
+    ]  # fmt: skip
+    if engine == "hf":
+        command += ["--eval_data", test_data / "gsm8k" / "test.jsonl", "--max_eval_samples", 6]
+        command += ["--save_steps", 1]
+    output = run_lightrft(*command, "--max_steps", 3, timeout_seconds=timeout_seconds)
+    # The gate compared the first step, and raises above 1e-4 in the mean.
+    assert "parity: engine and trainer logprobs of " in output
+    steps, rows = steps_of(run)
+    assert [row["weights_version"] for row in steps] == [1, 2, 3]
+    assert all(row["reward_std"] > 0 and 0 < row["grad_norm"] < math.inf for row in steps)
+    assert all(row["logprob_diff_max"] < 1e-4 for row in steps)
+    assert all(row["logprob_pearson"] > 0.999 for row in steps)
+    assert len({row["engine_hash"] for row in steps}) == 3
+    assert steps[-1]["engine_hash"] == saved_model_hash(run / "model")
+    if engine == "hf":
+        assert any("eval/reward" in row for row in rows)
+    if engine == "hf" and backend == FSDP2:
+        check_resume(run, command, steps)
+
+
+def check_resume(run, command, steps):
+    """The same command continues where the third step ended."""
+    run_lightrft(*command, "--max_steps", 4, "--load_checkpoint")
+    resumed, _ = steps_of(run)
+    assert len(resumed) == 4
+    assert resumed[:3] == steps
+    assert resumed[3]["engine_hash"] == saved_model_hash(run / "model") != steps[-1]["engine_hash"]

@@ -100,9 +100,12 @@ def arguments(backend: str) -> Namespace:
 
 def record_losses(rows: list):
     """Adds a policy loss to the registry that also keeps the loss of every token."""
-    from lightrft.algorithms.policy import POLICY_LOSSES, PolicyLoss
+    from lightrft.algorithms import policy_loss
+    from lightrft.config import register
 
-    def recorded(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high):
+    @register("policy_loss", "recorded")
+    @policy_loss(aggregation="token-mean")
+    def recorded(logprobs, old_logprobs, advantages, mask, *, clip_low=0.2, clip_high=0.2):
         from lightrft.algorithms.policy.clipped import clipped_policy_loss
 
         loss = clipped_policy_loss(
@@ -113,9 +116,6 @@ def record_losses(rows: list):
             key = (int(kept.sum()), round(float(old_logprobs[row][kept].double().sum()), 2))
             rows.append((key, loss.loss[row][kept].detach().numpy().copy()))
         return loss
-
-    options = {"clip_low": 0.2, "clip_high": 0.2}
-    POLICY_LOSSES["recorded"] = PolicyLoss(recorded, "token-mean", options)
 
 
 def build_strategy(backend: str):

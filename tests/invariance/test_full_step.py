@@ -39,8 +39,8 @@ FOUR = (
 def train_each(rank, world_size, runs):
     from dataclasses import asdict
 
+    from lightrft.config import TrainConfig
     from lightrft.strategy.distributed.process_groups import start_process_group
-    from lightrft.trainer.config import TrainConfig
     from lightrft.trainer.runs.assembly import run_training
 
     # Kept over all runs: to end one and start the next at the same address is a race.

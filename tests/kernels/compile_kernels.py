@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightrft.kernels.logprob import tiles, triton_kernels, triton_launch
+from lightrft.kernels.logprob import triton_kernels, triton_launch
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -99,19 +99,19 @@ def constants_of(kernel, config, *, is_full: bool) -> dict[str, object]:
 
 def main() -> None:
     for target, capability in ((80, (8, 0)), (90, (9, 0)), (100, (10, 0))):
-        plain = tiles.forward_tiles(capability, is_half=True)
+        plain = triton_launch.forward_tiles(capability, is_half=True)
         cases = [
             (triton_kernels.forward_partials, plain, "bf16", False),
             (triton_kernels.forward_partials, plain, "bf16", True),
             (
                 triton_kernels.grad_products,
-                tiles.gradient_tiles(capability, is_half=True),
+                triton_launch.gradient_tiles(capability, is_half=True),
                 "bf16",
                 False,
             ),
             (
                 triton_kernels.grad_products,
-                tiles.gradient_tiles(capability, is_half=True),
+                triton_launch.gradient_tiles(capability, is_half=True),
                 "bf16",
                 True,
             ),
@@ -120,12 +120,12 @@ def main() -> None:
             version = triton_launch.triton_version()
             cases += [
                 (triton_kernels.forward_partials_tma, bulk, "bf16", is_full)
-                for bulk in tiles.bulk_tiles(capability, version, is_plain=not is_full)
+                for bulk in triton_launch.bulk_tiles(capability, version, is_plain=not is_full)
             ]
         if target == 80:
             cases += [
-                (triton_kernels.forward_partials, tiles.FLOAT32, "fp32", True),
-                (triton_kernels.grad_products, tiles.FLOAT32, "fp32", True),
+                (triton_kernels.forward_partials, triton_launch.FLOAT32, "fp32", True),
+                (triton_kernels.grad_products, triton_launch.FLOAT32, "fp32", True),
             ]
         for kernel, config, element, is_full in cases:
             constants = constants_of(kernel, config, is_full=is_full)

@@ -20,8 +20,7 @@ from lightrft.kernels import Workspace, linear_logprob
 from lightrft.kernels.logprob.autograd import LogprobOptions, engine_logprob
 from lightrft.kernels.logprob.policy_loss import LinearPolicyLoss, PolicyLossOptions
 from lightrft.kernels.logprob.product_engine import ProductEngine
-from lightrft.kernels.logprob.tiles import TileConfig
-from lightrft.kernels.logprob.triton_engine import TritonEngine
+from lightrft.kernels.logprob.triton_launch import TileConfig, TritonEngine
 from lightrft.kernels.logprob.types import LogitsTransform
 
 # A few big tiles: the interpreter pays for each.
@@ -155,17 +154,32 @@ def test_near_certain_target_keeps_its_gradient(name, certainty, relative):
 
 
 def test_rows_of_a_batch_do_not_depend_on_each_other():
-    hidden, weight, bias, targets, _ = make_inputs(150, 500)
-    whole = linear_logprob(
-        hidden, weight, targets, bias=bias, entropy="value", deterministic="batch_invariant"
+    # The interpreter multiplies with NumPy, whose sums over `size` may depend on a row's place in
+    # its block. Products of small integers are exact in any order; the sums over the vocabulary
+    # are the kernel's own.
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randint(-4, 5, shape, generator=generator).float()
+        for shape in ((150, 72), (500, 72), (500,))
     )
-    for part in (slice(0, 1), slice(3, 80), slice(149, 150)):
-        alone = linear_logprob(
-            hidden[part], weight, targets[part], bias=bias, entropy="value",
+    targets = torch.randint(0, 500, (150,), generator=generator)
+
+    def run(rows):
+        return linear_logprob(
+            hidden[rows], weight, targets[rows], bias=bias, temperature=60.0, entropy="value",
             deterministic="batch_invariant",
         )  # fmt: skip
+
+    whole = run(slice(None))
+    for part in (slice(0, 1), slice(3, 80), slice(149, 150)):
+        alone = run(part)
         assert torch.equal(alone.logprobs, whole.logprobs[part])
         assert torch.equal(alone.entropy, whole.entropy[part])
+    # Tiles that followed the size of the batch would be noticed: sums in another order differ.
+    options = LogprobOptions(ENGINES["bulk"], LogitsTransform(60.0, None), "value")
+    other = engine_logprob(hidden, weight, bias, targets, options)
+    assert not torch.equal(other.entropy, whole.entropy)
+    assert (other.entropy - whole.entropy).abs().max() < 5e-5
 
 
 def test_public_function_with_ignored_rows_and_sparse_gradients():

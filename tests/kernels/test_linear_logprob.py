@@ -203,6 +203,22 @@ def test_ignored_rows_do_not_change_the_others(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_a_bias_of_minus_infinity_takes_a_token_out_of_the_vocabulary(impl):
+    hidden = torch.zeros(2, 8, requires_grad=True)
+    weight = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    bias = torch.tensor([0.0, 0.0, -torch.inf, 0.0], requires_grad=True)
+    output = linear_logprob(
+        hidden, weight, torch.tensor([0, 3]), bias=bias, entropy="grad", impl=impl
+    )
+    assert output.entropy.tolist() == pytest.approx([math.log(3)] * 2)
+    assert output.logprobs.tolist() == pytest.approx([-math.log(3)] * 2)
+    upstream = (torch.ones(2), torch.ones(2))
+    for gradient in gradients((output.logprobs, output.entropy), upstream, (hidden, weight, bias)):
+        assert gradient.isfinite().all()
+    assert gradient[2] == 0
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("shift", [1e4, -1e4, -150.0])
 def test_shifted_logits_stay_finite_and_right(impl, shift):
     hidden, weight, _, targets, upstream = make_inputs(31, 700)

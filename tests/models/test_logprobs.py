@@ -29,6 +29,16 @@ def test_flat_logits_have_the_entropy_of_a_uniform_choice():
     assert entropy_from_logits(torch.full((1, 7), -1e4)).item() == pytest.approx(math.log(7))
 
 
+def test_a_token_of_probability_zero_adds_nothing_to_the_entropy():
+    logits = torch.tensor([[1.0, 1.0, 1.0, -torch.inf]], requires_grad=True)
+    entropy = entropy_from_logits(logits)
+    assert entropy.item() == pytest.approx(math.log(3))
+    (grad,) = torch.autograd.grad(
+        entropy.sum() + logprobs_from_logits(logits, torch.tensor([0])), logits
+    )
+    assert grad[0].tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0], abs=1e-6)
+
+
 def test_misaligned_shapes_are_an_error_not_a_broadcast():
     logits = torch.zeros(2, 5, 9)
     with pytest.raises(ValueError, match=r"got logits \(2, 5, 9\) and targets \(2, 4\)"):

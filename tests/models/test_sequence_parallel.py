@@ -31,7 +31,8 @@ def make_batch():
 
 
 def run_actor(directory, *, is_fused, group=None, widths=None):
-    actor = Actor.from_pretrained(directory, fused_linear_logprob=is_fused, chunk_size=100).train()
+    actor = Actor.from_pretrained(directory, fused_linear_logprob=is_fused, chunk_size=100)
+    actor.double().train()
     actor.gradient_checkpointing_enable()
     if group is not None:
         actor.share_sequences(group)
@@ -49,7 +50,7 @@ def run_actor(directory, *, is_fused, group=None, widths=None):
 
 
 def run_critic(directory, *, group=None):
-    critic = Critic.from_pretrained(directory)
+    critic = Critic.from_pretrained(directory).double()
     torch.manual_seed(3)
     torch.nn.init.normal_(critic.value_head.weight)
     if group is not None:
@@ -160,9 +161,11 @@ def compare(rank, world_size, directories):
 @pytest.mark.deepspeed
 def test_shared_sequences_give_the_results_of_whole_ones(checkpoints):
     args = (list(checkpoints.values()),)
+    # Models in float64: the rounding of float32 products depends on shapes and processors, and
+    # comes to as much as 2e-6 here. The critic's head stays in float32.
     for found in run_multiprocess(compare, 4, args=args, timeout_seconds=280):
-        assert max(found[0::2]) <= 1e-5, found
-        assert max(found[1::2]) <= 1e-6, found
+        assert max(found[0::2]) <= 1e-6, found
+        assert max(found[1::2]) <= 1e-7, found
 
 
 def test_heads_that_cannot_be_dealt_are_named():

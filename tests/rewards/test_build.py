@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightrft.rewards import REWARDS, CombinedReward, RewardResult, RewardSettings, build_reward
+from lightrft.config.registry import REWARDS
+from lightrft.rewards import CombinedReward, RewardResult, RewardSettings, build_reward
 from lightrft.strategy.config import ConfigError
 
 

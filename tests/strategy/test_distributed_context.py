@@ -28,15 +28,12 @@ from lightrft.strategy.testing import RankFailure, run_multiprocess
 CONFIG = EngineConfig(engine_type="fake", model_path="")
 
 
-class Replicated(FakeStrategy):
-    """Every rank trains a whole model of its own; processes and groups are the real ones."""
+def sharded(**settings):
+    """A strategy over real processes and groups."""
+    from lightrft.strategy import get_strategy
 
-    world_group = None
-
-
-def replicated(**settings) -> Replicated:
-    config = {"train_batch_size": 8, "micro_train_batch_size": 1, **settings}
-    return Replicated(1, 1.0, config["micro_train_batch_size"], config["train_batch_size"], config)
+    config = {"train_batch_size": 8, "micro_train_batch_size": 1, "fsdp": True, "bf16": False}
+    return get_strategy({**config, **settings})
 
 
 class Spanning(FakeEngine):
@@ -235,7 +232,7 @@ def prompts_of(rank):
 
 def check_generation(rank, world_size, tp, engine_class):
     engine = engine_class(CONFIG, script=echo)
-    strategy = replicated(engine_tp_size=tp, plot_every=1)
+    strategy = sharded(engine_tp_size=tp, plot_every=1)
     strategy.inference_engine = engine
     mine = prompts_of(rank)
     lines = io.StringIO()
@@ -262,7 +259,7 @@ def check_generation(rank, world_size, tp, engine_class):
 
 def check_one_rank_with_images(rank, tp, engine_class):
     engine = engine_class(CONFIG, script=echo)
-    strategy = replicated(engine_tp_size=tp)
+    strategy = sharded(engine_tp_size=tp)
     strategy.inference_engine = engine
     images = ["picture"] if rank == 0 else [None]
     found = strategy.gather_and_generate({}, [[rank, 5]], all_prompts=["text"], all_images=images)
@@ -278,7 +275,7 @@ def check_failure_is_shared(rank, tp, engine_class):
         return echo(request, index)
 
     engine = engine_class(CONFIG, script=script)
-    strategy = replicated(engine_tp_size=tp)
+    strategy = sharded(engine_tp_size=tp)
     strategy.inference_engine = engine
     with pytest.raises((ArithmeticError, RuntimeError)) as caught:
         strategy.gather_and_generate({}, [[rank]])
@@ -300,15 +297,15 @@ def check_groups(rank, world_size):
         world_size: (list(range(world_size)), [rank]),
     }
     for tp, (mp, dp) in expected.items():
-        strategy = replicated(engine_tp_size=tp)
+        strategy = sharded(engine_tp_size=tp)
         assert dist.get_process_group_ranks(strategy.engine_mp_group) == mp
         assert dist.get_process_group_ranks(strategy.engine_dp_group) == dp
     with pytest.raises(ValueError, match="engine_tp_size 3"):
-        replicated(engine_tp_size=3)
+        sharded(engine_tp_size=3)
 
 
 def check_sequence_parallel(rank, world_size):
-    strategy = replicated(sp_size=2)
+    strategy = sharded(sp_size=2)
     assert strategy.sp_mesh_device.mesh_dim_names == ("dp", "sp")
     assert strategy.sp_mesh_device.mesh.tolist() == [
         [2 * i, 2 * i + 1] for i in range(world_size // 2)
@@ -322,11 +319,11 @@ def check_sequence_parallel(rank, world_size):
     with pytest.raises(ValueError, match="5 items"):
         strategy.sp_data_processor.postprocess(union[:-1])
     with pytest.raises(ValueError, match="sp_size 3"):
-        replicated(sp_size=3)
+        sharded(sp_size=3)
 
 
 def run_two_ranks(rank, world_size):
-    strategy = replicated()
+    strategy = sharded()
     check_identity(strategy, rank, world_size)
     check_collectives(strategy, rank, world_size)
     check_accumulation(strategy, rank)
@@ -340,7 +337,7 @@ def run_two_ranks(rank, world_size):
 
 
 def run_four_ranks(rank, world_size):
-    strategy = replicated()
+    strategy = sharded()
     check_identity(strategy, rank, world_size)
     check_collectives(strategy, rank, world_size)
     check_groups(rank, world_size)
@@ -353,7 +350,7 @@ def run_four_ranks(rank, world_size):
 
 
 def fail_beside_a_collective(rank, world_size):
-    strategy = replicated()
+    strategy = sharded()
     if rank == 1:
         raise ZeroDivisionError("planted")
     strategy.all_reduce(1.0)
@@ -362,7 +359,7 @@ def fail_beside_a_collective(rank, world_size):
 def hang_on_one_rank(rank, world_size):
     from lightrft.strategy.distributed.deadlines import phase
 
-    replicated()
+    sharded()
     if rank == 1:
         with phase("reward", 60):
             time.sleep(60)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from lightrft.config import TrainConfig
 from lightrft.rewards import RewardError
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.config import TrainConfig
 
 REWARD = """
 from pathlib import Path

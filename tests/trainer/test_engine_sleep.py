@@ -50,8 +50,13 @@ def test_weights_are_dropped_while_the_trainer_makes_new_ones(build_world, every
     assert engine.weights_version == 2
 
 
-def test_several_generations_of_a_step_wake_the_engine_once(build_world):
-    world, engine = recording_world(build_world, advantage_estimator="remax", parity_check_steps=-1)
+@pytest.mark.parametrize(
+    "options",
+    [{"advantage_estimator": "remax"}, {"partial_rollout": True, "partial_rollout_tokens": 3}],
+    ids=["greedy-and-sampled", "chunks"],
+)
+def test_several_generations_of_a_step_wake_the_engine_once(build_world, options):
+    world, engine = recording_world(build_world, parity_check_steps=-1, **options)
     world.trainer.make_experience()
     canary_free = engine.events[engine.events.index("generate") :]
     assert canary_free == ["generate", "generate", "sleep 2"]

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
 
-from lightrft.experience.assemble import assemble
+from lightrft.algorithms.advantages.row_level import CPGD_WEIGHTINGS
+from lightrft.algorithms.correction_terms import CORRECTION_PRESETS
+from lightrft.config import TrainConfig
+from lightrft.config.options import options_of
+from lightrft.experience.assemble import AdvantageSettings, assemble
 from lightrft.experience.collate import collate
 from lightrft.experience.exchange import SampleTable
 from lightrft.experience.types import PolicyOutputs
 from lightrft.models.types import ActorOutput
 from lightrft.strategy import get_fake_strategy
-from lightrft.trainer.config import TrainConfig
-from lightrft.trainer.ppo_config import resolve_ppo_config
-from lightrft.trainer.training import algorithm
+from lightrft.trainer.training.algorithm import check_algorithm, decide
 from lightrft.trainer.training.metrics import StepMetrics
-from lightrft.trainer.training.updates import TrainedModel, policy_update
+from lightrft.trainer.training.updates import Objective, TrainedModel, policy_update
 
 VOCAB = 31
 BASE = {
@@ -29,7 +31,7 @@ BASE = {
 # Choices that are two names for one thing.
 SAME = {
     "policy_loss": ({"ppo", "clipped", "dr_grpo"},),
-    # CPGD weighs by the standard deviation, as GRPO does, unless cpgd_weighting says otherwise.
+    # CPGD weighs by the standard deviation, as GRPO does, unless advantage_args say otherwise.
     "advantage_estimator": ({"group_norm", "grpo", "cpgd"},),
 }
 # The choices of these act elsewhere: on the model, the engine, the schedule, the processes.
@@ -87,8 +89,8 @@ def step(changes):
     """The change of the policy in one update with these options."""
     config = TrainConfig(**{**BASE, **changes})
     strategy = get_fake_strategy(config)
-    options = resolve_ppo_config({}, config, loss_agg_mode=config.loss_agg_mode)
-    algorithm.check_algorithm(options, has_critic=True, has_reference=True)
+    options, algorithm = decide(config)
+    check_algorithm(options, algorithm, has_critic=True, has_reference=True, engine_type="hf")
     table, policy = samples(), TablePolicy()
     rollouts = collate(table, pad_token_id=0, temperature=1.0, device=torch.device("cpu"))
     mask = rollouts.response_mask
@@ -108,7 +110,11 @@ def step(changes):
     greedy = torch.linspace(-1, 1, 12).double()
     batch = assemble(
         table, torch.arange(12), rollouts, outputs, rewards=torch.from_numpy(table.rewards),
-        greedy_rewards=greedy, settings=algorithm.advantage_settings(options, kl_coef=0.3),
+        greedy_rewards=greedy,
+        settings=AdvantageSettings(
+            options, algorithm.estimator, kl_coef=0.0 if options.use_kl_loss else 0.3
+        ),
+
         strategy=strategy,
     )  # fmt: skip
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
@@ -117,37 +123,60 @@ def step(changes):
         batch,
         TrainedModel("actor", policy, optimizer, None),
         strategy=strategy,
-        settings=algorithm.loss_settings(options, kl_coef=0.3),
+        objective=Objective(
+            options,
+            algorithm.policy_loss,
+            algorithm.corrections,
+            kl_coef=0.3 if options.use_kl_loss else 0.0,
+        ),
         metrics=StepMetrics(),
     )
     return policy.table.detach() - before
 
 
-def choices_of(name):
-    return [c for c in TrainConfig.__dataclass_fields__[name].metadata["choices"] if c is not None]
+def choices(name):
+    return {choice: {name: choice} for choice in options_of(TrainConfig)[name][1].choices}
 
 
-@pytest.mark.parametrize(
-    ("name", "others"),
-    [
-        ("policy_loss", {}),
-        ("advantage_estimator", {}),
-        ("loss_agg_mode", {}),
-        ("kl_estimator", {}),
-        ("off_policy_correction", {}),
-        ("high_entropy_scope", {"high_entropy_token_ratio": 0.3}),
-        ("cpgd_weighting", {"advantage_estimator": "cpgd"}),
-    ],
-)
-def test_every_choice_is_accepted_and_gives_another_update(name, others):
-    found = {choice: step({**others, name: choice}) for choice in choices_of(name)}
+def with_near_bounds(correction):
+    """The correction with bounds that some of the rows keep and others do not."""
+    for far, near in (
+        ("low=0.999:high=1.002", "low=0.9:high=1.1"),
+        ("low=0.0001", "low=0.05"),
+        ("k1:geometric:high=0.5", "k1:geometric:high=0.05"),
+    ):
+        correction = correction.replace(far, near)
+    return correction
+
+
+UPDATES = {
+    "policy_loss": choices("policy_loss"),
+    "advantage_estimator": choices("advantage_estimator"),
+    "loss_agg_mode": choices("loss_agg_mode"),
+    "kl_estimator": choices("kl_estimator"),
+    "off_policy_correction": {
+        name: {"off_policy_correction": with_near_bounds(text)}
+        for name, text in CORRECTION_PRESETS.items()
+    },
+    "high_entropy_scope": {
+        scope: {**change, "high_entropy_token_ratio": 0.3}
+        for scope, change in choices("high_entropy_scope").items()
+    },
+    "advantage_args": {
+        name: {"advantage_estimator": "cpgd", "advantage_args": {"weighting": name}}
+        for name in CPGD_WEIGHTINGS
+    },
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_every_choice_is_accepted_and_gives_another_update(name):
+    found = {choice: step(changes) for choice, changes in UPDATES[name].items()}
     assert all(torch.isfinite(change).all() and change.norm() > 0 for change in found.values())
-    for first in found:
-        for second in found:
-            if first < second:
-                is_same = any({first, second} <= names for names in SAME.get(name, ()))
-                difference = float((found[first] - found[second]).norm() / found[first].norm())
-                assert (difference < 1e-12) if is_same else (difference > 1e-4), (first, second)
+    for first, second in combinations(sorted(found), 2):
+        is_same = any({first, second} <= names for names in SAME.get(name, ()))
+        difference = float((found[first] - found[second]).norm() / found[first].norm())
+        assert (difference < 1e-12) if is_same else (difference > 1e-4), (first, second)
 
 
 @pytest.mark.parametrize(
@@ -172,10 +201,5 @@ def test_every_option_of_the_update_changes_it(changes):
 
 
 def test_no_choice_is_left_out():
-    offered = {f.name for f in fields(TrainConfig) if f.metadata.get("choices")}
-    tested = {
-        "policy_loss", "advantage_estimator", "loss_agg_mode", "kl_estimator",
-        "off_policy_correction", "high_entropy_scope", "cpgd_weighting",
-    }  # fmt: skip
-    assert tested <= offered
-    assert offered - tested == ELSEWHERE & offered, offered - tested - ELSEWHERE
+    offered = {name for name, (_, info) in options_of(TrainConfig).items() if info.choices}
+    assert offered - set(UPDATES) == ELSEWHERE

@@ -12,17 +12,18 @@ import pytest
 import torch
 
 from lightrft.cli.main import main
-from lightrft.cli.options import available_fields
+from lightrft.cli.options import available_options
+from lightrft.cli.unavailable import UNAVAILABLE
+from lightrft.config import TrainConfig
+from lightrft.experience.sampling import overlong_penalty, training_params
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.engine.session import engine_config
-from lightrft.trainer.config import TrainConfig
-from lightrft.trainer.config_unavailable import UNAVAILABLE
-from lightrft.trainer.runs.assembly import first_rank_loggers, pretrain_mix, run_options
+from lightrft.trainer.runs.assembly import first_rank_loggers, pretrain_mix
 from lightrft.trainer.runs.models import build_models
-from lightrft.trainer.training import algorithm
-from lightrft.trainer.training.state import initial_state
+from lightrft.trainer.training.alarms import alarms
+from lightrft.trainer.training.algorithm import build_policy_loss
 
-TESTS = Path(__file__).parents[1]
+PACKAGES = Path(__file__).parents[2] / "packages"
 
 # The flags that LightRFT's library, its examples and its documents name.
 DOCUMENTED = [
@@ -188,223 +189,22 @@ DOCUMENTED = [
     "processor",
 ]
 
-# Where the effect of flags is tested: file, function, flags.
-EVIDENCE = {
-    "algorithms/test_returns.py": {
-        "test_gae_and_returns_equal_a_loop_over_the_sampled_tokens": "gamma lambd",
-    },
-    "cli/test_options.py": {
-        "test_shares_of_sources_may_be_separated_by_commas": "prompt_data_probs prompt_split",
-    },
-    "cli/test_stop_and_resume.py": {
-        "test_a_stopped_and_a_killed_run_are_continued_by_the_same_command": "save_steps",
-    },
-    "cli/test_wrong_inputs.py": {
-        "test_options_without_effect_are_only_errors_under_strict": "strict",
-    },
-    "contracts/test_seed_004.py": {
-        "test_schedules_warm_up_and_fall_to_a_tenth": (
-            "critic_pretrain actor_learning_rate critic_learning_rate lr_warmup_ratio"
-        ),
-        "test_a_reward_model_is_prepared_as_a_triple": "adam_betas",
-    },
-    "datasets/test_prompts.py": {
-        "test_gsm8k_with_its_own_column_names": "input_key label_key",
-        "test_the_chat_template_writes_the_special_tokens": "apply_chat_template system_prompt",
-        "test_the_template_slot_is_not_the_braces_of_boxed": "input_template",
-        "test_max_samples_keeps_the_first_that_fit_and_reads_no_further": "max_samples",
-    },
-    "experience/test_assemble.py": {
-        "test_kl_in_the_reward_is_a_return_to_go": "kl_estimator",
-        "test_advantages_are_clipped_and_must_be_finite": "advantage_clip",
-    },
-    "experience/test_partial.py": {
-        "test_a_long_response_is_carried_until_it_would_become_too_old": "max_staleness",
-    },
-    "integration/test_gsm8k.py": {
-        "test_three_steps_on_real_questions": "prompt_data eval_data max_eval_samples",
-    },
-    "integration/test_recipes.py": {
-        "test_the_recipe_trains_on_four_processes": "fsdp_cpu_offload",
-    },
-    "trainer/test_throughput.py": {
-        "test_utilisation_is_the_share_of_all_devices_peak": "peak_tflops",
-    },
-    "trainer/test_best_model.py": {"test_the_best_model_stays": "best_metric"},
-    "invariance/test_step.py": {
-        "test_a_cover_of_all_pairs_of_options_gives_the_reference": "sp_size",
-    },
-    "models/test_actor.py": {
-        "test_values_and_gradients_equal_transformers": "fused_linear_logprob chunk_size",
-    },
-    "models/test_lora.py": {
-        "test_a_target_that_binds_to_nothing_is_an_error": "target_modules",
-    },
-    "rewards/test_build.py": {
-        "test_wrong_choices": "reward_fn",
-    },
-    "strategy/test_checkpoint_saver.py": {
-        "test_the_files_are_those_of_a_direct_save": "async_save",
-    },
-    "strategy/test_deepspeed.py": {
-        "test_stage_0_is_refused_where_deepspeed_gets_it_wrong": "adam_offload",
-        "test_every_option_reaches_deepspeed": "zpg grad_accum_dtype overlap_comm",
-    },
-    "strategy/test_engine_interface.py": {
-        "test_engine_never_sleeps_when_sleep_is_disabled": "enable_engine_sleep",
-        "test_engine_settings_come_from_the_arguments": "engine_args",
-        "test_lengths_are_written_at_the_interval": "log_dir plot_every",
-    },
-    "strategy/test_fsdp2.py": {
-        "test_bfloat16_trains_close_to_float32_and_resumes_exactly": "bf16 use_mp_opt",
-        "test_every_rank_reads_its_own_rows_of_a_model_without_memory": "meta_init",
-        "test_compiled_blocks_train_like_others": "compile_backend",
-    },
-    "strategy/test_optimizers.py": {
-        "test_the_floor_of_the_cosine_is_an_option_and_the_others_have_none": "min_lr_ratio",
-        "test_clipping_is_by_the_global_norm": "max_norm",
-        "test_adam_settings": "l2",
-    },
-    "strategy/test_distributed_context.py": {
-        "test_sizes_that_do_not_divide_name_the_legal_ones": "local_rank engine_tp_size",
-    },
-    "trainer/test_assembly.py": {
-        "test_a_run_leaves_its_files_and_a_broken_one_is_continued": (
-            "pretrain engine_type output_dir load_checkpoint"
-        ),
-        "test_deepspeed_and_fsdp_give_the_same_run": "fsdp zero_stage",
-    },
-    "trainer/test_every_flag.py": {
-        "test_the_number_and_size_of_checkpoints_are_limited": "max_ckpt_num max_ckpt_mem",
-    },
-    "trainer/test_fit.py": {
-        "test_a_stopped_and_resumed_run_ends_like_an_unbroken_one": "reward_running_norm",
-        "test_evaluation_leaves_training_as_it_was": "eval_steps",
-        "test_arguments_of_fit_replace_those_of_construction": "ckpt_path",
-    },
-    "trainer/test_further_losses.py": {
-        "test_balancing_experts_is_exact_for_any_micro_batch": "aux_loss_coef",
-    },
-    "trainer/test_every_choice.py": {
-        "test_every_choice_is_accepted_and_gives_another_update": "cpgd_weighting",
-    },
-    "trainer/test_parity.py": {
-        "test_a_fault_that_leaves_the_layers_equal_is_told_apart": "verify_weight_sync",
-        "test_the_comparison_follows_its_schedule": "parity_check_steps",
-        "test_a_wider_limit_lets_the_fault_pass": "parity_limit",
-    },
-    "trainer/test_partial_rollout.py": {
-        "test_every_token_has_the_logprob_and_version_of_the_weights_that_sampled_it": (
-            "partial_rollout partial_rollout_prompts partial_rollout_tokens"
-        ),
-        "test_old_logprobs_of_the_engine_save_a_pass_and_change_nothing": "use_rollout_logprobs",
-    },
-    "trainer/test_progress.py": {
-        "test_a_terminal_gets_a_block_and_a_file_gets_lines": "heartbeat_seconds",
-    },
-    "trainer/test_prompts.py": {
-        "test_length_of_a_run": (
-            "rollout_batch_size max_epochs train_batch_size num_episodes max_steps"
-        ),
-    },
-    "trainer/test_options_over_ranks.py": {
-        "test_two_processes_agree_with_one": (
-            "pretrain_data ptx_coef ptx_batch_size reward_pretrain reward_recipe lora_rank"
-        ),
-    },
-    "trainer/test_run_options.py": {
-        "test_a_whole_run_with_a_service_an_average_and_trajectories": (
-            "remote_rm_url reward_weights init_kl_coef enable_ema save_trajectories "
-            "num_trajectories_to_save"
-        ),
-        "test_overlong_punishment_and_clip_show_in_the_reward": (
-            "reward_clip overlong_buffer overlong_buffer_len"
-        ),
-        "test_the_kl_weight_adapts": "kl_target kl_horizon",
-        "test_the_actor_is_frozen_at_first_while_the_critic_learns": "freezing_actor_steps",
-        "test_the_average_follows_the_actor": "ema_beta",
-        "test_learning_rate_schedules_differ": "lr_scheduler",
-        "test_an_alarm_warns_and_stops_only_if_told_to": "stop_on_alarm",
-    },
-    "trainer/test_run_plan.py": {
-        "test_a_change_that_breaks_exactness_is_refused_with_a_diff": "allow_changes",
-    },
-    "trainer/test_sampling_options.py": {
-        "test_constant_groups_are_replaced_by_further_prompts": "dynamic_sampling",
-        "test_after_the_last_batch_fewer_groups_are_trained_on": "max_num_gen_batches",
-        "test_fire_changes_the_first_token_and_is_trained_on": "use_fire first_token_temperature",
-        "test_fire_with_a_correction_weighs_the_first_token": "off_policy_correction",
-    },
-    "trainer/test_spmd_ppo_trainer.py": {
-        "test_options_without_effect_are_named_and_long_prompts_refused": "prompt_max_len",
-        "test_the_step_does_not_depend_on_the_micro_batch_size": (
-            "micro_rollout_batch_size micro_train_batch_size use_kl_loss"
-        ),
-        "test_every_estimator_trains": "advantage_estimator",
-        "test_use_gspo_is_the_policy_loss_of_that_name": "use_gspo",
-        "test_a_wrong_share_would_be_noticed": "loss_agg_mode",
-    },
-    "trainer/test_token_budget.py": {
-        "test_the_budget_sets_the_number_of_backward_passes": "micro_batch_tokens",
-    },
-    "trainer/test_token_weights.py": {
-        "test_aliases_of_policy_losses": "policy_loss use_cpg_loss",
-        "test_the_dual_clip_acts": "dual_clip",
-        "test_the_mask_leaves_the_denominator_alone": "high_entropy_token_ratio",
-        "test_a_correction_with_equal_policies_changes_nothing_and_is_measured": "correction_low",
-        "test_truncated_importance_weights_are_the_capped_ratio_of_trainer_to_engine": (
-            "correction_high"
-        ),
-    },
-    "trainer/test_trackers.py": {
-        "test_tensorboard_gets_every_finite_number": "use_tensorboard",
-        "test_wandb_gets_the_options_without_secrets_and_one_id_for_all_parts": (
-            "use_wandb wandb_org wandb_group wandb_project wandb_run_name"
-        ),
-    },
-    "trainer/test_updates.py": {
-        "test_value_gradient_equals_the_definition": "value_clip",
-        "test_gradient_and_loss_equal_the_definition_for_any_split": "entropy_coef",
-    },
-}
-TESTED = {
-    flag: (file, function)
-    for file, functions in EVIDENCE.items()
-    for function, flags in functions.items()
-    for flag in flags.split()
-}
 
-
-def maker(config):
-    return algorithm.maker_settings(run_options(config), pad_token_id=0)
-
-
-def advantages(config):
-    return replace(
-        algorithm.advantage_settings(run_options(config), kl_coef=0.1),
-        estimator=None,  # holds functions, which do not compare
-    )
+def micro_tokens(config):
+    return config.max_micro_tokens(config.micro_train_batch_size)
 
 
 def policy_loss(config):
     """Losses of tokens whose ratios lie far out on both sides."""
     generator = torch.Generator().manual_seed(0)
     old, new, advantage = torch.randn(3, 4, 8, generator=generator)
-    loss = algorithm.policy_loss_of(run_options(config))
+    loss = build_policy_loss(config)
     return loss(new, old, advantage, torch.ones(4, 8, dtype=torch.bool)).loss.tolist()
 
 
-def weighting(config):
-    return algorithm.build_token_weighting(run_options(config))
-
-
-def alarms(config):
+def raised_alarms(config):
     metrics = {"kl": 1.0, "entropy": 1.0, "response_length": 10.0, "reward_std": 0.1}
-    return algorithm.alarms_of(run_options(config)).check(metrics)
-
-
-def moments(config):
-    return initial_state(run_options(config)).shaping
+    return alarms(config, metrics)
 
 
 def engine(config):
@@ -474,31 +274,23 @@ def bucket(config):
         return strategy.broadcast_manager.bucket_bytes
 
 
-def sampling(config):
-    return algorithm.sampling_params(run_options(config))
-
-
 # Another value, what shows its effect, and what else has to be set.
 OBSERVED = {
-    "seed": (7, sampling, {}),
-    "temperature": (0.5, sampling, {}),
-    "top_p": (0.5, sampling, {}),
-    "top_k": (5, sampling, {}),
-    "n_samples_per_prompt": (4, sampling, {}),
-    "generate_max_len": (9, sampling, {}),
-    "reward_failure": ("mask", maker, {}),
-    "packing_samples": (True, maker, {}),
-    "overlong_buffer_penalty_factor": (0.5, maker, {"overlong_buffer": True}),
-    "advantages_norm": (True, advantages, {}),
-    "reward_running_norm_minus_mean": (True, moments, {"reward_running_norm": True}),
+    "seed": (7, training_params, {}),
+    "temperature": (0.5, training_params, {}),
+    "top_p": (0.5, training_params, {}),
+    "top_k": (5, training_params, {}),
+    "n_samples_per_prompt": (4, training_params, {}),
+    "generate_max_len": (9, training_params, {}),
+    "packing_samples": (True, micro_tokens, {}),
+    "overlong_buffer_penalty_factor": (0.5, overlong_penalty, {"overlong_buffer": True}),
     "eps_clip": (0.3, policy_loss, {}),
     "eps_clip_low": (0.3, policy_loss, {}),
     "eps_clip_high": (0.3, policy_loss, {}),
-    "high_entropy_scope": ("sequence", weighting, {"high_entropy_token_ratio": 0.5}),
-    "alarm_kl": (0.5, alarms, {}),
-    "alarm_entropy": (2.0, alarms, {}),
-    "alarm_length": (5.0, alarms, {}),
-    "alarm_reward_std": (0.2, alarms, {}),
+    "alarm_kl": (0.5, raised_alarms, {}),
+    "alarm_entropy": (2.0, raised_alarms, {}),
+    "alarm_length": (5.0, raised_alarms, {}),
+    "alarm_reward_std": (0.2, raised_alarms, {}),
     "engine_mem_util": (0.3, engine, {}),
     "max_len": (99, engine, {}),
     "weight_bucket_mb": (3, bucket, {}),
@@ -530,30 +322,22 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_every_documented_flag_is_an_option_or_refused():
-    options = {entry.name for entry in available_fields()}
+    options = set(available_options())
     assert [name for name in DOCUMENTED if name not in options | set(UNAVAILABLE)] == []
     assert options.isdisjoint(UNAVAILABLE)
 
 
-def test_every_option_has_its_effect_tested():
-    options = {entry.name for entry in available_fields()}
-    assert set(TESTED).isdisjoint(OBSERVED)
-    assert options - set(TESTED) - set(OBSERVED) == set()
-    assert set(TESTED) | set(OBSERVED) <= options
-
-
-@pytest.mark.parametrize("path", EVIDENCE)
-def test_the_named_tests_exist_and_name_their_flags(path):
-    source = (TESTS / path).read_text()
-    functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
-    assert set(EVIDENCE[path]) <= functions
-    missing = [
-        flag
-        for flags in EVIDENCE[path].values()
-        for flag in flags.split()
-        if not re.search(rf"\b{flag}\b", source)
-    ]
-    assert missing == []
+def test_every_option_is_read_by_the_code_that_carries_it_out():
+    """Outside of the record and its rules: as an attribute or by its name."""
+    found = set()
+    for path in PACKAGES.glob("*/src/lightrft/**/*.py"):
+        if path.name not in ("rules.py", "strategy_config.py", "unavailable.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute):
+                    found.add(node.attr)
+                elif isinstance(node, ast.Constant) and path.parent.name != "config":
+                    found.add(node.value)
+    assert set(available_options()) - found == set()
 
 
 @pytest.mark.parametrize("name", OBSERVED)
@@ -589,7 +373,7 @@ def test_refused_flags_name_what_replaces_them(folder, capsys):
     text = capsys.readouterr().err
     for name in refused:
         assert f"lightrft: {name} is not available: {UNAVAILABLE[name]}\n" in text
-    options = {entry.name for entry in available_fields()}
+    options = set(available_options())
     for name in refused:
         named = re.findall(r"--(\w+)", UNAVAILABLE[name])
         assert set(named) <= {*options, "config"}, name

@@ -62,7 +62,7 @@ def train_cells(rank, world_size, cells, folder, model):
     import torch
     import torch.distributed as dist
 
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
     from lightrft.trainer.runs.assembly import run_training
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=200))

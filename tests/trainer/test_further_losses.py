@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrft.algorithms import build_policy_loss
+from lightrft.config import TrainConfig
+from lightrft.config.registry import POLICY_LOSSES
 from lightrft.datasets.errors import DataError
-from lightrft.datasets.texts import load_texts
+from lightrft.datasets.prompts import load_texts
 from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.models import Actor
 from lightrft.models.types import ActorOutput
 from lightrft.strategy import get_fake_strategy
 from lightrft.trainer.training.metrics import StepMetrics
 from lightrft.trainer.training.pretrain_mix import PretrainMix
-from lightrft.trainer.training.updates import LossSettings, TrainedModel, policy_update
+from lightrft.trainer.training.updates import Objective, TrainedModel, policy_update
 
 VOCAB = 131
 
@@ -158,8 +159,11 @@ def test_balancing_experts_is_exact_for_any_micro_batch(micro):
         batch,
         TrainedModel("actor", actor, optimizer, None),
         strategy=strategy,
-        settings=LossSettings(
-            build_policy_loss("ppo", {}), "token-mean", 8, micro, aux_loss_coef=0.5
+        objective=Objective(
+            TrainConfig(
+                loss_agg_mode="token-mean", micro_train_batch_size=micro, aux_loss_coef=0.5
+            ),
+            POLICY_LOSSES.load("ppo"),
         ),
         metrics=metrics,
     )

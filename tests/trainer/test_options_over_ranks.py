@@ -45,7 +45,7 @@ def train_each(rank, world_size, runs):
 
     import torch.distributed as dist
 
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
     from lightrft.trainer.runs.assembly import run_training
 
     # Kept over all runs: to end one and start the next at the same address is a race.

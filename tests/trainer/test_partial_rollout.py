@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from lightrft.config import TrainConfig
 from lightrft.experience.carry import PartialRolloutState
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.ppo_config import PPOConfig
 
 PARTIAL = {
     "partial_rollout": True, "partial_rollout_prompts": 6, "partial_rollout_tokens": 3,
@@ -143,7 +143,7 @@ def test_carried_responses_survive_json_and_another_count_of_versions(build_worl
 )  # fmt: skip
 def test_what_excludes_partial_rollouts_is_refused(options):
     with pytest.raises(ConfigError, match=r"partial_rollout|max_staleness"):
-        PPOConfig(partial_rollout=True, **options)
+        TrainConfig(partial_rollout=True, **options)
 
 
 def test_old_logprobs_of_the_engine_save_a_pass_and_change_nothing(build_world):
@@ -153,8 +153,8 @@ def test_old_logprobs_of_the_engine_save_a_pass_and_change_nothing(build_world):
     calls = []
     actor = asked.strategy.unwrap_model(asked.trainer.actor)
     actor.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    asked.trainer.config = PPOConfig(
-        **{**{n: getattr(asked.trainer.config, n) for n in PPOConfig.__dataclass_fields__},
+    asked.trainer.config = TrainConfig(
+        **{**{n: getattr(asked.trainer.config, n) for n in TrainConfig.__dataclass_fields__},
            "parity_check_steps": -1}
     )  # fmt: skip
     batch = asked.trainer.make_experience()
@@ -180,4 +180,4 @@ def test_old_logprobs_of_the_engine_save_a_pass_and_change_nothing(build_world):
 )  # fmt: skip
 def test_old_logprobs_of_the_engine_need_its_law_and_no_forward_pass(options):
     with pytest.raises(ConfigError, match="use_rollout_logprobs excludes"):
-        PPOConfig(use_rollout_logprobs=True, **options)
+        TrainConfig(use_rollout_logprobs=True, **options)

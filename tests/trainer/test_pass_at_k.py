@@ -7,8 +7,8 @@ from math import comb
 
 import numpy as np
 import pytest
-
 from lightrft.trainer.runs.eval_settings import EvalSettings
+
 from lightrft.trainer.training.pass_at_k import default_k, pass_at_k
 
 

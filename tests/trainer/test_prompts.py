@@ -1,9 +1,9 @@
 import pytest
 from torch.utils.data import DataLoader
 
+from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.strategy.sampler import DistributedSampler
-from lightrft.trainer.ppo_config import PPOConfig
 from lightrft.trainer.runs.prompts import PromptStream, batches_per_episode, planned_steps
 
 
@@ -84,7 +84,9 @@ def test_too_few_prompts_are_named():
     ],
 )
 def test_length_of_a_run(options, updates, steps):
-    config = PPOConfig(rollout_batch_size=4, n_samples_per_prompt=8, train_batch_size=4, **options)
+    config = TrainConfig(
+        rollout_batch_size=4, n_samples_per_prompt=8, train_batch_size=4, **options
+    )
     batches = loader(0, 2, count=13, batch=2)
     PromptStream(batches, world_size=2, num_consumed=8)  # a resume must not shorten the run
     assert planned_steps(batches, config, 2, num_updates_per_episode=updates) == steps

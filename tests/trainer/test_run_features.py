@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from lightrft.config import TrainConfig
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.trainer.config import TrainConfig
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed]
 

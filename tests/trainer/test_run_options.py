@@ -7,12 +7,13 @@ import threading
 import pytest
 import torch
 
+from lightrft.config import TrainConfig
 from lightrft.models.actor import Actor
 from lightrft.rewards.service import RewardServer
 from lightrft.rewards.types import RewardResult
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.trainer.reporting.trajectories import TrajectoryLog
-from lightrft.trainer.training.alarms import Alarms
+from lightrft.trainer.training.alarms import alarms
 
 
 def changed(before, after):
@@ -98,15 +99,17 @@ def test_a_buffer_longer_than_the_budget_is_refused(build_world):
 
 
 def test_bounds_of_alarms():
-    alarms = Alarms(max_kl=0.1, min_entropy=0.5, max_length=10, min_reward_std=0.01)
+    config = TrainConfig(alarm_kl=0.1, alarm_entropy=0.5, alarm_length=10, alarm_reward_std=0.01)
     fine = {"kl": 0.1, "entropy": 0.5, "response_length": 10, "reward_std": 0.01, "approx_kl": 0}
-    assert alarms.check(fine) == []
+    assert alarms(config, fine) == []
     wrong = {"kl": 0.2, "entropy": 0.4, "response_length": 11, "reward_std": 0, "approx_kl": 1}
-    assert [text.split()[0] for text in alarms.check(wrong)] == [
+    assert [text.split()[0] for text in alarms(config, wrong)] == [
         "kl", "approx_kl", "response_length", "entropy", "reward_std",
     ]  # fmt: skip
-    assert alarms.check({}) == []
-    assert Alarms().check(wrong) == []
+    assert alarms(config, {}) == []
+    assert alarms(TrainConfig(), wrong) == []
+    (text,) = alarms(TrainConfig(), {**wrong, "correction_invalid_share": 0.01})
+    assert text == "correction_invalid_share is 0.01, above 0"
 
 
 @pytest.mark.parametrize(("stops", "steps"), [(False, 2), (True, 1)])
@@ -159,7 +162,7 @@ class Letters:
 def train(rank, world_size, values):
     from dataclasses import asdict
 
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
     from lightrft.trainer.runs.assembly import run_training
 
     return asdict(run_training(TrainConfig(**values)))

@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 
-from lightrft.algorithms import build_policy_loss
+from lightrft.algorithms.correction_terms import parse_correction
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.registry import POLICY_LOSSES, bind
 from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.trainer.training.metrics import StepMetrics
-from lightrft.trainer.training.token_weights import TokenWeighting, token_weights
+from lightrft.trainer.training.token_weights import token_weights
 
 
 class OneRank:
@@ -56,18 +58,23 @@ def batch(seed, rows=6, seq=10):
     return ExperienceBatch(rollouts, outputs, normal(), normal())
 
 
+def weights_of(rows, strategy, metrics=None, *, correction=None, high=None, **options):
+    terms = () if correction is None else parse_correction(correction, high=high)
+    return token_weights(rows, TrainConfig(**options), terms, strategy, metrics or StepMetrics())
+
+
 def test_batch_scope_keeps_the_upper_share_over_all_ranks():
     rows = batch(1)
     mask, entropy = rows.rollouts.response_mask, rows.outputs.entropy
     other = [5.0] * 40  # another rank is far less certain
     metrics = StepMetrics()
-    weights = token_weights(rows, TokenWeighting(0.25), TwoRanks(other), metrics)
+    weights = weights_of(rows, TwoRanks(other), metrics, high_entropy_token_ratio=0.25)
     everyone = sorted([*entropy[mask].tolist(), *other])
     position = 0.75 * (len(everyone) - 1)
     low, high = everyone[int(position)], everyone[min(int(position) + 1, len(everyone) - 1)]
     threshold = low + (position - int(position)) * (high - low)
     assert torch.equal(weights.bool(), mask & (entropy >= threshold - 1e-6))
-    alone = token_weights(rows, TokenWeighting(0.25), OneRank(), StepMetrics())
+    alone = weights_of(rows, OneRank(), high_entropy_token_ratio=0.25)
     assert alone.sum() > weights.sum()
     share = metrics.reduce(OneRank())["high_entropy_share"]
     assert share == pytest.approx(float(weights.sum() / mask.sum()))
@@ -76,7 +83,9 @@ def test_batch_scope_keeps_the_upper_share_over_all_ranks():
 def test_sequence_scope_keeps_a_share_of_each_row():
     rows = batch(2)
     mask, entropy = rows.rollouts.response_mask, rows.outputs.entropy
-    weights = token_weights(rows, TokenWeighting(0.4, "sequence"), OneRank(), StepMetrics())
+    weights = weights_of(
+        rows, OneRank(), high_entropy_token_ratio=0.4, high_entropy_scope="sequence"
+    )
     for row in range(len(mask)):
         values = sorted(entropy[row][mask[row]].tolist(), reverse=True)
         count = max(1, math.floor(0.4 * len(values) + 1e-9)) if values else 0
@@ -88,9 +97,7 @@ def test_truncated_importance_weights_are_the_capped_ratio_of_trainer_to_engine(
     rows = batch(3)
     mask = rows.rollouts.response_mask
     metrics = StepMetrics()
-    weights = token_weights(
-        rows, TokenWeighting(correction="tis", correction_high=1.5), OneRank(), metrics
-    )
+    weights = weights_of(rows, OneRank(), metrics, correction="tis", high=1.5)
     raw = (rows.outputs.old_logprobs - rows.rollouts.rollout_logprobs).double().exp()
     expected = torch.where(mask, raw.clamp(max=1.5), 0.0)
     torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=1e-9)
@@ -105,11 +112,46 @@ def test_truncated_importance_weights_are_the_capped_ratio_of_trainer_to_engine(
     assert found["correction_effective_share"] == pytest.approx(effective)
 
 
+def test_terms_are_composed_and_weights_of_mean_one_count_all_ranks():
+    rows = batch(3)
+    mask = rows.rollouts.response_mask
+    ratio = (rows.outputs.old_logprobs - rows.rollouts.rollout_logprobs).double().exp()
+    kept = mask & ((ratio - 1 - ratio.log()) <= 0.1)
+    correction = ("reject:k3:token:high=0.1", "weight:ratio:token:low=0.7:high=1.5:mean-one")
+    other = torch.tensor([30.0, 20.0], dtype=torch.float64)  # twenty tokens that weigh thirty
+
+    class Peer(OneRank):
+        def reduce_over_data(self, data, op):
+            assert op == "sum"
+            return data + other
+
+    weights = token_weights(rows, TokenWeighting(correction=correction), Peer(), StepMetrics())
+    held = ratio.clamp(0.7, 1.5)
+    mean = (held[mask].sum() + 30) / (mask.sum() + 20)
+    expected = torch.where(kept, held / mean, 0.0)
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=1e-9)
+    assert 0 < kept.sum() < mask.sum()
+
+
+def test_a_logprob_of_the_engine_that_is_nan_is_left_out_and_counted():
+    rows = batch(3)
+    mask = rows.rollouts.response_mask
+    row, t = mask.nonzero()[0].tolist()
+    rows.rollouts.rollout_logprobs[row, t] = torch.nan
+    metrics = StepMetrics()
+    weights = token_weights(rows, TokenWeighting(correction="icepop"), OneRank(), metrics)
+    assert weights[row, t] == 0
+    assert torch.isfinite(weights).all()
+    found = metrics.reduce(OneRank())
+    assert found["correction_invalid_share"] == pytest.approx(1 / int(mask.sum()))
+    assert math.isfinite(found["correction_raw_weight_max"])
+
+
 def test_both_multiply():
     rows = batch(4)
-    both = token_weights(rows, TokenWeighting(0.5, correction="icepop"), OneRank(), StepMetrics())
-    left = token_weights(rows, TokenWeighting(0.5), OneRank(), StepMetrics())
-    right = token_weights(rows, TokenWeighting(correction="icepop"), OneRank(), StepMetrics())
+    both = weights_of(rows, OneRank(), high_entropy_token_ratio=0.5, correction="icepop")
+    left = weights_of(rows, OneRank(), high_entropy_token_ratio=0.5)
+    right = weights_of(rows, OneRank(), correction="icepop")
     torch.testing.assert_close(both, left * right)
 
 
@@ -142,7 +184,8 @@ def test_a_correction_with_equal_policies_changes_nothing_and_is_measured(build_
 def test_the_dual_clip_acts():
     logprobs = torch.tensor([[2.0]], requires_grad=True)
     zero, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    loss = build_policy_loss("ppo", {"dual_clip": 3.0})(logprobs, zero, zero - 1, mask)
+    clipped = bind(POLICY_LOSSES.load("ppo"), {"dual_clip": 3.0}, owner="test")
+    loss = clipped(logprobs, zero, zero - 1, mask)
     assert float(loss.loss.detach()) == pytest.approx(3.0)
 
 
@@ -150,10 +193,10 @@ def test_aliases_of_policy_losses(build_world):
     assert build_world(args={"use_gspo": True}).trainer.config.policy_loss == "gspo"
     assert build_world(use_gspo=True).trainer.config.policy_loss == "gspo"
     assert build_world(args={"use_cpg_loss": True}).trainer.config.policy_loss == "cpgd"
-    with pytest.raises(ValueError, match="use_gspo and use_cpg_loss"):
+    with pytest.raises(ConfigError, match="use_gspo and use_cpg_loss"):
         build_world(args={"use_gspo": True, "use_cpg_loss": True})
-    with pytest.raises(ValueError, match="different policy losses"):
+    with pytest.raises(ConfigError, match="different policy losses"):
         build_world(use_gspo=True, policy_loss="gmpo")
-    with pytest.raises(ValueError, match="dual clip"):
+    with pytest.raises(ConfigError, match="dual_clip"):
         build_world(policy_loss="gspo", dual_clip=3.0)
     assert build_world(dual_clip=3.0).trainer.config.dual_clip == 3.0

@@ -7,12 +7,10 @@ import math
 
 import pytest
 
-from lightrft.trainer.config import TrainConfig
+from lightrft.config import TrainConfig
 from lightrft.trainer.reporting.trackers import (
     BestEffortLogger,
-    TensorBoardLogger,
     TrackerError,
-    WandbLogger,
     build_trackers,
 )
 
@@ -32,6 +30,27 @@ class Failing:
 
     def close(self):
         self.calls.append("close")
+
+
+class Sink:
+    """What a tracker's library gives, both kinds, recorded."""
+
+    def __init__(self):
+        self.got = []
+
+    def add_scalar(self, tag, scalar_value, global_step):
+        self.got.append((tag, scalar_value, global_step))
+
+    def log(self, data, step):
+        self.got.append((data, step))
+
+    def flush(self):
+        self.got.append("flush")
+
+    def close(self):
+        self.got.append("close")
+
+    finish = close
 
 
 def test_nothing_is_tracked_unasked(tmp_path):
@@ -84,7 +103,12 @@ def test_wandb_gets_the_options_without_secrets_and_one_id_for_all_parts(tmp_pat
     config.save(tmp_path / "config.toml")
     assert "hunter2" not in (tmp_path / "config.toml").read_text()
     assert "hunter2" not in config.summary()
-    monkeypatch.setattr(wandb, "init", lambda **keywords: ids.append(keywords["id"]))
+
+    def begin_another(**keywords):
+        ids.append(keywords["id"])
+        return Sink()
+
+    monkeypatch.setattr(wandb, "init", begin_another)
     build_trackers(config)
     assert len(ids) == 2
     assert len(set(ids)) == 1
@@ -103,7 +127,7 @@ def test_a_tracker_that_cannot_be_used_is_an_error_before_the_run(tmp_path, monk
 
 def test_a_tracker_that_fails_later_is_told_once_and_left_out(caplog):
     inner = Failing()
-    tracker = BestEffortLogger("use_wandb", inner)
+    tracker = BestEffortLogger("use_wandb", inner.log, inner.close)
     with caplog.at_level(logging.WARNING):
         for step in (1, 2, 3):
             tracker.log(step, METRICS)
@@ -115,27 +139,14 @@ def test_a_tracker_that_fails_later_is_told_once_and_left_out(caplog):
     )
 
 
-def test_loggers_hand_on_what_they_get():
-    class Sink:
-        def __init__(self):
-            self.got = []
-
-        def add_scalar(self, tag, scalar_value, global_step):
-            self.got.append((tag, scalar_value, global_step))
-
-        def log(self, data, step):
-            self.got.append((data, step))
-
-        def flush(self):
-            self.got.append("flush")
-
-        def close(self):
-            self.got.append("close")
-
-        finish = close
-
+def test_trackers_get_the_metrics_and_are_closed(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="needs wandb")
+    tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="needs tensorboard")
     board, run = Sink(), Sink()
-    for logger in (TensorBoardLogger(board), WandbLogger(run)):
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    monkeypatch.setattr(tensorboard, "SummaryWriter", lambda _: board)
+    config = TrainConfig(output_dir=str(tmp_path), use_wandb=True, use_tensorboard=True)
+    for logger in build_trackers(config):
         logger.log(3, METRICS)
         logger.close()
     assert board.got == [("reward", 0.5, 3), ("eval/reward", 0.25, 3), "flush", "close"]

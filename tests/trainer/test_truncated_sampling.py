@@ -8,17 +8,16 @@ import json
 import pytest
 import torch
 
+from lightrft.config import TrainConfig
 from lightrft.engines import EngineConfig
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.types import SamplingParams
 from lightrft.experience.replay import replayed_support
 from lightrft.models.support import SamplingSupport
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.config import TrainConfig
-from lightrft.trainer.ppo_config import PPOConfig
-from lightrft.trainer.reporting.tokens import token_sample
+from lightrft.trainer.reporting.sample_page import token_sample
 from lightrft.trainer.reporting.trajectories import TrajectoryLog
-from lightrft.trainer.training.algorithm import check_replay
+from lightrft.trainer.training.algorithm import check_algorithm, decide
 from lightrft.trainer.training.parity import ParityError
 
 ONE_UPDATE = {"train_batch_size": 16, "args": {"train_batch_size": 16}}
@@ -123,6 +122,11 @@ def test_a_wrong_support_trips_the_gate(build_world, monkeypatch):
         build_world(top_p=0.8).trainer.make_experience()
 
 
+def check(engine, **options):
+    config, algorithm = decide(TrainConfig(**options))
+    check_algorithm(config, algorithm, has_critic=False, has_reference=False, engine_type=engine)
+
+
 def test_engines_with_another_order_are_not_replayed(build_world, monkeypatch):
     both, one = SamplingParams(top_k=5, top_p=0.9), SamplingParams(top_p=0.9)
     assert replayed_support(SamplingParams(), "hf") is None
@@ -132,10 +136,11 @@ def test_engines_with_another_order_are_not_replayed(build_world, monkeypatch):
     for name in ("hf", "vllm"):
         assert replayed_support(both, name) == SamplingSupport(top_k=5, top_p=0.9)
     assert replayed_support(SamplingParams(top_k=5, min_p=0.1), "vllm") is None
-    check_replay(PPOConfig(top_k=5, top_p=0.9), "sglang")
-    check_replay(PPOConfig(top_p=0.9, off_policy_correction="tis"), "sglang")
-    with pytest.raises(ValueError, match="the sglang engine kept with top_p and top_k together"):
-        check_replay(PPOConfig(top_k=5, top_p=0.9, off_policy_correction="tis"), "sglang")
+    check("sglang", top_k=5, top_p=0.9)
+    check("sglang", top_p=0.9, off_policy_correction="tis")
+    check("hf", top_k=5, top_p=0.9, off_policy_correction="tis")
+    with pytest.raises(ConfigError, match="the sglang engine kept with top_p and top_k together"):
+        check("sglang", top_k=5, top_p=0.9, off_policy_correction="tis")
     monkeypatch.setattr("lightrft.experience.maker.replayed_support", lambda *_: None)
     world = build_world(top_p=0.5)
     assert world.trainer.make_experience().outputs.log_kept_mass is None
@@ -145,4 +150,4 @@ def test_engines_with_another_order_are_not_replayed(build_world, monkeypatch):
 def test_what_cannot_be_replayed_is_refused_with_remedies():
     TrainConfig(off_policy_correction="tis", top_p=0.9, top_k=5)
     with pytest.raises(ConfigError, match="leave out top_p and top_k, use_fire or the correction"):
-        PPOConfig(off_policy_correction="tis", top_p=0.9, use_fire=True)
+        TrainConfig(off_policy_correction="tis", top_p=0.9, use_fire=True)

@@ -7,59 +7,17 @@ from typing import TYPE_CHECKING
 from lightrft.kernels.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lightrft.kernels.hardware import (
-        KernelCapabilities as KernelCapabilities,
-    )
-    from lightrft.kernels.hardware import (
-        capabilities as capabilities,
-    )
+    from lightrft.kernels.hardware import capabilities as capabilities
     from lightrft.kernels.logprob.dispatch import linear_logprob as linear_logprob
-    from lightrft.kernels.logprob.fused_loss import linear_policy_loss as linear_policy_loss
-    from lightrft.kernels.logprob.policy_loss import (
-        PolicyLossOutput as PolicyLossOutput,
-    )
-    from lightrft.kernels.logprob.policy_loss import (
-        TokenLossFunction as TokenLossFunction,
-    )
-    from lightrft.kernels.logprob.types import (
-        LogprobOutput as LogprobOutput,
-    )
-    from lightrft.kernels.logprob.types import (
-        VocabShard as VocabShard,
-    )
-    from lightrft.kernels.logprob.types import (
-        Workspace as Workspace,
-    )
-    from lightrft.kernels.weight_bucket.broadcaster import (
-        BucketBroadcaster as BucketBroadcaster,
-    )
-    from lightrft.kernels.weight_bucket.broadcaster import (
-        BucketPiece as BucketPiece,
-    )
-    from lightrft.kernels.weight_bucket.broadcaster import (
-        FilledBucket as FilledBucket,
-    )
-    from lightrft.kernels.weight_bucket.layout import (
-        Bucket as Bucket,
-    )
-    from lightrft.kernels.weight_bucket.layout import (
-        BucketLayout as BucketLayout,
-    )
-    from lightrft.kernels.weight_bucket.layout import (
-        Segment as Segment,
-    )
-    from lightrft.kernels.weight_bucket.layout import (
-        TensorSpec as TensorSpec,
-    )
-    from lightrft.kernels.weight_bucket.operations import (
-        hash_tensor as hash_tensor,
-    )
-    from lightrft.kernels.weight_bucket.operations import (
-        pack as pack,
-    )
-    from lightrft.kernels.weight_bucket.operations import (
-        unpack as unpack,
-    )
+    from lightrft.kernels.logprob.policy_loss import linear_policy_loss as linear_policy_loss
+    from lightrft.kernels.logprob.types import VocabShard as VocabShard
+    from lightrft.kernels.logprob.types import Workspace as Workspace
+    from lightrft.kernels.weight_bucket.broadcaster import BucketBroadcaster as BucketBroadcaster
+    from lightrft.kernels.weight_bucket.layout import BucketLayout as BucketLayout
+    from lightrft.kernels.weight_bucket.layout import TensorSpec as TensorSpec
+    from lightrft.kernels.weight_bucket.operations import hash_tensor as hash_tensor
+    from lightrft.kernels.weight_bucket.operations import pack as pack
+    from lightrft.kernels.weight_bucket.operations import unpack as unpack
     from lightrft.kernels.weight_bucket.reference import combine_hashes as combine_hashes
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

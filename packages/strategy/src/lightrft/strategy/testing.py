@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -12,9 +13,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+
+# Imported once, in the process that ranks are forked from: each rank would take five seconds.
+_PRELOADED = ["torch.distributed.tensor", "transformers.modeling_utils"]
 
 
 class RankFailure(RuntimeError):  # noqa: N818
@@ -47,22 +52,36 @@ def _load_function(file: str, qualified_name: str) -> Callable[..., object]:
     return found
 
 
+def _fork_server() -> ForkServerContext:
+    """Starts ranks by forking a process that has imported torch and never started a thread."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    num_threads = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"  # read while libraries are imported
+    try:
+        forkserver.ensure_running()
+    finally:
+        if num_threads is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = num_threads
+    return context
+
+
 def _run_rank(
-    rank: int,
-    world_size: int,
-    port: int,
+    environment: dict[str, str],
     function: tuple[str, str],
     args: tuple[object, ...],
     reply: Connection,
+    outputs: tuple[Connection, ...],
 ) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_RANK=str(rank),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-    )
+    gc.freeze()  # what the server has imported is no garbage: collections need not walk it
+    # The server keeps the environment, the output and the errors with which it was started.
+    os.environ.clear()
+    os.environ.update(environment)
+    for descriptor, stream in enumerate(outputs, start=1):
+        os.dup2(stream.fileno(), descriptor)
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     try:
         value = _load_function(*function)(rank, world_size, *args)
         # Pickled here, by value: torch's own pickler would pass handles to shared memory that
@@ -81,7 +100,7 @@ def _run_rank(
 
 
 def _collect(
-    processes: Sequence[SpawnProcess], replies: Sequence[Connection], deadline: float
+    processes: Sequence[ForkServerProcess], replies: Sequence[Connection], deadline: float
 ) -> tuple[dict[int, object], dict[int, str]]:
     results: dict[int, object] = {}
     failures: dict[int, str] = {}
@@ -116,10 +135,10 @@ def run_multiprocess(
     timeout_seconds: float = 60.0,
     args: tuple[object, ...] = (),
 ) -> list[object]:
-    """Runs `fn(rank, world_size, *args)` in `world_size` fresh processes.
+    """Runs `fn(rank, world_size, *args)` in `world_size` new processes.
 
-    Each gets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS=1, as
-    from torchrun. The function starts the process group itself.
+    Each gets the caller's environment with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
+    and OMP_NUM_THREADS=1, as from torchrun. The function starts the process group itself.
 
     Args:
         fn: A function at the top level of a file.
@@ -134,12 +153,26 @@ def run_multiprocess(
         RankFailure: A rank raised (its traceback is in the message), died or did not finish.
     """
     function = (str(Path(inspect.getfile(fn)).resolve()), fn.__qualname__)
-    context = multiprocessing.get_context("spawn")
-    port = find_free_port()
+    context = _fork_server()
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(find_free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    outputs = tuple(Connection(os.dup(descriptor), readable=False) for descriptor in (1, 2))
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     processes = [
         context.Process(
-            target=_run_rank, args=(rank, world_size, port, function, args, pipes[rank][1])
+            target=_run_rank,
+            args=(
+                {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                function,
+                args,
+                pipes[rank][1],
+                outputs,
+            ),
         )
         for rank in range(world_size)
     ]
@@ -147,8 +180,8 @@ def run_multiprocess(
     try:
         for process in processes:
             process.start()
-        for _, sender in pipes:
-            sender.close()
+        for connection in (*(sender for _, sender in pipes), *outputs):
+            connection.close()
         results, failures = _collect(processes, [receiver for receiver, _ in pipes], deadline)
     finally:
         for process in processes:

@@ -2,119 +2,121 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, fields
-from typing import TYPE_CHECKING
+import argparse
+from collections.abc import Collection
+from dataclasses import Field
 
-from lightrft.strategy.config import StrategyConfig
-from lightrft.strategy.config_fields import type_hints
-from lightrft.utils.flags import shape_of
+from lightrft.config.options import FlagShape, OptionInfo, flag_shape, options_of, type_hints
+from lightrft.config.strategy_config import StrategyConfig
 
-if TYPE_CHECKING:
-    from argparse import ArgumentParser
-    from collections.abc import Callable, Collection
-
-    from lightrft.utils.flags import FlagShape
-
-# The flags that a parser of a training program gets unless it asks for more or fewer.
+# The flags that the published interface gives to a parser of a training program.
 LIBRARY_FLAGS: tuple[str, ...] = (
-    "engine_tp_size",
-    "engine_mem_util",
-    "engine_type",
-    "enable_engine_sleep",
-    "fsdp",
-    "zero_stage",
-    "fsdp_cpu_offload",
-    "adam_offload",
-    "sp_size",
-    "packing_samples",
-    "use_mp_opt",
-    "fused_linear_logprob",
-    "chunk_size",
-    "log_dir",
-    "plot_every",
-    "mixed_mm_data",
-    "bf16",
-    "micro_train_batch_size",
-    "train_batch_size",
-    "micro_rollout_batch_size",
-    "rm_use_engine",
+    "engine_tp_size", "engine_mem_util", "engine_type", "enable_engine_sleep", "fsdp",
+    "zero_stage", "fsdp_cpu_offload", "adam_offload", "sp_size", "packing_samples", "use_mp_opt",
+    "fused_linear_logprob", "chunk_size", "log_dir", "plot_every", "mixed_mm_data", "bf16",
+    "micro_train_batch_size", "train_batch_size", "micro_rollout_batch_size", "rm_use_engine",
     "rm_engine_cudagraph",
-)
+)  # fmt: skip
+GROUPS = (
+    "models", "data", "reward", "rollout", "algorithm", "training", "distributed", "engine",
+    "run", "monitoring",
+)  # fmt: skip
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def add_arguments(
-    parser: ArgumentParser,
+    parser: argparse.ArgumentParser,
     *,
     config_type: type[StrategyConfig] = StrategyConfig,
     names: Collection[str] | None = LIBRARY_FLAGS,
-) -> ArgumentParser:
+    as_text: bool = False,
+) -> argparse.ArgumentParser:
     """Adds flags with the defaults of a configuration; the parser's own flags are left alone.
 
-    A Boolean gets `--name` and, unless its default is False, `--no_name`; sleeping of the engine
-    has the pair `--enable_engine_sleep`, `--disable_engine_sleep`.
+    A Boolean gets `--name` and `--no_name`; enable_x also gets `--disable_x`.
 
     Args:
         parser: Gets one group of flags per group of options.
         config_type: Where names, types, defaults and help come from.
-        names: Fields to add; None adds all that a flag can express.
+        names: Options to add; None adds all.
+        as_text: Flags that are not given leave no trace and values stay text, so that the
+            configuration can name all that is wrong at once; see `options.from_text`.
 
     Returns:
         The parser.
 
     Raises:
-        ValueError: A name is not a field of the configuration.
+        ValueError: A name is no option of the configuration.
     """
-    entries = {entry.name: entry for entry in fields(config_type)}
-    unknown = sorted(set(names or ()) - set(entries))
+    options, hints = options_of(config_type), type_hints(config_type)
+    unknown = sorted(set(names or ()) - set(options))
     if unknown:
         raise ValueError(f"{config_type.__name__} has no fields {unknown}")
     groups = {}
-    for name, entry in entries.items():
-        is_wanted = names is None or name in names
+    for name in sorted(options, key=lambda name: GROUPS.index(options[name][1].group)):
+        entry, info = options[name]
+        shape = flag_shape(name, hints[name])
+        # No type of argparse makes a mapping.
+        is_wanted = (names is None or name in names) and (as_text or shape.form != "pairs")
         if not is_wanted or _has_flag(parser, name):
             continue
-        shape = shape_of(name, type_hints(config_type)[name])
-        if shape.form == "pairs":  # no type of argparse makes a mapping
-            continue
-        title = str(entry.metadata.get("group", "other"))
-        if title not in groups:
-            groups[title] = parser.add_argument_group(f"{title} options")
-        _add_flag(groups[title].add_argument, entry, shape)
+        if info.group not in groups:
+            groups[info.group] = parser.add_argument_group(f"{info.group} options")
+        _add_flag(groups[info.group], entry, info, shape, as_text=as_text)
     return parser
 
 
-def _has_flag(parser: ArgumentParser, name: str) -> bool:
+def _has_flag(parser: argparse.ArgumentParser, name: str) -> bool:
     known = parser._option_string_actions
     return f"--{name}" in known or any(action.dest == name for action in parser._actions)
 
 
-def _add_flag(add: Callable[..., object], entry: Field[object], shape: FlagShape) -> None:
-    default = entry.default
-    text = f"{entry.metadata.get('help', '')} (default: {default})".replace("%", "%%")
-    if shape.form == "switch":
-        _add_switch(add, entry.name, default, text, opposite=shape.opposites[-1])
-        return
-    choices = entry.metadata.get("choices")
-    shared: dict[str, object] = {"dest": entry.name, "default": default, "help": text}
-    if choices is not None:
-        shared["choices"] = [choice for choice in choices if choice is not None]
-    if shape.form == "values":
-        # An empty list is a value, too.
-        shared["nargs"] = "*" if shape.count == "+" else shape.count
-    elif shape.form == "value or switch":
-        shared |= {"nargs": "?", "const": True}
-    add(f"--{entry.name}", type=shape.item, **shared)
-
-
-def _add_switch(
-    add: Callable[..., object], name: str, default: object, text: str, *, opposite: str
+def _add_flag(
+    group: argparse._ArgumentGroup,
+    entry: Field[object],
+    info: OptionInfo,
+    shape: FlagShape,
+    *,
+    as_text: bool,
 ) -> None:
-    add(f"--{name}", dest=name, action="store_true", default=default, help=text)
-    if default is not False:
-        add(
-            opposite,
-            dest=name,
-            action="store_false",
-            default=default,
-            help=f"Opposite of --{name}.",
-        )
+    default = argparse.SUPPRESS if as_text else entry.default
+    flag, text = f"--{entry.name}", _help(entry, info)
+    if shape.form == "switch":
+        opposite_help = f"Opposite of {flag}." if entry.default else argparse.SUPPRESS
+        for strings, value, help_text in (
+            ((flag,), True, text),
+            (shape.opposites, False, opposite_help),
+        ):
+            group.add_argument(
+                *strings, dest=entry.name, action="store_const", const=value, default=default,
+                help=help_text,
+            )  # fmt: skip
+        return
+    if shape.form == "pairs":
+        # Several of them may come at once, or one after each of several flags.
+        group.add_argument(
+            flag, flag.removesuffix("s"), dest=entry.name, action="extend", nargs="+",
+            metavar="KEY=VALUE", default=default, help=text,
+        )  # fmt: skip
+        return
+    counts: dict[str, object] = {}
+    if shape.form == "values":
+        # An empty list is a value of a program's own parser, too.
+        counts["nargs"] = shape.count if as_text or shape.count != "+" else "*"
+    elif shape.form == "value or switch":
+        counts |= {"nargs": "?", "const": True}
+    if not as_text:
+        counts |= {"type": shape.item, "choices": None if info.choices is None else info.choices}
+    metavar = None if not as_text and info.choices is not None else _METAVARS[shape.item]
+    group.add_argument(flag, default=default, metavar=metavar, help=text, **counts)  # type: ignore[arg-type]
+
+
+def _help(entry: Field[object], info: OptionInfo) -> str:
+    parts = [info.help]
+    if info.choices:
+        parts.append("One of " + ", ".join(str(choice).lower() for choice in info.choices) + ".")
+    if entry.default not in (None, False, ()):
+        default = entry.default
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        parts.append(f"Default: {shown}.")
+    return " ".join(parts).replace("%", "%%")

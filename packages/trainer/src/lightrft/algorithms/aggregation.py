@@ -18,17 +18,13 @@ adds 0 to both.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightrft.algorithms.lookup import lookup
 from lightrft.algorithms.masking import at_least_float32, mask_out, row_lengths
-
-AggregationMode = Literal[
-    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +50,18 @@ AGGREGATIONS: dict[str, Aggregation] = {
         divides_by_length=False, counts="rows", has_constant=True
     ),
 }
-assert tuple(AGGREGATIONS) == get_args(AggregationMode)
 
 
-def loss_weights(mask: Tensor, mode: str) -> Tensor:
-    """Weight u_i of every token before the division by Z: [batch, seq] float32, 0 outside `mask`.
+def loss_weights(mask: Tensor, mode: str, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Weight u_i of every token before the division by Z: [batch, seq], 0 outside `mask`.
 
     Args:
         mask: [batch, seq] bool.
         mode: A name in `AGGREGATIONS`.
+        dtype: Of the weights; 1 / L_i is rounded to it.
     """
     aggregation = lookup(AGGREGATIONS, mode, kind="loss aggregation")
-    weights = mask.float()
+    weights = mask.to(dtype)
     if aggregation.divides_by_length:
         weights = weights / row_lengths(mask).clamp(min=1).unsqueeze(-1)
     return weights
@@ -107,7 +103,7 @@ def aggregate(token_loss: Tensor, mask: Tensor, mode: str, normalizer: Tensor | 
         normalizer: Z of the whole optimizer batch; 0 (no token anywhere) gives 0.
     """
     loss = at_least_float32(token_loss)
-    total = (mask_out(loss, mask) * loss_weights(mask, mode).to(loss.dtype)).sum()
+    total = (mask_out(loss, mask) * loss_weights(mask, mode, dtype=loss.dtype)).sum()
     z = torch.as_tensor(normalizer, dtype=torch.float64, device=loss.device)
     scale = torch.where(z > 0, 1.0 / z.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
     return total * scale.to(loss.dtype)

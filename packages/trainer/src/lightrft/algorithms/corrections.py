@@ -1,38 +1,28 @@
 """Weights that correct for the difference between the sampling engine and the trainer.
 
-w_t = exp(old_logprobs_t - rollout_logprobs_t). The weights are detached, multiply the numerator of
-the aggregation only, and leave the response mask alone: a rejected token has weight 0 and is
-still counted. The exponent is clamped to +-20; `raw` is the weight before any cap or rejection.
-
-    name           weight
-    tis            min(w_t, high)
-    icepop         w_t if low <= w_t <= high, else 0
-    tis-sequence   min(w_seq, high), w_seq the product over the row
-    mis            w_seq if low <= w_seq <= high, else 0 for the whole row
-    tis-geometric  min(w_geo, high), w_geo the geometric mean over the row
-    geometric      w_t if low <= w_geo <= high, else 0 for the whole row
+The weights are detached, multiply the numerator of the aggregation only, and leave the response
+mask alone: a rejected token has weight 0 and is still counted. What is computed is composed of the
+terms of `correction_terms`: at most one weight, and any number of tests that reject.
 
 Source: decoupled PPO, arXiv:2110.00641; IcePop, arXiv:2510.18855.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.lookup import lookup
-from lightrft.algorithms.masking import (
-    mask_out,
-    masked_row_mean,
-    masked_row_sum,
-)
-from lightrft.algorithms.ratios import MAX_LOG_RATIO, masked_difference
+from lightrft.algorithms.masking import mask_out, masked_row_mean, masked_row_sum
+from lightrft.algorithms.ratios import MAX_LOG_RATIO, mask_like, masked_difference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
+
+    from lightrft.algorithms.correction_terms import CorrectionTerm
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,54 +31,31 @@ class CorrectionWeights:
 
     Args:
         weights: [batch, seq], 0 outside the response mask and where rejected.
-        raw: [batch, seq] token weights w_t before caps and rejection.
-        is_capped: [batch, seq] bool, the weight was lowered to the upper bound.
+        raw: [batch, seq] token ratios before bounds and rejection; 0 where not finite.
+        is_capped: [batch, seq] bool, the weight was held at a bound.
         is_rejected: [batch, seq] bool, the weight was set to 0.
+        is_invalid: [batch, seq] bool, a log-probability is NaN or infinite: the engine or the
+            trainer is broken.
+        sums: [2] float64 for `normalized`: the sum of the weights before rejection, and their
+            number; rows where the weight is one of rows, else tokens.
     """
 
     weights: Tensor
     raw: Tensor
     is_capped: Tensor
     is_rejected: Tensor
+    is_invalid: Tensor
+    sums: Tensor
 
+    def normalized(self, sums: Tensor) -> CorrectionWeights:
+        """Divided by the mean weight of the batch.
 
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """One named correction.
-
-    Args:
-        tested: What is compared with the bounds: token, product or geometric mean of the row.
-        applied: What multiplies the loss.
-        rejects: Outside the bounds the weight becomes 0; otherwise it is capped.
-        low, high: Default bounds.
-    """
-
-    tested: str
-    applied: str
-    rejects: bool
-    low: float
-    high: float
-
-
-CORRECTIONS: dict[str, Correction] = {
-    "tis": Correction("token", "token", rejects=False, low=0.0, high=2.0),
-    "icepop": Correction("token", "token", rejects=True, low=0.5, high=5.0),
-    "tis-sequence": Correction("product", "product", rejects=False, low=0.0, high=2.0),
-    "mis": Correction("product", "product", rejects=True, low=0.0, high=3.0),
-    "tis-geometric": Correction("geometric", "geometric", rejects=False, low=0.0, high=2.0),
-    "geometric": Correction("geometric", "token", rejects=True, low=0.999, high=1.002),
-}
-
-
-def _rows(values: Tensor, like: Tensor) -> Tensor:
-    return values.unsqueeze(-1).expand_as(like)
-
-
-_LEVELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "token": lambda difference, mask: mask_out(difference, mask),
-    "product": lambda difference, mask: _rows(masked_row_sum(difference, mask), difference),
-    "geometric": lambda difference, mask: _rows(masked_row_mean(difference, mask), difference),
-}
+        Args:
+            sums: Those of all ranks and micro-batches, added.
+        """
+        total, count = sums.double()
+        scale = torch.where(total > 0, count / total, 1.0)
+        return replace(self, weights=self.weights * scale.to(self.weights.dtype))
 
 
 @torch.no_grad()
@@ -97,71 +64,108 @@ def correction_weights(
     rollout_logprobs: Tensor,
     response_mask: Tensor,
     *,
-    mode: str,
-    low: float | None = None,
-    high: float | None = None,
+    terms: Sequence[CorrectionTerm],
+    advantages: Tensor | None = None,
 ) -> CorrectionWeights:
     """Off-policy correction weights of every response token.
 
+    A token whose log-probabilities are not finite is rejected, and with it whatever depends on
+    it: the whole row where a statistic of rows is asked for. Exponents are held within +-20.
+
     Args:
         old_logprobs: [batch, seq] of the trainer, before the update.
-        rollout_logprobs: [batch, seq] of the engine, under the same law.
+        rollout_logprobs: [batch, seq] of the engine, under the same distribution of temperature
+            and truncation.
         response_mask: [batch, seq] bool.
-        mode: A name in `CORRECTIONS`.
-        low, high: Bounds of what the mode tests; None means the mode's own.
+        terms: From `correction_terms.parse_correction`.
+        advantages: [batch, seq]; needed by terms for one sign of them only.
 
     Raises:
-        ValueError: unknown mode, or not 0 <= low < high.
+        ValueError: `advantages` is missing, or shapes differ.
     """
-    correction = lookup(CORRECTIONS, mode, kind="off-policy correction")
-    low = correction.low if low is None else low
-    high = correction.high if high is None else high
-    if not 0 <= low < high:
-        raise ValueError(f"correction {mode!r} needs 0 <= low < high: got {low} and {high}")
-    if not correction.rejects and low > 0:
-        raise ValueError(f"correction {mode!r} caps from above only: low must be 0, got {low}")
-    difference = masked_difference(old_logprobs, rollout_logprobs, response_mask)
-    tested = _weight(difference, response_mask, correction.tested)
-    applied = _weight(difference, response_mask, correction.applied)
-    never = torch.zeros_like(response_mask)
-    if correction.rejects:
-        is_rejected = response_mask & ((tested < low) | (tested > high))
-        weights, is_capped = torch.where(is_rejected, 0.0, applied), never
-    else:
-        is_rejected, is_capped = never, response_mask & (applied > high)
-        weights = applied.clamp(max=high)
+    log_ratios = masked_difference(old_logprobs, rollout_logprobs, response_mask)
+    is_invalid = ~log_ratios.isfinite()
+    log_ratios = torch.where(is_invalid, torch.nan, log_ratios)
+    raw = _exp(log_ratios)
+    weights, is_capped = torch.ones_like(raw), torch.zeros_like(response_mask)
+    sums = torch.stack([response_mask.sum().double()] * 2)
+    is_rejected = is_invalid
+    for term in terms:
+        if term.action == "weight":
+            free = _exp(_at_level(log_ratios, response_mask, term.level))
+            weights = free.clamp(term.low, term.high) if term.is_bounded else free
+            is_capped = response_mask & (weights != free) & ~free.isnan()
+            is_rejected = is_rejected | (response_mask & free.isnan())
+            sums = _weight_sums(weights, response_mask & ~free.isnan(), term.level)
+        else:
+            statistic = _statistic(term, log_ratios, old_logprobs, rollout_logprobs, response_mask)
+            is_outside = response_mask & ~_is_inside(statistic, term)
+            if term.sign is not None:
+                is_outside &= _has_sign(term, advantages, old_logprobs, response_mask)
+            if term.action == "veto" or term.level == "worst":
+                is_outside = response_mask & is_outside.any(dim=-1, keepdim=True)
+            is_rejected = is_rejected | is_outside
     return CorrectionWeights(
-        weights=mask_out(weights, response_mask),
-        raw=mask_out(_weight(difference, response_mask, "token"), response_mask),
-        is_capped=is_capped,
+        weights=mask_out(weights, response_mask & ~is_rejected),
+        raw=mask_out(raw, response_mask & ~is_invalid),
+        is_capped=is_capped & ~is_rejected,
         is_rejected=is_rejected,
+        is_invalid=is_invalid,
+        sums=sums,
     )
 
 
-def _weight(difference: Tensor, mask: Tensor, level: str) -> Tensor:
-    return _LEVELS[level](difference, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def _statistic(
+    term: CorrectionTerm, log_ratios: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor,
+    mask: Tensor,
+) -> Tensor:  # fmt: skip
+    """What a term compares with its bounds: [batch, seq]."""
+    if term.statistic == "ratio":
+        return _exp(_at_level(log_ratios, mask, term.level))
+    if term.statistic in ("difference", "variation"):
+        old, rollout = (mask_out(x.double(), mask).exp() for x in (old_logprobs, rollout_logprobs))
+        values = torch.where(log_ratios.isnan(), torch.nan, old - rollout)
+        values = values if term.statistic == "difference" else values.abs()
+    elif term.statistic == "k3":
+        held = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        values = held.expm1() - held
+    else:
+        values = -log_ratios if term.statistic == "k1" else log_ratios.square() / 2
+    return _at_level(values, mask, term.level)
 
 
-@torch.no_grad()
-def off_policy_sequence_mask(
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    max_divergence: float,
+def _at_level(values: Tensor, mask: Tensor, level: str) -> Tensor:
+    if level in ("token", "worst"):
+        return values
+    reduce = masked_row_sum if level == "sequence" else masked_row_mean
+    return reduce(values, mask).unsqueeze(-1).expand_as(values)
+
+
+def _exp(logarithms: Tensor) -> Tensor:
+    return logarithms.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _is_inside(statistic: Tensor, term: CorrectionTerm) -> Tensor:
+    """False for NaN."""
+    low = -math.inf if term.low is None else term.low
+    high = math.inf if term.high is None else term.high
+    return (statistic >= low) & (statistic <= high)
+
+
+def _has_sign(
+    term: CorrectionTerm, advantages: Tensor | None, logprobs: Tensor, mask: Tensor
 ) -> Tensor:
-    """Tokens to keep: rows with a negative advantage that drifted too far are dropped.
+    if advantages is None:
+        raise ValueError(f"a correction for {term.sign} advantages only needs the advantages")
+    inside = mask_like(advantages, logprobs, mask)
+    if term.level in ("sequence", "geometric"):
+        inside = _at_level(inside, mask, "geometric")
+    return inside < 0 if term.sign == "negative" else inside > 0
 
-    A row is dropped if its mean advantage < 0 and mean_t(rollout - logprobs) > max_divergence.
 
-    Source: DeepSeek-V3.2, arXiv:2512.02556.
-
-    Returns:
-        [batch, seq] bool, within the response mask.
-    """
-    drift = masked_row_mean(
-        masked_difference(rollout_logprobs, logprobs, response_mask), response_mask
-    )
-    is_negative = masked_row_mean(advantages, response_mask) < 0
-    return response_mask & ~(is_negative & (drift > max_divergence)).unsqueeze(-1)
+def _weight_sums(weights: Tensor, is_counted: Tensor, level: str) -> Tensor:
+    inside = mask_out(weights.double(), is_counted)
+    if level == "token":
+        return torch.stack([inside.sum(), is_counted.sum().double()])
+    rows = is_counted.any(dim=-1)
+    return torch.stack([inside.amax(dim=-1).sum(), rows.sum().double()])

@@ -4,9 +4,11 @@ d = logprobs - ref_logprobs. What each estimator optimises, per token and exactl
 
     k1 in the reward            gradient of KL(policy || reference)
     k2 as a loss                gradient of KL(policy || reference), though its value is biased
-    k3 as a loss                unbiased value, gradient of KL(reference || policy)
+    k3 as a loss                unbiased value, gradient of KL(reference || policy); both up to
+                                the bound of its value
     k3_is as a loss             unbiased value and gradient of KL(policy || reference), off-policy
     k1 as a loss                no expected gradient: noise only
+    abs as a loss               sign of d: pulls every token equally hard
     k2, k3 in the reward        biased
 
 Source: Schulman, "Approximating KL divergence"; k3 as a loss: GRPO, arXiv:2402.03300; k3_is:
@@ -30,29 +32,64 @@ if TYPE_CHECKING:
 KlEstimator = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None"], "Tensor"]
 """(logprobs, ref_logprobs, response_mask, old_logprobs or None) -> [batch, seq]."""
 
+MAX_K3 = 10.0
 
-def _k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, _: Tensor | None) -> Tensor:
+
+def k1_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, _: Tensor | None = None) -> Tensor:
+    """k1 = d."""
     return masked_difference(logprobs, ref_logprobs, mask)
 
 
-def _k2(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, _: Tensor | None) -> Tensor:
+def abs_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, _: Tensor | None = None) -> Tensor:
+    """|d|; its gradient is the sign of d, whatever its size."""
+    return masked_difference(logprobs, ref_logprobs, mask).abs()
+
+
+def k2_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, _: Tensor | None = None) -> Tensor:
+    """k2 = d^2 / 2."""
     return masked_difference(logprobs, ref_logprobs, mask).square() / 2
 
 
-def _k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, _: Tensor | None) -> Tensor:
+def k3_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, _: Tensor | None = None) -> Tensor:
+    """k3 = exp(-d) - 1 + d, at most 10, without gradient beyond.
+
+    d = -11 would weigh 6e4 and d = -20 4.9e8: one token would own the step. The same bound holds
+    in verl, OpenRLHF, slime, AReaL, NeMo-RL, SkyRL and ROLL; TRL has none (`k3_unclamped`).
+    """
+    return k3_unclamped_kl(logprobs, ref_logprobs, mask).clamp(max=MAX_K3)
+
+
+def k3_unclamped_kl(
+    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, _: Tensor | None = None
+) -> Tensor:
+    """k3 with d within +-20 as its only bound."""
     d = log_ratio(logprobs, ref_logprobs, mask).values
     # expm1, not exp - 1: near d = 0 the value is d^2/2, far below the rounding of exp(-d).
     return (-d).expm1() + d
 
 
-def _k3_is(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, old: Tensor | None) -> Tensor:
-    if old is None:
+def k3_is_kl(
+    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, old_logprobs: Tensor | None
+) -> Tensor:
+    """exp(logprobs - old_logprobs) k3, unclamped: its gradient is only the ratio times d.
+
+    Raises:
+        ValueError: `old_logprobs` is missing.
+    """
+    if old_logprobs is None:
         raise ValueError("KL estimator 'k3_is' needs old_logprobs, the policy that was sampled")
-    ratio = log_ratio(logprobs, old, mask).values.exp()
-    return ratio * _k3(logprobs, ref_logprobs, mask, None)
+    ratio = log_ratio(logprobs, old_logprobs, mask).values.exp()
+    return ratio * k3_unclamped_kl(logprobs, ref_logprobs, mask)
 
 
-KL_ESTIMATORS: dict[str, KlEstimator] = {"k1": _k1, "k2": _k2, "k3": _k3, "k3_is": _k3_is}
+KL_ESTIMATORS: dict[str, KlEstimator] = {
+    "k1": k1_kl,
+    "abs": abs_kl,
+    "k2": k2_kl,
+    "k3": k3_kl,
+    "k3_unclamped": k3_unclamped_kl,
+    "k3_is": k3_is_kl,
+}
 
 
 def estimate_kl(
@@ -65,7 +102,8 @@ def estimate_kl(
 ) -> Tensor:
     """Per-token estimate of KL(policy || reference): [batch, seq], 0 outside the mask.
 
-    k1 = d,  k2 = d^2 / 2,  k3 = exp(-d) - 1 + d,  k3_is = exp(logprobs - old_logprobs) k3
+    k1 = d,  abs = |d|,  k2 = d^2 / 2,  k3 = min(exp(-d) - 1 + d, 10),  k3_unclamped without the
+    bound,  k3_is = exp(logprobs - old_logprobs) k3_unclamped
 
     d is clamped to +-20 where it is exponentiated; the gradient is 0 beyond.
 

@@ -22,16 +22,6 @@ def lookup(registry: Mapping[str, Entry], name: str, *, kind: str) -> Entry:
     raise ValueError(f"unknown {kind} {name!r}: expected one of {_listing(registry, name)}")
 
 
-def reject_unknown_options(
-    given: Mapping[str, object], known: Mapping[str, object], *, owner: str
-) -> None:
-    """Raise a ValueError that names options which `owner` does not have."""
-    for name in given:
-        if name not in known:
-            listing = _listing(known, name) if known else "none"
-            raise ValueError(f"{owner} has no option {name!r}: its options are {listing}")
-
-
 def _listing(names: Mapping[str, object], name: str) -> str:
     nearest = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=0.5)
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""

@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightrft.algorithms.masking import mask_out
-
-
-def pass_at_k(*, num_samples: int, num_correct: int, k: int) -> float:
-    """Probability that k of the samples, drawn without replacement, hold a correct one.
-
-    1 - C(n - c, k) / C(n, k)
-
-    Source: Chen et al. 2021, arXiv:2107.03374.
-
-    Raises:
-        ValueError: not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples.
-    """
-    _check_counts(num_samples, num_correct, k)
-    wrong = num_samples - num_correct
-    return 1.0 - math.comb(wrong, k) / math.comb(num_samples, k)
-
-
-def pass_hat_k(*, num_samples: int, num_correct: int, k: int) -> float:
-    """Probability that k of the samples, drawn without replacement, are all correct."""
-    _check_counts(num_samples, num_correct, k)
-    return math.comb(num_correct, k) / math.comb(num_samples, k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +62,3 @@ def effective_sample_fraction(sums: Tensor) -> float:
     """(sum w)^2 / (n sum w^2) of `effective_sample_sums`: 1 for equal weights, 0 of none."""
     count, total, squares = sums.tolist()
     return float(total**2 / (count * squares)) if count * squares > 0 else 0.0
-
-
-def _check_counts(num_samples: int, num_correct: int, k: int) -> None:
-    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
-        raise ValueError(
-            "expected 1 <= k <= num_samples and 0 <= num_correct <= num_samples: got "
-            f"k={k}, num_samples={num_samples}, num_correct={num_correct}"
-        )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lightrft.algorithms.moments import Moments
 
 
 def overlong_penalty(
@@ -48,48 +48,14 @@ def clip_rewards(rewards: Tensor, *, limit: float) -> tuple[Tensor, Tensor]:
     return rewards.clamp(-limit, limit), rewards.abs() > limit
 
 
-@dataclass(frozen=True, slots=True)
-class RunningMoments:
-    """Count, mean and variance of all rewards seen so far.
+def normalize_rewards(rewards: Tensor, moments: Moments, *, minus_mean: bool = False) -> Tensor:
+    """Rewards / std, or (rewards - mean) / std: [rows].
 
     Args:
-        count: Rewards seen.
-        mean: Their mean.
-        sum_of_squares: Sum of squared deviations from the mean.
+        rewards: [rows].
+        moments: Of all rewards so far and of all ranks, or the result would differ between ranks.
+            The standard deviation divides by count - 1 and is 1 where all rewards were equal.
+        minus_mean: Subtract the mean, too.
     """
-
-    count: int = 0
-    mean: float = 0.0
-    sum_of_squares: float = 0.0
-
-    def merge(self, rewards: Tensor) -> RunningMoments:
-        """The moments after these rewards too: Chan's parallel update.
-
-        Args:
-            rewards: [rows] of all ranks, or the normaliser would differ from rank to rank.
-        """
-        count = rewards.numel()
-        if count == 0:
-            return self
-        values = rewards.detach().double()
-        mean = float(values.mean())
-        squares = float((values - mean).square().sum())
-        total = self.count + count
-        delta = mean - self.mean
-        return RunningMoments(
-            count=total,
-            mean=self.mean + delta * count / total,
-            sum_of_squares=self.sum_of_squares + squares + delta**2 * self.count * count / total,
-        )
-
-    @property
-    def std(self) -> float:
-        """Standard deviation with count - 1; 1 before two different rewards were seen."""
-        if self.count < 2 or self.sum_of_squares == 0.0:
-            return 1.0
-        return math.sqrt(self.sum_of_squares / (self.count - 1))
-
-    def normalize(self, rewards: Tensor, *, minus_mean: bool = False) -> Tensor:
-        """Rewards / std, or (rewards - mean) / std: [rows]."""
-        centred = rewards.double() - self.mean if minus_mean else rewards.double()
-        return (centred / self.std).to(rewards.dtype)
+    centred = rewards.double() - moments.mean if minus_mean else rewards.double()
+    return (centred / moments.std(ddof=1)).to(rewards.dtype)

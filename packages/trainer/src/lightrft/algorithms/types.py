@@ -1,7 +1,8 @@
-"""What policy losses return."""
+"""What policy losses and advantage estimators take and return."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ class TokenLoss:
             one number per row for sequence-level losses.
         is_clipped_low: [batch, seq] bool, the lower clip bound acted on the token.
         is_clipped_high: [batch, seq] bool, the upper one (the dual clip's included) did.
-        is_clamped: [batch, seq] bool, |logprobs - old_logprobs| exceeded 20 and was held there.
+        is_clamped: [batch, seq] bool, the log of `ratio` exceeded 20 in size and was held there.
     """
 
     loss: Tensor
@@ -36,3 +37,62 @@ class TokenLoss:
         Only the numerator of the aggregation changes; Z still counts the response mask.
         """
         return replace(self, loss=self.loss * weights.detach().to(self.loss.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class RowAdvantageInputs:
+    """The rows of one step over all ranks, the same on every rank.
+
+    Args:
+        rewards: [rows].
+        group_ids: [rows] int64; rows of one prompt share it. Any order.
+        lengths: [rows] int64, response tokens.
+        greedy_rewards: [rows] reward of the greedy completion of the row's prompt; ReMax only.
+        is_scored: [rows] bool, False where the reward is missing: such a row gets 0 and its group
+            does without it. None: all are scored.
+    """
+
+    rewards: Tensor
+    group_ids: Tensor
+    lengths: Tensor
+    greedy_rewards: Tensor | None = None
+    is_scored: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAdvantageInputs:
+    """Rows of one rank.
+
+    Args:
+        token_rewards: [batch, seq], see `returns.token_rewards`.
+        response_mask: [batch, seq] bool.
+        values: [batch, seq] of the critic, or None without one.
+        gamma: Discount per sampled token.
+        lambd: Of generalised advantage estimation.
+    """
+
+    token_rewards: Tensor
+    response_mask: Tensor
+    values: Tensor | None = None
+    gamma: float = 1.0
+    lambd: float = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAdvantages:
+    """Advantages before whitening, and the returns a critic learns.
+
+    Args:
+        advantages: [batch, seq], 0 outside the response mask.
+        returns: [batch, seq], 0 outside the response mask.
+    """
+
+    advantages: Tensor
+    returns: Tensor
+
+
+PolicyLossFunction = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], TokenLoss]
+"""(logprobs, old_logprobs, advantages, response_mask), each [batch, seq]; options are bound."""
+
+AdvantageFunction = Callable[..., "Tensor | TokenAdvantages"]
+"""RowAdvantageInputs -> [rows] or TokenAdvantageInputs -> TokenAdvantages; options are bound."""

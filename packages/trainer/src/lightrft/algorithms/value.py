@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.masking import at_least_float32, mask_out
+from lightrft.algorithms.ratios import mask_like
 
 
 def clipped_value_loss(
@@ -29,13 +30,13 @@ def clipped_value_loss(
         clip: Half-width of the interval around the old value; None switches it off.
 
     Raises:
-        ValueError: clip is not positive.
+        ValueError: clip is not positive, or the shapes differ.
     """
     if clip is not None and clip <= 0:
         raise ValueError(f"value clip must be positive, or None to switch it off: got {clip}")
     new = mask_out(at_least_float32(values), response_mask)
-    old = mask_out(at_least_float32(old_values.detach()), response_mask)
-    target = mask_out(at_least_float32(returns.detach()), response_mask)
+    old = mask_like(old_values, values, response_mask)
+    target = mask_like(returns, values, response_mask)
     error = (new - target).square()
     if clip is not None:
         bounded = old + (new - old).clamp(-clip, clip)

@@ -7,9 +7,8 @@ import importlib
 from typing import TYPE_CHECKING, cast
 
 from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.names import did_you_mean
-from lightrft.cli.options import available_fields
-from lightrft.cli.parser import Parser
+from lightrft.cli.options import Parser, available_options
+from lightrft.config.options import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,8 +18,6 @@ DESCRIPTION = """\
 Print a completion script. bash: eval "$(lightrft completion bash)" in ~/.bashrc; zsh: write it to
 a file _lightrft in a folder of $fpath; fish: write it to ~/.config/fish/completions/lightrft.fish.
 """
-_FOLDERS = frozenset({"pretrain", "critic_pretrain", "output_dir", "save_path", "ckpt_path"})
-_FILES = frozenset({"config", "prompt_data", "eval_data", "pretrain_data", "source", "reward_fn"})
 
 
 def run(argv: Sequence[str]) -> int:
@@ -79,12 +76,12 @@ def _prepare(parser: argparse.ArgumentParser) -> None:
     """Give actions the values that a shell may offer."""
     import shtab
 
-    choices = {entry.name: entry.metadata.get("choices") for entry in available_fields()}
+    options = available_options()
     for action in parser._actions:
-        known = choices.get(action.dest)
-        if known and action.nargs != 0:
-            action.choices = [str(choice) for choice in known if choice is not None]
-        elif action.dest in _FOLDERS:
+        info = options.get(action.dest)
+        if info is not None and info.choices and action.nargs != 0:
+            action.choices = list(map(str, info.choices))
+        elif info is not None and info.path == "folder":
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-        elif action.dest in _FILES:
+        elif action.dest in ("config", "source") or (info is not None and info.path == "file"):
             action.complete = shtab.FILE  # type: ignore[attr-defined]

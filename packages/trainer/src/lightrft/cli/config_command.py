@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.names import did_you_mean
-from lightrft.cli.options import (
-    add_options,
-    available_fields,
-    merge_options,
-    normalise,
-    unknown_flags,
-)
-from lightrft.cli.parser import Parser
-from lightrft.strategy.config import ConfigError
-from lightrft.trainer.config import TrainConfig
-from lightrft.trainer.config_files import format_toml, is_secret, without_secrets
+from lightrft.cli.options import Parser, add_options, available_options, read_options
+from lightrft.config import TrainConfig
+from lightrft.config.options import did_you_mean
+from lightrft.config.toml import format_toml, without_secrets
 from lightrft.trainer.runs.files import CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -54,11 +45,7 @@ def build_parsers() -> list[Parser]:
         prog="lightrft config show",
         description="Print the options that lightrft train would run with, as TOML, the changed "
         "ones marked; secrets are left out.",
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-    )
-    show_parser.add_argument(
-        "--config", nargs="+", default=[], metavar="FILE.toml", help="Files with options."
     )
     show_parser.add_argument(
         "--changed", action="store_true", default=False, help="Only what differs from the default."
@@ -67,12 +54,10 @@ def build_parsers() -> list[Parser]:
     schema_parser = Parser(
         prog="lightrft config schema",
         description="Print a JSON schema of the TOML files, for editors.",
-        allow_abbrev=False,
     )
     diff_parser = Parser(
         prog="lightrft config diff",
         description="Print the options in which two files or runs differ.",
-        allow_abbrev=False,
     )
     for name in ("left", "right"):
         diff_parser.add_argument(
@@ -83,29 +68,22 @@ def build_parsers() -> list[Parser]:
 
 def show(argv: Sequence[str]) -> str:
     """The options as TOML."""
-    parsed, unknown = build_parsers()[0].parse_known_args(normalise(argv))
-    flags = vars(parsed)
-    files, only_changed = [Path(name) for name in flags.pop("config")], flags.pop("changed")
-    config, problems = merge_options(files, flags)
-    problems = unknown_flags(unknown) + problems
-    if problems:
-        raise ConfigError("\n".join(problems))
+    config, parsed = read_options(build_parsers()[0], argv)
     values = without_secrets(config)
     lines: list[str] = []
     group = ""
-    for entry in available_fields():
-        value = values.get(entry.name)
-        is_changed = config.__dict__[entry.name] != entry.default
-        if is_secret(entry.name) or (only_changed and not is_changed):
+    for name, info in available_options().items():
+        is_changed = config.__dict__[name] != TrainConfig.__dataclass_fields__[name].default
+        if info.secret or (parsed.changed and not is_changed):
             continue
-        if entry.metadata["group"] != group:
-            group = str(entry.metadata["group"])
+        if info.group != group:
+            group = info.group
             lines += ["", f"# {group}"]
-        if value is None:
-            lines.append(f"# {entry.name} is unset")
+        if values[name] is None:
+            lines.append(f"# {name} is unset")
             continue
         mark = "  # changed" if is_changed else ""
-        lines.append(f"{entry.name} = {format_toml(value)}{mark}")
+        lines.append(f"{name} = {format_toml(values[name])}{mark}")
     return "\n".join(lines).strip()
 
 
@@ -116,18 +94,15 @@ def schema(argv: Sequence[str]) -> str:
 
     made = TypeAdapter(TrainConfig).json_schema()
     properties = {}
-    for entry in available_fields():
-        found = dict(made["properties"][entry.name])
-        found["description"] = entry.metadata["help"]
-        if entry.metadata.get("choices"):
-            found["enum"] = list(entry.metadata["choices"])
-        limits = {
-            keyword: entry.metadata[name]
-            for name, keyword in _SCHEMA_OF.items()
-            if entry.metadata.get(name) is not None
-        }
+    for name, info in available_options().items():
+        found = {**made["properties"][name], "description": info.help}
+        if isinstance(info.choices, tuple):  # a registry also takes a user's own
+            found["enum"] = list(info.choices)
         # A bound concerns the number, not the null beside it; JSON schema ignores it there.
-        properties[entry.name] = {**found, **limits}
+        limits = {keyword: getattr(info, bound) for bound, keyword in _SCHEMA_OF.items()}
+        properties[name] = found | {
+            key: value for key, value in limits.items() if value is not None
+        }
     return json.dumps(
         {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -146,11 +121,9 @@ def diff(argv: Sequence[str]) -> str:
     left, right = _load(options.left), _load(options.right)
     before, after = without_secrets(left), without_secrets(right)
     lines = [
-        f"{entry.name}: {before[entry.name]!r} -> {after[entry.name]!r}"
-        for entry in fields(TrainConfig)
-        if entry.default is not MISSING
-        and entry.name in before
-        and before[entry.name] != after[entry.name]
+        f"{name}: {before[name]!r} -> {after[name]!r}"
+        for name in before
+        if before[name] != after[name]
     ]
     return "\n".join(lines) or "no option differs"
 

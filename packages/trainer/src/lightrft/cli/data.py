@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.cli.data_report import show_check, show_gold, show_layout, show_samples
 from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.options import add_options, merge_options, normalise, unknown_flags
-from lightrft.cli.parser import Parser
+from lightrft.cli.options import Parser, add_options, command_options, parse_options
 from lightrft.cli.preflight import PlainTokenizer, model_problems
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.check import DataCheck, check_rows, propose_keys
 from lightrft.datasets.errors import DataError
 from lightrft.datasets.files import scan_rows
 from lightrft.datasets.mixture import split_sources
 from lightrft.datasets.render import PromptFormat, check_tokenizer
-from lightrft.strategy.config import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,12 +24,7 @@ if TYPE_CHECKING:
 
     from lightrft.cli.data_gold import GoldScore
     from lightrft.datasets.files import Row
-    from lightrft.trainer.config import TrainConfig
 
-OPTIONS = (
-    "pretrain", "prompt_split", "input_key", "label_key", "apply_chat_template", "system_prompt",
-    "input_template", "prompt_max_len", "generate_max_len", "reward_fn", "reward_timeout_seconds",
-)  # fmt: skip
 DESCRIPTION = """\
 Read every row of the prompts as a run would, and say what is in them: columns and a proposal which
 of them to use, three prompts as the model will see them, lengths, over-long, empty and duplicate
@@ -102,20 +95,17 @@ def parse(argv: Sequence[str]) -> Request:
         ConfigError: Unknown names or wrong values, all at once.
         UsageError: No source.
     """
-    parsed, unknown = build_parser().parse_known_args(normalise(argv))
-    flags = vars(parsed)
-    source, files = flags.pop("source"), [Path(name) for name in flags.pop("config")]
-    config, problems = merge_options(files, flags)
-    problems = unknown_flags(unknown) + problems
+    config, parsed, problems = parse_options(build_parser(), argv)
     if config.pretrain is not None:
         problems += model_problems("--pretrain", config.pretrain)
     if problems:
         raise ConfigError("\n".join(problems))
-    source = source or config.prompt_data
+    source = parsed.source or config.prompt_data
     if source is None:
         raise UsageError("give a file, a folder or the name of a data set to check")
-    changed = {name for name in OPTIONS if config.__dict__[name] != _default(config, name)}
-    return Request(source, config, frozenset(changed | set(flags)))
+    names, defaults = set(command_options("data")), vars(TrainConfig())
+    given = {name for name in names if vars(config)[name] != defaults[name]}
+    return Request(source, config, frozenset(given | (names & set(vars(parsed)))))
 
 
 def build_parser() -> Parser:
@@ -123,7 +113,6 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="lightrft data check",
         description=DESCRIPTION,
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument(
@@ -131,10 +120,7 @@ def build_parser() -> Parser:
         help="File, folder or name of a data set; several separated by commas. "
         "Default: prompt_data of --config.",
     )  # fmt: skip
-    parser.add_argument(
-        "--config", nargs="+", default=[], metavar="FILE.toml", help="Files with options of a run."
-    )
-    add_options(parser, OPTIONS)
+    add_options(parser, command_options("data"))
     return parser
 
 
@@ -185,9 +171,6 @@ def score_gold(config: TrainConfig, found: DataCheck) -> GoldScore | None:
     if not config.reward_fn or not found.rows:
         return None
     from lightrft.cli.data_gold import score_labels
+    from lightrft.trainer.runs.rewards import reward_settings
 
-    return score_labels(config.reward_fn, found.rows, timeout_seconds=config.reward_timeout_seconds)
-
-
-def _default(config: TrainConfig, name: str) -> object:
-    return type(config).__dataclass_fields__[name].default
+    return score_labels(config.reward_fn, found.rows, settings=reward_settings(config))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lightrft.config.registry import REWARDS
 from lightrft.rewards import RewardSettings, build_reward
-from lightrft.rewards.build import REWARDS
 from lightrft.rewards.errors import RewardError
 
 if TYPE_CHECKING:
@@ -43,22 +43,22 @@ class GoldScore:
 
 
 def score_labels(
-    names: Sequence[str], rows: Sequence[CheckedRow], *, timeout_seconds: float
+    names: Sequence[str], rows: Sequence[CheckedRow], *, settings: RewardSettings
 ) -> GoldScore:
     """Scores the reference answers of the first rows in the forms of `FORMS`.
 
     Args:
         names: Rewards, as in `reward_fn`.
         rows: With or without reference answers.
-        timeout_seconds: Deadline of one call of a reward.
+        settings: Deadlines, and arguments of own functions.
 
     Raises:
         ConfigError, RewardError: A reward that cannot be loaded.
     """
     chosen = rows[:MAX_ROWS]
-    with build_reward(names, settings=RewardSettings(timeout_seconds=timeout_seconds)) as reward:
+    with build_reward(names, settings=settings) as reward:
         by_form = {form: _score(reward, chosen, text) for form, text in FORMS.items()}
-    knows_right = all(name in REWARDS for name in names)
+    knows_right = all(REWARDS.is_built_in(name) for name in names)
     problems = []
     for position, row in enumerate(chosen):
         outcomes = [scores[position] for scores in by_form.values()]

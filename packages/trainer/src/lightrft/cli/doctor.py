@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightrft.cli.console import hide_progress_bars
 from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.parser import Parser, at_least
+from lightrft.cli.options import Parser, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +52,6 @@ def build_parser() -> Parser:
         description="Carry out one training step of a model in many ways - micro-batches, packed "
         "samples, divided sequences, recomputed activations, FSDP2, ZeRO - and compare losses, "
         "gradients and weights in float32. Exit code 8 if any of them differs.",
-        allow_abbrev=False,
     )
     parser.add_argument("--invariance", action="store_true", help="Compare the ways of a step.")
     parser.add_argument(

@@ -13,25 +13,26 @@ from lightrft.cli.errors import ExitCode, PreflightError, run_guarded
 from lightrft.cli.init_model import require_empty
 from lightrft.cli.launch import become_only_process, end_with_launcher, is_worker, launch
 from lightrft.cli.machine import device_problems, engine_problems
-from lightrft.cli.options import add_options, merge_options, normalise, unknown_flags
-from lightrft.cli.parser import Parser, at_least
+from lightrft.cli.options import (
+    Parser,
+    add_options,
+    at_least,
+    command_options,
+    merge_options,
+    normalise,
+    unknown_flags,
+)
 from lightrft.cli.preflight import check_data, model_problems
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.runs.eval_settings import EvalSettings
+from lightrft.trainer.runs.evaluation import EvalSettings
 from lightrft.trainer.runs.files import CONFIG_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
     from lightrft.trainer.runs.evaluation import EvalResult
 
-OPTIONS = (
-    "eval_data", "eval_split", "max_eval_samples", "input_key", "label_key", "apply_chat_template",
-    "system_prompt", "input_template", "prompt_max_len", "generate_max_len", "reward_fn",
-    "reward_weights", "reward_timeout_seconds", "remote_rm_url", "engine_type", "engine_tp_size",
-    "engine_mem_util", "engine_args", "bf16", "seed", "timeout_minutes",
-)  # fmt: skip
 DESCRIPTION = """\
 Answer held-out prompts and score the answers: the greedy answer of each prompt, and with
 --num_samples the mean over samples (avg@n) and the chance that one of k is right (pass@k,
@@ -87,9 +88,6 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
     files = [Path(name) for name in flags.pop("config")]
     settings = EvalSettings(
         num_samples=flags.pop("num_samples"),
-        temperature=flags.pop("temperature"),
-        top_p=flags.pop("top_p"),
-        top_k=flags.pop("top_k"),
         pass_k=tuple(flags.pop("pass_k")),
         threshold=flags.pop("threshold"),
     )
@@ -117,14 +115,10 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="lightrft eval",
         description=DESCRIPTION,
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("model", metavar="MODEL", help="Model directory, or folder of a run.")
     start = parser.add_argument_group("start")
-    start.add_argument(
-        "--config", nargs="+", default=[], metavar="FILE.toml", help="Files with options."
-    )
     start.add_argument(
         "--nproc_per_node", default=1, type=at_least(1), metavar="N",
         help="Processes to start on this machine. Default: 1.",
@@ -134,21 +128,17 @@ def build_parser() -> Parser:
         help=f"New or empty folder of the results. Default: {DEFAULT_DIRECTORY}.",
     )  # fmt: skip
     add_sampling(parser)
-    add_options(parser, OPTIONS)
+    add_options(parser, command_options("eval"))
     return parser
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """The evaluation's own settings of sampling; those of a run do not count here."""
+    """How many samples are drawn and what counts; how they are drawn are options of a run."""
     group = parser.add_argument_group("samples")
     default = EvalSettings()
     for flag, value, kind, metavar, text in (
         ("--num_samples", default.num_samples, at_least(0), "N", "Samples of each prompt; 0 "
          "draws none, greedy answers only."),
-        ("--temperature", default.temperature, float, "X", "Of the samples."),
-        ("--top_p", default.top_p, float, "X", "Sample from the smallest set with this "
-         "probability."),
-        ("--top_k", default.top_k, int, "N", "Sample from the k most likely tokens; -1 takes all."),
         ("--threshold", default.threshold, float, "X", "A response is right from this accuracy "
          "on."),
     ):  # fmt: skip

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lightrft.cli.console import hide_progress_bars
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.init_model import require_empty
-from lightrft.cli.parser import Parser
+from lightrft.cli.options import Parser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +47,6 @@ def build_parser() -> Parser:
         prog="lightrft export",
         description="Write the final model of a run as a Hugging Face checkpoint (safetensors, "
         "tokenizer, model card), read it back, and compare weights and logits.",
-        allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="The --output_dir of a run that has ended.")
     parser.add_argument("directory", metavar="DIR", help="Where to write it: new or empty.")

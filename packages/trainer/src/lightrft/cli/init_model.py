@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from lightrft.cli.console import hide_progress_bars
 from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.names import did_you_mean
-from lightrft.cli.parser import Parser, at_least
+from lightrft.cli.options import Parser, at_least
+from lightrft.config.options import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,6 @@ def build_parser() -> Parser:
         prog="lightrft init-model",
         description="Write a Hugging Face checkpoint of a tiny model with random weights, "
         "a byte-level tokenizer and a chat template.",
-        allow_abbrev=False,
     )
     parser.add_argument("directory", metavar="DIR", help="Where to write it: new or empty.")
     parser.add_argument(

@@ -159,10 +159,10 @@ def worker_error(failures: dict[int, ProcessFailure], *, phases: Path | None = N
         code, text = int(report["errorCode"]), str(report["message"])
         # All ranks agreed to stop: none of them is to blame.
         return WorkerError(text if code == ExitCode.STOPPED else f"rank {rank}: {text}", code)
-    return _wordless_end(rank, failure, read_phase(phases, rank) if phases else None)
+    return _unreported_end(rank, failure, read_phase(phases, rank) if phases else None)
 
 
-def _wordless_end(rank: int, failure: ProcessFailure, phase: LastPhase | None) -> WorkerError:
+def _unreported_end(rank: int, failure: ProcessFailure, phase: LastPhase | None) -> WorkerError:
     """A process that could not report: it was killed, or its interpreter was stuck."""
     code: int = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     where = "" if phase is None else f" in phase {phase.name!r}"

@@ -16,7 +16,9 @@ from lightrft.engines.factory import resolve_engine_type
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lightrft.trainer.config import TrainConfig
+from lightrft.algorithms.declarations import advantage_traits
+from lightrft.config import TrainConfig
+from lightrft.trainer.training.algorithm import build_estimator
 
 _DEVICE = re.compile(r"nvidia\d+\Z")
 # A checkpoint holds float32 weights and Adam's two moments, the final model the weights again.
@@ -182,7 +184,7 @@ def disk_problems(config: TrainConfig) -> list[str]:
 
 def _weight_files(config: TrainConfig) -> Iterator[Path]:
     models = [config.pretrain]
-    if config.has_critic:
+    if advantage_traits(build_estimator(config)).needs_critic:
         critic = config.critic_pretrain
         models.append(critic if isinstance(critic, str) else config.pretrain)
     for name in models:

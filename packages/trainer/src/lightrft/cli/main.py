@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import UsageError, run_guarded
-from lightrft.cli.names import did_you_mean
+from lightrft.config.options import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

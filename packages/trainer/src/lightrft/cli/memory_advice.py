@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
 
 NUM_REMEDIES = 3
 _TEXTS = (

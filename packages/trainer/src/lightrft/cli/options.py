@@ -1,57 +1,95 @@
-"""Command-line flags and TOML files, both made from the fields of `TrainConfig`."""
+"""Flags and TOML files of the commands, merged into one `TrainConfig`."""
 
 from __future__ import annotations
 
 import argparse
-import typing
-from dataclasses import MISSING, Field, fields
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
 
 from lightrft.cli.errors import UsageError
-from lightrft.cli.values import convert
-from lightrft.trainer.config import TrainConfig, unknown_name
-from lightrft.trainer.config_files import read_toml
-from lightrft.trainer.config_unavailable import UNAVAILABLE
-from lightrft.utils.flags import shape_of
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-    from pathlib import Path
-
-    from lightrft.utils.flags import FlagShape
-
-GROUPS = (
-    "models", "data", "reward", "rollout", "algorithm", "training", "distributed", "engine",
-    "run", "monitoring",
-)  # fmt: skip
+from lightrft.cli.unavailable import UNAVAILABLE
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.options import OptionInfo, did_you_mean, from_text, options_of, type_hints
+from lightrft.config.toml import read_toml
+from lightrft.utils.arguments import add_arguments
 
 
-_METAVARS = {int: "N", float: "X", str: "TEXT"}
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises instead of leaving the process, and abbreviates nothing."""
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings})  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse complains about."""
+        raise UsageError(f"{message}; see {self.prog} --help")
 
 
-def available_fields() -> list[Field[object]]:
-    """The fields of `TrainConfig` that are options, in the order of their groups."""
-    options = [
-        entry
-        for entry in fields(TrainConfig)
-        if "group" in entry.metadata and entry.name not in UNAVAILABLE
-    ]
-    return sorted(options, key=lambda entry: GROUPS.index(entry.metadata["group"]))
+@dataclass(frozen=True, slots=True)
+class at_least:  # noqa: N801 - a type of argument reads like a function
+    """A type of argument: whole numbers from `lowest`."""
+
+    lowest: int
+
+    def __call__(self, text: str) -> int:
+        """The number in `text`."""
+        if text.lstrip("+-").isdigit() and int(text) >= self.lowest:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number >= {self.lowest}")
+
+
+def available_options() -> dict[str, OptionInfo]:
+    """What can be given on the command line and in TOML files, by name."""
+    options = options_of(TrainConfig)
+    return {name: info for name, (_, info) in options.items() if name not in UNAVAILABLE}
+
+
+def command_options(command: str) -> list[str]:
+    """The options that a command beside `train` takes."""
+    return [name for name, info in available_options().items() if command in info.commands]
 
 
 def add_options(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
-    """Add one flag for every option, grouped; flags that are not given leave no trace.
+    """Add --config and one flag for every option; flags that are not given leave no trace.
 
     Args:
         parser: Gets the flags.
         names: Options to add; None adds all.
     """
-    hints = typing.get_type_hints(TrainConfig)
-    chosen = [entry for entry in available_fields() if names is None or entry.name in names]
-    used = {entry.metadata["group"] for entry in chosen}
-    groups = {name: parser.add_argument_group(name) for name in GROUPS if name in used}
-    for entry in chosen:
-        _add_option(groups[entry.metadata["group"]], entry, shape_of(entry.name, hints[entry.name]))
+    if "--config" not in parser._option_string_actions:
+        parser.add_argument(
+            "--config", nargs="+", default=[], metavar="FILE.toml", help="Files with options."
+        )
+    chosen = available_options() if names is None else names
+    add_arguments(parser, config_type=TrainConfig, names=chosen, as_text=True)
+
+
+def parse_options(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[TrainConfig, argparse.Namespace, list[str]]:
+    """The options of a command line and its files; the command's own arguments; all problems.
+
+    Raises:
+        UsageError: Arguments that cannot be read, or a file that does not exist.
+        ConfigError: A file is not TOML.
+    """
+    parsed, unknown = parser.parse_known_args(normalise(argv))
+    known = available_options()
+    flags = {name: value for name, value in vars(parsed).items() if name in known}
+    config, problems = merge_options([Path(name) for name in parsed.config], flags)
+    return config, parsed, unknown_flags(unknown) + problems
+
+
+def read_options(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[TrainConfig, argparse.Namespace]:
+    """As `parse_options`; problems are a ConfigError that lists them."""
+    config, parsed, problems = parse_options(parser, argv)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config, parsed
 
 
 def merge_options(
@@ -63,7 +101,7 @@ def merge_options(
         UsageError: A file does not exist.
         ConfigError: A file is not TOML.
     """
-    known = {entry.name for entry in available_fields()}
+    known = available_options()
     problems: list[str] = []
     values: dict[str, object] = {}
     for path in files:
@@ -75,10 +113,18 @@ def merge_options(
             else:
                 problems.append(f"{path}: {unknown_name(name)}")
     config = TrainConfig()
-    hints = typing.get_type_hints(TrainConfig)
+    hints = type_hints(TrainConfig)
     for name, value in {**values, **flags}.items():
-        setattr(config, name, convert(value, hints[name]))
+        setattr(config, name, from_text(value, hints[name]))
     return config, problems + config.problems()
+
+
+def unknown_name(name: str) -> str:
+    """The sentence about an option that does not exist: why, or the nearest names."""
+    if name in UNAVAILABLE:
+        return f"{name} is not available: {UNAVAILABLE[name]}"
+    hint = did_you_mean(name, available_options())
+    return f"unknown option {name!r}" + ("" if hint.startswith("; known") else hint)
 
 
 def unknown_flags(arguments: Sequence[str]) -> list[str]:
@@ -96,40 +142,3 @@ def normalise(arguments: Sequence[str]) -> list[str]:
         for argument in arguments
         for name, *value in [argument.removeprefix("--").split("=", 1)]
     ]
-
-
-def _add_option(group: argparse._ArgumentGroup, entry: Field[object], shape: FlagShape) -> None:
-    """Add the flag of one field; values stay texts, so that all that are wrong are told at once."""
-    flag, text, metavar = f"--{entry.name}", _help(entry), _METAVARS[shape.item]
-    if shape.form == "switch":
-        group.add_argument(flag, action="store_const", const=True, help=text)
-        group.add_argument(
-            *shape.opposites,
-            dest=entry.name,
-            action="store_const",
-            const=False,
-            help="Do not." if entry.default else argparse.SUPPRESS,
-        )
-    elif shape.form == "pairs":
-        # Several of them may come at once, or one after each of several flags.
-        group.add_argument(
-            flag, flag.removesuffix("s"), action="extend", nargs="+", metavar="KEY=VALUE", help=text
-        )
-    elif shape.form == "value or switch":
-        group.add_argument(flag, nargs="?", const=True, metavar=metavar, help=text)
-    else:
-        group.add_argument(flag, nargs=shape.count, metavar=metavar, help=text)
-
-
-def _help(entry: Field[object]) -> str:
-    parts = [entry.metadata["help"]]
-    choices = entry.metadata.get("choices")
-    if choices:
-        parts.append("One of " + ", ".join(str(choice).lower() for choice in choices) + ".")
-    if entry.default not in (None, False, (), MISSING):
-        parts.append(f"Default: {_shown(entry.default)}.")
-    return " ".join(parts).replace("%", "%%")
-
-
-def _shown(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

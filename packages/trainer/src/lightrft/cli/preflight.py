@@ -14,7 +14,7 @@ from lightrft.trainer.runs.plan import plan_run
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 MODEL_FILES = {

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.parser import Parser
+from lightrft.cli.options import Parser
 from lightrft.trainer.reporting.inputs import NotARunError
 from lightrft.trainer.reporting.page import write_report
 
@@ -35,7 +35,6 @@ def build_parser() -> Parser:
         prog="lightrft report",
         description="Write RUN/report.html: one page with curves, times, samples and options, "
         "which opens from disk without a network. A run that has not ended is fine.",
-        allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="The --output_dir of a run.")
     return parser

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import ExitCode
-from lightrft.cli.parser import Parser, at_least
+from lightrft.cli.options import Parser, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,6 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="lightrft serve-reward",
         description="Serve a reward function over HTTP, for lightrft train --remote_rm_url.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--reward_fn", nargs="+", required=True, metavar="NAME",

@@ -5,22 +5,27 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.cli.console import hide_progress_bars, share_processors
 from lightrft.cli.errors import ExitCode, MemoryExhaustedError, PreflightError, run_guarded
 from lightrft.cli.memory_advice import is_out_of_memory, memory_report
-from lightrft.cli.options import add_options, merge_options, normalise, unknown_flags
-from lightrft.cli.parser import Parser, at_least
-from lightrft.strategy.config import ConfigError
-from lightrft.trainer.batch_checks import batch_problems
+from lightrft.cli.options import (
+    Parser,
+    add_options,
+    at_least,
+    available_options,
+    normalise,
+    parse_options,
+)
+from lightrft.config import ConfigError
+from lightrft.config.rules import batch_problems
 from lightrft.trainer.training.stopping import StopRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
 
 EPILOG = """\
 Boolean options have a negative form, --no_NAME. Options may stand in TOML files as well
@@ -44,7 +49,9 @@ def run(argv: Sequence[str]) -> int:
         RewardError: A reward function that cannot be called.
     """
     # Imports after the parser's work: --help is to be fast.
-    build_parser().parse_known_args(normalise(argv))
+    arguments = normalise(argv)
+    wants_short_help = {"-h", "--help"} & set(arguments) and "--help_all" not in arguments
+    build_parser(lists_all=not wants_short_help).parse_known_args(arguments)
     from lightrft.cli.launch import become_only_process, end_with_launcher, is_worker, launch
     from lightrft.cli.machine import environment_problems, machine_problems
     from lightrft.cli.preflight import check_data, check_reward
@@ -98,44 +105,56 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
         ConfigError: Unknown names, wrong values, missing files; all of them at once.
         UsageError: Arguments that cannot be read.
     """
-    parsed, unknown = build_parser().parse_known_args(normalise(argv))
-    flags = vars(parsed)
-    files, processes = flags.pop("config"), flags.pop("nproc_per_node")
-    config, problems = merge_options([Path(name) for name in files], flags)
-    problems = unknown_flags(unknown) + problems
+    config, parsed, problems = parse_options(build_parser(), argv)
+    processes: int = parsed.nproc_per_node
     if not problems:
         from lightrft.cli.preflight import check_paths
+        from lightrft.trainer.training.algorithm import (
+            algorithm_problems,
+            build_algorithm,
+            unused_algorithm_options,
+        )
 
         problems += batch_problems(config, int(os.environ.get("WORLD_SIZE", processes)))
         problems += check_paths(config)
-        problems += config.unused_options() if config.strict else []
+        problems += algorithm_problems(config)
+        if config.strict and not problems:
+            problems += config.unused_options()
+            problems += unused_algorithm_options(config, build_algorithm(config))
     if problems:
         raise ConfigError("\n".join(problems))
     return config, processes
 
 
-def build_parser() -> Parser:
-    """The parser of `lightrft train`; options that are not given leave no trace."""
+def build_parser(*, lists_all: bool = True) -> Parser:
+    """The parser of `lightrft train`; options that are not given leave no trace.
+
+    Args:
+        lists_all: Otherwise it has only the options that most runs set.
+    """
     parser = Parser(
         prog="lightrft train",
         description="Fine-tune a language model by reinforcement learning.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    start = parser.add_argument_group("start")
-    start.add_argument(
-        "--config", nargs="+", default=[], metavar="FILE.toml", help="Files with options."
+    parser.add_argument(
+        "--help_all",
+        "--help-all",
+        action="help",
+        default=argparse.SUPPRESS,
+        help="List all options.",
     )
-    start.add_argument(
+    parser.add_argument(
         "--nproc_per_node",
         default=1,
         type=at_least(1),
         metavar="N",
         help="Processes to start on this machine. Default: 1.",
     )
-    add_options(parser)
+    options = available_options()
+    add_options(parser, [name for name, info in options.items() if lists_all or info.common])
     return parser
 
 

@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING
 
 from lightrft.datasets.errors import DataError
 from lightrft.datasets.files import Row
-from lightrft.datasets.render import label_of, render
+from lightrft.datasets.render import INPUT_KEYS, label_of, tokenise
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lightrft.datasets.render import PromptFormat, PromptTokenizer
 
-INPUT_KEYS = (
-    "input", "prompt", "question", "problem", "instruction", "query", "messages", "conversations",
-)  # fmt: skip
 LABEL_KEYS = (
     "label", "answer", "solution", "ground_truth", "reference", "target", "final_answer", "output",
 )  # fmt: skip
@@ -140,11 +137,7 @@ def histogram(counts: Sequence[int], *, num_bins: int = 8) -> list[tuple[int, in
 
 
 def _check_row(row: Row, tokenizer: PromptTokenizer, prompt_format: PromptFormat) -> CheckedRow:
-    text = render(row, tokenizer, prompt_format)
-    add_special_tokens = not prompt_format.apply_chat_template
-    token_ids = tuple(tokenizer([text], add_special_tokens=add_special_tokens)["input_ids"][0])
-    if not token_ids:
-        raise DataError(f"{row.location}: the prompt has no tokens: {text[:80]!r}")
+    ((text, token_ids),) = tokenise([row], tokenizer, prompt_format)
     return CheckedRow(row.location, text, token_ids, label_of(row, prompt_format), row.columns)
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lightrft.datasets.errors import DataError
-from lightrft.datasets.hub import SAVED_FILES, is_hub_name, load_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+
+SAVED_FILES = ("dataset_dict.json", "dataset_info.json")
+"""One of these marks a folder that `save_to_disk` has written."""
+_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<configuration>[\w.-]+))?\Z")
+_FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataE
         DataError: nothing there, or no row of it can be read.
     """
     if is_hub_name(str(path)) or _is_saved(Path(path)):
-        for number, columns in enumerate(load_rows(str(path), split), start=1):
+        for number, columns in enumerate(_load_rows(str(path), split), start=1):
             yield Row(columns, f"{path}[{split}], row {number}")
         return
     for file in _files(Path(path), split):
@@ -66,6 +72,49 @@ def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataE
 def has_splits(path: str | Path) -> bool:
     """Whether a source has parts with names: a folder or a data set has, a file has not."""
     return not Path(path).is_file()
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether a text can only be `owner/name[:configuration]`: nothing local has that path."""
+    match = _NAME.match(text)
+    if match is None or text.endswith(_FILE_SUFFIXES) or text.startswith("."):
+        return False
+    return not Path(match["name"]).exists() and not Path(match["name"]).parent.is_dir()
+
+
+def _load_rows(source: str, split: str) -> Iterator[Mapping[str, object]]:
+    """The rows of one split.
+
+    Args:
+        source: `owner/name[:configuration]`, or a folder that `save_to_disk` has written.
+        split: Its name; by-name data sets also know slices such as `train[:100]`.
+
+    Raises:
+        DataError: The package is missing, the data set is not to be had, or has no such split.
+    """
+    try:
+        import datasets
+    except ImportError as err:
+        raise DataError(
+            f"{source}: reading a data set needs the package datasets (`pip install datasets`), "
+            "or give a JSONL, JSON or Parquet file"
+        ) from err
+    try:
+        if is_hub_name(source):
+            name, _, configuration = source.partition(":")
+            parts = {split: datasets.load_dataset(name, configuration or None, split=split)}
+        else:
+            saved = datasets.load_from_disk(source)
+            parts = {split: saved} if isinstance(saved, datasets.Dataset) else saved
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as err:
+        reason = next(iter(str(err).splitlines()), type(err).__name__)
+        raise DataError(
+            f"{source}: the data set cannot be loaded: {reason}; a machine without network finds "
+            "only what its cache holds (HF_HOME), or give a local file"
+        ) from err
+    if split not in parts:
+        raise DataError(f"{source} has no split {split!r}: found {', '.join(parts)}")
+    yield from parts[split]
 
 
 def _is_saved(path: Path) -> bool:
@@ -79,11 +128,11 @@ def _read_jsonl(path: Path) -> Iterator[Row | DataError]:
             location = f"{path}:{number}"
             start = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if start.strip():
-                yield _line(start, location)
+                yield _row(start, location)
 
 
 def _read_json(path: Path) -> Iterator[Row | DataError]:
-    content = _parse(_decode(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(path)), str(path))
+    content = _parse(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(path))
     if not isinstance(content, list):
         raise DataError(
             f"{path}: expected a list of objects, got {_kind(content)}; for one object per line "
@@ -147,42 +196,30 @@ def _files(path: Path, split: str) -> list[Path]:
     )
 
 
-def _line(line: bytes, location: str) -> Row | DataError:
-    try:
-        return _row(_parse(_decode(line, location), location), location)
-    except DataError as err:
-        return err
-
-
 def _row(content: object, location: str) -> Row | DataError:
+    """The row of parsed content or of the bytes of a line."""
     try:
-        return Row(_object(content, location), location)
+        value = _parse(content, location) if isinstance(content, bytes) else content
     except DataError as err:
         return err
+    if isinstance(value, dict):
+        return Row(value, location)
+    return DataError(f"{location}: expected an object with named columns, got {_kind(value)}")
 
 
-def _decode(line: bytes, location: str) -> str:
+def _parse(content: bytes, location: str) -> object:
+    text = ""
     try:
-        return line.decode("utf-8")
+        text = content.decode("utf-8")
+        return cast("object", json.loads(text))
     except UnicodeDecodeError as err:
         raise DataError(f"{location} is not UTF-8: {err.reason} at byte {err.start}") from err
-
-
-def _parse(text: str, location: str) -> object:
-    try:
-        return cast("object", json.loads(text))
     except json.JSONDecodeError as err:
         where = f"column {err.colno}" if err.lineno == 1 else f"line {err.lineno}"
         excerpt = text[max(err.pos - 20, 0) : err.pos + 20].strip()
         raise DataError(
             f"{location}: not valid JSON ({err.msg} at {where}, near {excerpt!r})"
         ) from err
-
-
-def _object(value: object, location: str) -> Mapping[str, object]:
-    if not isinstance(value, dict):
-        raise DataError(f"{location}: expected an object with named columns, got {_kind(value)}")
-    return value
 
 
 def _kind(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Prompts of a data file, rendered, tokenised and counted."""
+"""Prompts and whole texts of data files, tokenised and counted."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from torch.utils.data import Dataset
 
 from lightrft.datasets.errors import DataError
+from lightrft.datasets.files import read_rows
 from lightrft.datasets.mixture import read_sources
-from lightrft.datasets.render import PromptFormat, check_tokenizer, label_of, render
+from lightrft.datasets.render import PromptFormat, check_tokenizer, label_of, tokenise
 from lightrft.datasets.types import Prompt
 
 if TYPE_CHECKING:
@@ -126,6 +127,46 @@ def load_prompts(  # noqa: PLR0913 - one keyword per flag of the command line
     return _build(rows, tokenizer, prompt_format, str(path), prompt_max_len, max_samples)
 
 
+def load_texts(
+    path: str | Path,
+    tokenizer: PromptTokenizer,
+    *,
+    text_key: str,
+    max_tokens: int,
+    end_token_id: int | None,
+    max_samples: int | None = None,
+) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each text, its end marked and its tail cut off.
+
+    Args:
+        path: A JSONL, JSON or Parquet file, or a folder with a split "train".
+        tokenizer: A Hugging Face tokenizer; special tokens are added as it does.
+        text_key: Column of the texts.
+        max_tokens: Longest text; what follows is cut off.
+        end_token_id: Put after each text that is not cut; None puts nothing.
+        max_samples: Use at most this many rows; None uses all.
+
+    Raises:
+        DataError: A row has no text, or a text has less than two tokens, so that none of them
+            follows another.
+    """
+    texts: list[tuple[int, ...]] = []
+    for row in read_rows(path)[:max_samples]:
+        text = row.columns.get(text_key)
+        if not isinstance(text, str):
+            raise DataError(
+                f"{row.location}: expected a text in column {text_key!r}, found "
+                f"{', '.join(map(repr, row.columns))}; set --pretrain_column"
+            )
+        token_ids = [*tokenizer([text], add_special_tokens=True)["input_ids"][0]]
+        if end_token_id is not None and token_ids[-1:] != [end_token_id]:
+            token_ids.append(end_token_id)
+        if len(token_ids) < 2:
+            raise DataError(f"{row.location}: a text needs two tokens or more: got {text[:80]!r}")
+        texts.append(tuple(token_ids[:max_tokens]))
+    return tuple(texts)
+
+
 def _build(
     rows: Sequence[Row],
     tokenizer: PromptTokenizer,
@@ -139,7 +180,7 @@ def _build(
     too_long: list[str] = []
     num_rows = 0
     while num_rows < len(rows) and len(prompts) < limit:
-        # Rows after the last one that is wanted are not looked at: they may be unusable.
+        # Rows after the last one that is wanted are not read: they may be unusable.
         batch = rows[num_rows : num_rows + min(_TOKENIZER_BATCH, limit - len(prompts))]
         for row, prompt in zip(
             batch, _tokenise(batch, num_rows, tokenizer, prompt_format), strict=True
@@ -170,18 +211,13 @@ def _build(
 def _tokenise(
     rows: Sequence[Row], first_id: int, tokenizer: PromptTokenizer, prompt_format: PromptFormat
 ) -> list[Prompt]:
-    texts = [render(row, tokenizer, prompt_format) for row in rows]
-    # A chat template writes the special tokens itself.
-    add_special_tokens = not prompt_format.apply_chat_template
-    token_ids = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
     used = {prompt_format.input_key, prompt_format.label_key}
     prompts = []
-    for offset, (row, text, ids) in enumerate(zip(rows, texts, token_ids, strict=True)):
-        if not ids:
-            raise DataError(f"{row.location}: the prompt has no tokens: {text[:80]!r}")
+    tokenised = tokenise(rows, tokenizer, prompt_format)
+    for offset, (row, (text, token_ids)) in enumerate(zip(rows, tokenised, strict=True)):
         columns = {name: value for name, value in row.columns.items() if name not in used}
         label = label_of(row, prompt_format)
-        prompts.append(Prompt(first_id + offset, text, tuple(ids), label, columns))
+        prompts.append(Prompt(first_id + offset, text, token_ids, label, columns))
     return prompts
 
 

@@ -14,6 +14,9 @@ from lightrft.datasets.errors import DataError
 if TYPE_CHECKING:
     from lightrft.datasets.files import Row
 
+INPUT_KEYS = (
+    "input", "prompt", "question", "problem", "instruction", "query", "messages", "conversations",
+)  # fmt: skip
 # The slot of an input template. `\boxed{}` in a template is LaTeX, not the slot.
 _SLOT = re.compile(r"(?<![A-Za-z])\{\}")
 
@@ -103,6 +106,24 @@ def render(row: Row, tokenizer: PromptTokenizer, prompt_format: PromptFormat) ->
     return _chat(row, tokenizer, messages, prompt_format.system_prompt)
 
 
+def tokenise(
+    rows: Sequence[Row], tokenizer: PromptTokenizer, prompt_format: PromptFormat
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Text and token ids of the prompts of some rows.
+
+    Raises:
+        DataError: As for `render`, or a prompt has no tokens.
+    """
+    texts = [render(row, tokenizer, prompt_format) for row in rows]
+    # A chat template writes the special tokens itself.
+    add_special_tokens = not prompt_format.apply_chat_template
+    token_ids = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+    for row, text, ids in zip(rows, texts, token_ids, strict=True):
+        if not ids:
+            raise DataError(f"{row.location}: the prompt has no tokens: {text[:80]!r}")
+    return [(text, tuple(ids)) for text, ids in zip(texts, token_ids, strict=True)]
+
+
 def label_of(row: Row, prompt_format: PromptFormat) -> str | None:
     """The reference answer as text; numbers, lists and objects as JSON; None if absent."""
     if prompt_format.label_key is None:
@@ -122,9 +143,8 @@ def _fill(template: str | None, text: str) -> str:
 def _column(row: Row, name: str) -> object:
     if name in row.columns:
         return row.columns[name]
-    known = ("prompt", "question", "problem", "instruction", "query", "messages", "input")
     nearest = difflib.get_close_matches(name, list(row.columns), n=1)
-    guesses = nearest or [column for column in known if column in row.columns]
+    guesses = nearest or [column for column in INPUT_KEYS if column in row.columns]
     hint = f"; set --input_key {guesses[0]}" if guesses else "; set --input_key to one of them"
     raise DataError(
         f"{row.location}: no column {name!r}, found {', '.join(map(repr, row.columns))}{hint}"

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.algorithms import (
-    Moments,
-    RowAdvantageInputs,
-    RunningMoments,
-    TokenAdvantageInputs,
-    TokenAdvantages,
-    estimate_kl,
-    estimate_row_advantages,
+from lightrft.algorithms.advantages.row_level import estimate_row_advantages
+from lightrft.algorithms.advantages.token_level import (
+    broadcast_to_tokens,
     estimate_token_advantages,
-    masked_moments,
-    spread_row_advantages,
     token_rewards,
-    whiten,
 )
-from lightrft.algorithms.shaping import clip_rewards
+from lightrft.algorithms.declarations import advantage_traits
+from lightrft.algorithms.kl import estimate_kl
+from lightrft.algorithms.moments import Moments, masked_moments, moments_of, whiten
+from lightrft.algorithms.shaping import clip_rewards, normalize_rewards
+from lightrft.algorithms.types import RowAdvantageInputs, TokenAdvantageInputs
+from lightrft.config import TrainConfig
 from lightrft.experience.types import ExperienceBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lightrft.algorithms import AdvantageEstimator
+    from lightrft.algorithms.types import AdvantageFunction, TokenAdvantages
     from lightrft.experience.exchange import SampleTable
     from lightrft.experience.types import PolicyOutputs, RolloutBatch
     from lightrft.strategy.strategy_base import StrategyBase
@@ -35,40 +32,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageSettings:
-    """How rewards become advantages.
+    """How rewards become advantages in one step.
 
     Args:
+        config: Discounts, clip ranges and the KL estimator.
         estimator: Turns rewards into advantages.
-        whitens: Subtract the mean and divide by the standard deviation over all response tokens
-            of the step.
-        advantage_clip: Bound of the magnitude of an advantage; 0 is off.
-        gamma, lambd: Discount per token, and the mix of generalised advantage estimation.
-        kl_reward_coef: Weight of the KL penalty in the reward; 0 is off.
-        kl_estimator: Its estimator.
+        kl_coef: Weight of the KL penalty in the reward; 0 is off.
     """
 
-    estimator: AdvantageEstimator
-    whitens: bool
-    advantage_clip: float = 0.0
-    gamma: float = 1.0
-    lambd: float = 0.95
-    kl_reward_coef: float = 0.0
-    kl_estimator: str = "k1"
-
-
-@dataclass(frozen=True, slots=True)
-class RewardShaping:
-    """What happens to the rewards of a step before advantages, over the rows of all ranks.
-
-    Args:
-        moments: Of all rewards before this step, or None without running normalisation.
-        minus_mean: Subtract the running mean, too.
-        clip: Bound of the magnitude of a reward; 0 is off.
-    """
-
-    moments: RunningMoments | None = None
-    minus_mean: bool = False
-    clip: float = 0.0
+    config: TrainConfig
+    estimator: AdvantageFunction
+    kl_coef: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,26 +52,34 @@ class ShapedRewards:
     Args:
         rewards: [rows] float64.
         is_clipped: [rows] bool.
-        shaping: The shaping of the next step.
+        moments: Of all rewards so far, or None without running normalisation.
     """
 
     rewards: Tensor
     is_clipped: Tensor
-    shaping: RewardShaping
+    moments: Moments | None
 
 
-def shape_rewards(table: SampleTable, shaping: RewardShaping) -> ShapedRewards:
-    """Running normalisation, then clipping. Excluded rows do not count into the moments."""
+def shape_rewards(
+    table: SampleTable, moments: Moments | None, config: TrainConfig
+) -> ShapedRewards:
+    """Running normalisation, then clipping, over the rows of all ranks.
+
+    Args:
+        table: The samples; excluded rows do not count into the moments.
+        moments: Of all rewards before this step, or None without running normalisation.
+        config: reward_running_norm_minus_mean and reward_clip.
+    """
     rewards = torch.from_numpy(table.rewards)
     is_clipped = torch.zeros(len(table), dtype=torch.bool)
-    if shaping.moments is not None:
+    if moments is not None:
         is_scored = torch.from_numpy(~table.is_masked)
-        moments = shaping.moments.merge(rewards[is_scored])
-        rewards = moments.normalize(rewards, minus_mean=shaping.minus_mean)
-        shaping = replace(shaping, moments=moments)
-    if shaping.clip > 0:
-        rewards, is_clipped = clip_rewards(rewards, limit=shaping.clip)
-    return ShapedRewards(rewards, is_clipped, shaping)
+        moments = moments.merge(moments_of(rewards[is_scored]))
+        minus_mean = config.reward_running_norm_minus_mean
+        rewards = normalize_rewards(rewards, moments, minus_mean=minus_mean)
+    if config.reward_clip > 0:
+        rewards, is_clipped = clip_rewards(rewards, limit=config.reward_clip)
+    return ShapedRewards(rewards, is_clipped, moments)
 
 
 def assemble(
@@ -127,11 +109,16 @@ def assemble(
     """
     estimated = _estimate(table, rows, rollouts, outputs, rewards, greedy_rewards, settings)
     advantages, mask = estimated.advantages, rollouts.response_mask
-    if settings.whitens:
-        moments = Moments(strategy.reduce_over_data(masked_moments(advantages, mask).sums, "sum"))
-        advantages = whiten(advantages, mask, moments.mean, moments.std())
-    if settings.advantage_clip > 0:
-        advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip)
+    if advantage_traits(settings.estimator).whitens or settings.config.advantages_norm:
+        moments = masked_moments(
+            advantages,
+            mask,
+            sum_over_ranks=lambda sums: strategy.reduce_over_data(sums, "sum"),
+        )
+        advantages = whiten(advantages, mask, moments)
+    clip = settings.config.advantage_clip
+    if clip > 0:
+        advantages = advantages.clamp(-clip, clip)
     if not bool(torch.isfinite(advantages).all()):
         bad = rollouts.sample_ids[~torch.isfinite(advantages).all(dim=1)].tolist()
         raise RuntimeError(
@@ -150,14 +137,14 @@ def _estimate(
     greedy_rewards: Tensor | None,
     settings: AdvantageSettings,
 ) -> TokenAdvantages:
-    mask = rollouts.response_mask
+    mask, config = rollouts.response_mask, settings.config
     kl = _reward_kl(outputs, mask, settings)
-    if settings.estimator.is_token_level:
+    if advantage_traits(settings.estimator).is_token_level:
         local = rewards[rows].to(mask.device, torch.float32)
-        shaped = token_rewards(local, mask, kl=kl, kl_coef=settings.kl_reward_coef)
+        shaped = token_rewards(local, mask, kl=kl, kl_coef=settings.kl_coef)
         return estimate_token_advantages(
             settings.estimator,
-            TokenAdvantageInputs(shaped, mask, outputs.values, settings.gamma, settings.lambd),
+            TokenAdvantageInputs(shaped, mask, outputs.values, config.gamma, config.lambd),
         )
     row_advantages = estimate_row_advantages(
         settings.estimator,
@@ -169,17 +156,17 @@ def _estimate(
             is_scored=torch.from_numpy(~table.is_masked),
         ),
     )
-    return spread_row_advantages(
+    return broadcast_to_tokens(
         row_advantages[rows].to(mask.device, torch.float32),
         mask,
         kl=kl,
-        kl_coef=settings.kl_reward_coef,
-        gamma=settings.gamma,
+        kl_coef=settings.kl_coef,
+        gamma=config.gamma,
     )
 
 
 def _reward_kl(outputs: PolicyOutputs, mask: Tensor, settings: AdvantageSettings) -> Tensor | None:
-    if settings.kl_reward_coef == 0 or outputs.ref_logprobs is None:
+    if settings.kl_coef == 0 or outputs.ref_logprobs is None:
         return None
     if outputs.old_logprobs is None:
         raise RuntimeError("a KL penalty in the reward needs the logprobs before the update")
@@ -187,6 +174,6 @@ def _reward_kl(outputs: PolicyOutputs, mask: Tensor, settings: AdvantageSettings
         outputs.old_logprobs,
         outputs.ref_logprobs,
         mask,
-        estimator=settings.kl_estimator,
+        estimator=settings.config.kl_estimator,
         old_logprobs=outputs.old_logprobs,
     )

@@ -20,17 +20,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class DynamicSampling:
-    """How long to look for groups that teach something.
-
-    Args:
-        max_num_batches: Rollout batches of one step, at most.
-    """
-
-    max_num_batches: int
-
-
-@dataclass(frozen=True, slots=True)
 class Selection:
     """The groups a step trains on, and what became of the others.
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightrft.algorithms.moments import Moments
+from lightrft.config import TrainConfig
 from lightrft.experience.assemble import (
     AdvantageSettings,
-    RewardShaping,
     ShapedRewards,
     assemble,
     shape_rewards,
@@ -19,7 +20,7 @@ from lightrft.experience.collate import collate, micro_slices
 from lightrft.experience.forward import ForwardModels, compute_outputs
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
 from lightrft.experience.replay import replayed_support
-from lightrft.experience.sampling import MakerSettings, RolloutSampler
+from lightrft.experience.sampling import RolloutSampler, training_params
 from lightrft.experience.stages import StageMeter
 
 if TYPE_CHECKING:
@@ -84,15 +85,14 @@ class StepExperience:
 
 
 class ExperienceMaker:
-    """Generates, scores, exchanges, looks at and rates the samples of one step.
+    """Generates, scores and exchanges the samples of one step, and estimates advantages.
 
     Args:
         strategy: Generates, and exchanges objects between ranks.
-        models: The models that look at the samples.
+        models: The scoring models.
         reward_function: Scores responses.
         decoder: Turns sampled ids into text.
-        settings: How.
-        device: Where the padded tensors go.
+        config: How.
         model_rewards: Reward models, or None.
         release_engine: Called after the last generation of a step.
     """
@@ -104,21 +104,20 @@ class ExperienceMaker:
         reward_function: RewardFunction,
         *,
         decoder: Decoder,
-        settings: MakerSettings,
-        device: torch.device,
+        config: TrainConfig,
         model_rewards: ModelRewards | None = None,
         release_engine: Callable[[], None] | None = None,
     ) -> None:
         self._strategy = strategy
         self._release_engine = release_engine
         self._models = models
-        self._settings = settings
-        self._device = device
+        self._config = config
+        self._pad_token_id = int(decoder.pad_token_id or 0)  # masked everywhere
         self._sampler = RolloutSampler(
             strategy,
             reward_function,
             decoder=decoder,
-            settings=settings,
+            config=config,
             model_rewards=model_rewards,
         )
 
@@ -129,7 +128,7 @@ class ExperienceMaker:
         step: int,
         first_request_id: int,
         advantage: AdvantageSettings,
-        shaping: RewardShaping,
+        moments: Moments | None = None,
         next_prompts: Callable[[], Sequence[Prompt]] | None = None,
         reuses_policy_logprobs: bool = False,
         carry: PartialRolloutState = NOTHING_CARRIED,
@@ -142,13 +141,13 @@ class ExperienceMaker:
             first_request_id: Request id of the first prompt of the step over all ranks. Prompts
                 that are rolled out with the same id and seed get the same random numbers.
             advantage: How rewards become advantages in this step.
-            shaping: What happens to the rewards before that.
+            moments: Of all rewards before this step, or None without running normalisation.
             next_prompts: This rank's share of further prompts, for dynamic sampling.
             reuses_policy_logprobs: Leave old logprobs and entropies to the update if the step has
                 one optimizer batch.
             carry: Responses that the step before left unfinished.
         """
-        settings, meter = self._settings, StageMeter()
+        config, meter = self._config, StageMeter()
         samples = self._sampler.collect(
             prompts, first_request_id, advantage, next_prompts, meter, carry
         )
@@ -164,13 +163,13 @@ class ExperienceMaker:
                 batch,
                 self._models,
                 slices=self._micro_slices(plan, table),
-                scores_actor=not settings.use_rollout_logprobs
+                scores_actor=not config.use_rollout_logprobs
                 and not (reuses_policy_logprobs and plan.num_minibatches == 1),
             )
-        if settings.use_rollout_logprobs:
+        if config.use_rollout_logprobs:
             sampled = torch.where(batch.response_mask, batch.rollout_logprobs, 0.0)
             outputs = replace(outputs, old_logprobs=sampled)
-        shaped = shape_rewards(table, shaping)
+        shaped = shape_rewards(table, moments, config)
         experience = assemble(
             table,
             torch.from_numpy(index),
@@ -185,7 +184,7 @@ class ExperienceMaker:
         )
         return StepExperience(
             batch=experience,
-            rows_per_minibatch=settings.train_batch_size // self._strategy.num_data_ranks,
+            rows_per_minibatch=config.train_batch_size // self._strategy.num_data_ranks,
             table=table,
             rewards=shaped,
             plan=plan,
@@ -195,39 +194,38 @@ class ExperienceMaker:
             num_rounds=samples.num_rounds,
             selection=samples.selection,
             partial=samples.partial,
-            use_rollout_logprobs=settings.use_rollout_logprobs,
+            use_rollout_logprobs=config.use_rollout_logprobs,
         )
 
     def _plan(self, table: SampleTable, step: int) -> MinibatchPlan:
         return plan_minibatches(
             table.lengths,
-            train_batch_size=self._settings.train_batch_size,
+            train_batch_size=self._config.train_batch_size,
             world_size=self._strategy.num_data_ranks,
-            seed=self._settings.seed,
+            seed=self._config.seed,
             step=step,
         )
 
     def _collate(self, table: SampleTable, version: int | None) -> RolloutBatch:
-        settings = self._settings
+        params, engine_type = training_params(self._config), self._strategy.inference_engine_type
         return collate(
             table,
-            pad_token_id=settings.pad_token_id,
-            temperature=settings.sampling_params.temperature,
-            device=self._device,
-            num_uncompared_tokens=0 if settings.first_token_temperature is None else 1,
+            pad_token_id=self._pad_token_id,
+            temperature=params.temperature,
+            device=self._strategy.device,
+            num_uncompared_tokens=int(self._config.use_fire),
             version=version,
-            support=replayed_support(
-                settings.sampling_params, self._strategy.inference_engine_type
-            ),
+            support=replayed_support(params, engine_type),
         )
 
     def _micro_slices(self, plan: MinibatchPlan, table: SampleTable) -> Sequence[slice]:
         """The forward passes over this rank's rows; every rank has equally many."""
-        settings, rank = self._settings, self._strategy.data_rank
-        rows_per_minibatch = settings.train_batch_size // self._strategy.num_data_ranks
-        if settings.max_micro_tokens is None:
+        config, rank = self._config, self._strategy.data_rank
+        rows_per_minibatch = config.train_batch_size // self._strategy.num_data_ranks
+        max_tokens = config.max_micro_tokens(config.micro_rollout_batch_size)
+        if max_tokens is None:
             num_rows = plan.num_minibatches * rows_per_minibatch
-            return micro_slices(0, num_rows, settings.micro_rollout_batch_size)
+            return micro_slices(0, num_rows, config.micro_rollout_batch_size)
         return [
             slice(index * rows_per_minibatch + rows.start, index * rows_per_minibatch + rows.stop)
             for index in range(plan.num_minibatches)
@@ -235,8 +233,8 @@ class ExperienceMaker:
                 table.lengths,
                 index=index,
                 rank=rank,
-                max_tokens=settings.max_micro_tokens,
-                packs_samples=settings.packs_samples,
+                max_tokens=max_tokens,
+                packs_samples=config.packing_samples,
             )
         ]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from lightrft.config import TrainConfig
 from lightrft.engines.types import GenerationRequest
 from lightrft.experience.carry import InFlightGroup, OpenSample, PartialRolloutState
 
@@ -24,21 +25,6 @@ if TYPE_CHECKING:
 
 # Every call of the engine draws under a seed of its own.
 _SEED_STEP = 2_000_003
-
-
-@dataclass(frozen=True, slots=True)
-class PartialRollout:
-    """How much is in flight, and how old it may become.
-
-    Args:
-        num_prompts: Prompts in flight, over all ranks.
-        chunk_tokens: Tokens of each response between two looks at what is finished.
-        max_staleness: Updates between a token and the step that trains on it, at most.
-    """
-
-    num_prompts: int
-    chunk_tokens: int
-    max_staleness: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +71,9 @@ def finish_groups(
     carry: PartialRolloutState,
     num_wanted: int,
     *,
-    settings: PartialRollout,
+    config: TrainConfig,
     sampling_params: SamplingParams,
     strategy: StrategyBase,
-    sleep_engine: bool,
 ) -> tuple[list[InFlightGroup], PartialReport]:
     """Continues what is in flight until enough groups are finished; collective.
 
@@ -98,10 +83,9 @@ def finish_groups(
     Args:
         carry: All groups, those of this step's prompts included; the same on every rank.
         num_wanted: Groups that a step trains on.
-        settings: How.
+        config: How many prompts are in flight, and how old their tokens may become.
         sampling_params: Of whole responses; `max_tokens` is the longest.
         strategy: Generates.
-        sleep_engine: Put the engine to sleep afterwards.
 
     Returns:
         The groups to train on, the same on every rank, and what became of the others.
@@ -116,12 +100,12 @@ def finish_groups(
             f"{len(carry.groups)}"
         )
     version = engine.weights_version
-    flight = {group.request_id: group for group in carry.groups[: settings.num_prompts]}
+    flight = {group.request_id: group for group in carry.groups[: config.num_prompts_in_flight]}
     due = {
         key
         for key, group in flight.items()
         if group.oldest_version is not None
-        and group.oldest_version <= version - settings.max_staleness
+        and group.oldest_version <= version - config.max_staleness
     }
     num_calls = carry.num_calls
     num_before = _num_tokens(flight.values())
@@ -129,13 +113,11 @@ def finish_groups(
         params = replace(
             sampling_params,
             n=1,
-            max_tokens=min(settings.chunk_tokens, sampling_params.max_tokens),
+            max_tokens=min(config.tokens_per_chunk, sampling_params.max_tokens),
             seed=sampling_params.seed + _SEED_STEP * (num_calls + 1),
         )
         flight = _continue(flight, params, sampling_params.max_tokens, strategy)
         num_calls += 1
-    if sleep_engine:
-        strategy.maybe_sleep_inference_engine()
     chosen = sorted(
         (group for group in flight.values() if group.is_finished),
         key=lambda group: (group.request_id not in due, group.oldest_version, group.request_id),

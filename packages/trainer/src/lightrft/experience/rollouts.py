@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class Decoder(Protocol):
     """The part of a tokenizer that turns sampled ids into text."""
 
+    pad_token_id: int | None
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of the ids."""
         ...
@@ -25,7 +27,7 @@ class Decoder(Protocol):
 def global_positions(num_local: int, *, rank: int, world_size: int) -> tuple[int, ...]:
     """Positions of this rank's prompts among those of all ranks.
 
-    A distributed sampler deals consecutive prompts to consecutive ranks, so the positions (and
+    A distributed sampler gives consecutive prompts to consecutive ranks, so the positions (and
     with them the random numbers of a prompt) do not depend on the number of ranks.
     """
     return tuple(position * world_size + rank for position in range(num_local))

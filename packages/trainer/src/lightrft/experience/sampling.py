@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from lightrft.algorithms.declarations import advantage_traits
+from lightrft.config import TrainConfig
+from lightrft.engines.types import SamplingParams
 from lightrft.experience.dynamic import (
-    DynamicSampling,
     Selection,
     apply_selection,
     mixed_groups,
@@ -16,7 +18,6 @@ from lightrft.experience.exchange import SampleTable, exchange, merge
 from lightrft.experience.fire import generate_fire
 from lightrft.experience.partial import (
     PartialReport,
-    PartialRollout,
     finish_groups,
     open_groups,
 )
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lightrft.datasets.types import Prompt
-    from lightrft.engines.types import SamplingParams
     from lightrft.experience.assemble import AdvantageSettings
     from lightrft.experience.carry import InFlightGroup, PartialRolloutState
     from lightrft.experience.model_rewards import ModelRewards
@@ -43,42 +43,27 @@ if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
 
 
-@dataclass(frozen=True, slots=True)
-class MakerSettings:
-    """How experience is made.
+def training_params(config: TrainConfig) -> SamplingParams:
+    """How the responses of training are drawn."""
+    return SamplingParams(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_tokens=config.generate_max_len,
+        n=config.n_samples_per_prompt,
+        seed=config.seed,
+    )
 
-    Args:
-        sampling_params: How responses are drawn; `n` is the group size.
-        train_batch_size: Samples of one optimizer batch, over all ranks.
-        micro_rollout_batch_size: Rows of one forward pass without graph.
-        pad_token_id: Fills rows to equal length; never looked at.
-        seed: Fixes the optimizer batches.
-        overlong_penalty: Soft punishment of long responses, or None.
-        sleep_engine: Put the engine to sleep after generation.
-        masks_reward_failures: Exclude samples whose reward fails from the loss.
-        first_token_temperature: Draw the first token of a response at this temperature (FIRE);
-            None draws it like the others.
-        dynamic_sampling: Replace groups without signal, or None.
-        max_micro_tokens: Cut micro batches by tokens instead of rows; None is off.
-        packs_samples: Count no padding then: the models lay out packed streams.
-        partial: Carry unfinished responses over to the next step, or None.
-        use_rollout_logprobs: The engine's logprobs are the old ones; the actor is not asked.
-    """
 
-    sampling_params: SamplingParams
-    train_batch_size: int
-    micro_rollout_batch_size: int
-    pad_token_id: int
-    seed: int
-    overlong_penalty: OverlongPenalty | None = None
-    sleep_engine: bool = True
-    masks_reward_failures: bool = False
-    first_token_temperature: float | None = None
-    dynamic_sampling: DynamicSampling | None = None
-    max_micro_tokens: int | None = None
-    packs_samples: bool = False
-    partial: PartialRollout | None = None
-    use_rollout_logprobs: bool = False
+def overlong_penalty(config: TrainConfig) -> OverlongPenalty | None:
+    """The soft punishment of long responses, or None."""
+    if not config.overlong_buffer:
+        return None
+    return OverlongPenalty(
+        max_tokens=config.generate_max_len,
+        buffer_tokens=config.overlong_buffer_len,
+        factor=config.overlong_buffer_penalty_factor,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +86,7 @@ class RolloutSampler:
         strategy: Generates, and exchanges objects between ranks.
         reward_function: Scores responses.
         decoder: Turns sampled ids into text.
-        settings: How.
+        config: How.
         model_rewards: Reward models, or None.
     """
 
@@ -111,13 +96,15 @@ class RolloutSampler:
         reward_function: RewardFunction,
         *,
         decoder: Decoder,
-        settings: MakerSettings,
+        config: TrainConfig,
         model_rewards: ModelRewards | None = None,
     ) -> None:
         self._strategy = strategy
         self._reward_function = reward_function
         self._decoder = decoder
-        self._settings = settings
+        self._config = config
+        self._params = training_params(config)
+        self._overlong_penalty = overlong_penalty(config)
         self._model_rewards = model_rewards
 
     def collect(
@@ -130,13 +117,12 @@ class RolloutSampler:
         carry: PartialRolloutState,
     ) -> Samples:
         """All samples of the step; with dynamic sampling as many batches as it takes."""
-        if self._settings.partial is not None:
-            return self._collect_partial(
-                prompts, first_request_id, self._settings.partial, next_prompts, meter, carry
-            )
-        dynamic = self._settings.dynamic_sampling
+        if self._config.partial_rollout:
+            return self._collect_partial(prompts, first_request_id, next_prompts, meter, carry)
+        is_dynamic = self._config.dynamic_sampling
         num_wanted = len(prompts) * self._strategy.world_size
-        max_rounds = 1 if dynamic is None or next_prompts is None else dynamic.max_num_batches
+        draws_more = is_dynamic and next_prompts is not None
+        max_rounds = self._config.max_num_gen_batches if draws_more else 1
         rounds: list[Samples] = []
         num_mixed = 0
         # Every rank sees the same table, so all take the same number of rounds.
@@ -146,11 +132,9 @@ class RolloutSampler:
             offset = sum(item.num_prompts for item in rounds)
             rounds.append(self._sample_round(prompts, first_request_id, offset, advantage, meter))
             num_mixed += len(mixed_groups(rounds[-1].table))
-            if dynamic is None:
-                break
         samples = _join_rounds(rounds)
         _check_any_scored(samples.table)
-        if dynamic is None:
+        if not is_dynamic:
             return samples
         selection = select_groups(samples.table, num_wanted)
         table = apply_selection(samples.table, selection)
@@ -166,14 +150,12 @@ class RolloutSampler:
         self,
         prompts: Sequence[Prompt],
         first_request_id: int,
-        partial: PartialRollout,
         next_prompts: Callable[[], Sequence[Prompt]] | None,
         meter: StageMeter,
         carry: PartialRolloutState,
     ) -> Samples:
         """The groups that are finished first, and what goes on in the next step."""
-        settings, strategy = self._settings, self._strategy
-        params = settings.sampling_params
+        config, strategy, params = self._config, self._strategy, self._params
         num_wanted, num_prompts = len(prompts) * strategy.world_size, 0
         groups = list(carry.groups)
         while True:
@@ -183,17 +165,16 @@ class RolloutSampler:
                 prompts, first_request_id=first, group_size=params.n, strategy=strategy
             )
             num_prompts += num_wanted
-            if next_prompts is None or len(groups) >= partial.num_prompts:
+            if next_prompts is None or len(groups) >= config.num_prompts_in_flight:
                 break
             prompts = next_prompts()
         with meter.stage("rollout"):
             chosen, report = finish_groups(
                 replace(carry, groups=tuple(groups)),
                 num_wanted,
-                settings=partial,
+                config=config,
                 sampling_params=params,
                 strategy=strategy,
-                sleep_engine=settings.sleep_engine,
             )
             own = range(strategy.get_rank(), num_wanted, strategy.world_size)
             rollouts = [item for i in own for item in self._group_rollouts(chosen[i], i)]
@@ -205,7 +186,7 @@ class RolloutSampler:
         rollouts = pair_completions(
             [group.prompt],
             [group.request_id],
-            group.completions(self._settings.sampling_params.logprobs_mode),
+            group.completions(self._params.logprobs_mode),
             group_ids=[group_id],
             group_size=len(group.samples),
             decoder=self._decoder,
@@ -224,9 +205,9 @@ class RolloutSampler:
         meter: StageMeter,
     ) -> Samples:
         """The samples of one batch of prompts, the first of which has number `offset`."""
-        sampling_params = self._settings.sampling_params
+        sampling_params = self._params
         baseline: SampleTable | None = None
-        if advantage.estimator.needs_greedy_rewards:
+        if advantage_traits(advantage.estimator).needs_greedy_rewards:
             greedy = greedy_params(sampling_params)
             _, baseline = self._sample(prompts, first_request_id, offset, greedy, meter)
         scored, table = self._sample(prompts, first_request_id, offset, sampling_params, meter)
@@ -257,8 +238,8 @@ class RolloutSampler:
                 scored = score_rollouts(
                     rollouts,
                     self._reward_function,
-                    overlong_penalty=self._settings.overlong_penalty,
-                    masks_failures=self._settings.masks_reward_failures,
+                    overlong_penalty=self._overlong_penalty,
+                    masks_failures=self._config.reward_failure == "mask",
                     model_results=models,
                 )
             except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
@@ -280,18 +261,18 @@ class RolloutSampler:
         positions = tuple(offset + position for position in positions)
         request_ids = [first_request_id + position for position in positions]
         requests = build_requests(prompts, request_ids)
-        first_temperature = self._settings.first_token_temperature
-        if first_temperature is None or sampling_params.is_greedy:
+        # The trainer releases the engine, after the last of several generations.
+        if not self._config.use_fire or sampling_params.is_greedy:
             completions = self._strategy.gather_and_generate(
-                sampling_params, requests, sleep_engine=self._settings.sleep_engine
+                sampling_params, requests, sleep_engine=False
             )
         else:
             completions = generate_fire(
                 self._strategy,
                 sampling_params,
                 requests,
-                first_token_temperature=first_temperature,
-                sleep_engine=self._settings.sleep_engine,
+                first_token_temperature=self._config.first_token_temperature,
+                sleep_engine=False,
             )
         return pair_completions(
             prompts,

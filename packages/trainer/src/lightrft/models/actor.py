@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from lightrft.models.head import LinearLogprobHead
-from lightrft.models.head_transform import read_head_transform
+from lightrft.models.head import LinearLogprobHead, read_head_transform
 from lightrft.models.loading import load_causal_lm
-from lightrft.models.routing import router_sums
 from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.models.types import ActorOutput, EntropyMode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from lightrft.models.support import SamplingSupport
 
@@ -57,7 +57,7 @@ class Actor(SequenceModel):
         model: PreTrainedModel,
         *,
         fused_linear_logprob: bool = False,
-        chunk_size: int = 4096,
+        chunk_size: int | None = None,
     ) -> None:
         super().__init__()
         projection = model.get_output_embeddings()
@@ -83,7 +83,7 @@ class Actor(SequenceModel):
         dtype: str = "float32",
         attn_implementation: str = "sdpa",
         fused_linear_logprob: bool = False,
-        chunk_size: int = 4096,
+        chunk_size: int | None = None,
     ) -> Actor:
         """Loads a checkpoint; errors as for `lightrft.models.loading.load_causal_lm`."""
         model = load_causal_lm(path, dtype=dtype, attn_implementation=attn_implementation)
@@ -162,11 +162,50 @@ class Actor(SequenceModel):
         """The wrapped model."""
         return self.model
 
-    @property
-    def config(self) -> PretrainedConfig:
-        """The configuration of the wrapped model."""
-        return self.model.config
+    def fuse_head(self, chunk_size: int) -> None:
+        """Never hold the logits of all positions and tokens at once, from now on.
 
-    def gradient_checkpointing_enable(self) -> None:
-        """Recomputes activations in the backward pass instead of storing them."""
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        Args:
+            chunk_size: Columns of the vocabulary that are computed at a time.
+        """
+        self.model.get_output_embeddings().fuse(chunk_size)
+
+
+def router_sums(
+    router_logits: Sequence[Tensor] | None, attention_mask: Tensor, *, top_k: int
+) -> Tensor:
+    """How often each expert was chosen and how much probability it got, over all real tokens.
+
+    Sums, not means: those of micro batches and ranks add up to those of their batch.
+
+    Args:
+        router_logits: Of each layer, [tokens, experts]; tokens are all positions of the mask, or
+            only the real ones.
+        attention_mask: [batch, seq] bool, True on real tokens.
+        top_k: Experts that each token is sent to.
+
+    Returns:
+        [2, experts] float32: row 0 counts choices, without gradient, row 1 sums probabilities;
+        over layers and real tokens.
+
+    Raises:
+        ValueError: There are no logits, or of another number of tokens.
+    """
+    if not router_logits:
+        raise ValueError("the model returned no router logits: it has no experts to balance")
+    num_real, num_all = int(attention_mask.sum()), attention_mask.numel()
+    counts, sums = [], []
+    for layer in router_logits:
+        logits = layer.reshape(-1, layer.shape[-1]).float()
+        if len(logits) == num_all:
+            logits = logits[attention_mask.reshape(-1).bool()]
+        elif len(logits) != num_real:
+            raise ValueError(
+                f"router logits must be of {num_all} positions or of {num_real} tokens: got "
+                f"{len(logits)}"
+            )
+        probabilities = F.softmax(logits, dim=-1)
+        chosen = probabilities.topk(top_k, dim=-1).indices.reshape(-1)
+        counts.append(torch.bincount(chosen, minlength=logits.shape[-1]).float())
+        sums.append(probabilities.sum(dim=0))
+    return torch.stack([torch.stack(counts).sum(0), torch.stack(sums).sum(0)])

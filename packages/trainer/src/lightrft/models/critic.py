@@ -17,7 +17,7 @@ from lightrft.strategy.meta_init import parameters_on_meta
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 HEAD_FILE = "value_head.safetensors"
 
@@ -96,12 +96,3 @@ class Critic(SequenceModel):
     def pretrained(self) -> PreTrainedModel:
         """The trunk."""
         return self.trunk
-
-    @property
-    def config(self) -> PretrainedConfig:
-        """The configuration of the trunk."""
-        return self.trunk.config
-
-    def gradient_checkpointing_enable(self) -> None:
-        """Recomputes activations in the backward pass instead of storing them."""
-        self.trunk.gradient_checkpointing_enable({"use_reentrant": False})

@@ -1,7 +1,8 @@
-"""The output layer of a policy: gives logprobs of chosen tokens instead of logits."""
+"""The output layer of a policy: logprobs of chosen tokens, with what the model does to logits."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, overload
 
 import torch.nn.functional as F
@@ -12,9 +13,65 @@ from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
 from lightrft.models.support import replay_support
 
 if TYPE_CHECKING:
-    from lightrft.models.head_transform import HeadTransform
+    from transformers import PretrainedConfig
+
     from lightrft.models.support import SamplingSupport
     from lightrft.models.types import EntropyMode
+
+
+SOFTCAP_FIELD = "final_logit_softcapping"
+FACTOR_FIELDS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+"""Fields by which some model multiplies or divides its logits."""
+
+MULTIPLIED_BY = {"cohere": "logit_scale", "cohere2": "logit_scale"}
+DIVIDED_BY = {
+    "granite": "logits_scaling",
+    "granitemoe": "logits_scaling",
+    "granitemoeshared": "logits_scaling",
+}
+"""Model types for which the meaning of the field is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTransform:
+    """Logits become softcap * tanh(scale * logits / softcap), or scale * logits without softcap.
+
+    Args:
+        scale: Factor on the logits.
+        softcap: Bound on their magnitude, or None.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def read_head_transform(config: PretrainedConfig) -> HeadTransform:
+    """The distribution of a model's logits.
+
+    Raises:
+        ValueError: The configuration scales the logits in a way that is not known for this type
+            of model, or scales and caps them.
+    """
+    fields = config.get_text_config().to_dict()
+    model_type = fields["model_type"]
+    softcap = fields.get(SOFTCAP_FIELD)
+    factors = {name: fields[name] for name in FACTOR_FIELDS if fields.get(name) not in (None, 1)}
+    scale = 1.0
+    if model_type in MULTIPLIED_BY:
+        scale = float(factors.pop(MULTIPLIED_BY[model_type], 1.0))
+    elif model_type in DIVIDED_BY:
+        scale = 1.0 / float(factors.pop(DIVIDED_BY[model_type], 1.0))
+    if factors:
+        raise ValueError(
+            f"model type {model_type!r} scales its logits by {factors}, which is not supported: "
+            f"expected one of {', '.join(sorted((*MULTIPLIED_BY, *DIVIDED_BY)))}, or no such field"
+        )
+    if softcap is not None and scale != 1.0:
+        raise ValueError(
+            f"model type {model_type!r} scales its logits by {scale} and caps them at {softcap}: "
+            "the two together are not supported"
+        )
+    return HeadTransform(scale=scale, softcap=None if softcap is None else float(softcap))
 
 
 class LinearLogprobHead(nn.Module):
@@ -33,7 +90,12 @@ class LinearLogprobHead(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self, projection: nn.Linear, *, transform: HeadTransform, is_fused: bool, chunk_size: int
+        self,
+        projection: nn.Linear,
+        *,
+        transform: HeadTransform,
+        is_fused: bool,
+        chunk_size: int | None,
     ) -> None:
         super().__init__()
         self.in_features = projection.in_features
@@ -42,7 +104,12 @@ class LinearLogprobHead(nn.Module):
         self.register_parameter("bias", projection.bias)
         self.transform = transform
         self.is_fused = is_fused
-        self._workspace = Workspace(chunk_size)
+        self._workspace = Workspace() if chunk_size is None else Workspace(chunk_size)
+
+    def fuse(self, chunk_size: int | None) -> None:
+        """Compute logprobs together with the projection, in chunks of the vocabulary."""
+        self.is_fused = True
+        self._workspace = Workspace() if chunk_size is None else Workspace(chunk_size)
 
     @overload
     def forward(self, hidden: Tensor) -> Tensor: ...

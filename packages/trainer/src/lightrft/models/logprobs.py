@@ -45,7 +45,9 @@ def entropy_from_logits(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
         [...] float32.
     """
     log_probabilities = _log_softmax(logits, temperature)
-    return -(log_probabilities.exp() * log_probabilities).sum(-1)
+    # A token of probability 0 adds 0, where 0 * -inf would be NaN.
+    finite = log_probabilities.masked_fill(log_probabilities.detach() == -torch.inf, 0.0)
+    return -(log_probabilities.exp() * finite).sum(-1)
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:

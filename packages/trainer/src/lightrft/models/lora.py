@@ -54,7 +54,7 @@ class LoraSettings:
     alpha: float = 16.0
     dropout: float = 0.0
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
-    seed: int = 42
+    seed: int = 0
 
     def __post_init__(self) -> None:
         is_legal = self.rank >= 1 and self.alpha > 0 and 0 <= self.dropout < 1
@@ -85,7 +85,7 @@ class LoraActor(Actor):
         *,
         lora: LoraSettings,
         fused_linear_logprob: bool = False,
-        chunk_size: int = 4096,
+        chunk_size: int | None = None,
     ) -> None:
         super().__init__(model, fused_linear_logprob=fused_linear_logprob, chunk_size=chunk_size)
         self.lora = lora
@@ -100,7 +100,7 @@ class LoraActor(Actor):
         dtype: str = "float32",
         attn_implementation: str = "sdpa",
         fused_linear_logprob: bool = False,
-        chunk_size: int = 4096,
+        chunk_size: int | None = None,
     ) -> LoraActor:
         """Loads a checkpoint and puts adapters on it; errors as for `Actor.from_pretrained`."""
         model = load_causal_lm(path, dtype=dtype, attn_implementation=attn_implementation)

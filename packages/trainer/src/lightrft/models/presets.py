@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lightrft.models.loading import save_pretrained
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 PAD, END, USER, ASSISTANT, SYSTEM = (
     "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>",
@@ -35,11 +37,15 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_qwen3_config(
-    *, vocab_size: int = VOCAB_SIZE, initializer_range: float = 0.1
+def _tiny_config(
+    kind: type[PretrainedConfig],
+    *,
+    is_tied: bool,
+    vocab_size: int = VOCAB_SIZE,
+    initializer_range: float = 0.1,
 ) -> PretrainedConfig:
-    """A two-layer Qwen3 with separate input and output embeddings."""
-    return Qwen3Config(
+    """Two layers; `is_tied` makes the input embedding the output projection."""
+    return kind(
         vocab_size=vocab_size,
         hidden_size=128,
         head_dim=32,
@@ -49,37 +55,19 @@ def tiny_qwen3_config(
         intermediate_size=192,
         max_position_embeddings=1024,
         initializer_range=initializer_range,
-        tie_word_embeddings=False,
-    )
-
-
-def tiny_llama_config(
-    *, vocab_size: int = VOCAB_SIZE, initializer_range: float = 0.1
-) -> PretrainedConfig:
-    """A two-layer Llama whose output projection is its input embedding."""
-    return LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=128,
-        head_dim=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        intermediate_size=192,
-        max_position_embeddings=1024,
-        initializer_range=initializer_range,
-        tie_word_embeddings=True,
+        tie_word_embeddings=is_tied,
     )
 
 
 PRESETS: dict[str, Callable[..., PretrainedConfig]] = {
-    "tiny-llama": tiny_llama_config,
-    "tiny-qwen3": tiny_qwen3_config,
+    "tiny-llama": partial(_tiny_config, LlamaConfig, is_tied=True),
+    "tiny-qwen3": partial(_tiny_config, Qwen3Config, is_tied=False),
 }
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerBase:
     """One token per byte, with the byte's value as its id, and five special tokens after them."""
-    vocabulary = {_byte_symbol(value): value for value in range(NUM_BYTES)}
+    vocabulary = {symbol: value for value, symbol in bytes_to_unicode().items()}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
@@ -129,12 +117,23 @@ def write_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    save_pretrained(model, tokenizer, directory)
-    _check_tokenizer(tokenizer, directory)
-
-
-def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> None:
     sample = f"{SYSTEM}é ü\n{USER}  What is 4+3?\t{ASSISTANT}\\boxed{{7}}{END}"
+    save_checked(model, tokenizer, directory, sample=sample)
+
+
+def save_checked(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: str | Path,
+    *,
+    sample: str,
+) -> None:
+    """Writes a checkpoint and reads its tokenizer back.
+
+    Raises:
+        RuntimeError: The loaded tokenizer reads or writes `sample` in another way.
+    """
+    save_pretrained(model, tokenizer, directory)
     expected = tokenizer(sample)["input_ids"]
     loaded = AutoTokenizer.from_pretrained(directory)
     token_ids = loaded(sample)["input_ids"]
@@ -143,15 +142,3 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path) 
             f"the tokenizer saved in {directory} does not survive loading: got {token_ids}, "
             f"expected {expected}; check the version of transformers"
         )
-
-
-def _byte_symbol(value: int) -> str:
-    """The printable character that byte-level tokenizers write for a byte."""
-    is_printable = 33 <= value <= 126 or 161 <= value <= 172 or 174 <= value <= 255
-    if is_printable:
-        return chr(value)
-    num_before = sum(
-        not (33 <= other <= 126 or 161 <= other <= 172 or 174 <= other <= 255)
-        for other in range(value)
-    )
-    return chr(NUM_BYTES + num_before)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch.distributed import ProcessGroup
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
 
@@ -36,9 +36,23 @@ class SequenceModel(nn.Module):
         """The wrapped model of transformers."""
 
     @property
+    def config(self) -> PretrainedConfig:
+        """The configuration of the wrapped model."""
+        return self.pretrained.config
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Recomputes activations in the backward pass instead of storing them."""
+        self.pretrained.gradient_checkpointing_enable({"use_reentrant": False})
+
+    @property
     def sequence_group(self) -> ProcessGroup | None:
         """The ranks that call the model with the same batch; None is this rank alone."""
         return self.layout_policy.sp_group
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether some layer recomputes its activations in the backward pass."""
+        return any(getattr(layer, "gradient_checkpointing", False) for layer in self.modules())
 
     def pack_samples(self, is_packed: bool = True) -> None:
         """Lays batches out as one stream without padding, or as padded rows again.

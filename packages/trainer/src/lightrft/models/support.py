@@ -17,8 +17,6 @@ from lightrft.kernels.logprob.products import full_precision_reductions, wide_pr
 from lightrft.kernels.logprob.types import apply_transform
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
     from lightrft.kernels.logprob.types import OutputLayer
@@ -101,12 +99,10 @@ def replay_support(
 
 def _logits(hidden: Tensor, layer: OutputLayer, chunk_size: int) -> Tensor:
     """[rows, vocab] float32 or float64."""
-    return torch.cat(list(_chunks(hidden, layer, chunk_size)), dim=-1)
-
-
-def _chunks(hidden: Tensor, layer: OutputLayer, chunk_size: int) -> Iterator[Tensor]:
+    parts = []
     for start in range(0, len(layer.weight), chunk_size):
         own = slice(start, start + chunk_size)
         product = wide_product(hidden, layer.weight[own].T)
         bias = None if layer.bias is None else layer.bias[own].to(product.dtype)
-        yield apply_transform(product, bias, layer.transform)
+        parts.append(apply_transform(product, bias, layer.transform))
+    return torch.cat(parts, dim=-1)

@@ -25,7 +25,7 @@ class ActorOutput:
             Entry 0 and entries outside the scored mask are 0.
         entropy: [batch, seq] float32 of the distribution token t was drawn from, or None.
         router_sums: [2, experts] float32 of a mixture-of-experts model, see
-            `lightrft.models.routing`; None where nobody asked.
+            `lightrft.models.actor.router_sums`; None where nobody asked.
         log_kept_mass: [batch, seq] float32 without graph: log-probability of the tokens that a
             truncated distribution could have drawn, 0 outside the scored mask; None if untruncated.
     """

@@ -7,11 +7,11 @@ sandbox against malicious code.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
+from lightrft.kernels.lazy import lazy_names
+
 if TYPE_CHECKING:
-    from lightrft.rewards.build import REWARDS as REWARDS
     from lightrft.rewards.build import CombinedReward as CombinedReward
     from lightrft.rewards.build import RewardSettings as RewardSettings
     from lightrft.rewards.build import build_reward as build_reward
@@ -19,28 +19,5 @@ if TYPE_CHECKING:
     from lightrft.rewards.math_rules import MathReward as MathReward
     from lightrft.rewards.types import RewardFunction as RewardFunction
     from lightrft.rewards.types import RewardResult as RewardResult
-    from lightrft.rewards.user import UserReward as UserReward
 
-_MODULES = {
-    "REWARDS": "build",
-    "CombinedReward": "build",
-    "MathReward": "math_rules",
-    "RewardError": "errors",
-    "RewardFunction": "types",
-    "RewardResult": "types",
-    "RewardSettings": "build",
-    "UserReward": "user",
-    "build_reward": "build",
-}
-
-__all__ = sorted(_MODULES)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self, cast
 
-from lightrft.rewards.math_rules import BOXED_MATH, GSM8K, MathReward
+from lightrft.config.registry import REWARDS
+from lightrft.rewards.math_rules import MathReward, MathRule
 from lightrft.rewards.remote import RemoteReward
 from lightrft.rewards.types import RewardFunction, RewardResult
-from lightrft.rewards.user import UserReward
+from lightrft.rewards.user import PlainReward, UserReward
 from lightrft.strategy.config import ConfigError
 
 if TYPE_CHECKING:
@@ -29,11 +29,13 @@ class RewardSettings:
         timeout_seconds: Deadline of one call of a user's function.
         grading_seconds: Deadline of one comparison by math-verify.
         num_workers: Processes for math-verify, at most.
+        arguments: Values of keyword-only arguments of a user's functions.
     """
 
     timeout_seconds: float = 120.0
     grading_seconds: float = 10.0
     num_workers: int = 2
+    arguments: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if min(self.timeout_seconds, self.grading_seconds) <= 0 or self.num_workers < 1:
@@ -41,24 +43,6 @@ class RewardSettings:
                 "reward deadlines must be positive and num_workers at least 1: got "
                 f"{self.timeout_seconds}, {self.grading_seconds}, {self.num_workers}"
             )
-
-
-def _boxed_math(settings: RewardSettings) -> RewardFunction:
-    return MathReward(
-        BOXED_MATH, grading_seconds=settings.grading_seconds, num_workers=settings.num_workers
-    )
-
-
-def _gsm8k(settings: RewardSettings) -> RewardFunction:
-    return MathReward(
-        GSM8K, grading_seconds=settings.grading_seconds, num_workers=settings.num_workers
-    )
-
-
-REWARDS: dict[str, Callable[[RewardSettings], RewardFunction]] = {
-    "boxed_math": _boxed_math,
-    "gsm8k": _gsm8k,
-}
 
 
 class CombinedReward:
@@ -206,6 +190,17 @@ def build_reward(
         for index, url in enumerate(urls):
             name = numbered("remote", index, len(urls))
             functions.append(RemoteReward(url, name=name, timeout_seconds=settings.timeout_seconds))
+        used = {
+            option
+            for function in functions
+            if isinstance(function, PlainReward | UserReward)
+            for option in function.options
+        }
+        unknown = sorted(set(settings.arguments) - used)
+        if unknown:
+            raise ConfigError(
+                f"reward_args: no reward function has a keyword-only argument {unknown[0]!r}"
+            )
         opened.pop_all()
     return CombinedReward(functions, factors, recipes=recipes)
 
@@ -216,15 +211,23 @@ def numbered(name: str, index: int, count: int) -> str:
 
 
 def _build_one(name: str, settings: RewardSettings) -> RewardFunction:
-    if name in REWARDS:
-        return REWARDS[name](settings)
+    if REWARDS.is_built_in(name):
+        return MathReward(
+            cast("MathRule", REWARDS.load(name)),
+            grading_seconds=settings.grading_seconds,
+            num_workers=settings.num_workers,
+        )
     path, separator, function = name.rpartition(":")
     if separator and path.endswith(".py") and function.isidentifier():
-        return UserReward(path, function, timeout_seconds=settings.timeout_seconds)
+        return UserReward(
+            path,
+            function,
+            timeout_seconds=settings.timeout_seconds,
+            arguments=settings.arguments,
+        )
     if name.endswith(".py"):
         raise ConfigError(f"reward function {name}: expected FILE.py:FUNCTION, say {name}:reward")
-    nearest = difflib.get_close_matches(name, REWARDS, n=1)
-    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-    raise ConfigError(
-        f"unknown reward function {name!r}: expected {', '.join(REWARDS)} or FILE.py:FUNCTION{hint}"
-    )
+    found = REWARDS.load(name)
+    if callable(getattr(found, "score", None)):
+        return cast("RewardFunction", found)
+    return PlainReward(name, cast("Callable[..., object]", found), settings.arguments)

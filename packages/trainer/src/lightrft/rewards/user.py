@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from lightrft.config.registry import keyword_options
 from lightrft.rewards.errors import RewardError
 from lightrft.rewards.process import (
     WorkerFailedError,
@@ -14,11 +16,11 @@ from lightrft.rewards.process import (
     WorkerTimeoutError,
 )
 from lightrft.rewards.types import RewardResult
-from lightrft.rewards.user_task import MissingFunctionError
+from lightrft.rewards.user_task import MissingFunctionError, checked_results
 from lightrft.strategy.config import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 ARGUMENTS = ("prompts", "responses", "labels")
 
@@ -31,11 +33,61 @@ class Signature:
         names: Parameters that can be given by keyword.
         required: Those without a default.
         takes_all: It has `**keywords`.
+        keyword_only: Parameters that can be given by keyword only.
     """
 
     names: frozenset[str]
     required: frozenset[str]
     takes_all: bool
+    keyword_only: frozenset[str]
+
+
+class PlainReward:
+    """A function `f(prompts=, responses=, labels=, **columns)` of this process.
+
+    It is one of a module, or was added by `lightrft.config.register`; nothing stops it if it hangs.
+
+    Args:
+        name: Of its component.
+        function: Gets what it has a parameter for; results as for `UserReward`.
+        arguments: Values of its keyword-only arguments; others of the names are left out.
+    """
+
+    needs_labels = False
+
+    def __init__(
+        self, name: str, function: Callable[..., object], arguments: Mapping[str, object]
+    ) -> None:
+        self.name = name.rpartition(":")[2]
+        own = keyword_options(function)
+        self._function = function
+        self.options = {key: value for key, value in arguments.items() if key in own}
+        parameters = inspect.signature(function).parameters
+        self._takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
+        self._names = frozenset(parameters)
+
+    def score(
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        labels: Sequence[str | None],
+        columns: Mapping[str, Sequence[object]],
+    ) -> list[RewardResult]:
+        """See `RewardFunction.score`."""
+        offered = {**columns, "prompts": prompts, "responses": responses, "labels": labels}
+        chosen = {
+            key: list(values)
+            for key, values in offered.items()
+            if self._takes_all or key in self._names
+        }
+        try:
+            found = checked_results(self._function(**chosen, **self.options), len(responses))
+        except Exception as error:
+            raise RewardError(f"reward function {self.name} failed: {error}") from error
+        return [result_of(self.name, reward, components) for reward, components in found]
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class UserReward:
@@ -51,19 +103,28 @@ class UserReward:
         path: The file.
         function: Name of the function in it.
         timeout_seconds: Deadline of one call.
+        arguments: Values of its keyword-only arguments; others of the names are left out.
 
     Raises:
         ConfigError: no such file or function.
         RewardError: the file cannot be imported, or the function cannot be called this way.
     """
 
-    def __init__(self, path: str | Path, function: str, *, timeout_seconds: float = 120.0) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        function: str,
+        *,
+        timeout_seconds: float = 120.0,
+        arguments: Mapping[str, object] | None = None,
+    ) -> None:
         file = Path(path).resolve()
         self.name = function
         self._spelling = f"{path}:{function}"
         if not file.is_file():
             raise ConfigError(f"reward function {self._spelling}: no file {file}")
         self._seconds = timeout_seconds
+        self._given = arguments or {}
         self._worker = WorkerProcess(
             WorkerTask(
                 "lightrft.rewards.user_task",
@@ -79,9 +140,17 @@ class UserReward:
         """The function has a parameter `labels` without a default."""
         return "labels" in self._signature.required
 
+    @property
+    def options(self) -> dict[str, object]:
+        """The values that were given for its keyword-only arguments."""
+        own = self._signature.keyword_only
+        return {name: value for name, value in self._given.items() if name in own}
+
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise a RewardError if a required parameter is no column of the data."""
-        missing = sorted(self._signature.required - set(ARGUMENTS) - set(columns))
+        missing = sorted(
+            self._signature.required - set(ARGUMENTS) - set(columns) - set(self.options)
+        )
         if missing:
             listing = ", ".join(sorted(columns)) or "none"
             raise RewardError(
@@ -111,7 +180,7 @@ class UserReward:
         except WorkerFailedError as err:
             raise self._error("failed", err) from err
         pairs = cast("list[tuple[float | None, dict[str, float]]]", answer)
-        return [self._result(reward, components) for reward, components in pairs]
+        return [result_of(self.name, reward, components) for reward, components in pairs]
 
     def close(self) -> None:
         """Ends the worker process; may be called twice."""
@@ -131,6 +200,9 @@ class UserReward:
             names=frozenset(str(p["name"]) for p in by_keyword),
             required=frozenset(str(p["name"]) for p in by_keyword if p["is_required"]),
             takes_all=any(p["kind"] == "VAR_KEYWORD" for p in parameters),
+            keyword_only=frozenset(
+                str(p["name"]) for p in parameters if p["kind"] == "KEYWORD_ONLY"
+            ),
         )
         positional = [
             str(p["name"])
@@ -152,20 +224,23 @@ class UserReward:
         responses: Sequence[str],
         labels: Sequence[str | None],
         columns: Mapping[str, Sequence[object]],
-    ) -> dict[str, list[object]]:
+    ) -> dict[str, object]:
         own = dict(zip(ARGUMENTS, (prompts, responses, labels), strict=True))
         offered: dict[str, Sequence[object]] = {**columns, **own}
-        return {
+        chosen = {
             name: list(values)
             for name, values in offered.items()
             if self._signature.takes_all or name in self._signature.names
         }
+        return {**chosen, **self.options}
 
     def _error(self, what: str, err: WorkerFailedError) -> RewardError:
         details = f"\n{err.traceback}" if err.traceback else ""
         return RewardError(f"reward function {self._spelling} {what}: {err}{details}")
 
-    def _result(self, reward: float | None, components: dict[str, float]) -> RewardResult:
-        if reward is None:
-            reward = sum(components.values())
-        return RewardResult(reward, {self.name: reward, **components})
+
+def result_of(name: str, reward: float | None, components: dict[str, float]) -> RewardResult:
+    """What a function said of one response; without `reward` it is the sum of the components."""
+    if reward is None:
+        reward = sum(components.values())
+    return RewardResult(reward, {name: reward, **components})

@@ -58,9 +58,9 @@ class UserFunction:
 
     def __call__(self, request: object) -> object:
         """The results as [reward or null, components] pairs, checked."""
-        arguments = cast("dict[str, list[object]]", request)
+        arguments = cast("dict[str, object]", request)
         returned = self._function(**arguments)
-        return _checked(returned, len(arguments["responses"]))
+        return checked_results(returned, len(cast("list[object]", arguments["responses"])))
 
 
 def _load(path: Path, name: str) -> Callable[..., object]:
@@ -85,7 +85,14 @@ def _load(path: Path, name: str) -> Callable[..., object]:
     return functions[name]
 
 
-def _checked(returned: object, num_responses: int) -> list[tuple[float | None, dict[str, float]]]:
+def checked_results(
+    returned: object, num_responses: int
+) -> list[tuple[float | None, dict[str, float]]]:
+    """What a function returned as (reward or None, components) of each response.
+
+    Raises:
+        ReportedError: It is not one finite number or dict of them per response.
+    """
     items = returned.tolist() if isinstance(returned, SupportsToList) else returned
     if not isinstance(items, Sequence) or isinstance(items, str):
         raise ReportedError(

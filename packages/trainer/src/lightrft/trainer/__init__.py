@@ -6,8 +6,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightrft.trainer.config import TrainConfig as TrainConfig
-    from lightrft.trainer.ppo_config import PPOConfig as PPOConfig
     from lightrft.trainer.reporting.loggers import MetricsLogger as MetricsLogger
     from lightrft.trainer.runs.assembly import RunSummary as RunSummary
     from lightrft.trainer.runs.assembly import run_training as run_training
@@ -18,13 +16,11 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "MetricsLogger": "reporting.loggers",
-    "PPOConfig": "ppo_config",
     "RunSummary": "runs.assembly",
     "SPMDPPOTrainer": "spmd_ppo_trainer",
     "SPMDPPOTrainerBase": "spmd_ppo_trainer",
     "SPMDPPOTrainerVL": "spmd_ppo_trainer",
     "StepMetrics": "training.metrics",
-    "TrainConfig": "config",
     "run_training": "runs.assembly",
 }
 

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Unpack
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lightrft.config import StrategyConfig, TrainConfig
+from lightrft.config.options import options_of
+from lightrft.experience.assemble import AdvantageSettings
 from lightrft.experience.collate import micro_slices
 from lightrft.experience.forward import ForwardModels, score_actor
 from lightrft.experience.maker import ExperienceMaker, StepExperience
-from lightrft.trainer.ppo_config import PPOKeywords, resolve_ppo_config
+from lightrft.experience.sampling import greedy_params, training_params
 from lightrft.trainer.reporting.loggers import ConsoleLogger, LoggerGroup
-from lightrft.trainer.runs.prompts import check_lengths
-from lightrft.trainer.training import algorithm
+from lightrft.trainer.runs.prompts import PromptStream, check_lengths, planned_steps
+from lightrft.trainer.training.alarms import alarms
+from lightrft.trainer.training.algorithm import (
+    check_algorithm,
+    decide,
+    trainer_config,
+    unused_algorithm_options,
+)
+from lightrft.trainer.training.best_model import keep_best
+from lightrft.trainer.training.checkpointing import CheckpointStore
 from lightrft.trainer.training.construction import (
-    build_trainer_reward,
+    build_trainer_rewards,
     check_engine_group,
     check_processor,
-    configure_packing,
+    configure_models,
     is_deterministic,
     load_actor_tokenizer,
     trained_model,
-    unused_options,
 )
+from lightrft.trainer.training.evaluation import evaluate
 from lightrft.trainer.training.metrics import StepMetrics
 from lightrft.trainer.training.parity import check_parity
-from lightrft.trainer.training.run_control import RunControl
 from lightrft.trainer.training.state import initial_state
 from lightrft.trainer.training.step_metrics import (
     finished_metrics,
@@ -31,11 +45,9 @@ from lightrft.trainer.training.step_metrics import (
     record_stages,
 )
 from lightrft.trainer.training.throughput import UtilisationMeter
-from lightrft.trainer.training.updates import MinibatchOrder, UpdateModels, update_models
+from lightrft.trainer.training.updates import Objective, UpdateModels, update_models
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
@@ -45,30 +57,55 @@ if TYPE_CHECKING:
     from lightrft.experience.model_rewards import ModelRewards
     from lightrft.experience.types import ExperienceBatch
     from lightrft.rewards.types import RewardFunction
-    from lightrft.strategy.prepared import PreparedModel
+    from lightrft.strategy.prepared import Arguments, PreparedModel
     from lightrft.strategy.strategy_base import StrategyBase
     from lightrft.trainer.reporting.loggers import MetricsLogger
     from lightrft.trainer.reporting.samples import SampleLog
     from lightrft.trainer.reporting.trajectories import TrajectoryLog
-    from lightrft.trainer.runs.prompts import PromptBatches, PromptStream
+    from lightrft.trainer.runs.prompts import PromptBatches
     from lightrft.trainer.training.parity import ParityReport
     from lightrft.trainer.training.pretrain_mix import PretrainMix
 
     Model = nn.Module | PreparedModel
+    RewardSource = RewardFunction | nn.Module | Sequence[RewardFunction | nn.Module]
+
+BEST_FOLDER = "best"
 
 
-class SPMDPPOTrainerBase(RunControl):
-    """Rolls out, scores, rates and trains; the engine's weights follow the actor's.
+@dataclass(frozen=True, slots=True)
+class LoopResult:
+    """What a run ended with.
+
+    Args:
+        num_steps: Completed steps, those before a resume included.
+        first_eval: Metrics of the evaluation before the first step of this process; empty
+            without evaluation prompts, or after a resume.
+        last_eval: Metrics of the last evaluation.
+        last_metrics: Metrics of the last step; empty if there was none.
+        was_stopped: The run was asked to stop before its last step.
+    """
+
+    num_steps: int
+    first_eval: dict[str, float]
+    last_eval: dict[str, float]
+    last_metrics: dict[str, float]
+    was_stopped: bool = False
+
+
+class SPMDPPOTrainerBase:
+    """Rolls out, scores and trains; the engine's weights follow the actor's.
 
     Args:
         strategy: Trains over ranks and hosts the rollout engine.
         actor: The policy (`lightrft.models.Actor`), prepared by the strategy; or its
             PreparedModel, which brings optimizer and scheduler along.
         critic: The value model likewise, or None.
-        reward_model: Scores responses (`lightrft.rewards.RewardFunction`).
+        reward_model: Scores responses: an object with `score()`
+            (`lightrft.rewards.RewardFunction`), a prepared `nn.Module`, or a list of them.
         initial_model, ema_model: Reference of the KL term, moving average of the actor; or None.
         actor_optim, critic_optim, actor_scheduler, critic_scheduler: As prepared.
-        loss_agg_mode: How the losses of tokens become one number.
+        loss_agg_mode: How the losses of tokens become one number; None is the policy loss's own
+            way, unless the configuration says otherwise.
         use_gspo: Use the policy loss "gspo".
         VLM: The models take images; needs `processor`.
         tokenizer: Of the actor; None takes the one in `pretrain` of the configuration.
@@ -81,7 +118,7 @@ class SPMDPPOTrainerBase(RunControl):
         sample_log: Receives samples of every step on the first rank.
         pretrain: Texts whose language-modelling loss is mixed in, or None.
         trajectory_log: Receives tokens with their logprobs and advantages on the first rank.
-        **keywords: Options, see `PPOConfig`. What is not given comes from the strategy's
+        **keywords: Options, see `TrainConfig`. What is not given comes from the strategy's
             configuration.
 
     Raises:
@@ -98,7 +135,7 @@ class SPMDPPOTrainerBase(RunControl):
         strategy: StrategyBase,
         actor: Model,
         critic: Model | None = None,
-        reward_model: RewardFunction | None = None,
+        reward_model: RewardSource | None = None,
         initial_model: nn.Module | None = None,
         ema_model: nn.Module | None = None,
         actor_optim: Optimizer | None = None,
@@ -106,7 +143,7 @@ class SPMDPPOTrainerBase(RunControl):
         actor_scheduler: LRScheduler | None = None,
         critic_scheduler: LRScheduler | None = None,
         *,
-        loss_agg_mode: str = "seq-mean-token-mean",
+        loss_agg_mode: str | None = None,
         use_gspo: bool = False,
         VLM: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -119,29 +156,36 @@ class SPMDPPOTrainerBase(RunControl):
         sample_log: SampleLog | None = None,
         pretrain: PretrainMix | None = None,
         trajectory_log: TrajectoryLog | None = None,
-        **keywords: Unpack[PPOKeywords],
+        **keywords: object,
     ) -> None:
         check_processor(processor, is_needed=VLM or self.is_vision)
         check_engine_group(strategy)
         self.strategy = strategy
-        self.config = resolve_ppo_config(
-            keywords, strategy.config, loss_agg_mode=loss_agg_mode, use_gspo=use_gspo
+        self.config, self._algorithm = decide(
+            trainer_config(
+                strategy.config, keywords, loss_agg_mode=loss_agg_mode, use_gspo=use_gspo
+            )
         )
-        self.config.check_batches(strategy.world_size)
+        self.config.check_world_size(strategy.world_size)
         self._actor = trained_model("actor", actor, actor_optim, actor_scheduler)
         self._critic = None
         if critic is not None:
             self._critic = trained_model("critic", critic, critic_optim, critic_scheduler)
         uses_reference = initial_model is not None and self.config.init_kl_coef > 0
-        algorithm.check_algorithm(
-            self.config, has_critic=self._critic is not None, has_reference=uses_reference
+        check_algorithm(
+            self.config,
+            self._algorithm,
+            has_critic=self._critic is not None,
+            has_reference=uses_reference,
+            engine_type=strategy.inference_engine_type,
         )
-        algorithm.check_replay(self.config, strategy.inference_engine_type)
         self.initial_model = initial_model if uses_reference else None
-        configure_packing(self.config, strategy, (self.actor, self.critic, self.initial_model))
+        configure_models(self.config, strategy, (self.actor, self.critic, self.initial_model))
         self.ema_model, self.processor = ema_model, processor
         self.tokenizer = tokenizer or load_actor_tokenizer(strategy.config.pretrain)
-        self.reward_function = build_trainer_reward(reward_model, reward_fn)
+        self.reward_function, self._model_rewards = build_trainer_rewards(
+            reward_fn or reward_model, model_rewards, strategy, self.config
+        )
         self.eval_prompts = eval_prompts
         self.state = initial_state(self.config)
         self._prompts_dataloader = prompts_dataloader
@@ -149,17 +193,19 @@ class SPMDPPOTrainerBase(RunControl):
         self._experience: StepExperience | None = None
         self._is_first_step = True
         self._sample_log, self._trajectory_log = sample_log, trajectory_log
-        self._pretrain, self._model_rewards = pretrain, model_rewards
+        self._pretrain = pretrain
+        self._stop_request: Callable[[], bool] | None = None
         self._utilisation = UtilisationMeter(strategy, self.config.peak_tflops)
         self._is_deterministic = is_deterministic(strategy.unwrap_model(self._actor.model))
         if loggers is None:
             loggers = [ConsoleLogger(strategy.print, every=self.config.logging_steps)]
         self._loggers = LoggerGroup(loggers if strategy.is_rank_0() else ())
         self._maker = self._build_maker()
-        for text in unused_options(self.config, has_reference=uses_reference):
+        unused = unused_algorithm_options(self.config, self._algorithm)
+        if self.config.kl_target is not None and not uses_reference:
+            unused.append("kl_target acts only with a reference model and init_kl_coef > 0")
+        for text in unused:
             strategy.print(f"warning: option without effect: {text}")
-
-    # ------------------------------------------------------------------ parts
 
     @property
     def actor(self) -> nn.Module:
@@ -177,16 +223,12 @@ class SPMDPPOTrainerBase(RunControl):
         return self._actor.optimizer
 
     def _build_maker(self) -> ExperienceMaker:
-        pad_token_id = self.tokenizer.pad_token_id
         return ExperienceMaker(
             self.strategy,
             ForwardModels(self.actor, self.initial_model, self.critic),
             self.reward_function,
             decoder=self.tokenizer,
-            settings=algorithm.maker_settings(
-                self.config, pad_token_id=0 if pad_token_id is None else int(pad_token_id)
-            ),
-            device=self.strategy.device,
+            config=self.config,
             model_rewards=self._model_rewards,
             release_engine=self._release_engine,
         )
@@ -197,8 +239,6 @@ class SPMDPPOTrainerBase(RunControl):
 
     def _models(self) -> list[nn.Module]:
         return [self.actor] if self.critic is None else [self.actor, self.critic]
-
-    # ------------------------------------------------------------------ one step
 
     def make_experience(self, prompts: Sequence[Prompt] | None = None) -> ExperienceBatch:
         """Rolls out one batch of prompts and keeps the result for `ppo_train`.
@@ -226,8 +266,12 @@ class SPMDPPOTrainerBase(RunControl):
             prompts,
             step=self.state.num_steps,
             first_request_id=self.state.num_requests,
-            advantage=algorithm.advantage_settings(self.config, kl_coef=self._kl_coef),
-            shaping=self.state.shaping,
+            advantage=AdvantageSettings(
+                self.config,
+                self._algorithm.estimator,
+                kl_coef=0.0 if self.config.use_kl_loss else self._kl_coef,
+            ),
+            moments=self.state.reward_moments,
             next_prompts=self._next_prompts(),
             reuses_policy_logprobs=self._reuses_policy_logprobs(),
             carry=self.state.carry,
@@ -295,7 +339,8 @@ class SPMDPPOTrainerBase(RunControl):
         has_kl_reward = self.initial_model is not None and not self.config.use_kl_loss
         return (
             self.config.max_epochs == 1
-            and algorithm.build_token_weighting(self.config) is None
+            and not self.config.high_entropy_token_ratio
+            and not self._algorithm.corrections
             and self._is_deterministic
             and self._trains_actor
             and not has_kl_reward
@@ -364,19 +409,19 @@ class SPMDPPOTrainerBase(RunControl):
                 "prompts are solved or out of reach"
             )
             return
-        settings = algorithm.loss_settings(self.config, kl_coef=self._kl_coef)
         update_models(
             step,
             UpdateModels(
-                self._actor,
-                self._critic,
-                self.ema_model,
-                self.config.ema_beta,
-                trains_actor=self._trains_actor,
+                self._actor, self._critic, self.ema_model, trains_actor=self._trains_actor
             ),
             strategy=self.strategy,
-            settings=settings,
-            schedule=MinibatchOrder(self.config.max_epochs, self.config.seed, self.state.num_steps),
+            objective=Objective(
+                self.config,
+                self._algorithm.policy_loss,
+                self._algorithm.corrections,
+                kl_coef=self._kl_coef if self.config.use_kl_loss else 0.0,
+            ),
+            step_number=self.state.num_steps,
             metrics=metrics,
             pretrain=self._pretrain,
         )
@@ -385,6 +430,238 @@ class SPMDPPOTrainerBase(RunControl):
         for trained in (self._actor, self._critic):
             if trained is not None:
                 move(trained.optimizer)
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean reward of one greedy completion per held-out prompt; {} without such prompts."""
+        self._restore_engine_weights()
+        begin = time.perf_counter()
+        metrics = evaluate(
+            self.eval_prompts,
+            strategy=self.strategy,
+            reward_function=self.reward_function,
+            decoder=self.tokenizer,
+            sampling_params=greedy_params(training_params(self.config)),
+            sleep_engine=self.config.enable_engine_sleep,
+            masks_failures=self.config.reward_failure == "mask",
+            model_rewards=self._model_rewards,
+        )
+        if metrics:
+            metrics["eval/seconds"] = time.perf_counter() - begin
+        return metrics
+
+    def _restore_engine_weights(self) -> None:
+        """Sends the weights again if the engine dropped them and no update brought new ones."""
+        engine = self.strategy.inference_engine
+        if engine is not None and engine.weights_version >= 0 and engine.weights_were_dropped:
+            self.strategy.update_engine_weights(self._actor.model)
+
+    def _next_prompts(self) -> Callable[[], Sequence[Prompt]] | None:
+        has_loader = self._prompts_dataloader is not None
+        draws_more = self.config.dynamic_sampling or self.config.partial_rollout
+        if not draws_more or not has_loader:
+            return None
+
+        def draw() -> Sequence[Prompt]:
+            prompts = self._prompt_stream().next_batch()
+            check_lengths(prompts, self.config.prompt_max_len)
+            return prompts
+
+        return draw
+
+    def fit(
+        self,
+        args: Arguments | None = None,
+        prompts_dataloader: PromptBatches | None = None,
+        *,
+        eval_prompts: Sequence[Prompt] | None = None,
+        consumed_samples: int = 0,
+        num_update_steps_per_episodes: int | None = None,
+        stop_request: Callable[[], bool] | None = None,
+    ) -> LoopResult:
+        """Trains over the prompts: rolls out, updates, evaluates, logs and saves.
+
+        Args:
+            args: Settings of the run (num_episodes, max_steps, eval_steps, save_steps, ckpt_path)
+                that replace those of construction.
+            prompts_dataloader: This rank's batches, as `strategy.setup_dataloader` makes them.
+            eval_prompts: Held-out prompts, all of them on every rank.
+            consumed_samples: Prompts of the first pass already used, over all ranks; a loaded
+                checkpoint knows this itself.
+            num_update_steps_per_episodes: Optimizer steps of one pass; None uses all prompts.
+            stop_request: Asked on every rank at least once a step; if one rank says yes, all
+                write a checkpoint and return. Either all ranks pass one or none.
+
+        Raises:
+            ValueError: There are no prompts, or too few for one batch.
+        """
+        self.config = _with_run_options(self.config, args)
+        self._stop_request = stop_request
+        if eval_prompts is not None:
+            self.eval_prompts = eval_prompts
+        if prompts_dataloader is not None:
+            self._prompts_dataloader, self._stream = prompts_dataloader, None
+        if consumed_samples:
+            self.state = self.state.after_prompts(consumed_samples)
+        num_steps = planned_steps(
+            self._prompts_dataloader,
+            self.config,
+            self.strategy.world_size,
+            num_updates_per_episode=num_update_steps_per_episodes,
+        )
+        return self._run(num_steps)
+
+    def _run(self, num_steps: int) -> LoopResult:
+        """Trains until `num_steps` steps are complete, an alarm stops, or a request to stop.
+
+        A request is answered before each step and between its rollout and its update; the rollout
+        is then dropped, and a resumed run samples it again.
+        """
+        first_eval: dict[str, float] = {}
+        last_eval: dict[str, float] = {}
+        metrics: dict[str, float] = {}
+        if self.state.num_steps == 0:
+            first_eval = last_eval = self.evaluate()
+            self.keep_best(0, first_eval)
+            if first_eval:
+                self.log_metrics(0, first_eval)
+        num_saved = -1
+        was_stopped = False
+        while self.state.num_steps < num_steps:
+            if was_stopped := self.is_asked_to_stop():
+                break
+            step = self.state.num_steps + 1
+            self.make_experience()
+            if was_stopped := self.is_asked_to_stop():
+                break
+            metrics = self.ppo_train(step)
+            is_alarmed = self.check_alarms(metrics)
+            is_last = is_alarmed or step == num_steps
+            is_evaluated = is_last or _is_due(step, self.config.eval_steps)
+            if is_evaluated:
+                last_eval = self.evaluate()
+                self.keep_best(step, last_eval)
+            self.log_metrics(step, {**metrics, **last_eval} if is_evaluated else metrics)
+            if is_last or _is_due(step, self.config.save_steps):
+                self.save_checkpoint()
+                num_saved = step
+            if is_alarmed:
+                break
+        if was_stopped and num_saved != self.state.num_steps:
+            self.save_checkpoint()
+        return LoopResult(self.state.num_steps, first_eval, last_eval, metrics, was_stopped)
+
+    def check_alarms(self, metrics: Mapping[str, float]) -> bool:
+        """Warns about metrics out of bounds; returns whether the run is to stop."""
+        found = alarms(self.config, metrics)
+        for text in found:
+            self.strategy.print(f"warning: alarm after step {self.state.num_steps}: {text}")
+        return bool(found) and self.config.stop_on_alarm
+
+    def is_asked_to_stop(self) -> bool:
+        """Whether any rank was asked to stop; the same answer on all of them."""
+        if self._stop_request is None:
+            return False
+        return self.strategy.all_reduce(int(self._stop_request()), op="max") > 0
+
+    def keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Saves the actor in `ckpt_path`/best if `best_metric` was never better; collective."""
+        metric, folder = self.config.best_metric, self.config.ckpt_path
+        if metric is None or folder is None:
+            return
+        best = keep_best(
+            self.state.best,
+            metrics,
+            metric=metric,
+            step=step,
+            actor=self._actor.model,
+            tokenizer=self.tokenizer,
+            folder=Path(folder) / BEST_FOLDER,
+            strategy=self.strategy,
+        )
+        self.state = replace(self.state, best=best)
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hands metrics to the loggers, on the first rank."""
+        self._loggers.log(step, metrics)
+
+    def save_checkpoint(self) -> None:
+        """Writes all that a run needs to continue; does nothing without `ckpt_path`."""
+        store = self._checkpoints()
+        if store is not None:
+            store.save(self.state, self._actor, self._critic)
+
+    def load_checkpoint(self) -> bool:
+        """Continues from the newest complete checkpoint under `ckpt_path`, if there is one.
+
+        The engine gets the loaded weights.
+
+        Returns:
+            Whether there was a checkpoint.
+        """
+        store = self._checkpoints()
+        restored = None if store is None else store.load(self.state, self._actor, self._critic)
+        if restored is None:
+            return False
+        self.state, self._stream = restored, None
+        self.strategy.update_engine_weights(self._actor.model)
+        engine = self.strategy.inference_engine
+        if engine is not None:
+            self.state = self.state.with_engine_version(engine.weights_version)
+        return True
+
+    def close(self) -> None:
+        """Closes the loggers and the sample log."""
+        self._loggers.close()
+        for log in (self._sample_log, self._trajectory_log):
+            if log is not None:
+                log.close()
+
+    def _checkpoints(self) -> CheckpointStore | None:
+        if self.config.ckpt_path is None:
+            return None
+        return CheckpointStore(
+            self.strategy,
+            Path(self.config.ckpt_path),
+            max_num=self.config.max_ckpt_num,
+            max_mem=self.config.max_ckpt_mem,
+            average=self.ema_model,
+        )
+
+    def _prompt_stream(self) -> PromptStream:
+        if self._stream is None:
+            if self._prompts_dataloader is None:
+                raise ValueError(
+                    "make_experience needs prompts: pass them, give prompts_dataloader= at "
+                    "construction, or call fit(prompts_dataloader=...)"
+                )
+            self._stream = PromptStream(
+                self._prompts_dataloader,
+                world_size=self.strategy.world_size,
+                episode=self.state.episode,
+                num_consumed=self.state.num_episode_prompts,
+            )
+        return self._stream
+
+
+def _with_run_options(config: TrainConfig, args: Arguments | None) -> TrainConfig:
+    """The configuration with those options of the group "run" that `args` gives."""
+    if args is None:
+        return config
+    given = (
+        TrainConfig.from_args(args).__dict__
+        if isinstance(args, StrategyConfig)
+        else (args if isinstance(args, Mapping) else vars(args))
+    )
+    run = {
+        name: given[name]
+        for name, (_, info) in options_of(TrainConfig).items()
+        if info.group == "run" and given.get(name) is not None
+    }
+    return config.replaced(run)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 class SPMDPPOTrainer(SPMDPPOTrainerBase):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from lightrft.kernels.logprob.products import (
@@ -26,7 +27,6 @@ from lightrft.kernels.logprob.types import (
     OutputLayer,
     accumulation_dtype,
 )
-from lightrft.kernels.logprob.vocab_parallel import merge_over_ranks, sum_over_ranks_
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lightrft.kernels.logprob.types import VocabShard
+
+try:
+    from torch.distributed import all_gather_single as _all_gather
+except ImportError:  # torch < 2.13
+    from torch.distributed import all_gather_into_tensor as _all_gather
 
 
 class LogprobEngine(Protocol):
@@ -174,7 +179,7 @@ def _backward(
     if grad_rows is None:
         return None, grad_weight, grad_bias
     if options.shard is not None:
-        sum_over_ranks_(grad_rows, options.shard.group)
+        dist.all_reduce(grad_rows, group=options.shard.group)
     grad_hidden = torch.zeros_like(hidden)
     grad_hidden[index] = grad_rows.to(hidden.dtype)
     return grad_hidden, grad_weight, grad_bias
@@ -223,3 +228,20 @@ def _active_rows(
         if gradient is not None:
             is_active |= gradient != 0
     return is_active.nonzero().squeeze(1)
+
+
+def merge_over_ranks(rows: RowStatistics, group: dist.ProcessGroup | None) -> RowStatistics:
+    """Statistics of the whole vocabulary from every rank's part, merged in the order of ranks.
+
+    Args:
+        rows: This rank's part; all four statistics travel in one all-gather.
+        group: The ranks.
+    """
+    part = torch.stack((rows.maximum, rows.exp_sum, rows.weighted_sum, rows.target_logits))
+    world_size = dist.get_world_size(group)
+    parts = part.new_empty((world_size, *part.shape))
+    _all_gather(parts.view(-1), part.view(-1), group=group)
+    merged = RowStatistics(*parts[0].unbind())
+    for other in parts[1:]:
+        merged = merged.merge(RowStatistics(*other.unbind()))
+    return merged

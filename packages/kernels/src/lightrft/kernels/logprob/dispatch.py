@@ -9,8 +9,9 @@ import torch
 from lightrft.kernels.logprob import validation
 from lightrft.kernels.logprob.autograd import LogprobOptions, engine_logprob
 from lightrft.kernels.logprob.reference import reference_logprob
-from lightrft.kernels.logprob.selection import CHOICES, Request, ShapeKey, select_engines
+from lightrft.kernels.logprob.selection import Request, pick_fastest, select_engines
 from lightrft.kernels.logprob.types import (
+    Determinism,
     EntropyMode,
     LogitsTransform,
     LogprobImplementation,
@@ -20,13 +21,11 @@ from lightrft.kernels.logprob.types import (
     VocabShard,
     Workspace,
 )
-from lightrft.kernels.logprob.vocab_parallel import local_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lightrft.kernels.logprob.autograd import LogprobEngine
-    from lightrft.kernels.logprob.selection import Determinism
 
 
 def linear_logprob(  # noqa: PLR0913 - one operation with many independent options
@@ -63,58 +62,30 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
         softcap: cap * tanh(logits / cap) before the temperature; positive, or None.
         ignore_index: Rows with this target give 0 for both outputs and no gradient.
         entropy: "none", "value" (detached) or "grad".
-        impl: "reference" (all logits at once), "chunked" (torch, chunks of the vocabulary),
-            "triton" (fused; 32- or 16-bit floats), "cublas" (stored float32 products; 16-bit
-            floats on CUDA), or "auto": a fixed rule, or the fastest if `deterministic` is False.
-        precision: "fp32", or "centred": bfloat16 logits, centred on the target's before they are
-            rounded. For sampled targets a logprob is off by up to 3e-2 (2e-3 on average) where
-            plain ones give 0.2; for unlikely ones by up to |logprob| / 256.
-        deterministic: True: the same call gives the same bits (on CUDA set
-            CUBLAS_WORKSPACE_CONFIG). False lets timings choose the implementation.
-            "batch_invariant": a row's result does not depend on the other rows either.
-        tp: The part of the vocabulary that `weight` is; every rank passes the same hidden and
-            targets and receives the same outputs and dL/dhidden. One all-gather, and one
-            all-reduce backward. None: the whole vocabulary.
+        impl, precision, deterministic: See `LogprobImplementation`, `Precision`, `Determinism`.
+        tp: The part of the vocabulary that `weight` is, see `VocabShard`; None is all of it.
         workspace: Chunk size, and where dL/dweight goes; None takes the defaults.
 
     Raises:
-        ValueError: A shape, dtype, target or option is invalid or cannot be honoured here; the
-            message names it.
+        ValueError: A shape, dtype, target or option is invalid or cannot be honoured here.
     """
     validation.validate_tensors(hidden, weight, targets, bias)
     validation.validate_options(temperature, softcap, entropy, impl, precision, deterministic)
     validation.validate_workspace(workspace, weight)
     if impl == "reference":
         validation.refuse_with_reference(precision, deterministic, tp, workspace)
+    workspace = workspace or _default_workspace(hidden)
     active = (targets != ignore_index).nonzero().squeeze(1)
     num_tokens = len(targets)
     if len(active) < num_tokens:
         hidden, targets = hidden[active], targets[active]
     validation.validate_targets(targets, len(weight) if tp is None else tp.vocab_size, ignore_index)
-    transform = LogitsTransform(float(temperature), None if softcap is None else float(softcap))
-    layer = OutputLayer(weight, bias, transform)
+    layer = OutputLayer(weight, bias, LogitsTransform.of(temperature, softcap))
+    shape = (entropy != "none", softcap is not None, workspace.chunk_columns)
+    request = Request(impl, precision, deterministic, *shape)
     with torch.autocast(hidden.device.type, enabled=False):
-        if impl == "reference":
-            output = reference_logprob(
-                hidden, weight, bias, targets, transform=transform, entropy=entropy
-            )
-        else:
-            workspace = workspace or _default_workspace(hidden)
-            request = Request(
-                impl,
-                precision,
-                deterministic,
-                entropy != "none",
-                softcap is not None,
-                workspace.chunk_columns,
-            )
-            output = _by_engine(hidden, layer, targets, entropy, request, workspace, tp)
-    if len(active) == num_tokens:
-        return output
-    return LogprobOutput(
-        _scatter(output.logprobs, active, num_tokens),
-        None if output.entropy is None else _scatter(output.entropy, active, num_tokens),
-    )
+        output = _compute(hidden, layer, targets, entropy, request, workspace, tp)
+    return output if len(active) == num_tokens else _spread(output, active, num_tokens)
 
 
 def _default_workspace(hidden: Tensor) -> Workspace:
@@ -122,7 +93,7 @@ def _default_workspace(hidden: Tensor) -> Workspace:
     return Workspace(16384) if hidden.is_cuda else Workspace()
 
 
-def _by_engine(
+def _compute(
     hidden: Tensor,
     layer: OutputLayer,
     targets: Tensor,
@@ -131,11 +102,15 @@ def _by_engine(
     workspace: Workspace,
     tp: VocabShard | None,
 ) -> LogprobOutput:
+    if request.impl == "reference":
+        return reference_logprob(
+            hidden, layer.weight, layer.bias, targets, transform=layer.transform, entropy=entropy
+        )
     weight, bias = layer.weight, layer.bias
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     if tp is not None:
-        num_rows = local_rows(weight, tp)
+        num_rows = max(0, tp.vocab_size - tp.start)  # rows beyond are padding
         weight, bias = weight[:num_rows], None if bias is None else bias[:num_rows]
         targets = targets - tp.start
     engines = select_engines(request, hidden, weight)
@@ -155,29 +130,29 @@ def _fastest(
     targets: Tensor,
     entropy: EntropyMode,
 ) -> LogprobEngine:
-    key = ShapeKey(
-        len(hidden).bit_length(), hidden.shape[1], len(layer.weight), hidden.dtype,
-        entropy != "none",
-    )  # fmt: skip
+    # Tokens are binned to a power of two.
+    key = (len(hidden).bit_length(), *layer.weight.shape, hidden.dtype, entropy != "none")
 
     @torch.no_grad()
     def measure(engine: LogprobEngine) -> float:
         # The first run compiles; only the second one counts.
         for _ in range(2):
-            begin, end = _timers()
+            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             begin.record()
             engine.statistics(hidden, layer, targets, needs_entropy=entropy != "none")
             end.record()
             end.synchronize()
         return float(begin.elapsed_time(end)) / 1000
 
-    return CHOICES.pick(key, engines, measure)
+    return pick_fastest(key, engines, measure)
 
 
-def _timers() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    timers = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-    return timers[0], timers[1]
+def _spread(output: LogprobOutput, active: Tensor, num_tokens: int) -> LogprobOutput:
+    """The outputs of the active rows in their places among all tokens; 0 elsewhere."""
 
+    def spread(values: Tensor) -> Tensor:
+        return values.new_zeros(num_tokens).index_copy(0, active, values)
 
-def _scatter(values: Tensor, index: Tensor, size: int) -> Tensor:
-    return values.new_zeros(size).index_copy(0, index, values)
+    entropy = None if output.entropy is None else spread(output.entropy)
+    return LogprobOutput(spread(output.logprobs), entropy)

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
+from lightrft.kernels.logprob import validation
 from lightrft.kernels.logprob.autograd import chunks
+from lightrft.kernels.logprob.product_engine import target_products
 from lightrft.kernels.logprob.products import add_product_, full_precision_reductions
 from lightrft.kernels.logprob.rows import GradRows, RowStatistics, finish_target_logits
-from lightrft.kernels.logprob.types import OutputLayer, accumulation_dtype
+from lightrft.kernels.logprob.selection import Request, select_product_engine
+from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer, accumulation_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lightrft.kernels.logprob.product_engine import ProductEngine
-    from lightrft.kernels.logprob.types import LogitsTransform
+    from lightrft.kernels.logprob.types import Precision
 
 
 class TokenLossFunction(Protocol):
@@ -54,6 +57,71 @@ class PolicyLossOutput:
     loss: Tensor
     logprobs: Tensor
     entropy: Tensor
+
+
+DEFAULT_CHUNK_COLUMNS = 16384
+
+
+def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent options
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_loss: TokenLossFunction,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    precision: Precision = "fp32",
+    chunk_tokens: int = 4096,
+    sequence_starts: Tensor | None = None,
+    logits_budget_bytes: int = 2**31,
+) -> PolicyLossOutput:
+    """A policy loss of the targets' logprobs and entropies, computed with its gradients at once.
+
+    It costs three matrix products where `linear_logprob` and its backward pass cost four, because
+    the logits of a chunk of tokens are stored until their gradient is known.
+
+    Args:
+        hidden: [tokens, hidden].
+        weight: [vocab, hidden].
+        targets: [tokens] int64, or `ignore_index`.
+        token_loss: Called once for every chunk of tokens, in order; the losses are added. Its
+            normaliser must not depend on the chunk.
+        bias, temperature, softcap, ignore_index, precision: As in `linear_logprob`.
+        chunk_tokens: Most tokens of a chunk.
+        sequence_starts: [sequences] int64 ascending from 0. A chunk then holds whole sequences,
+            for losses that couple the tokens of one; a sequence longer than `chunk_tokens` is a
+            chunk of its own. None: chunks begin anywhere.
+        logits_budget_bytes: Logits stored at a time; those that do not fit are computed twice.
+
+    Returns:
+        The loss, whose gradient reaches hidden, weight and bias, and the detached values.
+
+    Raises:
+        ValueError: A shape, dtype, target, option or result of `token_loss` is invalid.
+    """
+    validation.validate_tensors(hidden, weight, targets, bias)
+    validation.validate_options(temperature, softcap, "grad", "auto", precision, True)
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be positive: got {chunk_tokens}")
+    if logits_budget_bytes < 0:
+        raise ValueError(f"logits_budget_bytes must not be negative: got {logits_budget_bytes}")
+    active = (targets != ignore_index).nonzero().squeeze(1)
+    validation.validate_targets(targets[active], len(weight), ignore_index)
+    request = Request("auto", precision, True, True, softcap is not None, DEFAULT_CHUNK_COLUMNS)
+    options = PolicyLossOptions(
+        engine=select_product_engine(request, hidden, weight),
+        token_loss=token_loss,
+        row_chunks=plan_row_chunks(active, len(targets), chunk_tokens, sequence_starts),
+        logits_budget_bytes=logits_budget_bytes,
+    )
+    transform = LogitsTransform.of(temperature, softcap)
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss, logprobs, entropy = LinearPolicyLoss.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, targets, transform, options
+        )
+    return PolicyLossOutput(loss, logprobs, entropy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +314,6 @@ class _Forward:
     def run(
         cls, hidden: Tensor, layer: OutputLayer, targets: Tensor, options: PolicyLossOptions
     ) -> _Forward:
-        from lightrft.kernels.logprob.product_engine import target_products
-
         engine = options.engine
         dtype = engine.product_dtype(hidden, layer.weight)
         hidden = hidden.to(dtype)

@@ -45,4 +45,6 @@ def reference_logprob(
     if entropy == "none":
         return LogprobOutput(logprobs, None)
     source = log_probabilities if entropy == "grad" else log_probabilities.detach()
-    return LogprobOutput(logprobs, -(source.exp() * source).sum(-1))
+    # A token of probability 0 adds 0 to the entropy, where 0 * -inf would be NaN.
+    finite = source.masked_fill(source.detach() == -torch.inf, 0.0)
+    return LogprobOutput(logprobs, -(source.exp() * finite).sum(-1))

@@ -6,26 +6,31 @@ import importlib.util
 import warnings
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.kernels.logprob.chunked import ChunkedEngine
-from lightrft.kernels.logprob.product_engine import ProductEngine
+from lightrft.kernels.logprob.product_engine import ChunkedEngine, ProductEngine
+from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from torch import Tensor
 
     from lightrft.kernels.logprob.autograd import LogprobEngine
-    from lightrft.kernels.logprob.types import LogprobImplementation, Precision
-
-Determinism = bool | Literal["batch_invariant"]
+    from lightrft.kernels.logprob.triton_launch import TileConfig
+    from lightrft.kernels.logprob.types import Determinism, LogprobImplementation, Precision
 
 _HALVES = (torch.bfloat16, torch.float16)
 _MIN_PRODUCT_HIDDEN = 2048
 """Below this hidden size a pass over stored products costs too much beside the products."""
+_TEST_ROWS = 256
+_TEST_HIDDEN = 256
+_TEST_COLUMNS = 1000
+_MAX_CENTRED_ERROR = 3e-2
+_MEAN_CENTRED_ERROR = 2e-3
+_MAX_EXACT_ERROR = 5e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,43 +52,23 @@ class Request:
     chunk_columns: int
 
 
-@dataclass(frozen=True, slots=True)
-class ShapeKey:
-    """Calls that share one measured choice: tokens are binned to a power of two."""
-
-    token_bin: int
-    hidden_size: int
-    vocab_size: int
-    dtype: torch.dtype
-    has_entropy: bool
+_chosen: dict[Hashable, int] = {}
 
 
-class MeasuredChoices:
-    """Remembers, for each shape, which candidate took the least time when first met."""
+def pick_fastest(
+    key: Hashable, candidates: list[LogprobEngine], measure: Callable[[LogprobEngine], float]
+) -> LogprobEngine:
+    """The candidate that took the least time when the key was first met in this process.
 
-    def __init__(self) -> None:
-        self._chosen: dict[ShapeKey, int] = {}
-
-    def pick(
-        self,
-        key: ShapeKey,
-        candidates: list[LogprobEngine],
-        measure: Callable[[LogprobEngine], float],
-    ) -> LogprobEngine:
-        """The fastest candidate; `measure` (seconds) is called only the first time.
-
-        Args:
-            key: The shape.
-            candidates: At least one, in the same order at every call.
-            measure: Runs a candidate once or more.
-        """
-        if key not in self._chosen:
-            seconds = [measure(candidate) for candidate in candidates]
-            self._chosen[key] = seconds.index(min(seconds))
-        return candidates[self._chosen[key]]
-
-
-CHOICES = MeasuredChoices()
+    Args:
+        key: What calls that share a choice have in common.
+        candidates: At least one, in the same order at every call.
+        measure: Runs a candidate and gives its seconds; called only the first time.
+    """
+    if key not in _chosen:
+        seconds = [measure(candidate) for candidate in candidates]
+        _chosen[key] = seconds.index(min(seconds))
+    return candidates[_chosen[key]]
 
 
 def select_engines(request: Request, hidden: Tensor, weight: Tensor) -> list[LogprobEngine]:
@@ -174,8 +159,6 @@ def _automatic(request: Request, hidden: Tensor, weight: Tensor) -> list[Logprob
 
 
 def _centred_engine(request: Request, hidden: Tensor, weight: Tensor) -> ProductEngine:
-    from lightrft.kernels.logprob.self_test import centred_products_are_right
-
     what = "precision='centred'"
     reason = None
     if hidden.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
@@ -223,9 +206,7 @@ def _product_engine(request: Request, *, is_centred: bool) -> ProductEngine:
 
 
 def _triton_engine(request: Request, hidden: Tensor, weight: Tensor) -> LogprobEngine:
-    from lightrft.kernels.logprob.self_test import working_bulk_tiles
-    from lightrft.kernels.logprob.tiles import forward_tiles, gradient_tiles
-    from lightrft.kernels.logprob.triton_engine import TritonEngine
+    from lightrft.kernels.logprob import triton_launch
 
     is_half = hidden.dtype in _HALVES
     capability = torch.cuda.get_device_capability(hidden.device) if hidden.is_cuda else (8, 0)
@@ -238,8 +219,59 @@ def _triton_engine(request: Request, hidden: Tensor, weight: Tensor) -> LogprobE
     if is_half and is_aligned and capability >= (9, 0):
         is_plain = not request.has_entropy and not request.has_softcap
         bulk = working_bulk_tiles(hidden.device, hidden.dtype, is_plain)
-    return TritonEngine(
+    return triton_launch.TritonEngine(
         request.chunk_columns,
-        bulk or forward_tiles(capability, is_half=is_half),
-        gradient_tiles(capability, is_half=is_half),
+        bulk or triton_launch.forward_tiles(capability, is_half=is_half),
+        triton_launch.gradient_tiles(capability, is_half=is_half),
     )
+
+
+@cache
+def centred_products_are_right(device: torch.device) -> bool:
+    """Whether the subtraction in a product's epilogue happens before the rounding to bfloat16."""
+    hidden, layer, targets, expected = _problem(device, torch.bfloat16)
+    engine = ProductEngine(_TEST_COLUMNS, is_centred=True, uses_triton=False)
+    rows = engine.statistics(hidden, layer, targets, needs_entropy=False)
+    error = (rows.logprobs.double() - expected).abs()
+    return bool(error.max() <= _MAX_CENTRED_ERROR and error.mean() <= _MEAN_CENTRED_ERROR)
+
+
+@cache
+def working_bulk_tiles(
+    device: torch.device, dtype: torch.dtype, is_plain: bool
+) -> TileConfig | None:
+    """The first tiles with bulk copies that compile here and give exact logprobs, or None."""
+    from lightrft.kernels.logprob import triton_launch
+
+    hidden, layer, targets, expected = _problem(device, dtype)
+    capability = torch.cuda.get_device_capability(device)
+    for tiles in triton_launch.bulk_tiles(
+        capability, triton_launch.triton_version(), is_plain=is_plain
+    ):
+        engine = triton_launch.TritonEngine(_TEST_COLUMNS, tiles, triton_launch.GRADIENT_SM90)
+        try:
+            rows = engine.statistics(hidden, layer, targets, needs_entropy=not is_plain)
+            largest = float((rows.logprobs.double() - expected).abs().max())
+        except Exception as err:  # noqa: BLE001 - any compiler failure has the same remedy
+            reason = f"{type(err).__name__}: {err}"
+        else:
+            if largest <= _MAX_EXACT_ERROR:
+                return tiles
+            reason = f"its logprobs are off by {largest:.1e}"
+        warnings.warn(f"{tiles} are not used: {reason}", RuntimeWarning, stacklevel=2)
+    return None
+
+
+def _problem(
+    device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, OutputLayer, torch.Tensor, torch.Tensor]:
+    """(hidden, layer, targets, float64 logprobs) with logits of standard deviation 9."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(_TEST_ROWS, _TEST_HIDDEN, generator=generator)
+    weight = torch.randn(_TEST_COLUMNS, _TEST_HIDDEN, generator=generator) * (9 / _TEST_HIDDEN**0.5)
+    probabilities = torch.softmax(hidden @ weight.T, 1)
+    targets = torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+    hidden, weight, targets = hidden.to(device, dtype), weight.to(device, dtype), targets.to(device)
+    log_probabilities = torch.log_softmax(hidden.double() @ weight.double().T, 1)
+    expected = log_probabilities.gather(1, targets[:, None]).squeeze(1)
+    return hidden, OutputLayer(weight, None, LogitsTransform(1.0, None)), targets, expected

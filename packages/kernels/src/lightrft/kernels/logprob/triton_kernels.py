@@ -1,6 +1,6 @@
 # ruff: noqa: ANN001, ANN201, ANN202, PLR0913, TID253
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""Triton kernels of `linear_logprob`; imported only by lightrft.kernels.logprob.triton_engine.
+"""Triton kernels of `linear_logprob`; imported only by lightrft.kernels.logprob.triton_launch.
 
 `scale` is 1 / temperature. Row offsets are 64-bit: tokens * vocab may exceed 2^31.
 UPCAST widens 16-bit operands before a product: the interpreter multiplies their bits otherwise.

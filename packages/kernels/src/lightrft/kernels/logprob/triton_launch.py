@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: grids, strides and flags from tensors."""
+"""Logprobs by fused Triton kernels: tile shapes, launches, and the engine."""
 
 from __future__ import annotations
 
@@ -10,19 +10,88 @@ import triton  # noqa: TID253 - only this engine imports this module
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: TID253
 
 from lightrft.kernels.logprob import triton_kernels
-from lightrft.kernels.logprob.rows import RowStatistics
+from lightrft.kernels.logprob.rows import RowStatistics, finish_target_logits
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lightrft.kernels.logprob.rows import GradRows
-    from lightrft.kernels.logprob.tiles import TileConfig
     from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
 
 _ROW_BLOCK = 128
 _EPILOGUE_ROWS = 64
 _EPILOGUE_COLUMNS = 64
 COLUMNS_PER_SPLIT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """How one product kernel is cut.
+
+    Args:
+        block_rows, block_columns, block_size: Tile of rows, vocabulary and hidden size.
+        num_warps, num_stages: Warps of a program and depth of its software pipeline.
+        tiles_per_split: Vocabulary tiles that one program merges in registers.
+        group: Row blocks that share a panel of the weight.
+        uses_tma: Bulk copies through host-made descriptors; one persistent program per core.
+        is_specialized: Besides, warps that only copy beside warps that only multiply.
+    """
+
+    block_rows: int
+    block_columns: int
+    block_size: int
+    num_warps: int
+    num_stages: int
+    tiles_per_split: int = 4
+    group: int = 8
+    uses_tma: bool = False
+    is_specialized: bool = False
+
+
+FORWARD_SM80 = TileConfig(128, 128, 32, 8, 3)
+FORWARD_SM90 = TileConfig(128, 128, 64, 8, 3)
+FORWARD_TMA = TileConfig(128, 256, 64, 8, 4, tiles_per_split=1, group=16, uses_tma=True)
+FORWARD_TMA_NARROW = TileConfig(128, 128, 64, 8, 4, tiles_per_split=1, group=16, uses_tma=True)
+FORWARD_SPECIALIZED = TileConfig(
+    128, 256, 64, 4, 4, tiles_per_split=1, group=16, uses_tma=True, is_specialized=True
+)
+GRADIENT_SM80 = TileConfig(128, 128, 32, 8, 3)
+GRADIENT_SM90 = TileConfig(128, 128, 64, 8, 3)
+# Float32 operands take twice the memory on the chip.
+FLOAT32 = TileConfig(64, 64, 32, 8, 2)
+
+
+def forward_tiles(capability: tuple[int, int], *, is_half: bool) -> TileConfig:
+    """Tiles of the forward product with plain loads on a GPU of this compute capability."""
+    if not is_half:
+        return FLOAT32
+    return FORWARD_SM90 if capability >= (9, 0) else FORWARD_SM80
+
+
+def bulk_tiles(
+    capability: tuple[int, int], triton_version: tuple[int, int], *, is_plain: bool
+) -> tuple[TileConfig, ...]:
+    """Tiles of the forward product with bulk copies, the preferred ones first.
+
+    Specialised warps compile for sm_90 with Triton 3.6; 3.7 cannot split a host-made descriptor.
+
+    Args:
+        capability: Compute capability of the GPU.
+        triton_version: Major and minor version.
+        is_plain: Neither entropy nor softcap, whose registers the widest tile has no room for.
+    """
+    if capability < (9, 0):
+        return ()
+    wide = FORWARD_TMA if is_plain and capability < (10, 0) else FORWARD_TMA_NARROW
+    is_specialized = triton_version == (3, 6) and capability < (10, 0) and is_plain
+    return (FORWARD_SPECIALIZED, wide) if is_specialized else (wide,)
+
+
+def gradient_tiles(capability: tuple[int, int], *, is_half: bool) -> TileConfig:
+    """Tiles of the recomputed product in the backward pass."""
+    if not is_half:
+        return FLOAT32
+    return GRADIENT_SM90 if capability >= (9, 0) else GRADIENT_SM80
 
 
 def triton_version() -> tuple[int, int]:
@@ -71,7 +140,7 @@ def forward_partials(
     num_splits = triton.cdiv(num_columns, tiles.block_columns * tiles.tiles_per_split)
     partials = Partials.allocate(num_splits, num_rows, hidden, needs_entropy=needs_entropy)
     num_tiles = triton.cdiv(num_rows, tiles.block_rows) * num_splits
-    scale, softcap, flags = law_arguments(layer)
+    scale, softcap, flags = transform_arguments(layer)
     bias = hidden if layer.bias is None else layer.bias
     common = {
         "NEEDS_ENTROPY": needs_entropy, "BLOCK_ROWS": tiles.block_rows,
@@ -115,7 +184,7 @@ def fold_products(
     """Writes the statistics of products [columns, rows] to their place in `partials`."""
     num_columns, num_rows = products.shape
     _, total_splits, total_rows = partials.values.shape
-    scale, softcap, flags = law_arguments(layer)
+    scale, softcap, flags = transform_arguments(layer)
     grid = (
         triton.cdiv(num_rows, _EPILOGUE_ROWS), triton.cdiv(num_columns, COLUMNS_PER_SPLIT)
     )  # fmt: skip
@@ -141,7 +210,7 @@ def grad_products(
     out = out[:, :num_columns]
     if num_rows == 0:
         return out
-    scale, softcap, flags = law_arguments(layer)
+    scale, softcap, flags = transform_arguments(layer)
     num_tiles = triton.cdiv(num_rows, tiles.block_rows)
     num_tiles *= triton.cdiv(num_columns, tiles.block_columns)
     triton_kernels.grad_products[(num_tiles,)](
@@ -166,7 +235,7 @@ def grad_of_stored_products(
         out = torch.empty_like(products, dtype=rows.hidden.dtype)
     if num_rows == 0:
         return out
-    scale, softcap, flags = law_arguments(layer)
+    scale, softcap, flags = transform_arguments(layer)
     grid = (
         triton.cdiv(num_rows, _EPILOGUE_ROWS), triton.cdiv(num_columns, _EPILOGUE_COLUMNS)
     )  # fmt: skip
@@ -180,7 +249,7 @@ def grad_of_stored_products(
     return out
 
 
-def law_arguments(layer: OutputLayer) -> tuple[float, float, dict[str, bool]]:
+def transform_arguments(layer: OutputLayer) -> tuple[float, float, dict[str, bool]]:
     """(1 / temperature, softcap or 1, compile-time flags)."""
     transform: LogitsTransform = layer.transform
     flags = {"HAS_BIAS": layer.bias is not None, "HAS_SOFTCAP": transform.softcap is not None}
@@ -207,3 +276,40 @@ def _num_programs(tensor: Tensor) -> int:
     if not tensor.is_cuda:
         return 2
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+
+
+@dataclass(frozen=True, slots=True)
+class TritonEngine:
+    """Forward: tiles of products reduced on the chip, split over the vocabulary, then merged.
+
+    Backward: one kernel recomputes a chunk of products and stores their gradient in the dtype of
+    the inputs; the two products that follow are the library's. No atomics, no locks.
+
+    Args:
+        chunk_columns: Columns of one chunk in the backward pass.
+        forward_tiles, gradient_tiles: Tile shapes.
+    """
+
+    chunk_columns: int
+    forward_tiles: TileConfig
+    gradient_tiles: TileConfig
+
+    def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
+        """That of the inputs; both have the same."""
+        del weight
+        return hidden.dtype
+
+    def statistics(
+        self, hidden: Tensor, layer: OutputLayer, targets: Tensor, *, needs_entropy: bool
+    ) -> RowStatistics:
+        """Partial statistics by tiles, merged; the target's logit by a dot product of its own."""
+        if len(hidden) == 0 or len(layer.weight) == 0:
+            return RowStatistics.empty(len(hidden), hidden, torch.float32)
+        hidden = hidden.contiguous()
+        partials = forward_partials(hidden, layer, self.forward_tiles, needs_entropy=needs_entropy)
+        products = target_products(hidden, layer.weight, targets)
+        return partials.merge(finish_target_logits(products, layer, targets))
+
+    def grad_logits(self, rows: GradRows, chunk: OutputLayer, first_column: int) -> Tensor:
+        """Recomputes the chunk's products and stores their gradient."""
+        return grad_products(rows, chunk, first_column, self.gradient_tiles)

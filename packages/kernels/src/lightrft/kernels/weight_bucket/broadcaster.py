@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from lightrft.kernels.weight_bucket.operations import pack, unpack
-from lightrft.kernels.weight_bucket.streams import Timeline, make_timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,6 +76,34 @@ class _InFlight:
     work: dist.Work | None
 
 
+class _Timeline:
+    """Order of the filling of buckets and of their use, without host waits.
+
+    On a GPU a stream of its own fills, ordered against the consumer's by events; in host memory
+    everything happens in program order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def filling(self) -> AbstractContextManager[object]:
+        """Work queued inside fills buckets."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def begin(self) -> None:
+        """What the consumer has queued so far comes before any filling queued from now on."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def hand_over(self) -> None:
+        """What has been queued to fill comes before what the consumer queues from now on."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
 class BucketBroadcaster:
     """Fills the buckets of a layout from every rank's shards.
 
@@ -132,7 +160,7 @@ class BucketBroadcaster:
             add_local: Called as `add_local(name, start, values)` for every range before it is
                 cast: adds in place to `values` [numel] float32, the elements from `start` on.
         """
-        timeline = make_timeline(self._device)
+        timeline = _Timeline(self._device)
         slots = deque(self._allocate() for _ in range(self._buffers))
         in_flight: deque[_InFlight] = deque()
         for bucket in self.layout.buckets:
@@ -146,7 +174,7 @@ class BucketBroadcaster:
             yield from self._finish(in_flight, slots, timeline)
 
     def _finish(
-        self, in_flight: deque[_InFlight], slots: deque[_Slot], timeline: Timeline
+        self, in_flight: deque[_InFlight], slots: deque[_Slot], timeline: _Timeline
     ) -> Iterator[FilledBucket]:
         flight = in_flight.popleft()
         with timeline.filling():

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lightrft.algorithms.advantages.types import RowAdvantageInputs
+    from lightrft.algorithms.types import RowAdvantageInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,16 @@ class Groups:
         return self.sum_per_row(self.rewards) / self.count_per_row
 
     @property
+    def centred(self) -> Tensor:
+        """[rows] float64, rewards less the mean of their group."""
+        return self.rewards - self.mean_per_row
+
+    @property
     def has_signal(self) -> Tensor:
         """[rows] bool, the group's rewards are not all equal.
 
         Exact comparison of the smallest with the largest: a standard deviation of equal rewards
-        is rounding dust that a division would amplify.
+        is rounding error that a division would amplify.
         """
         reduce = self.rewards.new_zeros(len(self.counts))
         inf = torch.full_like(self.rewards, torch.inf)
@@ -64,25 +69,44 @@ class Groups:
         return torch.where(self.is_scored & self.has_signal, values, 0.0).to(like.dtype)
 
 
+def scored_rewards(
+    rewards: Tensor, is_scored: Tensor | None, *, name: str = "rewards"
+) -> tuple[Tensor, Tensor]:
+    """Rewards in float64, 0 where not scored, and which are: [rows], [rows] bool.
+
+    Raises:
+        ValueError: a scored reward is not finite, or there is not one number per row.
+    """
+    values = rewards.detach().double()
+    if is_scored is None:
+        is_scored = torch.ones_like(values, dtype=torch.bool)
+    if values.dim() != 1 or values.shape != is_scored.shape:
+        raise ValueError(
+            f"{name} must be one number per row: got shapes {tuple(values.shape)} and "
+            f"{tuple(is_scored.shape)} of the rows that are scored"
+        )
+    is_bad = is_scored & ~torch.isfinite(values)
+    if bool(is_bad.any()):
+        row = int(is_bad.nonzero()[0])
+        raise ValueError(f"{name} must be finite: row {row} has {float(values[row])}")
+    return torch.where(is_scored, values, 0.0), is_scored
+
+
 def build_groups(inputs: RowAdvantageInputs) -> Groups:
     """Groups of the rows of a step.
 
     Raises:
         ValueError: shapes differ, a scored reward is not finite, or a group has a single row.
     """
-    rewards, ids = inputs.rewards.detach().double(), inputs.group_ids
-    if rewards.dim() != 1 or rewards.shape != ids.shape:
+    rewards, is_scored = scored_rewards(inputs.rewards, inputs.is_scored)
+    if rewards.shape != inputs.group_ids.shape:
         raise ValueError(
             "rewards and group_ids must be one number per row: got shapes "
-            f"{tuple(rewards.shape)} and {tuple(ids.shape)}"
+            f"{tuple(rewards.shape)} and {tuple(inputs.group_ids.shape)}"
         )
-    is_scored = inputs.is_scored
-    if is_scored is None:
-        is_scored = torch.ones_like(rewards, dtype=torch.bool)
-    if not bool(torch.isfinite(rewards[is_scored]).all()):
-        row = int((is_scored & ~torch.isfinite(rewards)).nonzero()[0])
-        raise ValueError(f"rewards must be finite: row {row} has {float(rewards[row])}")
-    unique, index, num_rows = torch.unique(ids, return_inverse=True, return_counts=True)
+    unique, index, num_rows = torch.unique(
+        inputs.group_ids, return_inverse=True, return_counts=True
+    )
     if bool((num_rows < 2).any()):
         group = int(unique[num_rows < 2][0])
         raise ValueError(
@@ -90,21 +114,4 @@ def build_groups(inputs: RowAdvantageInputs) -> Groups:
             "n_samples_per_prompt to at least 2, or use the estimator reinforce, reinforce++ or gae"
         )
     counts = rewards.new_zeros(len(unique)).index_add(0, index, is_scored.double())
-    return Groups(index, torch.where(is_scored, rewards, 0.0), is_scored, counts)
-
-
-def group_has_signal(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """Whether the group of each row has unequal scores: [rows] bool.
-
-    Dynamic sampling (DAPO, arXiv:2503.14476) keeps these. Pass the unshaped accuracy: with a
-    length penalty in the score every group has a signal.
-
-    Args:
-        scores: [rows].
-        group_ids: [rows] int64.
-    """
-    unique, index = torch.unique(group_ids, return_inverse=True)
-    empty = scores.new_zeros(len(unique))
-    lowest = empty.scatter_reduce(0, index, scores, "amin", include_self=False)
-    highest = empty.scatter_reduce(0, index, scores, "amax", include_self=False)
-    return (highest > lowest)[index]
+    return Groups(index, rewards, is_scored, counts)

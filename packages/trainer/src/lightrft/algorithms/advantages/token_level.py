@@ -1,21 +1,44 @@
-"""Estimators on token rewards."""
+"""Token rewards, returns, and the estimators that work on them.
+
+Masked tokens inside a response (tool output, say) are skipped: the value and the advantage of the
+next sampled token carry over them without a discount. The state after the last sampled token has
+value 0, of truncated responses too.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightrft.algorithms.returns import (
-    TokenAdvantages,
-    discounted_returns,
-    generalized_advantages,
-)
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.declarations import advantage_estimator, advantage_traits
+from lightrft.algorithms.masking import at_least_float32, mask_out
+from lightrft.algorithms.types import TokenAdvantages
 
 if TYPE_CHECKING:
-    from lightrft.algorithms.advantages.types import TokenAdvantageInputs
+    from lightrft.algorithms.types import AdvantageFunction, TokenAdvantageInputs
 
 
-def gae_token_advantages(inputs: TokenAdvantageInputs) -> TokenAdvantages:
-    """Generalised advantage estimation with a critic; see `returns.generalized_advantages`.
+def estimate_token_advantages(
+    estimator: AdvantageFunction, inputs: TokenAdvantageInputs
+) -> TokenAdvantages:
+    """Advantages and returns of local rows.
+
+    Raises:
+        ValueError: the estimator works on rows, or does not return `TokenAdvantages`.
+    """
+    if not advantage_traits(estimator).is_token_level:
+        raise ValueError("this estimator works on rows: call estimate_row_advantages")
+    result = estimator(inputs)
+    if not isinstance(result, TokenAdvantages):
+        raise ValueError(f"{estimator} must return TokenAdvantages: got {type(result).__name__}")
+    return result
+
+
+@advantage_estimator(is_token_level=True, needs_critic=True, whitens=True)
+def gae_advantages(inputs: TokenAdvantageInputs) -> TokenAdvantages:
+    """Generalised advantage estimation with a critic; see `generalized_advantages`.
 
     Raises:
         ValueError: `values` is missing.
@@ -31,7 +54,143 @@ def gae_token_advantages(inputs: TokenAdvantageInputs) -> TokenAdvantages:
     )
 
 
-def return_token_advantages(inputs: TokenAdvantageInputs) -> TokenAdvantages:
-    """REINFORCE and REINFORCE++: the advantage is the discounted return of the token rewards."""
+@advantage_estimator(is_token_level=True)
+def reinforce_advantages(inputs: TokenAdvantageInputs) -> TokenAdvantages:
+    """REINFORCE: the advantage is the discounted return of the token rewards.
+
+    Source: Williams 1992, Machine Learning 8.
+    """
     returns = discounted_returns(inputs.token_rewards, inputs.response_mask, gamma=inputs.gamma)
     return TokenAdvantages(advantages=returns, returns=returns)
+
+
+@advantage_estimator(is_token_level=True, whitens=True)
+def reinforce_plus_plus_advantages(inputs: TokenAdvantageInputs) -> TokenAdvantages:
+    """REINFORCE++: the discounted return, whitened over all tokens of the step.
+
+    Source: Hu 2025, arXiv:2501.03262.
+    """
+    return reinforce_advantages(inputs)
+
+
+def broadcast_to_tokens(
+    row_advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    gamma: float = 1.0,
+) -> TokenAdvantages:
+    """Row advantages as tokens', with a KL penalty in the reward.
+
+    A_t = gamma^(T - t) A_i - kl_coef sum_{s >= t} gamma^(s - t) kl_s,  T the last response token,
+    steps counted over response tokens
+
+    The penalty is discounted like the advantage: it is a reward of its token, and the return of
+    token rewards is what OpenRLHF and verl compute, too. Without a KL penalty and with gamma = 1
+    every response token of a row gets the row's number.
+
+    Args:
+        row_advantages: [batch], local rows.
+        response_mask: [batch, seq] bool.
+        kl, kl_coef: Per-token KL penalty in the reward, see `token_rewards`.
+        gamma: Discount per sampled token.
+    """
+    shaped = token_rewards(row_advantages, response_mask, kl=kl, kl_coef=kl_coef)
+    returns = discounted_returns(shaped, response_mask, gamma=gamma)
+    return TokenAdvantages(advantages=returns, returns=returns)
+
+
+def token_rewards(
+    rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+) -> Tensor:
+    """R_t = -kl_coef kl_t, plus the row's reward on its last response token: [batch, seq].
+
+    A row without response tokens has no place for its reward and stays 0.
+
+    Args:
+        rewards: [batch].
+        response_mask: [batch, seq] bool.
+        kl: [batch, seq] per-token estimate against the reference (k1 is the unbiased one here).
+        kl_coef: Weight of the penalty.
+
+    Raises:
+        ValueError: kl_coef is negative, or not 0 without `kl`.
+    """
+    if kl_coef < 0 or (kl_coef > 0 and kl is None):
+        raise ValueError(f"kl_coef must be >= 0 and comes with a kl tensor: got {kl_coef}")
+    tokens_from_here = response_mask.flip(-1).cumsum(-1).flip(-1)
+    is_last = response_mask & (tokens_from_here == 1)
+    by_token = at_least_float32(rewards.detach()).unsqueeze(-1).expand(response_mask.shape)
+    shaped = mask_out(by_token, is_last)
+    if kl is None:
+        return shaped
+    return shaped - kl_coef * mask_out(at_least_float32(kl.detach()), response_mask)
+
+
+@torch.no_grad()
+def discounted_returns(rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """G_t = R_t + gamma G_next, next the following response token: [batch, seq].
+
+    Args:
+        rewards: [batch, seq] token rewards.
+        response_mask: [batch, seq] bool.
+        gamma: Discount per sampled token.
+    """
+    _check_unit_interval(gamma=gamma)
+    rewards = mask_out(at_least_float32(rewards), response_mask)
+    returns = torch.zeros_like(rewards)
+    following = rewards.new_zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        following = torch.where(response_mask[:, t], rewards[:, t] + gamma * following, following)
+        returns[:, t] = following
+    return mask_out(returns, response_mask)
+
+
+@torch.no_grad()
+def generalized_advantages(
+    rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    lambd: float = 0.95,
+) -> TokenAdvantages:
+    """Generalised advantage estimation.
+
+    delta_t = R_t + gamma V_next - V_t;  A_t = delta_t + gamma lambd A_next;  returns = A + V
+
+    Source: Schulman et al. 2015, arXiv:1506.02438.
+
+    Args:
+        rewards: [batch, seq] token rewards.
+        values: [batch, seq], entry t the value before token t is sampled.
+        response_mask: [batch, seq] bool.
+        gamma: Discount per sampled token.
+        lambd: Mixes one-step (0) and Monte Carlo (1) estimates.
+    """
+    _check_unit_interval(gamma=gamma, lambd=lambd)
+    rewards = mask_out(at_least_float32(rewards), response_mask)
+    values = mask_out(at_least_float32(values), response_mask)
+    advantages = torch.zeros_like(rewards)
+    next_value = rewards.new_zeros(len(rewards))
+    next_advantage = rewards.new_zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        is_sampled = response_mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = delta + gamma * lambd * next_advantage
+        next_value = torch.where(is_sampled, values[:, t], next_value)
+        next_advantage = torch.where(is_sampled, advantage, next_advantage)
+        advantages[:, t] = next_advantage
+    advantages = mask_out(advantages, response_mask)
+    return TokenAdvantages(advantages, mask_out(advantages + values, response_mask))
+
+
+def _check_unit_interval(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not 0 <= number <= 1:
+            raise ValueError(f"{name} must lie in [0, 1]: got {number}")

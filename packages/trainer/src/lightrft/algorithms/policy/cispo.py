@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightrft.algorithms.declarations import policy_loss
 from lightrft.algorithms.masking import at_least_float32, mask_out
 from lightrft.algorithms.policy.clipped import check_clip_bounds
-from lightrft.algorithms.ratios import log_ratio
+from lightrft.algorithms.ratios import log_ratio, mask_like
 from lightrft.algorithms.types import TokenLoss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@policy_loss(aggregation="token-mean")
 def cispo_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -42,7 +44,7 @@ def cispo_policy_loss(
     check_clip_bounds(clip_low, clip_high)
     delta = log_ratio(logprobs, old_logprobs, response_mask)
     ratio = delta.values.detach().exp()
-    advantages = mask_out(at_least_float32(advantages.detach()), response_mask)
+    advantages = mask_like(advantages, logprobs, response_mask)
     inside = mask_out(at_least_float32(logprobs), response_mask)
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return TokenLoss(

@@ -1,15 +1,19 @@
-"""The clipped surrogate of PPO; with clip_high > clip_low that of DAPO."""
+"""The clipped surrogate of PPO, with the bounds and aggregations of PPO, DAPO and Dr.GRPO."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.masking import at_least_float32, mask_out
-from lightrft.algorithms.ratios import log_ratio
+from lightrft.algorithms.declarations import policy_loss
+from lightrft.algorithms.masking import mask_out
+from lightrft.algorithms.ratios import log_ratio, mask_like
 from lightrft.algorithms.types import TokenLoss
 
 
+@policy_loss(aggregation="seq-mean-token-mean")
 def clipped_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -25,8 +29,8 @@ def clipped_policy_loss(
     L_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t),  r_t = exp(logprobs - old)
     with dual_clip c and A_t < 0:  L_t = min(L_t, -c A_t)
 
-    Source: Schulman et al. 2017, arXiv:1707.06347; clip_high > clip_low is DAPO,
-    arXiv:2503.14476; the dual clip is Ye et al. 2019, arXiv:1912.09729.
+    Source: Schulman et al. 2017, arXiv:1707.06347; the mean over a row, then over rows is that of
+    GRPO, arXiv:2402.03300; the dual clip is Ye et al. 2019, arXiv:1912.09729.
 
     Args:
         logprobs, old_logprobs, advantages: [batch, seq]; gradients flow through `logprobs` only.
@@ -37,27 +41,116 @@ def clipped_policy_loss(
     Raises:
         ValueError: a negative clip bound, or dual_clip <= 1 + clip_high.
     """
-    check_clip_bounds(clip_low, clip_high)
     if dual_clip is not None and dual_clip <= 1 + clip_high:
         raise ValueError(
             f"dual_clip must exceed 1 + clip_high = {1 + clip_high}, or it cuts into the trust "
             f"region: got {dual_clip}"
         )
     delta = log_ratio(logprobs, old_logprobs, response_mask)
-    ratio = delta.values.exp()
-    advantages = mask_out(at_least_float32(advantages.detach()), response_mask)
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    advantages = mask_like(advantages, logprobs, response_mask)
+    surrogate = clipped_surrogate(
+        delta.values.exp(),
+        advantages,
+        response_mask,
+        is_clamped=delta.is_clamped,
+        clip_low=clip_low,
+        clip_high=clip_high,
+    )
+    if dual_clip is None:
+        return surrogate
+    bounded = torch.minimum(surrogate.loss, -dual_clip * advantages)
+    is_bounded = (advantages < 0) & (surrogate.ratio > dual_clip)
+    return replace(
+        surrogate,
+        loss=torch.where(advantages < 0, bounded, surrogate.loss),
+        is_clipped_high=surrogate.is_clipped_high | is_bounded,
+    )
+
+
+@policy_loss(aggregation="token-mean")
+def dapo_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float | None = None,
+) -> TokenLoss:
+    """`clipped_policy_loss` with a higher upper bound, averaged over the tokens of the batch.
+
+    Source: Yu et al. 2025, arXiv:2503.14476, sections 3.1 and 3.3.
+    """
+    return clipped_policy_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        response_mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
+
+
+@policy_loss(aggregation="seq-mean-token-sum-norm")
+def dr_grpo_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> TokenLoss:
+    """`clipped_policy_loss`, summed over a row and divided by the response budget of the run.
+
+    The divisor is the same for all rows, so that long wrong responses are not punished less.
+
+    Source: Liu et al. 2025, arXiv:2503.20783.
+    """
+    return clipped_policy_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        response_mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
+
+
+def clipped_surrogate(
+    ratio: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    is_clamped: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
+    """-min(ratio A, clip(ratio) A) with its flags.
+
+    Args:
+        ratio: [batch, seq] with its gradient.
+        advantages: [batch, seq], 0 outside the mask.
+        response_mask: [batch, seq] bool.
+        is_clamped: [batch, seq] bool, passed on.
+        clip_low, clip_high: Half-widths of the ratio's interval below and above 1.
+
+    Raises:
+        ValueError: a negative clip bound.
+    """
+    check_clip_bounds(clip_low, clip_high)
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     held = ratio.detach()
-    is_clipped_high = (advantages > 0) & (held > 1 + clip_high)
-    if dual_clip is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
-        is_clipped_high = is_clipped_high | ((advantages < 0) & (held > dual_clip))
     return TokenLoss(
-        loss=mask_out(loss, response_mask),
+        loss=mask_out(-torch.minimum(ratio * advantages, bounded * advantages), response_mask),
         ratio=mask_out(held, response_mask),
         is_clipped_low=(advantages < 0) & (held < 1 - clip_low),
-        is_clipped_high=is_clipped_high,
-        is_clamped=delta.is_clamped,
+        is_clipped_high=(advantages > 0) & (held > 1 + clip_high),
+        is_clamped=is_clamped,
     )
 
 

@@ -7,11 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.masking import at_least_float32, mask_out
-from lightrft.algorithms.ratios import log_ratio, masked_difference
+from lightrft.algorithms.declarations import policy_loss
+from lightrft.algorithms.masking import mask_out
+from lightrft.algorithms.ratios import log_ratio, mask_like, masked_difference
 from lightrft.algorithms.types import TokenLoss
 
 
+@policy_loss(aggregation="seq-mean-token-mean")
 def cpgd_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -48,11 +50,11 @@ def cpgd_policy_loss(
             "expected 0 <= clip_low < 1 and clip_high, drift_coef, drift_cap >= 0: got "
             f"{clip_low}, {clip_high}, {drift_coef}, {drift_cap}"
         )
-    old = mask_out(at_least_float32(old_logprobs.detach()), response_mask)
+    old = mask_like(old_logprobs, logprobs, response_mask)
     # The unclamped difference: nothing is exponentiated here, and a token far below the old
     # policy must keep its gradient.
     difference = masked_difference(logprobs, old_logprobs, response_mask)
-    advantages = mask_out(at_least_float32(advantages.detach()), response_mask)
+    advantages = mask_like(advantages, logprobs, response_mask)
     low, high = math.log1p(-clip_low), math.log1p(clip_high)
     bounded = torch.where(advantages > 0, difference.clamp(max=high), difference.clamp(min=low))
     delta = log_ratio(logprobs, old_logprobs, response_mask)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.masking import at_least_float32, mask_out, masked_row_mean
-from lightrft.algorithms.ratios import log_ratio
+from lightrft.algorithms.declarations import policy_loss
+from lightrft.algorithms.masking import mask_out
+from lightrft.algorithms.ratios import mask_like, masked_difference, row_log_ratio
 from lightrft.algorithms.types import TokenLoss
 
 
+@policy_loss(aggregation="seq-mean-token-mean", is_sequence_level=True)
 def gmpo_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -24,7 +26,7 @@ def gmpo_policy_loss(
     rho_i = exp(mean_t d_it);  L_it = -rho_i A_it
 
     A bounded token gets no gradient but still moves rho_i. The mean over a row, then over rows
-    (seq-mean-token-mean) is the paper's objective.
+    (seq-mean-token-mean) is the paper's objective. ln rho_i is held within +-20.
 
     Source: Zhao et al. 2025, arXiv:2507.20673.
 
@@ -39,12 +41,13 @@ def gmpo_policy_loss(
     """
     if max_log_ratio <= 0:
         raise ValueError(f"max_log_ratio must be positive: got {max_log_ratio}")
-    delta = log_ratio(logprobs, old_logprobs, response_mask)
-    advantages = mask_out(at_least_float32(advantages.detach()), response_mask)
-    bounded_above = torch.where(advantages > 0, delta.values.clamp(max=max_log_ratio), delta.values)
-    bounded = torch.where(advantages < 0, delta.values.clamp(min=-max_log_ratio), bounded_above)
-    ratio = masked_row_mean(bounded, response_mask).exp().unsqueeze(-1).expand_as(bounded)
-    held = delta.values.detach()
+    difference = masked_difference(logprobs, old_logprobs, response_mask)
+    advantages = mask_like(advantages, logprobs, response_mask)
+    bounded_above = torch.where(advantages > 0, difference.clamp(max=max_log_ratio), difference)
+    bounded = torch.where(advantages < 0, difference.clamp(min=-max_log_ratio), bounded_above)
+    delta = row_log_ratio(bounded, response_mask)
+    ratio = delta.values.exp()
+    held = difference.detach()
     return TokenLoss(
         loss=mask_out(-ratio * advantages, response_mask),
         ratio=mask_out(ratio.detach(), response_mask),

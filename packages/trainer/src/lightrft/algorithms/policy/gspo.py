@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.masking import at_least_float32, mask_out, masked_row_mean
-from lightrft.algorithms.policy.clipped import check_clip_bounds
-from lightrft.algorithms.ratios import LogRatio, log_ratio
-from lightrft.algorithms.types import TokenLoss
+from lightrft.algorithms.declarations import policy_loss
+from lightrft.algorithms.masking import at_least_float32, mask_out
+from lightrft.algorithms.policy.clipped import clipped_surrogate
+from lightrft.algorithms.ratios import mask_like, masked_difference, row_log_ratio
+
+if TYPE_CHECKING:
+    from lightrft.algorithms.types import TokenLoss
 
 
+@policy_loss(aggregation="seq-mean-token-mean", is_sequence_level=True)
 def gspo_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -25,7 +31,7 @@ def gspo_policy_loss(
     s_i = exp(mean_t(logprobs_it - old_it));  L_it = -min(s_i A_it, clip(s_i) A_it)
 
     The mean over a row, then over rows (seq-mean-token-mean) is the paper's objective. The bounds
-    are about a thousand times smaller than PPO's, since s_i is a mean.
+    are about a thousand times smaller than PPO's, since s_i is a mean. ln s_i is held within +-20.
 
     Source: Zheng et al. 2025, arXiv:2507.18071.
 
@@ -38,11 +44,19 @@ def gspo_policy_loss(
     Raises:
         ValueError: a negative clip bound.
     """
-    delta = log_ratio(logprobs, old_logprobs, response_mask)
-    ratio = _row_ratio(delta, response_mask)
-    return _clip(ratio, delta, advantages, response_mask, clip_low, clip_high)
+    difference = masked_difference(logprobs, old_logprobs, response_mask)
+    delta = row_log_ratio(difference, response_mask)
+    return clipped_surrogate(
+        delta.values.exp(),
+        mask_like(advantages, logprobs, response_mask),
+        response_mask,
+        is_clamped=delta.is_clamped,
+        clip_low=clip_low,
+        clip_high=clip_high,
+    )
 
 
+@policy_loss(aggregation="seq-mean-token-mean", is_sequence_level=True)
 def gspo_token_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -68,33 +82,16 @@ def gspo_token_policy_loss(
     Raises:
         ValueError: a negative clip bound.
     """
-    delta = log_ratio(logprobs, old_logprobs, response_mask)
+    difference = masked_difference(logprobs, old_logprobs, response_mask)
+    delta = row_log_ratio(difference.detach(), response_mask)
     inside = mask_out(at_least_float32(logprobs), response_mask)
-    ratio = _row_ratio(delta, response_mask).detach() * (inside - inside.detach()).exp()
-    return _clip(ratio, delta, advantages, response_mask, clip_low, clip_high)
-
-
-def _row_ratio(delta: LogRatio, mask: Tensor) -> Tensor:
-    """s_i repeated over the row: [batch, seq]."""
-    return masked_row_mean(delta.values, mask).exp().unsqueeze(-1).expand_as(delta.values)
-
-
-def _clip(
-    ratio: Tensor,
-    delta: LogRatio,
-    advantages: Tensor,
-    mask: Tensor,
-    clip_low: float,
-    clip_high: float,
-) -> TokenLoss:
-    check_clip_bounds(clip_low, clip_high)
-    advantages = mask_out(at_least_float32(advantages.detach()), mask)
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    held = ratio.detach()
-    return TokenLoss(
-        loss=mask_out(loss, mask),
-        ratio=mask_out(held, mask),
-        is_clipped_low=(advantages < 0) & (held < 1 - clip_low),
-        is_clipped_high=(advantages > 0) & (held > 1 + clip_high),
+    # Like GSPO's, the gradient ends where ln s_i is held.
+    own = torch.where(delta.is_clamped, 0.0, inside - inside.detach())
+    return clipped_surrogate(
+        (delta.values + own).exp(),
+        mask_like(advantages, logprobs, response_mask),
+        response_mask,
         is_clamped=delta.is_clamped,
+        clip_low=clip_low,
+        clip_high=clip_high,
     )

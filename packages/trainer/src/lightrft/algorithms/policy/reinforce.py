@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightrft.algorithms.declarations import policy_loss
 from lightrft.algorithms.masking import at_least_float32, mask_out
-from lightrft.algorithms.ratios import log_ratio
+from lightrft.algorithms.ratios import log_ratio, mask_like
 from lightrft.algorithms.types import TokenLoss
 
 
+@policy_loss(aggregation="token-mean")
 def reinforce_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -28,7 +30,7 @@ def reinforce_policy_loss(
         response_mask: [batch, seq] bool.
     """
     delta = log_ratio(logprobs, old_logprobs, response_mask)
-    advantages = mask_out(at_least_float32(advantages.detach()), response_mask)
+    advantages = mask_like(advantages, logprobs, response_mask)
     inside = mask_out(at_least_float32(logprobs), response_mask)
     never = torch.zeros_like(response_mask)
     return TokenLoss(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.masking import at_least_float32, mask_out
-from lightrft.algorithms.ratios import log_ratio
+from lightrft.algorithms.declarations import policy_loss
+from lightrft.algorithms.masking import mask_out
+from lightrft.algorithms.ratios import log_ratio, mask_like
 from lightrft.algorithms.types import TokenLoss
 
 
+@policy_loss(aggregation="seq-mean-token-mean")
 def sapo_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -43,8 +45,9 @@ def sapo_policy_loss(
         )
     delta = log_ratio(logprobs, old_logprobs, response_mask)
     ratio = delta.values.exp()
-    advantages = mask_out(at_least_float32(advantages.detach()), response_mask)
-    tau = torch.where(advantages > 0, temperature_positive, temperature_negative).to(ratio.dtype)
+    advantages = mask_like(advantages, logprobs, response_mask)
+    tau = torch.full_like(advantages, temperature_negative)
+    tau = tau.masked_fill(advantages > 0, temperature_positive)
     loss = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
     never = torch.zeros_like(response_mask)
     return TokenLoss(

@@ -1,1 +1,1 @@
-"""A complete run on a laptop: a tiny model is made, taught carelessly, and mended by its reward."""
+"""A complete run on a laptop: a tiny model is taught carelessly, and corrected by its reward."""

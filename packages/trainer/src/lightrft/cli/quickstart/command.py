@@ -8,21 +8,21 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from lightrft.cli.console import hide_progress_bars, share_processors
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.init_model import require_empty
 from lightrft.cli.launch import become_only_process, is_worker
-from lightrft.cli.names import did_you_mean
-from lightrft.cli.parser import Parser, at_least
+from lightrft.cli.options import Parser, at_least
 from lightrft.cli.quickstart.addition import HELD_OUT_SEED, write_additions
-from lightrft.cli.quickstart.display import LiveReward
 from lightrft.cli.quickstart.recipe import ESTIMATORS, STRATEGIES, Recipe, training_config
+from lightrft.config.options import did_you_mean
+from lightrft.trainer.runs.files import package_versions
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Mapping, Sequence
 
     from lightrft.trainer.runs.assembly import RunSummary
 
@@ -31,6 +31,7 @@ Make a tiny language model, teach it additions by a teacher who mostly forgets t
 reinforcement learning find out that remembering it pays. Needs two CPU cores and two minutes.
 """
 DEFAULT_DIRECTORY = "lightrft_quickstart"
+BAR_WIDTH = 30
 
 
 def run(argv: Sequence[str]) -> int:
@@ -78,22 +79,14 @@ def parse(argv: Sequence[str]) -> tuple[Recipe, Path]:
         raise UsageError("quickstart runs in one process: start it without torchrun")
     directory = Path(options.output_dir) if options.output_dir else unused_directory()
     require_empty(directory)
-    recipe = Recipe(
-        algorithm=options.algorithm,
-        strategy=options.strategy,
-        seed=options.seed,
-        num_steps=options.steps,
-        num_warm_start_steps=options.warm_start_steps,
-        num_eval_prompts=options.eval_prompts,
-        num_threads=options.threads,
-    )
-    return recipe, directory
+    del options.output_dir
+    return Recipe(**vars(options)), directory
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `lightrft quickstart`."""
     default = Recipe()
-    parser = Parser(prog="lightrft quickstart", description=DESCRIPTION, allow_abbrev=False)
+    parser = Parser(prog="lightrft quickstart", description=DESCRIPTION)
     names = ", ".join
     parser.add_argument(
         "--algorithm",
@@ -109,20 +102,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output_dir", metavar="DIR", help=f"New or empty folder. Default: {DEFAULT_DIRECTORY}."
     )
-    for flag, value, lowest, text in (
-        ("--seed", default.seed, 0, "Fixes every random number."),
-        ("--steps", default.num_steps, 1, "Steps of reinforcement."),
-        ("--warm_start_steps", default.num_warm_start_steps, 1, "Steps of imitation."),
-        ("--eval_prompts", default.num_eval_prompts, 1, "Held-out sums to judge by."),
-        ("--threads", default.num_threads, 1, "CPU threads."),
+    for flag, name, lowest, text in (
+        ("--seed", "seed", 0, "Fixes every random number."),
+        ("--steps", "num_steps", 1, "Steps of reinforcement."),
+        ("--warm_start_steps", "num_warm_start_steps", 1, "Steps of imitation."),
+        ("--eval_prompts", "num_eval_prompts", 1, "Held-out sums to judge by."),
+        ("--threads", "num_threads", 1, "CPU threads."),
     ):
+        value = getattr(default, name)
         parser.add_argument(
-            flag,
-            default=value,
-            type=at_least(lowest),
-            metavar="N",
+            flag, dest=name, default=value, type=at_least(lowest), metavar="N",
             help=f"{text} Default: {value}.",
-        )
+        )  # fmt: skip
     return parser
 
 
@@ -137,8 +128,13 @@ def prepare(recipe: Recipe, directory: Path) -> None:
     import torch
 
     from lightrft.cli.quickstart import boxed_sum
-    from lightrft.cli.quickstart.tiny_model import build_model, build_tokenizer, write_checkpoint
-    from lightrft.cli.quickstart.warm_start import WarmStart, imitate
+    from lightrft.cli.quickstart.warm_start import (
+        SAMPLE,
+        build_model,
+        build_tokenizer,
+        imitate,
+    )
+    from lightrft.models.presets import save_checked
 
     hide_progress_bars()
     torch.set_num_threads(recipe.num_threads)
@@ -150,9 +146,8 @@ def prepare(recipe: Recipe, directory: Path) -> None:
 
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=recipe.seed)
-    settings = WarmStart(num_steps=recipe.num_warm_start_steps, seed=recipe.seed)
-    imitate(model, tokenizer, settings, show_loss)
-    write_checkpoint(model, tokenizer, directory / "warm_start")
+    imitate(model, tokenizer, show_loss, num_steps=recipe.num_warm_start_steps, seed=recipe.seed)
+    save_checked(model, tokenizer, directory / "warm_start", sample=SAMPLE)
 
 
 def show_loss(step: int, loss: float) -> None:
@@ -187,21 +182,10 @@ def summarise(
         "accuracy_before": outcome.first_eval["eval/reward"],
         "accuracy_after": outcome.last_eval["eval/reward"],
         "seconds": {**seconds, "total": sum(seconds.values())},
-        "versions": installed_versions(("lightrft-trainer", "torch", "transformers", "deepspeed")),
+        "versions": package_versions(("lightrft-trainer", "torch", "transformers", "deepspeed")),
     }
     path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
-
-
-def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Versions by name of those packages that are installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for name in packages:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def closing_words(summary: dict[str, object], directory: Path, report: Path) -> str:
@@ -213,3 +197,30 @@ def closing_words(summary: dict[str, object], directory: Path, report: Path) -> 
         f"  next: edit {directory / 'reward.py'}, then\n"
         f"  lightrft train --config {directory / 'config.toml'} --output_dir another_run"
     )
+
+
+class LiveReward:
+    """A line a step: the mean reward of the samples as number and bar, and held-out accuracy.
+
+    Args:
+        stream: Where to write; what the run itself prints goes elsewhere.
+        num_steps: Steps of the whole run.
+    """
+
+    def __init__(self, stream: TextIO, *, num_steps: int) -> None:
+        self._stream = stream
+        self._num_steps = num_steps
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the line of a step."""
+        line = f"  step {step:>3}/{self._num_steps}"
+        if "reward" in metrics:
+            reward = metrics["reward"]
+            line += f"  reward {reward:.3f} |{'#' * round(BAR_WIDTH * reward):<{BAR_WIDTH}}|"
+        if "eval/reward" in metrics:
+            line += f"  held-out accuracy {metrics['eval/reward']:.3f}"
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Has nothing pending."""

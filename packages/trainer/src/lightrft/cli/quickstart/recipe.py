@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightrft.trainer.config import TrainConfig
+from lightrft.config import TrainConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

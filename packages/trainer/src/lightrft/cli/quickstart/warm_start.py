@@ -1,16 +1,17 @@
-"""Imitation of the careless teacher: the short supervised phase before reinforcement."""
+"""The quick start's tokenizer and model, and the imitation of the careless teacher."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from lightrft.cli.quickstart.addition import demonstrate, draw_additions
-from lightrft.models.presets import ASSISTANT, END, USER
+from lightrft.models.presets import ASSISTANT, CHAT_TEMPLATE, END, PAD, PRESETS, USER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,60 +19,90 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+WHOLE_TOKENS = ("<think>", "</think>", "\\boxed{")
+CHARACTERS = "\n !\"'()*+,-./0123456789:=>?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz{}"
+SAMPLE = f"{USER}What is 457+386?{ASSISTANT}<think>7+6=13</think>\\boxed{{843}}{END}"
 IGNORED = -100
+LEARNING_RATE = 2e-3
+NUM_WARMUP_STEPS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class WarmStart:
-    """How the model is taught.
+def build_tokenizer() -> PreTrainedTokenizerBase:
+    """A tokenizer with one token per character and for each of a few marks."""
+    tokens = [PAD, END, USER, ASSISTANT, *WHOLE_TOKENS, *CHARACTERS]
+    core = Tokenizer(
+        models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="?")
+    )
+    core.pre_tokenizer = pre_tokenizers.Split(
+        Regex(r"</?think>|\\boxed\{|[\s\S]"), behavior="isolated"
+    )
+    core.decoder = decoders.Fuse()  # without it, decoding puts spaces between tokens
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token="?",
+        additional_special_tokens=[USER, ASSISTANT],
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
-    Args:
-        num_steps: Optimizer steps.
-        batch_size: Demonstrations per step, drawn afresh for each.
-        learning_rate: Peak of AdamW's learning rate.
-        num_warmup_steps: Steps of linear increase; then it falls linearly to a tenth of the peak.
-        seed: Seed of the demonstrations.
+
+def build_model(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
+    """A random Qwen3 of 0.27 million parameters in fp32.
+
+    The usual initializer_range of 0.02 is too small at this width: the warm start then ends with
+    mistakes that no reward can repair.
     """
-
-    num_steps: int = 900
-    batch_size: int = 32
-    learning_rate: float = 2e-3
-    num_warmup_steps: int = 20
-    seed: int = 0
+    config = PRESETS["tiny-qwen3"](
+        vocab_size=(len(tokenizer) + 31) // 32 * 32, initializer_range=0.06
+    )
+    config.bos_token_id = None
+    config.eos_token_id = tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
 
 
 def imitate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    settings: WarmStart,
     on_step: Callable[[int, float], None],
+    *,
+    num_steps: int,
+    batch_size: int = 32,
+    seed: int = 0,
 ) -> None:
-    """Train `model` in place on demonstrations.
+    """Train `model` in place on demonstrations, drawn afresh for each step.
+
+    The learning rate rises linearly for `NUM_WARMUP_STEPS` and then falls to a tenth of its peak.
 
     Args:
         model: Causal language model in fp32.
         tokenizer: Its tokenizer.
-        settings: How to train.
         on_step: Called with the number of steps done and the loss in nats per token.
+        num_steps: Optimizer steps.
+        batch_size: Demonstrations per step.
+        seed: Of the demonstrations.
     """
-    rng = random.Random(settings.seed)
+    rng = random.Random(seed)
     optimizer = torch.optim.AdamW(
         model.parameters(),
-        lr=settings.learning_rate,
+        lr=LEARNING_RATE,
         betas=(0.9, 0.98),
         weight_decay=0.0,
         fused=True,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: (
-            min(1.0, (step + 1) / settings.num_warmup_steps)
-            * max(0.1, 1 - step / settings.num_steps)
-        ),
+        lambda step: min(1.0, (step + 1) / NUM_WARMUP_STEPS) * max(0.1, 1 - step / num_steps),
     )
     model.train()
-    for step in range(1, settings.num_steps + 1):
-        token_ids, targets = demonstration_batch(tokenizer, rng, settings.batch_size)
+    for step in range(1, num_steps + 1):
+        token_ids, targets = demonstration_batch(tokenizer, rng, batch_size)
         loss = _response_loss(model, token_ids, targets)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lightrft.algorithms import aggregate, local_normalizer
+from lightrft.algorithms.aggregation import aggregate, local_normalizer
 
 if TYPE_CHECKING:
     from torch import Tensor

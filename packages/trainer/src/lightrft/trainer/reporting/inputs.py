@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
+from lightrft.config import TrainConfig
+from lightrft.config.options import looks_secret, options_of
+from lightrft.config.toml import format_toml, read_toml
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.config import TrainConfig
-from lightrft.trainer.config_files import format_toml, is_secret, read_toml
-from lightrft.trainer.reporting.events import Event, read_events
 from lightrft.trainer.runs.files import (
     CONFIG_FILE,
+    EVENTS_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
     START_FILE,
@@ -32,6 +33,12 @@ LARGEST = 1e30
 """Values beyond are drawn as gaps: no axis can show them beside others."""
 QUIET_SECONDS = 300.0
 QUIET_STEPS = 20
+EVENT_WORDS = {
+    "started": "started",
+    "resumed": "continued after step {step}",
+    "stopped": "stopped by a signal after step {step}, with a checkpoint",
+    "finished": "finished after step {step}",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,21 @@ class Option:
     name: str
     value: str
     is_default: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of a run.
+
+    Args:
+        name: As in events.jsonl.
+        when: Time in UTC; "" if it is not recorded.
+        sentence: What happened, and what was changed by the command that continued the run.
+    """
+
+    name: str
+    when: str
+    sentence: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +137,7 @@ def read_run(folder: Path, *, now: float | None = None) -> RunData:
     durations = [row["step_seconds"] or 0.0 for row in metrics.values() if "step_seconds" in row]
     last_step = max(metrics, default=0)
     world_size = start.get("world_size", summary.get("world_size"))
-    events = read_events(folder)
+    events = [_event(step, entry) for step, entry in JsonLines(folder / EVENTS_FILE)]
     is_paused = bool(events) and events[-1].name == "stopped"
     return RunData(
         name=folder.resolve().name,
@@ -171,15 +193,41 @@ def _read_options(path: Path, notes: list[str]) -> list[Option]:
     except (ConfigError, UnicodeDecodeError) as err:
         notes.append(f"{path.name} is not readable: {err}")
         return []
-    defaults = {field.name: field.default for field in fields(TrainConfig)}
+    known = options_of(TrainConfig)
     options = []
     for name, value in values.items():
-        if is_secret(name):
+        if known[name][1].secret if name in known else looks_secret(name):
             continue
-        default = defaults.get(name)
+        default = known[name][0].default if name in known else None
         same = value == (list(default) if isinstance(default, tuple) else default)
         options.append(Option(name, _literal(value), same))
     return sorted(options, key=lambda item: item.is_default)
+
+
+def _event(step: int, entry: Mapping[str, object]) -> Event:
+    name = str(entry.get("event"))
+    known = EVENT_WORDS.get(name)
+    sentence = f"{name}, step {step}" if known is None else known.format(step=step)
+    world_size = entry.get("world_size")
+    if isinstance(world_size, int):
+        sentence += f", {world_size} process{'' if world_size == 1 else 'es'}"
+    changes = entry.get("changes")
+    for change in changes if isinstance(changes, list) else []:
+        if isinstance(change, Mapping):
+            exact = "" if change.get("is_free") is True else ", no longer exact"
+            sentence += (
+                f"; {change.get('name')}: {change.get('before')} → {change.get('after')}{exact}"
+            )
+    return Event(name, _when(entry.get("unix_seconds")), sentence)
+
+
+def _when(seconds: object) -> str:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        return ""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):  # no date
+        return ""
 
 
 def _literal(value: object) -> str:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO, cast
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.registry import LOGGERS
+from lightrft.config.toml import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +39,27 @@ class MetricsLogger(Protocol):
     def close(self) -> None:
         """Writes what is pending."""
         ...
+
+
+def own_loggers(config: TrainConfig) -> list[MetricsLogger]:
+    """The user's loggers: each `CLASS(config)` of the option `loggers`.
+
+    Raises:
+        ConfigError: One cannot be loaded or built, or lacks `log` or `close`.
+    """
+    made = []
+    for name in config.loggers:
+        build = LOGGERS.load(name)
+        try:
+            logger = cast("Callable[[TrainConfig], MetricsLogger]", build)(config)
+        except Exception as error:
+            raise ConfigError(
+                f"loggers: {name}(config) failed: {type(error).__name__}: {error}"
+            ) from error
+        if not all(callable(getattr(logger, method, None)) for method in ("log", "close")):
+            raise ConfigError(f"loggers: {name} needs log(step, metrics) and close()")
+        made.append(logger)
+    return made
 
 
 class ConsoleLogger:
@@ -135,6 +160,4 @@ def drop_steps_after(path: Path, step: int) -> None:
             continue
         if entry["step"] <= step:
             kept.append(line + "\n")
-    partial = path.with_suffix(path.suffix + ".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, "".join(kept))

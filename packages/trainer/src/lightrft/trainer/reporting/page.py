@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lightrft.trainer.reporting.charts import Chart, draw_lines, draw_stack, format_number
+from lightrft.config.toml import write_whole
+from lightrft.trainer.reporting.charts import Chart, format_number, packed_library
 from lightrft.trainer.reporting.inputs import RunData, read_run
 from lightrft.trainer.reporting.metric_table import METRICS, STAGES, MetricRow, metric_row
-from lightrft.trainer.reporting.plots import Plot, packed_library, plot_lines, plot_stack
-from lightrft.trainer.reporting.sample_page import choose_samples
-from lightrft.trainer.reporting.tokens import choose_tokens
+from lightrft.trainer.reporting.sample_page import QUANTITIES, choose_samples, choose_tokens
 from lightrft.trainer.runs.files import CONFIG_FILE, REPORT_FILE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 TEMPLATE = "report.html.jinja"
 SCRIPT = "report.js"
@@ -44,35 +38,6 @@ STATUS_WORDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A chart, drawn and to be drawn by the script, with the meanings of its metrics."""
-
-    chart: Chart
-    plot: Plot
-    rows: dict[str, MetricRow]
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """What one stage of all steps took."""
-
-    name: str
-    total: str
-    share: str
-    meaning: str
-
-
-@dataclass(frozen=True, slots=True)
-class MetricValue:
-    """First and last value of a metric."""
-
-    name: str
-    first: str
-    last: str
-    row: MetricRow | None
-
-
 def write_report(folder: Path, *, now: float | None = None) -> Path:
     """Writes report.html into the folder of a run that has ended, runs, or crashed.
 
@@ -87,9 +52,7 @@ def write_report(folder: Path, *, now: float | None = None) -> Path:
         NotARunError: The folder holds no run.
     """
     path = folder / REPORT_FILE
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(render_report(folder, now=now), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, render_report(folder, now=now))
     return path
 
 
@@ -97,37 +60,42 @@ def render_report(folder: Path, *, now: float | None = None) -> str:
     """The HTML text of the report on the run in `folder`; see `write_report`."""
     import jinja2
 
-    run = read_run(folder, now=now)
+    run, tokens = read_run(folder, now=now), choose_tokens(folder)
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    template = environment.from_string(_read(TEMPLATE))
-    curves, stages = _curves(run), {name: run.points(f"{name}_seconds") for name in STAGES}
-    stack, tokens = draw_stack(stages, unit="s"), choose_tokens(folder)
-    plots = [curve.plot for curve in curves] + ([plot_stack(stages, unit="s")] if stack else [])
-    return template.render(
+    environment.filters |= {"duration": format_seconds, "number": format_number}
+    template, script = (
+        Path(__file__).with_name(name).read_text("utf-8") for name in (TEMPLATE, SCRIPT)
+    )
+    stages = {name: run.points(f"{name}_seconds") for name in STAGES}
+    totals = {name: sum(value or 0.0 for _, value in points) for name, points in stages.items()}
+    curves = _curves(run)
+    charts = [*curves, Chart("Seconds of a step, by stage", "stack", stages, "s")]
+    names = {name for row in run.metrics.values() for name in row}
+    return environment.from_string(template).render(
         run=run,
         status=STATUS_WORDS[run.status],
         facts=_facts(run),
         alarms=find_alarms(run),
         curves=curves,
-        stack=stack,
-        phases=_phases(run),
-        values=_values(run),
+        totals=totals,
+        metric_names=sorted(names - {"engine_hash", "global_step"}),
+        metric_row=metric_row,
         samples=choose_samples(folder),
         tokens=tokens,
+        quantities={
+            name: meaning
+            for name, meaning in QUANTITIES.items()
+            if any(name in sample for samples in tokens.steps.values() for sample in samples)
+        },
         config_path=folder / CONFIG_FILE,
         # Scripts run only with this number, so that no text of a model can become one.
         nonce=secrets.token_urlsafe(16),
-        library=packed_library() if plots else None,
-        script=_read(SCRIPT),
-        page_data={"plots": [plot.as_json() for plot in plots], "tokens": tokens.as_json()},
+        library=packed_library() if run.metrics else None,
+        script=script,
+        page_data={"charts": [chart.as_json() for chart in charts], "tokens": tokens.steps},
     )
-
-
-def _read(name: str) -> str:
-    """The text of a file of this package."""
-    return Path(__file__).with_name(name).read_text("utf-8")
 
 
 def find_alarms(run: RunData) -> list[str]:
@@ -184,57 +152,22 @@ def _sync_line(run: RunData) -> str:
     )
 
 
-def _curves(run: RunData) -> list[Curve]:
-    curves = []
+def _curves(run: RunData) -> list[Chart]:
+    """The charts of `CURVES` that have a finite value."""
+    charts = []
     for title, names in CURVES:
         series = {name: points for name in names if (points := run.points(name))}
-        chart = draw_lines(title, series)
-        if chart is not None:
-            rows = {name: row for name in series if (row := metric_row(name)) is not None}
-            curves.append(Curve(chart, plot_lines(series, rows), rows))
-    return curves
-
-
-def _phases(run: RunData) -> list[Phase]:
-    totals = {
-        name: sum(value or 0.0 for _, value in run.points(f"{name}_seconds")) for name in STAGES
-    }
-    whole = sum(totals.values())
-    if not whole:
-        return []
-    return [
-        Phase(
-            name,
-            format_seconds(total),
-            f"{total / whole:.1%}",
-            METRICS[f"{name}_seconds"].meaning,
-        )
-        for name, total in totals.items()
-    ]
-
-
-def _values(run: RunData) -> list[MetricValue]:
-    names = sorted({name for row in run.metrics.values() for name in row})
-    return [
-        MetricValue(name, _shown(points[0]), _shown(points[-1]), metric_row(name))
-        for name in names
-        if name not in ("engine_hash", "global_step") and (points := run.points(name))
-    ]
-
-
-def _shown(point: tuple[int, float | None]) -> str:
-    return "not finite" if point[1] is None else format_number(point[1])
+        if any(value is not None for points in series.values() for _, value in points):
+            charts.append(Chart(title, "lines", series))
+    return charts
 
 
 def format_seconds(seconds: float) -> str:
     """A duration in the two largest of days, hours, minutes and seconds."""
     if seconds < 60:
         return f"{seconds:.3g} s"
-    parts: Sequence[tuple[int, str]] = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-    left = round(seconds)
-    words: list[str] = []
-    for size, name in parts:
-        count, left = divmod(left, size)
-        if count or words:
-            words.append(f"{count} {name}")
-    return " ".join(words[:2])
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import html
+import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from lightrft.trainer.reporting.charts import format_number
-from lightrft.trainer.runs.files import SAMPLES_FILE, JsonLines
+from lightrft.trainer.runs.files import SAMPLES_FILE, TRAJECTORIES_FILE, JsonLines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
-MAX_STEPS = 24
-MAX_SAMPLES_PER_STEP = 8
 MAX_CHARACTERS = 6000
-BYTE_BUDGET = 1_200_000
-"""Of all texts together, counted as they stand in the page."""
+MAX_PROMPT_CHARACTERS = 2000
+"""Of a prompt whose response is shown token by token."""
+MAX_TOKENS = 600
+BYTE_BUDGET, TOKEN_BYTE_BUDGET = 1_200_000, 800_000
+"""Of all texts and of all tokens in the page."""
+QUANTITIES: Mapping[str, str] = {
+    "advantage": "Advantage: above 0 the token is made likelier, below 0 less likely.",
+    "probability": "Probability of the token under the policy that was about to be updated.",
+    "ratio": "Trainer's over engine's probability of the token: 1 where both agree.",
+    "entropy": "Entropy of the distribution the token was drawn from, in nats.",
+}
+"""What tokens can be shaded by, and what it means."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,42 +47,76 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class StepSamples:
-    """Samples of a step, lowest reward first."""
+class Choice(Generic[T]):
+    """What is shown of a file of samples.
 
-    step: int
-    samples: tuple[Sample, ...]
+    Args:
+        steps: Samples by step, newest first.
+        num_steps: Steps in the file.
+        num_unreadable: Lines left out.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class SampleChoice:
-    """What is shown of a run's samples, newest step first."""
-
-    steps: tuple[StepSamples, ...]
+    steps: Mapping[int, Sequence[T]]
     num_steps: int
     num_unreadable: int
 
 
-def choose_samples(folder: Path) -> SampleChoice:
-    """Samples of up to 24 steps, spread over the run, the last step always among them.
+def choose_samples(folder: Path) -> Choice[Sample]:
+    """Samples of up to 24 steps, lowest reward first, the last step always among them."""
+    return _choose(
+        JsonLines(folder / SAMPLES_FILE),
+        lambda entries: [_as_text(entry) for entry in sorted(entries, key=_reward)],
+        lambda samples: len(
+            html.escape(json.dumps([*map(asdict, samples)], ensure_ascii=False)).encode()
+        ),
+        max_steps=24,
+        max_samples=8,
+        budget=BYTE_BUDGET,
+    )
 
-    The file is read twice, line by line: it may be larger than memory.
+
+def choose_tokens(folder: Path) -> Choice[dict[str, object]]:
+    """Samples of up to 12 steps token by token, the last step always among them."""
+    return _choose(
+        JsonLines(folder / TRAJECTORIES_FILE),
+        lambda entries: [found for entry in entries if (found := token_sample(entry)) is not None],
+        lambda samples: len(json.dumps(samples)),
+        max_steps=12,
+        max_samples=6,
+        budget=TOKEN_BYTE_BUDGET,
+    )
+
+
+def token_sample(entry: Mapping[str, object]) -> dict[str, object] | None:
+    """One line of trajectories.jsonl for the page; None if it holds no tokens.
+
+    Returns:
+        prompt, reward, tokens, num_tokens, truncated, and one number per token (None where it is
+        not finite) for each of `QUANTITIES` that the line has.
     """
-    lines = JsonLines(folder / SAMPLES_FILE)
-    steps = sorted({step for step, _ in lines})
-    entries: dict[int, list[dict[str, object]]] = {step: [] for step in spread(steps, MAX_STEPS)}
-    for step, entry in lines:
-        if step in entries and len(entries[step]) < MAX_SAMPLES_PER_STEP:
-            entries[step].append(entry)
-    budget = BYTE_BUDGET
-    shown = []
-    for step in sorted(entries, reverse=True):
-        samples = tuple(map(_as_text, sorted(entries[step], key=_reward)))
-        budget -= sum(map(_num_bytes, samples))
-        if budget < 0:
-            break
-        shown.append(StepSamples(step, samples))
-    return SampleChoice(tuple(shown), len(steps), lines.num_unreadable)
+    tokens = entry.get("tokens")
+    if not isinstance(tokens, list) or not tokens:
+        return None
+    logprobs, of_engine = _numbers(entry, "logprobs"), _numbers(entry, "rollout_logprobs")
+    masses = _numbers(entry, "log_kept_mass") or [0.0] * len(logprobs)
+    per_token = {
+        "advantage": _numbers(entry, "advantages"),
+        "probability": [_exp(value) for value in logprobs],
+        "ratio": [
+            _exp(None if mine is None or other is None or mass is None else mine - mass - other)
+            for mine, other, mass in zip(logprobs, of_engine, masses, strict=False)
+        ],
+        "entropy": _numbers(entry, "entropy"),
+    }
+    sample: dict[str, object] = {
+        "prompt": readable(str(entry.get("prompt", "")), max_characters=MAX_PROMPT_CHARACTERS),
+        "reward": _rounded(entry.get("reward")),
+        "truncated": entry.get("truncated") is True,
+        "num_tokens": len(tokens),
+        "tokens": [readable(str(token)) for token in tokens[:MAX_TOKENS]],
+    }
+    whole = {name: found for name, found in per_token.items() if len(found) == len(tokens)}
+    return sample | {name: list(map(_rounded, found[:MAX_TOKENS])) for name, found in whole.items()}
 
 
 def readable(text: str, *, max_characters: int = MAX_CHARACTERS) -> str:
@@ -83,11 +129,35 @@ def readable(text: str, *, max_characters: int = MAX_CHARACTERS) -> str:
     return shown if cut == text else f"{shown}\n[cut here: {len(text)} characters in all]"
 
 
-def spread(steps: Sequence[int], max_steps: int) -> list[int]:
-    """At most `max_steps` of the steps, evenly spaced, the first and the last among them."""
-    if len(steps) <= max_steps:
-        return list(steps)
-    return [steps[(len(steps) - 1) * i // (max_steps - 1)] for i in range(max_steps)]
+def _choose(
+    lines: JsonLines,
+    convert: Callable[[list[dict[str, object]]], list[T]],
+    num_bytes: Callable[[list[T]], int],
+    *,
+    max_steps: int,
+    max_samples: int,
+    budget: int,
+) -> Choice[T]:
+    """The newest of some steps, evenly spaced, whose samples fit into the budget.
+
+    The file is read twice, line by line: it may be larger than memory.
+    """
+    steps = sorted({step for step, _ in lines})
+    num_shown = min(len(steps), max_steps)
+    places = [(len(steps) - 1) * i // max(num_shown - 1, 1) for i in range(num_shown)]
+    entries: dict[int, list[dict[str, object]]] = {steps[place]: [] for place in reversed(places)}
+    for step, entry in lines:
+        if step in entries and len(entries[step]) < max_samples:
+            entries[step].append(entry)
+    shown: dict[int, list[T]] = {}
+    for step, found in entries.items():
+        samples = convert(found)
+        budget -= num_bytes(samples)
+        if budget < 0:
+            break
+        if samples:
+            shown[step] = samples
+    return Choice(shown, len(steps), lines.num_unreadable)
 
 
 def _reward(entry: Mapping[str, object]) -> float:
@@ -113,10 +183,20 @@ def _text(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return format_number(value) if abs(value) < float("inf") else str(value)
+        return format_number(value) if math.isfinite(value) else str(value)
     return readable(str(value))
 
 
-def _num_bytes(sample: Sample) -> int:
-    texts = (sample.prompt, sample.response, sample.label, sample.reward, sample.components)
-    return sum(len(html.escape(text).encode()) for text in texts)
+def _numbers(entry: Mapping[str, object], name: str) -> list[float | None]:
+    values = entry.get(name)
+    return [_rounded(value) for value in values] if isinstance(values, list) else []
+
+
+def _exp(value: float | None) -> float | None:
+    return None if value is None else math.exp(min(value, 50.0))
+
+
+def _rounded(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(f"{value:.5g}")

@@ -8,14 +8,14 @@ import os
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from lightrft.trainer.config_files import without_secrets
+from lightrft.config.toml import without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
     from lightrft.trainer.reporting.loggers import MetricsLogger
 
 logger = logging.getLogger(__name__)
@@ -27,97 +27,39 @@ class TrackerError(RuntimeError):
     """A tracker that was asked for cannot be used; the message names the option."""
 
 
-class ScalarWriter(Protocol):
-    """The part of TensorBoard's writer that is used."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Takes one number."""
-        ...
-
-    def flush(self) -> None:
-        """Writes what is pending."""
-        ...
-
-    def close(self) -> None:
-        """Ends the file."""
-        ...
-
-
-class WandbRun(Protocol):
-    """The part of a W&B run that is used."""
-
-    def log(self, data: Mapping[str, float], step: int) -> None:
-        """Takes the numbers of a step."""
-        ...
-
-    def finish(self) -> None:
-        """Writes what is pending."""
-        ...
-
-
-class TensorBoardLogger:
-    """Scalars for TensorBoard, readable after every step.
-
-    Args:
-        writer: `torch.utils.tensorboard.SummaryWriter`.
-    """
-
-    def __init__(self, writer: ScalarWriter) -> None:
-        self._writer = writer
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes every finite number of a step."""
-        for name, value in metrics.items():
-            if math.isfinite(value):
-                self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Ends the file."""
-        self._writer.close()
-
-
-class WandbLogger:
-    """Metrics for Weights & Biases.
-
-    Args:
-        run: What `wandb.init` returned.
-    """
-
-    def __init__(self, run: WandbRun) -> None:
-        self._run = run
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hands the numbers of a step over."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Ends the run of the service."""
-        self._run.finish()
-
-
 class BestEffortLogger:
-    """A logger whose first failure is told once and ends it, not the run."""
+    """A tracker whose first failure is told once and ends it, not the run.
 
-    def __init__(self, name: str, inner: MetricsLogger) -> None:
-        self._name = name
-        self._inner: MetricsLogger | None = inner
+    Args:
+        name: The option that asked for it.
+        send: Takes step and metrics.
+        end: Writes what is pending.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        send: Callable[[int, Mapping[str, float]], object],
+        end: Callable[[], object],
+    ) -> None:
+        self._name, self._send, self._end = name, send, end
+        self._has_failed = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hands the metrics on while the logger works."""
-        self._try(lambda inner: inner.log(step, metrics))
+        """Hands the metrics on while the tracker works."""
+        self._try(lambda: self._send(step, metrics))
 
     def close(self) -> None:
-        """Closes the logger."""
-        self._try(lambda inner: inner.close())
+        """Closes the tracker."""
+        self._try(self._end)
 
-    def _try(self, action: Callable[[MetricsLogger], None]) -> None:
-        if self._inner is None:
+    def _try(self, action: Callable[[], object]) -> None:
+        if self._has_failed:
             return
         try:
-            action(self._inner)
+            action()
         except Exception as error:
-            self._inner = None
+            self._has_failed = True
             logger.warning(
                 "%s failed and gets nothing more, the run goes on: %s", self._name, error
             )
@@ -130,33 +72,37 @@ def build_trackers(config: TrainConfig) -> list[MetricsLogger]:
     Raises:
         TrackerError: One cannot be used.
     """
-    openers: tuple[tuple[str, object, Callable[[TrainConfig], MetricsLogger]], ...] = (
-        ("use_tensorboard", config.use_tensorboard, _open_tensorboard),
-        ("use_wandb", config.use_wandb, _open_wandb),
-    )
     trackers: list[MetricsLogger] = []
-    for option_name, is_used, open_tracker in openers:
-        if not is_used:
+    for name, open_tracker in (("use_tensorboard", _open_tensorboard), ("use_wandb", _open_wandb)):
+        if not getattr(config, name):
             continue
         try:
-            trackers.append(BestEffortLogger(option_name, open_tracker(config)))
+            trackers.append(open_tracker(config))
         except Exception as error:
             raise TrackerError(
-                f"--{option_name}: cannot be used: {error}; fix it or leave the option out"
+                f"--{name}: cannot be used: {error}; fix it or leave the option out"
             ) from error
     return trackers
 
 
-def _open_tensorboard(config: TrainConfig) -> MetricsLogger:
+def _open_tensorboard(config: TrainConfig) -> BestEffortLogger:
+    """Scalars for TensorBoard, the finite ones, readable after every step."""
     from torch.utils.tensorboard import SummaryWriter
 
     chosen = config.use_tensorboard
-    folder = Path(chosen) if isinstance(chosen, str) else None
-    writer = SummaryWriter(str(folder or Path(config.output_dir) / TENSORBOARD_FOLDER))
-    return TensorBoardLogger(writer)
+    folder = chosen if isinstance(chosen, str) else f"{config.output_dir}/{TENSORBOARD_FOLDER}"
+    writer = SummaryWriter(folder)
+
+    def send(step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            if math.isfinite(value):
+                writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return BestEffortLogger("use_tensorboard", send, writer.close)
 
 
-def _open_wandb(config: TrainConfig) -> MetricsLogger:
+def _open_wandb(config: TrainConfig) -> BestEffortLogger:
     import wandb
 
     if isinstance(config.use_wandb, str):
@@ -172,7 +118,9 @@ def _open_wandb(config: TrainConfig) -> MetricsLogger:
         config=without_secrets(config),
         settings=wandb.Settings(silent=True),
     )
-    return WandbLogger(run)
+    return BestEffortLogger(
+        "use_wandb", lambda step, metrics: run.log(dict(metrics), step=step), run.finish
+    )
 
 
 def _wandb_id(folder: Path) -> str:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.datasets import collate_prompts, load_prompts
-from lightrft.datasets.texts import load_texts
+from lightrft.datasets.prompts import load_texts
 from lightrft.models import load_tokenizer
 from lightrft.strategy import get_strategy
-from lightrft.strategy.config import ConfigError
 from lightrft.strategy.distributed.deadlines import phase
-from lightrft.trainer.training.algorithm import check_algorithm
-from lightrft.trainer.reporting.loggers import JsonLinesLogger
-from lightrft.trainer.ppo_config import PPOConfig, resolve_ppo_config
+from lightrft.trainer.training.algorithm import algorithm_problems
+from lightrft.trainer.reporting.loggers import JsonLinesLogger, own_loggers
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.toml import write_whole
 from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.reporting.progress import build_console, rank_log
 from lightrft.trainer.runs.prompts import planned_steps
@@ -29,7 +29,6 @@ from lightrft.trainer.runs.files import (
     SAMPLES_FILE,
     SUMMARY_FILE,
     TRAJECTORIES_FILE,
-    write_whole,
 )
 from lightrft.trainer.runs.lock import sole_writer
 from lightrft.trainer.runs.models import build_models
@@ -52,9 +51,8 @@ if TYPE_CHECKING:
     from lightrft.rewards import CombinedReward
     from lightrft.rewards.recipes import RewardRecipes
     from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.trainer.config import TrainConfig
     from lightrft.trainer.reporting.loggers import MetricsLogger
-    from lightrft.trainer.training.loop import LoopResult
+    from lightrft.trainer.spmd_ppo_trainer import LoopResult
 
 EMA_FOLDER = "model_ema"
 
@@ -95,7 +93,6 @@ class RunInputs:
     prompts: PromptDataset
     eval_prompts: tuple[Prompt, ...]
     reward: CombinedReward
-    options: PPOConfig
     pretrain: PretrainMix | None = None
     recipes: RewardRecipes | None = None
 
@@ -136,7 +133,7 @@ def run_training(
                 config.save(folder / CONFIG_FILE)
         stack.enter_context(rank_log(folder, rank))
         if rank == 0:
-            loggers = (*build_trackers(config), *loggers)
+            loggers = (*build_trackers(config), *own_loggers(config), *loggers)
         strategy = stack.enter_context(get_strategy(config))
         trainer, loader = build_trainer(config, inputs, strategy, loggers=loggers)
         stack.callback(trainer.close)
@@ -162,8 +159,6 @@ def run_training(
 def read_inputs(config: TrainConfig) -> RunInputs:
     """Checks the options, then reads tokenizer, data and rewards."""
     _check_options(config)
-    options = run_options(config)
-    check_algorithm(options, has_critic=config.has_critic, has_reference=config.init_kl_coef > 0)
     tokenizer = load_tokenizer(str(config.pretrain))
     prompts = load_run_prompts(config, tokenizer)
     if len(prompts) < config.rollout_batch_size:
@@ -177,7 +172,7 @@ def read_inputs(config: TrainConfig) -> RunInputs:
     recipes = reward_recipes(config, (*prompts.prompts, *eval_prompts))
     reward = build_run_reward(config, recipes=recipes)
     return RunInputs(
-        tokenizer, prompts, eval_prompts, reward, options, pretrain_mix(config, tokenizer), recipes
+        tokenizer, prompts, eval_prompts, reward, pretrain_mix(config, tokenizer), recipes
     )
 
 
@@ -196,13 +191,6 @@ def pretrain_mix(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
     return PretrainMix(texts, config.ptx_coef, batch_size, config.seed)
 
 
-def run_options(config: TrainConfig) -> PPOConfig:
-    """The trainer's options, with the folder of the run's checkpoints."""
-    return resolve_ppo_config(
-        {"ckpt_path": str(config.checkpoint_dir)}, config, loss_agg_mode=config.loss_agg_mode
-    )
-
-
 def build_trainer(
     config: TrainConfig,
     inputs: RunInputs,
@@ -216,11 +204,11 @@ def build_trainer(
         config.rollout_batch_size // strategy.world_size,
         collate_fn=collate_prompts,
     )
-    num_steps = planned_steps(loader, inputs.options, strategy.world_size)
+    num_steps = planned_steps(loader, config, strategy.world_size)
     strategy.print(inputs.prompts.report.summary())
     strategy.print(f"{num_steps} steps of {config.rollout_batch_size} prompts")
     with phase("load the models", timedelta(minutes=config.timeout_minutes)):
-        models = build_models(config, strategy, num_steps * inputs.options.steps_per_rollout)
+        models = build_models(config, strategy, num_steps * config.steps_per_rollout)
     strategy.setup_inference_engine(config, config.engine_type, actor=models.actor)
     folder = Path(config.output_dir)
     trainer = SPMDPPOTrainer(
@@ -230,7 +218,6 @@ def build_trainer(
         inputs.reward,
         models.reference,
         models.average,
-        loss_agg_mode=config.loss_agg_mode,
         tokenizer=inputs.tokenizer,
         eval_prompts=inputs.eval_prompts,
         loggers=(
@@ -310,6 +297,9 @@ def _check_options(config: TrainConfig) -> None:
     if missing:
         raise ConfigError("\n".join(missing))
     config.check_world_size(int(os.environ.get("WORLD_SIZE", "1")))
+    problems = algorithm_problems(config)
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _summarise(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightrft.engines.types import SamplingParams
+from lightrft.experience.sampling import greedy_params, training_params
 from lightrft.models import Actor, load_tokenizer
 from lightrft.strategy import get_strategy
 from lightrft.trainer.runs.assembly import load_run_prompts
@@ -30,11 +31,35 @@ if TYPE_CHECKING:
     from lightrft.datasets import Prompt
     from lightrft.experience.exchange import SampleTable
     from lightrft.experience.rollouts import Decoder
-    from lightrft.trainer.config import TrainConfig
-    from lightrft.trainer.runs.eval_settings import EvalSettings
+    from lightrft.config import TrainConfig
 
 RESULT_FILE = "eval.json"
 RESPONSES_FILE = "responses.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSettings:
+    """How many answers are drawn beside the greedy one, and how they are counted.
+
+    Args:
+        num_samples: Samples of each prompt, drawn as in training; 0 draws none.
+        pass_k: The k of pass@k; empty takes 1, 2, 4 ... num_samples.
+        threshold: A response is right if its accuracy (the reward, where the reward function
+            reports none) is at least this.
+    """
+
+    num_samples: int = 0
+    pass_k: tuple[int, ...] = ()
+    threshold: float = 1.0
+
+    def problems(self) -> list[str]:
+        """What is wrong with the values, one line each."""
+        if any(not 1 <= k <= self.num_samples for k in self.pass_k):
+            return [
+                f"pass_k: got {list(self.pass_k)}, expected numbers from 1 to num_samples = "
+                f"{self.num_samples}"
+            ]
+        return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +127,10 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
 
 def sampling(config: TrainConfig, settings: EvalSettings) -> dict[str, SamplingParams]:
     """The passes over the prompts: greedy, and with samples "sampled"."""
-    greedy = SamplingParams(
-        temperature=0.0, n=1, max_tokens=config.generate_max_len, seed=config.seed
-    )
-    passes = {"greedy": greedy}
+    params = training_params(config)
+    passes = {"greedy": greedy_params(params)}
     if settings.num_samples:
-        passes["sampled"] = replace(
-            greedy,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            n=settings.num_samples,
-        )
+        passes["sampled"] = replace(params, n=settings.num_samples)
     return passes
 
 

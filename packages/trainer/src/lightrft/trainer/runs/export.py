@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightrft.models.loading import load_causal_lm, load_config, load_tokenizer, save_pretrained
-from lightrft.trainer.config_files import read_toml
+from lightrft.config.toml import read_toml
 from lightrft.trainer.runs.model_card import model_card
 from lightrft.trainer.reporting.inputs import NotARunError, read_run
 from lightrft.trainer.runs.files import CONFIG_FILE, SAMPLES_FILE, JsonLines

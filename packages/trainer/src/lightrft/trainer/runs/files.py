@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lightrft.config.toml import write_whole
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
 CONFIG_FILE = "config.toml"
@@ -31,28 +34,25 @@ def write_start(
     inputs: Mapping[str, object] | None = None,
 ) -> None:
     """Records when a run started, with how many processes, on which versions and inputs."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for name in _PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue  # an optional backend
+    python = ".".join(map(str, sys.version_info[:3]))
     start = {
         "started_unix": time.time(),
         "world_size": world_size,
-        "versions": versions,
+        "versions": {"python": python, **package_versions(_PACKAGES)},
         "inputs": dict(inputs or {}),
     }
     write_whole(path, json.dumps(start, indent=2) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that appears whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions by name of those packages that are installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {}
+    for name in names:
+        with suppress(PackageNotFoundError):  # an optional backend
+            versions[name] = version(name)
+    return versions
 
 
 def write_event(folder: Path, event: str, *, step: int, details: Mapping[str, object]) -> None:

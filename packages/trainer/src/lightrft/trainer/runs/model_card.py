@@ -6,24 +6,13 @@ import json
 import re
 from typing import TYPE_CHECKING
 
+from lightrft.config import TrainConfig
+from lightrft.config.options import options_of
+
 if TYPE_CHECKING:
     from lightrft.trainer.reporting.inputs import RunData
 
-SHOWN_OPTIONS = (
-    "advantage_estimator",
-    "policy_loss",
-    "loss_agg_mode",
-    "rollout_batch_size",
-    "n_samples_per_prompt",
-    "train_batch_size",
-    "actor_learning_rate",
-    "init_kl_coef",
-    "eps_clip",
-    "temperature",
-    "generate_max_len",
-    "max_epochs",
-    "seed",
-)
+SHOWN_GROUPS = ("algorithm", "rollout", "training")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 
 
@@ -39,8 +28,13 @@ def model_card(run: RunData, *, base_model: str | None, is_local: bool) -> str:
     if base_model is not None and not is_local and HUB_ID.match(base_model):
         head.append(f"base_model: {json.dumps(base_model)}")
     head += ["tags:", "- reinforcement-learning", "- lightrft"]
-    values = {option.name: option.value for option in run.options}
-    options = [f"| `{name}` | `{values[name]}` |" for name in SHOWN_OPTIONS if name in values]
+    known = options_of(TrainConfig)
+    options = [
+        f"| `{option.name}` | `{option.value}` |"
+        for option in run.options
+        if option.name in known and known[option.name][1].group in SHOWN_GROUPS
+        and (known[option.name][1].common or not option.is_default)
+    ]  # fmt: skip
     versions = [f"| {name} | {text} |" for name, text in run.versions.items()]
     return "\n".join(
         [

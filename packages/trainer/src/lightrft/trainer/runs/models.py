@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lightrft.algorithms.declarations import advantage_traits
 from lightrft.models import Actor, Critic, LoraActor, LoraSettings
 from lightrft.trainer.runs.rewards import prepare_reward_models
+from lightrft.trainer.training.algorithm import build_estimator
+from lightrft.trainer.training.construction import configure_model
 
 if TYPE_CHECKING:
     from torch import nn
 
     from lightrft.strategy.prepared import PreparedModel
     from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +43,16 @@ def build_models(config: TrainConfig, strategy: StrategyBase, max_steps: int) ->
     reference: Actor | None = None
     with strategy.init_model_context(config.meta_init):
         actor = _load_policy(path, config)
-        if config.has_critic:
+        if advantage_traits(build_estimator(config)).needs_critic:
             critic_path = config.critic_pretrain
             critic = Critic.from_pretrained(critic_path if isinstance(critic_path, str) else path)
         if config.init_kl_coef > 0:
-            reference = _load_actor(path, config)
+            reference = Actor.from_pretrained(path)
         average = _load_policy(path, config) if config.enable_ema else None
-    if config.aux_loss_coef > 0:
-        actor.enable_router_sums()
-    if config.gradient_checkpointing:
-        actor.gradient_checkpointing_enable()
-        if critic is not None:
-            critic.gradient_checkpointing_enable()
+    # Before the strategy wraps and compiles them.
+    for model in (actor, critic, reference):
+        if model is not None:
+            configure_model(model, config)
     ready_actor, ready_critic, _, ready_reference = strategy.prepare_models_and_optimizers(
         actor, critic, None, reference, config, max_steps
     )
@@ -67,7 +68,7 @@ def build_models(config: TrainConfig, strategy: StrategyBase, max_steps: int) ->
 def _load_policy(path: str, config: TrainConfig) -> Actor:
     """The trained actor: with adapters where they are what is trained."""
     if config.lora_rank == 0:
-        return _load_actor(path, config)
+        return Actor.from_pretrained(path)
     return LoraActor.from_pretrained(
         path,
         lora=LoraSettings(
@@ -77,12 +78,4 @@ def _load_policy(path: str, config: TrainConfig) -> Actor:
             target_modules=config.target_modules,
             seed=config.seed,
         ),
-        fused_linear_logprob=config.fused_linear_logprob,
-        chunk_size=config.chunk_size,
-    )
-
-
-def _load_actor(path: str, config: TrainConfig) -> Actor:
-    return Actor.from_pretrained(
-        path, fused_linear_logprob=config.fused_linear_logprob, chunk_size=config.chunk_size
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrft.strategy.config import ConfigError
-from lightrft.trainer.config import TrainConfig
-from lightrft.trainer.config_files import is_secret, without_secrets
+from lightrft.config import ConfigError
+from lightrft.config import TrainConfig
+from lightrft.config.options import options_of
+from lightrft.config.registry import REGISTRIES, split_reference
+from lightrft.config.toml import without_secrets
 from lightrft.trainer.runs.files import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -20,20 +22,6 @@ from lightrft.trainer.runs.files import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-FREE_OPTIONS = frozenset({
-    # How long the run is, and what is written and watched on the way.
-    "num_episodes", "max_steps", "save_steps", "eval_steps", "logging_steps", "eval_data",
-    "eval_split", "max_eval_samples", "max_ckpt_num", "max_ckpt_mem", "save_path", "ckpt_path",
-    "save_trajectories", "num_trajectories_to_save", "log_dir", "plot_every", "strict",
-    "alarm_kl", "alarm_entropy", "alarm_length", "alarm_reward_std", "stop_on_alarm",
-    "load_checkpoint", "allow_changes", "use_tensorboard", "use_wandb", "wandb_org",
-    "wandb_group", "wandb_project", "wandb_run_name", "heartbeat_seconds", "output_dir",
-    # How long to wait, and where.
-    "timeout_minutes", "reward_timeout_seconds", "local_rank", "remote_rm_url",
-    "verify_weight_sync", "weight_bucket_mb", "engine_mem_util", "enable_engine_sleep",
-})  # fmt: skip
-"""Options that may change between the parts of a run: its numbers stay those of one run."""
 
 _CHUNK_BYTES = 1 << 20
 
@@ -126,14 +114,12 @@ def find_changes(folder: Path, config: TrainConfig) -> tuple[Change, ...]:
     """Options and input files that differ from those of the run in `folder`."""
     old = TrainConfig.load(folder / CONFIG_FILE)
     new = without_secrets(config)
-    found = []
-    for entry in fields(TrainConfig):
-        if entry.name == "extra_args" or is_secret(entry.name):
-            continue
-        before, after = old.__dict__[entry.name], new[entry.name]
-        if before != after:
-            is_free = entry.name in FREE_OPTIONS
-            found.append(Change(entry.name, repr(before), repr(after), is_free=is_free))
+    before = without_secrets(old)
+    found = [
+        Change(name, repr(before[name]), repr(new[name]), is_free=info.may_change)
+        for name, (_, info) in options_of(TrainConfig).items()
+        if name in new and before[name] != new[name]
+    ]
     return (*found, *_changed_inputs(folder, config))
 
 
@@ -162,10 +148,13 @@ def describe_inputs(config: TrainConfig) -> dict[str, Mapping[str, int | str]]:
 
 
 def input_files(config: TrainConfig) -> list[Path]:
-    """Local files of prompts and reward functions."""
+    """Local files of prompts, and of the user's own losses, rewards and the like."""
     data = [] if config.prompt_data is None else [config.prompt_data]
     names = [name for entry in data for name in (entry, *entry.split(","))]
-    names += [name.rpartition(":")[0] for name in config.reward_fn]
+    for name in REGISTRIES:
+        value = config.__dict__[name] or ()
+        chosen = (value,) if isinstance(value, str) else value
+        names += [(split_reference(item) or ("", ""))[0] for item in chosen]
     return [path for path in dict.fromkeys(map(Path, filter(None, names))) if path.is_file()]
 
 

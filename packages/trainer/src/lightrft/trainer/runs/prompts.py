@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from lightrft.datasets.types import Prompt
-    from lightrft.trainer.ppo_config import PPOConfig
+    from lightrft.config import TrainConfig
 
     PromptBatches = DataLoader[Prompt] | Iterable[Sequence[Prompt]]
 
@@ -118,7 +118,7 @@ def batches_per_episode(batches: PromptBatches, *, world_size: int, batch_size: 
 
 def planned_steps(
     batches: PromptBatches | None,
-    config: PPOConfig,
+    config: TrainConfig,
     world_size: int,
     *,
     num_updates_per_episode: int | None = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
     from lightrft.trainer.runs.plan import Change
     from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
@@ -23,7 +23,7 @@ def resume_rows(
     num_generators = len(list((folder / "rng").glob("*.json")))
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))
     models = "actor" if trainer.critic is None else "actor and critic"
-    moments = state.shaping.moments
+    moments = state.reward_moments
     sync = strategy.last_weight_sync
     rows = [
         ("checkpoint", f"{folder}: complete, {num_files} files, written {written}"),

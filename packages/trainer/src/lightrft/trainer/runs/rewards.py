@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightrft.datasets import Prompt
     from lightrft.rewards import CombinedReward
     from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
 
 
 def build_run_reward(
@@ -32,7 +32,14 @@ def build_run_reward(
         weights=config.reward_weights[: num_functions(config)] or None,
         recipes=recipes,
         has_models=bool(config.reward_pretrain),
-        settings=RewardSettings(timeout_seconds=config.reward_timeout_seconds),
+        settings=reward_settings(config),
+    )
+
+
+def reward_settings(config: TrainConfig) -> RewardSettings:
+    """Deadlines, and arguments of own functions."""
+    return RewardSettings(
+        timeout_seconds=config.reward_timeout_seconds, arguments=config.reward_args or {}
     )
 
 

@@ -22,7 +22,7 @@ from lightrft.trainer.runs.plan import describe_inputs
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.trainer.config import TrainConfig
+    from lightrft.config import TrainConfig
     from lightrft.trainer.runs.plan import RunPlan
     from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 

@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from lightrft.config import TrainConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Alarms:
-    """What is too much or too little; None is off.
+def alarms(config: TrainConfig, metrics: Mapping[str, float]) -> list[str]:
+    """One sentence for each metric of a step out of its bounds.
 
-    Args:
-        max_kl: Of `kl` (to the reference model, per token) and `approx_kl` (of the update).
-        min_entropy: Of `entropy`, in nats.
-        max_length: Of `response_length`, in tokens.
-        min_reward_std: Of `reward_std`.
-        stops: End the run after the step, with a checkpoint.
+    `alarm_kl` bounds `kl` (to the reference model, per token) and `approx_kl` (of the update). A
+    log-probability that is not a number is always too much: `correction_invalid_share`.
     """
-
-    max_kl: float | None = None
-    min_entropy: float | None = None
-    max_length: float | None = None
-    min_reward_std: float | None = None
-    stops: bool = False
-
-    def check(self, metrics: Mapping[str, float]) -> list[str]:
-        """One sentence for each metric out of bounds."""
-        uppers = (
-            ("kl", self.max_kl),
-            ("approx_kl", self.max_kl),
-            ("response_length", self.max_length),
-        )
-        lowers = (("entropy", self.min_entropy), ("reward_std", self.min_reward_std))
-        return [
-            f"{name} is {metrics[name]:.4g}, above {bound:g}"
-            for name, bound in uppers
-            if bound is not None and name in metrics and metrics[name] > bound
-        ] + [
-            f"{name} is {metrics[name]:.4g}, below {bound:g}"
-            for name, bound in lowers
-            if bound is not None and name in metrics and metrics[name] < bound
-        ]
+    bounds = (
+        ("kl", config.alarm_kl, "above"),
+        ("approx_kl", config.alarm_kl, "above"),
+        ("response_length", config.alarm_length, "above"),
+        ("correction_invalid_share", 0.0, "above"),
+        ("entropy", config.alarm_entropy, "below"),
+        ("reward_std", config.alarm_reward_std, "below"),
+    )
+    found = []
+    for name, bound, side in bounds:
+        value = metrics.get(name)
+        if value is None or bound is None:
+            continue
+        if (value > bound) if side == "above" else (value < bound):
+            found.append(f"{name} is {value:.4g}, {side} {bound:g}")
+    return found

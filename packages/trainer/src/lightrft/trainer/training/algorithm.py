@@ -1,217 +1,360 @@
-"""From the options of a trainer to its loss, estimator and sampling; names are checked here."""
+"""From the options to the loss, the estimator and the corrections that they name."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
 
 from lightrft.algorithms import (
-    AGGREGATIONS,
-    CORRECTIONS,
-    KL_ESTIMATORS,
-    build_advantage_estimator,
-    build_policy_loss,
-    get_policy_loss,
+    RowAdvantageInputs,
+    TokenAdvantageInputs,
+    TokenAdvantages,
+    TokenLoss,
 )
-from lightrft.algorithms.lookup import lookup
+from lightrft.algorithms.correction_terms import CorrectionTerm, parse_correction
+from lightrft.algorithms.declarations import (
+    AdvantageTraits,
+    PolicyLossTraits,
+    advantage_traits,
+    policy_loss,
+    policy_loss_traits,
+)
+from lightrft.algorithms.types import AdvantageFunction, PolicyLossFunction
+from lightrft.config import ConfigError, StrategyConfig, TrainConfig
+from lightrft.config.options import CRITIC, options_of
+from lightrft.config.registry import (
+    ADVANTAGE_ESTIMATORS,
+    POLICY_LOSSES,
+    bind,
+    keyword_options,
+)
+from lightrft.config.rules import UNKNOWN_ORDER
 from lightrft.engines.truncation import has_known_order
-from lightrft.engines.types import SamplingParams
-from lightrft.experience.assemble import AdvantageSettings
-from lightrft.experience.dynamic import DynamicSampling
-from lightrft.experience.partial import PartialRollout
-from lightrft.experience.sampling import MakerSettings
-from lightrft.experience.scoring import OverlongPenalty
-from lightrft.trainer.config_checks import UNKNOWN_ORDER
-from lightrft.trainer.ppo_config import PPOConfig
-from lightrft.trainer.training.alarms import Alarms
-from lightrft.trainer.training.token_weights import TokenWeighting
-from lightrft.trainer.training.updates import LossSettings
 
-if TYPE_CHECKING:
-    from lightrft.algorithms import AdvantageEstimator
-    from lightrft.algorithms.policy import PolicyLossFunction
+# Options that reach every loss which has an argument of that name; the first one given wins.
+COMMON_LOSS_OPTIONS = {
+    "clip_low": ("eps_clip_low", "eps_clip"),
+    "clip_high": ("eps_clip_high", "eps_clip"),
+    "dual_clip": ("dual_clip",),
+}
+_WORDS = {"clip_low": "clip range", "clip_high": "clip range", "dual_clip": "dual clip"}
 
 
-def check_algorithm(config: PPOConfig, *, has_critic: bool, has_reference: bool) -> None:
-    """Checks all names and what the algorithm needs.
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """What a run computes with, hyper-parameters included.
+
+    Args:
+        policy_loss, loss_traits: The loss of a token, and what it declares.
+        estimator, estimator_traits: Rewards to advantages likewise.
+        corrections: Terms for the difference between engine and trainer; () is none.
+    """
+
+    policy_loss: PolicyLossFunction
+    loss_traits: PolicyLossTraits
+    estimator: AdvantageFunction
+    estimator_traits: AdvantageTraits
+    corrections: tuple[CorrectionTerm, ...] = ()
+
+
+def build_algorithm(config: TrainConfig) -> Algorithm:
+    """Loads what the options name, binds hyper-parameters and tries a user's own on an example.
 
     Raises:
-        ValueError: An unknown name (the message lists the known ones), or a model is missing.
+        ConfigError: Unknown names or hyper-parameters, a file that cannot be imported, or a
+            function that cannot be called as it will be.
     """
-    lookup(AGGREGATIONS, config.loss_agg_mode, kind="loss aggregation")
-    lookup(KL_ESTIMATORS, config.kl_estimator, kind="KL estimator")
-    policy_loss_of(config)
-    build_token_weighting(config)
-    estimator = build_estimator(config)
-    if estimator.needs_critic and not has_critic:
-        raise ValueError(
+    loss, estimator = build_policy_loss(config), build_estimator(config)
+    return Algorithm(
+        policy_loss=loss,
+        loss_traits=policy_loss_traits(loss),
+        estimator=estimator,
+        estimator_traits=advantage_traits(estimator),
+        corrections=build_corrections(config),
+    )
+
+
+def build_policy_loss(config: TrainConfig) -> PolicyLossFunction:
+    """The policy loss with its hyper-parameters.
+
+    Raises:
+        ConfigError: See `build_algorithm`.
+    """
+    name = config.policy_loss_name
+    function = cast("Callable[..., object]", POLICY_LOSSES.load(name))
+    owner = f"policy_loss {name}"
+    common = _common_options(config, function, owner=owner)
+    bound = bind(function, {**common, **(config.policy_loss_args or {})}, owner=owner)
+    if POLICY_LOSSES.is_built_in(name):
+        return cast("PolicyLossFunction", bound)
+    wrapped = _with_token_loss(bound)
+    _try(lambda: _try_policy_loss(wrapped), owner=owner, expected=(
+        "a function (logprobs, old_logprobs, advantages, response_mask, *, hyper-parameters), each "
+        "[batch, seq], that gives a TokenLoss or a differentiable tensor [batch, seq]"
+    ))  # fmt: skip
+    return wrapped
+
+
+def build_estimator(config: TrainConfig) -> AdvantageFunction:
+    """The advantage estimator with its hyper-parameters.
+
+    Raises:
+        ConfigError: See `build_algorithm`.
+    """
+    name = config.advantage_estimator
+    owner = f"advantage_estimator {name}"
+    function = cast("Callable[..., object]", ADVANTAGE_ESTIMATORS.load(name))
+    bound = cast("AdvantageFunction", bind(function, config.advantage_args or {}, owner=owner))
+    if not ADVANTAGE_ESTIMATORS.is_built_in(name):
+        _try(lambda: _try_estimator(bound), owner=owner, expected=(
+            "a function of RowAdvantageInputs that gives one finite number per row, or one "
+            "declared is_token_level of TokenAdvantageInputs that gives TokenAdvantages"
+        ))  # fmt: skip
+    return bound
+
+
+def build_corrections(config: TrainConfig) -> tuple[CorrectionTerm, ...]:
+    """The terms of `off_policy_correction`; () without.
+
+    Raises:
+        ConfigError: A term cannot be read.
+    """
+    if not config.off_policy_correction:
+        return ()
+    bounds = {"low": config.correction_low, "high": config.correction_high}
+    given = {name: bound for name, bound in bounds.items() if bound is not None}
+    parse = bind(
+        parse_correction, {**given, **(config.correction_args or {})}, owner="correction_args"
+    )
+    try:
+        return parse(config.off_policy_correction)
+    except ValueError as error:
+        raise ConfigError(f"off_policy_correction: {error}") from error
+
+
+def algorithm_problems(config: TrainConfig) -> list[str]:
+    """Why the algorithm of a run cannot be computed, one line per problem.
+
+    Only for options that are right by themselves.
+    """
+    found: list[str] = []
+    for build in (build_policy_loss, build_estimator, build_corrections):
+        try:
+            build(config)
+        except ConfigError as error:
+            found += str(error).splitlines()
+    return found or requirement_problems(config, build_algorithm(config))
+
+
+def requirement_problems(config: TrainConfig, algorithm: Algorithm) -> list[str]:
+    """What the algorithm needs and the options do not give, one line each."""
+    name, traits = config.advantage_estimator, algorithm.estimator_traits
+    rules = (
+        (
+            traits.needs_groups and config.n_samples_per_prompt < 2,
+            f"advantage_estimator {name} compares the samples of one prompt: it needs "
+            f"n_samples_per_prompt >= 2, got {config.n_samples_per_prompt}",
+        ),
+        (
+            config.freezing_actor_steps > 0 and not traits.needs_critic,
+            "freezing_actor_steps trains only the critic: it needs an advantage_estimator with a "
+            f"critic, such as gae, got {name}",
+        ),
+        (
+            config.partial_rollout and traits.needs_greedy_rewards,
+            f"partial_rollout and advantage_estimator {name} exclude each other: leave one of "
+            "them out",
+        ),
+    )
+    return [text for is_broken, text in rules if is_broken]
+
+
+def unused_algorithm_options(config: TrainConfig, algorithm: Algorithm) -> list[str]:
+    """Options that were changed and that this algorithm does not use, one sentence each."""
+    found = [
+        f"{name} acts only with an advantage_estimator that has a critic"
+        for name, (entry, info) in options_of(TrainConfig).items()
+        if info.acts_with == CRITIC
+        and not algorithm.estimator_traits.needs_critic
+        and config.__dict__[name] != entry.default
+    ]
+    if algorithm.loss_traits.couples_rows:
+        found.append(
+            f"policy_loss {config.policy_loss_name} couples the rows of a micro-batch: the step "
+            "depends on micro_train_batch_size"
+        )
+    return found
+
+
+def decide(config: TrainConfig) -> tuple[TrainConfig, Algorithm]:
+    """The configuration with what was left to the algorithm, and the algorithm.
+
+    Raises:
+        ConfigError: See `build_algorithm`.
+    """
+    algorithm = build_algorithm(config)
+    decided = {
+        "policy_loss": config.policy_loss_name,
+        "loss_agg_mode": config.loss_agg_mode or algorithm.loss_traits.aggregation,
+    }
+    return config.replaced(decided), algorithm
+
+
+def check_algorithm(
+    config: TrainConfig,
+    algorithm: Algorithm,
+    *,
+    has_critic: bool,
+    has_reference: bool,
+    engine_type: str | None,
+) -> None:
+    """Checks that a trainer has what its algorithm needs.
+
+    Args:
+        config, algorithm: What it computes.
+        has_critic, has_reference: The models it was given.
+        engine_type: Name of the engine that samples; None if there is none yet.
+
+    Raises:
+        ConfigError: A model is missing, or the engine hides which tokens it kept.
+    """
+    found = requirement_problems(config, algorithm)
+    if algorithm.estimator_traits.needs_critic and not has_critic:
+        found.append(
             f"advantage_estimator {config.advantage_estimator!r} needs a critic: pass one, or "
             "choose group_norm, rloo, reinforce++ or another estimator without a critic"
         )
-    if estimator.needs_groups and config.n_samples_per_prompt < 2:
-        raise ValueError(
-            f"advantage_estimator {config.advantage_estimator!r} compares the samples of one "
-            f"prompt: n_samples_per_prompt must be at least 2, got {config.n_samples_per_prompt}"
-        )
     if config.use_kl_loss and not has_reference:
-        raise ValueError(
+        found.append(
             "use_kl_loss needs a reference model: pass initial_model and init_kl_coef > 0, or "
             "leave use_kl_loss out"
         )
+    is_known = has_known_order(engine_type, top_k=config.top_k, top_p=config.top_p)
+    if algorithm.corrections and not is_known:
+        found.append(UNKNOWN_ORDER.format(engine=engine_type))
+    if found:
+        raise ConfigError("\n".join(found))
 
 
-def check_replay(config: PPOConfig, engine_name: str | None) -> None:
-    """Raises a ValueError if a correction needs the kept tokens of an engine that hides them.
+def trainer_config(
+    config: StrategyConfig,
+    keywords: dict[str, object],
+    *,
+    loss_agg_mode: str | None = None,
+    use_gspo: bool = False,
+) -> TrainConfig:
+    """The record of a trainer: keywords first, then the strategy's configuration and its extras.
 
-    Args:
-        config: The options.
-        engine_name: Of the engine that samples; None if there is none yet.
+    Raises:
+        TypeError: A keyword is no option; the message names the nearest.
+        ConfigError: Values that do not go together.
     """
-    is_known = has_known_order(engine_name, top_k=config.top_k, top_p=config.top_p)
-    if config.off_policy_correction is not None and not is_known:
-        raise ValueError(UNKNOWN_ORDER.format(engine=engine_name))
+    given = dict(keywords)
+    if loss_agg_mode is not None:
+        given["loss_agg_mode"] = loss_agg_mode
+    if use_gspo:
+        given["use_gspo"] = True
+    return TrainConfig.from_args(config).replaced(given)
 
 
-def policy_loss_of(config: PPOConfig) -> PolicyLossFunction:
-    """The named loss with its clip bounds.
+def _common_options(
+    config: TrainConfig, function: Callable[..., object], *, owner: str
+) -> dict[str, object]:
+    """Values of the common options that the loss has an argument for.
 
-    `eps_clip_low` and `eps_clip_high` win over `eps_clip`; an `eps_clip` at its default leaves
-    the loss the bounds of its paper.
+    Raises:
+        ConfigError: An option was given, and the loss has no such argument.
     """
-    default = PPOConfig().eps_clip
-    symmetric = None if config.eps_clip == default else config.eps_clip
-    entry = get_policy_loss(config.policy_loss)
-    bounds = {
-        "clip_low": symmetric if config.eps_clip_low is None else config.eps_clip_low,
-        "clip_high": symmetric if config.eps_clip_high is None else config.eps_clip_high,
-    }
-    given = {name: value for name, value in bounds.items() if value is not None}
-    if config.dual_clip is not None:
-        if "dual_clip" not in entry.options:
-            raise ValueError(
-                f"policy_loss {config.policy_loss!r} has no dual clip: leave out dual_clip"
+    known, values = keyword_options(function), {}
+    for argument, names in COMMON_LOSS_OPTIONS.items():
+        given = [name for name in names if config.__dict__[name] is not None]
+        if given and argument not in known:
+            raise ConfigError(
+                f"{owner} has no {_WORDS[argument]}: leave out {' and '.join(given)} "
+                f"(its options are {', '.join(known) or 'none'})"
             )
-        given["dual_clip"] = config.dual_clip
-    refused = [name for name in given if name not in entry.options]
-    if refused:
-        raise ValueError(
-            f"policy_loss {config.policy_loss!r} has no clip range: leave eps_clip, eps_clip_low "
-            f"and eps_clip_high at their defaults (its options are {sorted(entry.options)})"
+        if given:
+            values[argument] = config.__dict__[given[0]]
+    return values
+
+
+def _with_token_loss(function: Callable[..., object]) -> PolicyLossFunction:
+    """The loss, whose result may be a bare tensor, as one that gives a TokenLoss."""
+
+    def loss(
+        logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, response_mask: Tensor
+    ) -> TokenLoss:
+        found = function(logprobs, old_logprobs, advantages, response_mask)
+        if not isinstance(found, Tensor):
+            return cast("TokenLoss", found)
+        never = torch.zeros_like(response_mask)
+        difference = torch.where(response_mask, logprobs.detach() - old_logprobs, 0.0)
+        return TokenLoss(
+            loss=torch.where(response_mask, found, 0.0),
+            ratio=torch.where(response_mask, difference.clamp(-20, 20).exp(), 0.0),
+            is_clipped_low=never,
+            is_clipped_high=never,
+            is_clamped=never,
         )
-    return build_policy_loss(config.policy_loss, given)
+
+    return policy_loss(**asdict(policy_loss_traits(function)))(loss)
 
 
-def alarms_of(config: PPOConfig) -> Alarms:
-    """The bounds of a run's metrics."""
-    return Alarms(
-        max_kl=config.alarm_kl,
-        min_entropy=config.alarm_entropy,
-        max_length=config.alarm_length,
-        min_reward_std=config.alarm_reward_std,
-        stops=config.stop_on_alarm,
-    )
+def _try(check: Callable[[], str | None], *, owner: str, expected: str) -> None:
+    """Runs a user's function on an example batch.
+
+    Raises:
+        ConfigError: It raises, or its result is not what is expected.
+    """
+    try:
+        problem = check()
+    except Exception as error:
+        raise ConfigError(
+            f"{owner} fails on an example batch: {type(error).__name__}: {error}; expected "
+            f"{expected}"
+        ) from error
+    if problem is not None:
+        raise ConfigError(f"{owner}: {problem}; expected {expected}")
 
 
-def build_token_weighting(config: PPOConfig) -> TokenWeighting | None:
-    """How tokens are weighed; None where all count alike."""
-    if config.high_entropy_token_ratio == 0 and config.off_policy_correction is None:
-        return None
-    if config.off_policy_correction is not None:
-        lookup(CORRECTIONS, config.off_policy_correction, kind="off-policy correction")
-    return TokenWeighting(
-        high_entropy_ratio=config.high_entropy_token_ratio,
-        entropy_scope="sequence" if config.high_entropy_scope == "sequence" else "batch",
-        correction=config.off_policy_correction,
-        correction_low=config.correction_low,
-        correction_high=config.correction_high,
-    )
+def _try_policy_loss(loss: PolicyLossFunction) -> str | None:
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(2, 4, generator=generator)
+    logprobs = (old + 0.1 * torch.randn(2, 4, generator=generator)).requires_grad_()
+    advantages = torch.randn(2, 4, generator=generator)
+    mask = torch.tensor([[False, True, True, True], [False, True, True, False]])
+    found: object = loss(logprobs, old, advantages, mask)
+    if not isinstance(found, TokenLoss):
+        return f"it gives {type(found).__name__}"
+    if found.loss.shape != mask.shape:
+        return f"its loss has the shape {list(found.loss.shape)} for tensors {list(mask.shape)}"
+    if not found.loss.requires_grad:
+        return "no gradient flows from its loss to logprobs"
+    if not bool(found.loss.isfinite().all()):
+        return "its loss is not finite"
+    return None
 
 
-def build_estimator(config: PPOConfig) -> AdvantageEstimator:
-    """The named advantage estimator."""
-    options = {"weighting": config.cpgd_weighting} if config.advantage_estimator == "cpgd" else {}
-    return build_advantage_estimator(config.advantage_estimator, options)
-
-
-def loss_settings(config: PPOConfig, *, kl_coef: float) -> LossSettings:
-    """What an update minimises when the KL term weighs `kl_coef`."""
-    return LossSettings(
-        policy_loss=policy_loss_of(config),
-        aggregation=config.loss_agg_mode,
-        max_response_tokens=config.generate_max_len,
-        micro_batch_size=config.micro_train_batch_size,
-        kl_loss_coef=kl_coef if config.use_kl_loss else 0.0,
-        kl_estimator=config.kl_estimator,
-        entropy_coef=config.entropy_coef,
-        value_clip=config.value_clip or None,
-        weighting=build_token_weighting(config),
-        max_micro_tokens=config.max_micro_tokens(config.micro_train_batch_size),
-        packs_samples=config.packing_samples,
-        aux_loss_coef=config.aux_loss_coef,
-    )
-
-
-def advantage_settings(config: PPOConfig, *, kl_coef: float) -> AdvantageSettings:
-    """How rewards become advantages when the KL term weighs `kl_coef`."""
-    estimator = build_estimator(config)
-    return AdvantageSettings(
-        estimator=estimator,
-        whitens=estimator.whitens or config.advantages_norm,
-        advantage_clip=config.advantage_clip,
-        gamma=config.gamma,
-        lambd=config.lambd,
-        kl_reward_coef=0.0 if config.use_kl_loss else kl_coef,
-        kl_estimator=config.kl_estimator,
-    )
-
-
-def sampling_params(config: PPOConfig) -> SamplingParams:
-    """How the responses of training are drawn."""
-    return SamplingParams(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        max_tokens=config.generate_max_len,
-        n=config.n_samples_per_prompt,
-        seed=config.seed,
-    )
-
-
-def partial_of(config: PPOConfig) -> PartialRollout | None:
-    """How unfinished responses are carried over; None without `partial_rollout`."""
-    if not config.partial_rollout:
-        return None
-    return PartialRollout(
-        num_prompts=config.partial_rollout_prompts or -(-3 * config.rollout_batch_size // 2),
-        chunk_tokens=config.partial_rollout_tokens or -(-config.generate_max_len // 4),
-        max_staleness=config.max_staleness,
-    )
-
-
-def maker_settings(config: PPOConfig, *, pad_token_id: int) -> MakerSettings:
-    """How experience is made."""
-    penalty = None
-    if config.overlong_buffer:
-        penalty = OverlongPenalty(
-            max_tokens=config.generate_max_len,
-            buffer_tokens=config.overlong_buffer_len,
-            factor=config.overlong_buffer_penalty_factor,
+def _try_estimator(estimator: AdvantageFunction) -> str | None:
+    if advantage_traits(estimator).is_token_level:
+        mask = torch.tensor([[False, True, True, True], [False, True, True, False]])
+        rewards = torch.where(mask, 0.5, 0.0)
+        tokens: object = estimator(TokenAdvantageInputs(rewards, mask, torch.zeros(2, 4)))
+        if not isinstance(tokens, TokenAdvantages):
+            return f"it gives {type(tokens).__name__}"
+        return None if tokens.advantages.shape == mask.shape else "its advantages are misshapen"
+    rows: object = estimator(
+        RowAdvantageInputs(
+            rewards=torch.tensor([1.0, 0.0, 0.5, 0.5]),
+            group_ids=torch.tensor([0, 0, 1, 1]),
+            lengths=torch.tensor([3, 2, 4, 1]),
+            greedy_rewards=torch.zeros(4),
         )
-    return MakerSettings(
-        sampling_params=sampling_params(config),
-        train_batch_size=config.train_batch_size,
-        micro_rollout_batch_size=config.micro_rollout_batch_size,
-        pad_token_id=pad_token_id,
-        seed=config.seed,
-        overlong_penalty=penalty,
-        # The trainer releases it, after the last of several generations and as deeply as it can.
-        sleep_engine=False,
-        masks_reward_failures=config.reward_failure == "mask",
-        first_token_temperature=config.first_token_temperature if config.use_fire else None,
-        max_micro_tokens=config.max_micro_tokens(config.micro_rollout_batch_size),
-        packs_samples=config.packing_samples,
-        partial=partial_of(config),
-        use_rollout_logprobs=config.use_rollout_logprobs,
-        dynamic_sampling=DynamicSampling(config.max_num_gen_batches)
-        if config.dynamic_sampling
-        else None,
     )
+    if not isinstance(rows, Tensor) or rows.shape != (4,):
+        return f"it gives {list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__}"
+    return None if bool(rows.isfinite().all()) else "its advantages are not finite"

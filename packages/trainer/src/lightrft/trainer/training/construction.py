@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.experience.model_rewards import ModelRewards, ScoringModel
 from lightrft.models import Actor, SequenceModel, load_tokenizer
-from lightrft.strategy.config import ConfigError
+from lightrft.rewards.build import CombinedReward, numbered
 from lightrft.strategy.prepared import PreparedModel
 from lightrft.trainer.training.updates import TrainedModel
 
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 
     from lightrft.rewards.types import RewardFunction
     from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.trainer.ppo_config import PPOConfig
+
+    RewardSource = RewardFunction | nn.Module | Sequence[RewardFunction | nn.Module]
 
 
 def check_processor(processor: object | None, *, is_needed: bool) -> None:
@@ -41,25 +44,10 @@ def check_engine_group(strategy: StrategyBase) -> None:
         )
 
 
-def unused_options(config: PPOConfig, *, has_reference: bool) -> list[str]:
-    """Options that are set and do nothing in this trainer, one sentence each."""
-    rules = (
-        (
-            config.kl_target is not None and not has_reference,
-            "kl_target acts only with a reference model and init_kl_coef > 0",
-        ),
-        (
-            config.reward_running_norm_minus_mean and not config.reward_running_norm,
-            "reward_running_norm_minus_mean acts only with reward_running_norm",
-        ),
-    )
-    return [text for applies, text in rules if applies]
-
-
-def configure_packing(
-    config: PPOConfig, strategy: StrategyBase, models: Sequence[nn.Module | None]
+def configure_models(
+    config: TrainConfig, strategy: StrategyBase, models: Sequence[nn.Module | None]
 ) -> None:
-    """Packs the samples of all models, or pads them, as configured.
+    """Lays out samples, heads and activations of all models as configured.
 
     Raises:
         ConfigError: A model cannot be packed, or `sp_size` is not the strategy's.
@@ -73,11 +61,23 @@ def configure_packing(
         module = None if model is None else strategy.unwrap_model(model)
         if isinstance(module, SequenceModel):
             module.pack_samples(config.packing_samples)
+            configure_model(module, config)
         elif config.packing_samples and module is not None:
             raise ConfigError(
                 "packing_samples needs models of lightrft.models (Actor, Critic): got "
                 f"{type(module).__name__}"
             )
+
+
+def configure_model(model: SequenceModel, config: TrainConfig) -> None:
+    """Turns on what the options ask of a model; what it was built with stays."""
+    if config.gradient_checkpointing and not model.is_gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    if isinstance(model, Actor):
+        if config.fused_linear_logprob:
+            model.fuse_head(config.chunk_size)
+        if config.aux_loss_coef > 0 and not model.sums_routers:
+            model.enable_router_sums()
 
 
 def trained_model(
@@ -136,24 +136,54 @@ def _has_dropout(settings: Mapping[object, object]) -> bool:
     return False
 
 
-def build_trainer_reward(
-    reward_model: RewardFunction | None, reward_fn: RewardFunction | None
-) -> RewardFunction:
-    """The reward function: `reward_fn`, else `reward_model`.
+def build_trainer_rewards(
+    source: RewardSource | None,
+    model_rewards: ModelRewards | None,
+    strategy: StrategyBase,
+    config: TrainConfig,
+) -> tuple[RewardFunction, ModelRewards | None]:
+    """The reward function and the reward models of a trainer.
+
+    Args:
+        source: Functions (objects with `score()`) and prepared modules that give one score per
+            row of the sampled ids, one or a list of them; their rewards are added.
+        model_rewards: Reward models with tokenizers, weights or recipes of their own.
+        strategy: Prepared the modules.
+        config: Rows of a forward pass.
 
     Raises:
-        ValueError: Neither is given.
-        TypeError: It is a torch module or a list, which cannot score text.
+        ValueError: There is no reward.
+        TypeError: One cannot score.
     """
-    chosen: object = reward_model if reward_fn is None else reward_fn
-    if chosen is None:
+    given = list(source) if isinstance(source, list | tuple) else [source] if source else []
+    modules = [
+        item
+        for item in given
+        if isinstance(item, nn.Module) and not callable(getattr(item, "score", None))
+    ]
+    functions: list[RewardFunction] = []
+    for item in given:
+        if callable(getattr(item, "score", None)):
+            functions.append(cast("RewardFunction", item))
+        elif not isinstance(item, nn.Module):
+            raise TypeError(
+                f"a reward must be an nn.Module or have score(prompts, responses, labels, columns)"
+                f": got {type(item).__name__}; see lightrft.rewards.RewardFunction"
+            )
+    if modules and model_rewards is not None:
+        raise ValueError("give reward models as reward_model= or as model_rewards=, not as both")
+    if modules:
+        scoring = [
+            ScoringModel(numbered("model", index, len(modules)), module)
+            for index, module in enumerate(modules)
+        ]
+        model_rewards = ModelRewards(
+            strategy, scoring, micro_batch_size=config.micro_rollout_batch_size
+        )
+    if not functions and model_rewards is None:
         raise ValueError(
             "the trainer needs a reward: pass reward_model= (lightrft.rewards.build_reward)"
         )
-    if isinstance(chosen, nn.Module | list | tuple):
-        raise TypeError(
-            "the reward must be one object with score(prompts, responses, labels, columns): got "
-            f"{type(chosen).__name__}; wrap reward models in such an object, see "
-            "lightrft.rewards.RewardFunction"
-        )
-    return reward_model if reward_fn is None else reward_fn  # type: ignore[return-value]
+    if len(functions) == 1:
+        return functions[0], model_rewards
+    return CombinedReward(functions, [1.0] * len(functions)), model_rewards

@@ -38,7 +38,7 @@ class PretrainMix:
     texts: Sequence[Sequence[int]]
     coef: float
     batch_size: int
-    seed: int = 42
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if not self.texts or self.batch_size < 1 or self.coef <= 0:

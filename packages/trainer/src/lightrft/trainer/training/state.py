@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from lightrft.algorithms import AdaptiveKlController, FixedKlController, RunningMoments
-from lightrft.experience.assemble import RewardShaping
+from lightrft.algorithms.kl import AdaptiveKlController, FixedKlController
+from lightrft.algorithms.moments import Moments
+from lightrft.config import TrainConfig
 from lightrft.experience.carry import PartialRolloutState
 from lightrft.trainer.training.best_model import BestModel
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
     from lightrft.algorithms.kl import KlController
     from lightrft.experience.maker import StepExperience
-    from lightrft.trainer.ppo_config import PPOConfig
     from lightrft.trainer.runs.prompts import PromptStream
 
 
@@ -31,11 +31,11 @@ class TrainerState:
         carry: Responses that are not finished yet.
         best: The best evaluation so far, or None.
         kl: Weight of the KL term.
-        shaping: Running moments of the rewards.
+        reward_moments: Of all rewards so far, or None without running normalisation.
     """
 
     kl: KlController
-    shaping: RewardShaping = field(default_factory=RewardShaping)
+    reward_moments: Moments | None = None
     num_steps: int = 0
     num_requests: int = 0
     episode: int = 0
@@ -45,7 +45,7 @@ class TrainerState:
 
     def to_client_state(self) -> dict[str, object]:
         """Plain values for `strategy.save_ckpt`."""
-        moments = self.shaping.moments
+        moments = self.reward_moments
         return {
             "num_steps": self.num_steps,
             "num_requests": self.num_requests,
@@ -77,7 +77,7 @@ class TrainerState:
         """
         return TrainerState(
             kl=self.kl if kl is None else self.kl.update(kl, num_samples=len(step.table)),
-            shaping=step.rewards.shaping,
+            reward_moments=step.rewards.moments,
             num_steps=self.num_steps + 1,
             num_requests=self.num_requests + num_prompts,
             episode=self.episode if stream is None else stream.episode,
@@ -101,14 +101,13 @@ class TrainerState:
             ValueError: The checkpoint was not written by a trainer.
         """
         try:
-            shaping = self.shaping
-            moments = client_state["reward_moments"]
-            if shaping.moments is not None and isinstance(moments, list):
-                count, mean, squares = moments
-                shaping = replace(shaping, moments=RunningMoments(int(count), mean, squares))
+            moments, saved = self.reward_moments, client_state["reward_moments"]
+            if moments is not None and isinstance(saved, list):
+                count, mean, squares = saved
+                moments = Moments(int(count), mean, squares)
             return TrainerState(
                 kl=replace(self.kl, coef=_number(client_state["kl_coef"])),
-                shaping=shaping,
+                reward_moments=moments,
                 num_steps=int(_number(client_state["num_steps"])),
                 num_requests=int(_number(client_state["num_requests"])),
                 episode=int(_number(client_state["episode"])),
@@ -123,20 +122,12 @@ class TrainerState:
             ) from error
 
 
-def initial_state(config: PPOConfig) -> TrainerState:
+def initial_state(config: TrainConfig) -> TrainerState:
     """The state before the first step."""
     kl: KlController = FixedKlController(config.init_kl_coef)
     if config.kl_target is not None:
         kl = AdaptiveKlController(config.init_kl_coef, config.kl_target, config.kl_horizon)
-    is_running = config.reward_running_norm
-    return TrainerState(
-        kl=kl,
-        shaping=RewardShaping(
-            moments=RunningMoments() if is_running else None,
-            minus_mean=config.reward_running_norm_minus_mean,
-            clip=config.reward_clip,
-        ),
-    )
+    return TrainerState(kl, Moments() if config.reward_running_norm else None)
 
 
 def _best(value: object) -> BestModel | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lightrft.algorithms import estimate_kl
+from lightrft.algorithms.kl import estimate_kl
 from lightrft.trainer.reporting.metric_table import STAGES
 from lightrft.trainer.training.mismatch import record_mismatch
 

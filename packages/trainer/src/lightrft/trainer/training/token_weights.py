@@ -5,17 +5,19 @@ The weights multiply the numerator of the loss only: Z still counts every respon
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.algorithms import correction_weights
+from lightrft.algorithms.correction_terms import CorrectionTerm
+from lightrft.algorithms.corrections import correction_weights
 from lightrft.algorithms.entropy import (
     entropy_threshold,
     high_entropy_mask,
     high_entropy_mask_per_sequence,
 )
+from lightrft.config import TrainConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,32 +26,11 @@ if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
     from lightrft.trainer.training.metrics import StepMetrics
 
-EntropyScope = Literal["batch", "sequence"]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenWeighting:
-    """How tokens are weighed.
-
-    Args:
-        high_entropy_ratio: Share of the tokens to keep, those where the policy at the start of
-            the step is least certain; 0 keeps all.
-        entropy_scope: Take that share of the optimizer batch over all ranks, or of each response.
-        correction: A name in `lightrft.algorithms.CORRECTIONS`: weights for the difference between
-            the engine that sampled and the trainer; None is off.
-        correction_low, correction_high: Its bounds; None takes its own.
-    """
-
-    high_entropy_ratio: float = 0.0
-    entropy_scope: EntropyScope = "batch"
-    correction: str | None = None
-    correction_low: float | None = None
-    correction_high: float | None = None
-
 
 def token_weights(
     batch: ExperienceBatch,
-    weighting: TokenWeighting,
+    config: TrainConfig,
+    terms: Sequence[CorrectionTerm],
     strategy: StrategyBase,
     metrics: StepMetrics,
 ) -> Tensor | None:
@@ -59,7 +40,9 @@ def token_weights(
 
     Args:
         batch: This rank's rows of the optimizer batch.
-        weighting: How.
+        config: Which share of the tokens to keep, those where the policy at the start of the step
+            is least certain.
+        terms: Weights for the difference between engine and trainer; () is off.
         strategy: Gathers the entropies of all ranks.
         metrics: Receives shares and weights.
 
@@ -67,25 +50,25 @@ def token_weights(
         RuntimeError: The experience lacks logprobs or entropies from before the update.
     """
     weights: Tensor | None = None
-    if weighting.high_entropy_ratio > 0:
-        weights = _entropy_mask(batch, weighting, strategy, metrics).float()
-    if weighting.correction is not None:
-        factors = _correction(batch, weighting, metrics)
+    if config.high_entropy_token_ratio > 0:
+        weights = _entropy_mask(batch, config, strategy, metrics).float()
+    if terms:
+        factors = _correction(batch, terms, strategy, metrics)
         weights = factors if weights is None else weights * factors
     return weights
 
 
 def _entropy_mask(
     batch: ExperienceBatch,
-    weighting: TokenWeighting,
+    config: TrainConfig,
     strategy: StrategyBase,
     metrics: StepMetrics,
 ) -> Tensor:
     entropy, mask = batch.outputs.entropy, batch.rollouts.response_mask
     if entropy is None:
         raise RuntimeError("choosing tokens by entropy needs the entropies before the update")
-    ratio = weighting.high_entropy_ratio
-    if weighting.entropy_scope == "sequence":
+    ratio = config.high_entropy_token_ratio
+    if config.high_entropy_scope == "sequence":
         kept = high_entropy_mask_per_sequence(entropy, mask, ratio=ratio)
     else:
         shares: list[list[float]] = strategy.gather_objects(
@@ -98,10 +81,15 @@ def _entropy_mask(
     return kept
 
 
-def _correction(batch: ExperienceBatch, weighting: TokenWeighting, metrics: StepMetrics) -> Tensor:
+def _correction(
+    batch: ExperienceBatch,
+    terms: Sequence[CorrectionTerm],
+    strategy: StrategyBase,
+    metrics: StepMetrics,
+) -> Tensor:
     rollouts, mask = batch.rollouts, batch.rollouts.response_mask
     trainer_logprobs = batch.outputs.sampling_logprobs
-    if trainer_logprobs is None or weighting.correction is None:
+    if trainer_logprobs is None:
         raise RuntimeError("an off-policy correction needs the logprobs before the update")
     if rollouts.support is not None and batch.outputs.log_kept_mass is None:
         raise RuntimeError("an off-policy correction of truncated samples needs their kept mass")
@@ -109,14 +97,16 @@ def _correction(batch: ExperienceBatch, weighting: TokenWeighting, metrics: Step
         trainer_logprobs,
         rollouts.rollout_logprobs,
         mask,
-        mode=weighting.correction,
-        low=weighting.correction_low,
-        high=weighting.correction_high,
+        terms=terms,
+        advantages=batch.advantages,
     )
+    if any(term.mean_one for term in terms):
+        found = found.normalized(strategy.reduce_over_data(found.sums, "sum"))
     metrics.add_masked_mean("correction_weight", found.weights, mask)
     metrics.add_masked_mean("correction_raw_weight", found.raw, mask)
     metrics.add_max("correction_raw_weight_max", found.raw.where(mask, -torch.inf).max())
     metrics.add_masked_mean("correction_capped_share", found.is_capped, mask)
     metrics.add_masked_mean("correction_rejected_share", found.is_rejected, mask)
+    metrics.add_masked_mean("correction_invalid_share", found.is_invalid, mask)
     metrics.add_effective_samples("correction_effective_share", found.weights, mask)
     return found.weights

@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.algorithms import aggregate, clipped_value_loss, estimate_kl, local_normalizer
+from lightrft.algorithms.aggregation import aggregate, local_normalizer
 from lightrft.algorithms.balance import balance_share
+from lightrft.algorithms.correction_terms import CorrectionTerm
+from lightrft.algorithms.kl import estimate_kl
+from lightrft.algorithms.value import clipped_value_loss
+from lightrft.config import TrainConfig
 from lightrft.experience.collate import micro_slices, select_experience
 from lightrft.experience.forward import scoring_temperature
 from lightrft.experience.minibatches import epoch_order
 from lightrft.trainer.training.step_metrics import record_policy, record_ratios, record_step
-from lightrft.trainer.training.token_weights import TokenWeighting, token_weights
+from lightrft.trainer.training.token_weights import token_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from lightrft.algorithms.policy import PolicyLossFunction
+    from lightrft.algorithms.types import PolicyLossFunction
     from lightrft.experience.maker import StepExperience
     from lightrft.experience.types import ExperienceBatch
     from lightrft.models.support import SamplingSupport
@@ -44,36 +48,25 @@ class TrainedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class LossSettings:
+class Objective:
     """What an update minimises.
 
     Args:
+        config: Coefficients and sizes, `loss_agg_mode` decided.
         policy_loss: One loss value per token.
-        aggregation: How they become one number.
-        max_response_tokens: Constant of the aggregation seq-mean-token-sum-norm.
-        micro_batch_size: Rows of one forward and backward pass.
-        kl_loss_coef: Weight of the KL to the reference model in the loss; 0 is off.
-        kl_estimator: Its estimator.
-        entropy_coef: Weight of the entropy bonus; 0 is off.
-        value_clip: Clip range of the critic's loss; None is off.
-        weighting: Which tokens the policy loss counts, and how much.
-        max_micro_tokens: Cut micro batches by tokens instead of rows; None is off.
-        aux_loss_coef: Weight of the loss that balances experts; 0 is off.
-        packs_samples: Count no padding then.
+        corrections: Terms for the difference between engine and trainer; () is none.
+        kl_coef: Weight of the KL to the reference model in the loss; 0 is off.
     """
 
+    config: TrainConfig
     policy_loss: PolicyLossFunction
-    aggregation: str
-    max_response_tokens: int
-    micro_batch_size: int
-    kl_loss_coef: float = 0.0
-    kl_estimator: str = "k3"
-    entropy_coef: float = 0.0
-    value_clip: float | None = 0.2
-    weighting: TokenWeighting | None = None
-    max_micro_tokens: int | None = None
-    aux_loss_coef: float = 0.0
-    packs_samples: bool = False
+    corrections: tuple[CorrectionTerm, ...] = ()
+    kl_coef: float = 0.0
+
+    @property
+    def aggregation(self) -> str:
+        """How the losses of tokens become one number."""
+        return str(self.config.loss_agg_mode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,29 +75,14 @@ class UpdateModels:
 
     Args:
         actor, critic: The models; None is absent.
-        ema_model, ema_beta: The average and the weight of its past.
+        ema_model: The moving average of the actor.
         trains_actor: False leaves the actor as it is, while the critic learns.
     """
 
     actor: TrainedModel
     critic: TrainedModel | None = None
     ema_model: nn.Module | None = None
-    ema_beta: float = 0.992
     trains_actor: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class MinibatchOrder:
-    """How often and in which order a step's optimizer batches are visited.
-
-    Args:
-        num_epochs: Visits of each.
-        seed, step: Fix the order.
-    """
-
-    num_epochs: int
-    seed: int
-    step: int
 
 
 def update_models(
@@ -112,25 +90,32 @@ def update_models(
     models: UpdateModels,
     *,
     strategy: StrategyBase,
-    settings: LossSettings,
-    schedule: MinibatchOrder,
+    objective: Objective,
+    step_number: int,
     metrics: StepMetrics,
     pretrain: PretrainMix | None = None,
 ) -> None:
-    """All optimizer steps of one experience; every rank takes equally many."""
-    position = schedule.step * schedule.num_epochs * step.plan.num_minibatches
-    for epoch in range(schedule.num_epochs):
-        for index in epoch_order(
-            step.plan.num_minibatches, seed=schedule.seed, step=schedule.step, epoch=epoch
-        ):
+    """All optimizer steps of one experience; every rank takes equally many.
+
+    Args:
+        step: What to train on.
+        models: What is trained.
+        strategy, objective, metrics: How, and where numbers go.
+        step_number: Of the step in the run; fixes the order of the optimizer batches.
+        pretrain: Texts whose loss is mixed in, or None.
+    """
+    config, num_batches = objective.config, step.plan.num_minibatches
+    position = step_number * config.max_epochs * num_batches
+    for epoch in range(config.max_epochs):
+        for index in epoch_order(num_batches, seed=config.seed, step=step_number, epoch=epoch):
             batch = select_experience(step.batch, step.rows_of_minibatch(index))
-            slices = _token_slices(step, index, strategy, settings)
+            slices = _token_slices(step, index, strategy, config)
             if models.trains_actor:
                 policy_update(
                     batch,
                     models.actor,
                     strategy=strategy,
-                    settings=settings,
+                    objective=objective,
                     metrics=metrics,
                     slices=slices,
                     extra_losses=()
@@ -139,7 +124,7 @@ def update_models(
                         models.actor.model,
                         position,
                         strategy=strategy,
-                        micro_batch_size=settings.micro_batch_size,
+                        micro_batch_size=config.micro_train_batch_size,
                         metrics=metrics,
                     ),
                 )
@@ -149,27 +134,32 @@ def update_models(
                     batch,
                     models.critic,
                     strategy=strategy,
-                    settings=settings,
+                    objective=objective,
                     metrics=metrics,
                     slices=slices,
                 )
             if models.ema_model is not None and models.trains_actor:
-                strategy.moving_average(models.actor.model, models.ema_model, beta=models.ema_beta)
+                strategy.moving_average(models.actor.model, models.ema_model, beta=config.ema_beta)
 
 
 def _token_slices(
-    step: StepExperience, index: int, strategy: StrategyBase, settings: LossSettings
+    step: StepExperience, index: int, strategy: StrategyBase, config: TrainConfig
 ) -> tuple[slice, ...]:
     """Micro batches of one optimizer batch by tokens; () where they are cut by rows."""
-    if settings.max_micro_tokens is None:
+    max_tokens = config.max_micro_tokens(config.micro_train_batch_size)
+    if max_tokens is None:
         return ()
     return step.plan.micro_slices(
         step.table.lengths,
         index=index,
         rank=strategy.data_rank,
-        max_tokens=settings.max_micro_tokens,
-        packs_samples=settings.packs_samples,
+        max_tokens=max_tokens,
+        packs_samples=config.packing_samples,
     )
+
+
+def _row_slices(batch: ExperienceBatch, config: TrainConfig) -> Sequence[slice]:
+    return micro_slices(0, len(batch.advantages), config.micro_train_batch_size)
 
 
 def policy_update(
@@ -177,29 +167,29 @@ def policy_update(
     actor: TrainedModel,
     *,
     strategy: StrategyBase,
-    settings: LossSettings,
+    objective: Objective,
     metrics: StepMetrics,
     slices: Sequence[slice] = (),
     extra_losses: Sequence[Callable[[], Tensor]] = (),
 ) -> None:
     """One optimizer step of the actor.
 
-    loss = policy + kl_loss_coef KL - entropy_coef H + aux_loss_coef balance + further terms. The
+    loss = policy + kl_coef KL - entropy_coef H + aux_loss_coef balance + further terms. The
     first three are aggregated with the same Z, which is summed over ranks before the first
     backward: the step does not depend on micro batches.
 
     Args:
         batch: This rank's rows of the optimizer batch.
         actor: What is updated.
-        strategy, settings, metrics: As for `update_models`.
+        strategy, objective, metrics: As for `update_models`.
         slices: Micro batches; none cuts by rows.
         extra_losses: Micro batches of other data; each gives its share of the loss. Every rank has
             equally many.
     """
-    slices = slices or micro_slices(0, len(batch.advantages), settings.micro_batch_size)
-    whole = _whole_batch(batch, actor.model, slices, strategy, settings, metrics)
+    slices = slices or _row_slices(batch, objective.config)
+    whole = _whole_batch(batch, actor.model, slices, strategy, objective, metrics)
     micros: list[Callable[[], Tensor]] = [
-        partial(_micro_batch_loss, batch, rows, whole, actor.model, settings, metrics)
+        partial(_micro_batch_loss, batch, rows, whole, actor.model, objective, metrics)
         for rows in slices
     ]
     result = None
@@ -220,18 +210,18 @@ def value_update(
     critic: TrainedModel,
     *,
     strategy: StrategyBase,
-    settings: LossSettings,
+    objective: Objective,
     metrics: StepMetrics,
     slices: Sequence[slice] = (),
 ) -> None:
     """One optimizer step of the critic, aggregated like the policy's."""
-    normalizer = _normalizer(batch, strategy, settings)
-    slices = slices or micro_slices(0, len(batch.advantages), settings.micro_batch_size)
+    normalizer = _normalizer(batch, strategy, objective)
+    slices = slices or _row_slices(batch, objective.config)
     result = None
     with strategy.accumulation(len(slices), critic.optimizer):
         for rows in slices:
             micro = select_experience(batch, rows)
-            loss = _value_share(micro, critic.model, normalizer, settings, metrics)
+            loss = _value_share(micro, critic.model, normalizer, objective, metrics)
             strategy.backward(loss, critic.model, critic.optimizer)
             result = strategy.optimizer_step(
                 critic.optimizer, critic.model, critic.scheduler, name=critic.name
@@ -240,11 +230,11 @@ def value_update(
     record_step(critic.name, result, metrics)
 
 
-def _normalizer(batch: ExperienceBatch, strategy: StrategyBase, settings: LossSettings) -> Tensor:
+def _normalizer(batch: ExperienceBatch, strategy: StrategyBase, objective: Objective) -> Tensor:
     local = local_normalizer(
         batch.rollouts.response_mask,
-        settings.aggregation,
-        max_response_tokens=settings.max_response_tokens,
+        objective.aggregation,
+        max_response_tokens=objective.config.generate_max_len,
     )
     return strategy.reduce_over_data(local, "sum")
 
@@ -269,14 +259,14 @@ def _whole_batch(
     actor: nn.Module,
     slices: Sequence[slice],
     strategy: StrategyBase,
-    settings: LossSettings,
+    objective: Objective,
     metrics: StepMetrics,
 ) -> _WholeBatch:
     weights: Tensor | None = None
-    if settings.weighting is not None:
-        weights = token_weights(batch, settings.weighting, strategy, metrics)
+    if objective.config.high_entropy_token_ratio > 0 or objective.corrections:
+        weights = token_weights(batch, objective.config, objective.corrections, strategy, metrics)
     sums: Tensor | None = None
-    if settings.aux_loss_coef > 0:
+    if objective.config.aux_loss_coef > 0:
         # The load of the experts is known only after all micro batches: one more forward pass.
         with torch.no_grad():
             parts = [
@@ -284,7 +274,7 @@ def _whole_batch(
                 for rows in slices
             ]
         sums = strategy.reduce_over_data(torch.stack(parts).sum(dim=0), "sum")
-    return _WholeBatch(_normalizer(batch, strategy, settings), weights, sums)
+    return _WholeBatch(_normalizer(batch, strategy, objective), weights, sums)
 
 
 def _forward(
@@ -318,7 +308,7 @@ def _micro_batch_loss(
     rows: slice,
     whole: _WholeBatch,
     actor: nn.Module,
-    settings: LossSettings,
+    objective: Objective,
     metrics: StepMetrics,
 ) -> Tensor:
     micro = select_experience(batch, rows)
@@ -329,7 +319,7 @@ def _micro_batch_loss(
     output = _forward(
         micro,
         actor,
-        entropy="grad" if settings.entropy_coef > 0 else entropy,
+        entropy="grad" if objective.config.entropy_coef > 0 else entropy,
         support=rollouts.support if computes_old_logprobs else None,
     )
     old_logprobs = micro.outputs.old_logprobs
@@ -341,32 +331,32 @@ def _micro_batch_loss(
             rollouts,
             micro.outputs.ref_logprobs,
             metrics,
-            kl_estimator=settings.kl_estimator,
+            kl_estimator=objective.config.kl_estimator,
             log_kept_mass=output.log_kept_mass,
         )
-    token_loss = settings.policy_loss(output.logprobs, old_logprobs, micro.advantages, mask)
+    token_loss = objective.policy_loss(output.logprobs, old_logprobs, micro.advantages, mask)
     record_ratios(token_loss, output.logprobs, old_logprobs, mask, metrics)
     if whole.weights is not None:
         token_loss = token_loss.weighted(whole.weights[rows, : mask.shape[1]])
-    share = aggregate(token_loss.loss, mask, settings.aggregation, normalizer)
+    share = aggregate(token_loss.loss, mask, objective.aggregation, normalizer)
     metrics.add_mean("policy_loss", share, 0.0)
-    if settings.kl_loss_coef > 0 and micro.outputs.ref_logprobs is not None:
+    if objective.kl_coef > 0 and micro.outputs.ref_logprobs is not None:
         kl = estimate_kl(
             output.logprobs,
             micro.outputs.ref_logprobs,
             mask,
-            estimator=settings.kl_estimator,
+            estimator=objective.config.kl_estimator,
             old_logprobs=old_logprobs,
         )
-        kl_share = aggregate(kl, mask, settings.aggregation, normalizer)
-        share = share + settings.kl_loss_coef * kl_share
-    if settings.entropy_coef > 0 and output.entropy is not None:
-        entropy_share = aggregate(output.entropy, mask, settings.aggregation, normalizer)
-        share = share - settings.entropy_coef * entropy_share
+        kl_share = aggregate(kl, mask, objective.aggregation, normalizer)
+        share = share + objective.kl_coef * kl_share
+    if objective.config.entropy_coef > 0 and output.entropy is not None:
+        entropy_share = aggregate(output.entropy, mask, objective.aggregation, normalizer)
+        share = share - objective.config.entropy_coef * entropy_share
     if whole.router_sums is not None:
         balance = balance_share(_router_sums(output), whole.router_sums)
         metrics.add_mean("aux_loss", balance, 0.0)
-        share = share + settings.aux_loss_coef * balance
+        share = share + objective.config.aux_loss_coef * balance
     return share
 
 
@@ -374,7 +364,7 @@ def _value_share(
     micro: ExperienceBatch,
     critic: nn.Module,
     normalizer: Tensor,
-    settings: LossSettings,
+    objective: Objective,
     metrics: StepMetrics,
 ) -> Tensor:
     rollouts, mask = micro.rollouts, micro.rollouts.response_mask
@@ -384,7 +374,8 @@ def _value_share(
     old_values = micro.outputs.values
     if old_values is None:
         raise RuntimeError("the critic's values are missing from the experience")
-    loss = clipped_value_loss(values, old_values, micro.returns, mask, clip=settings.value_clip)
-    share = aggregate(loss, mask, settings.aggregation, normalizer)
+    clip = objective.config.value_clip or None
+    loss = clipped_value_loss(values, old_values, micro.returns, mask, clip=clip)
+    share = aggregate(loss, mask, objective.aggregation, normalizer)
     metrics.add_mean("critic_loss", share, 0.0)
     return share

@@ -1,0 +1,348 @@
+"""Options: dataclass fields that carry their help, legal values and uses. Standard library only."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field
+from typing import Literal, TypeVar
+
+T = TypeVar("T")
+CRITIC = "a critic"
+_SECRET = re.compile(r"(key|token|secret|password|passwd|credentials?)$|wandb")
+_COLUMN = re.compile(r"(input|label|images?|videos?|reference)_key$")
+_SCALARS = (str, int, float)
+
+
+class ConfigError(ValueError):
+    """One or more configuration values are wrong; the message lists all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionInfo:
+    """What a field knows beside its name, type and default.
+
+    Args:
+        help: One sentence.
+        group: Heading under which the option is listed.
+        choices: All legal values (a registry takes `FILE.py:NAME`, too), or None.
+        at_least, at_most: Inclusive bounds of a number.
+        above: Exclusive lower bound of a number.
+        finite: inf is refused, too; nan always is.
+        acts_with: When the option acts: "NAME" where that option is set, "not NAME" where it is
+            not, "NAME VALUE" where it has this value, `CRITIC` where the advantage estimator has
+            one; None is always.
+        may_change: A continued run is exact although this changed.
+        secret: The value is shown and saved nowhere.
+        common: Listed by `train --help`.
+        path: The value is the path of a file or a folder.
+        commands: Commands beside `train` that take the option.
+    """
+
+    help: str
+    group: str
+    choices: Collection[object] | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    finite: bool = True
+    acts_with: str | None = None
+    may_change: bool = False
+    secret: bool = False
+    common: bool = False
+    path: Literal["file", "folder"] | None = None
+    commands: tuple[str, ...] = ()
+
+
+def option(  # noqa: PLR0913 - the one place where an option is described
+    default: T,
+    help: str,
+    *,
+    group: str,
+    choices: Collection[object] | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    finite: bool = True,
+    acts_with: str | None = None,
+    may_change: bool = False,
+    secret: bool = False,
+    common: bool = False,
+    path: Literal["file", "folder"] | None = None,
+    commands: tuple[str, ...] = (),
+) -> T:
+    """A dataclass field with a default and the `OptionInfo` of the other arguments."""
+    info = OptionInfo(
+        help=help, group=group, choices=choices, at_least=at_least, at_most=at_most, above=above,
+        finite=finite, acts_with=acts_with, may_change=may_change, secret=secret, common=common,
+        path=path, commands=commands,
+    )  # fmt: skip
+    made: T = field(default=default, metadata={"option": info})
+    return made
+
+
+def option_info(entry: Field[object]) -> OptionInfo | None:
+    """What a field was declared with; None if it is no option."""
+    info = entry.metadata.get("option")
+    return info if isinstance(info, OptionInfo) else None
+
+
+def options_of(cls: type[object]) -> dict[str, tuple[Field[object], OptionInfo]]:
+    """The options of a dataclass by name, in order of declaration."""
+    entries: Mapping[str, Field[object]] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+    return {
+        name: (entry, info)
+        for name, entry in entries.items()
+        if (info := option_info(entry)) is not None
+    }
+
+
+_HINTS: dict[type[object], dict[str, object]] = {}
+
+
+def type_hints(cls: type[object]) -> dict[str, object]:
+    """The resolved annotation of every field of a dataclass."""
+    if cls not in _HINTS:
+        _HINTS[cls] = dict(typing.get_type_hints(cls))
+    return _HINTS[cls]
+
+
+def alternatives(hint: object) -> tuple[object, ...]:
+    """The members of a union, or the annotation alone."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def is_number(value: object) -> bool:
+    """Whether the value is an int or float, but no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def accepts(value: object, hint: object) -> bool:
+    """Whether a value has the annotated type; ints are floats, bools are not ints."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(accepts(value, part) for part in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            return all(accepts(item, arguments[0]) for item in value)
+        return len(value) == len(arguments) and all(map(accepts, value, arguments))
+    if hint is float:
+        return is_number(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    target = origin or hint
+    return isinstance(value, target) if isinstance(target, type) else True
+
+
+def coerce(value: object, hint: object) -> object:
+    """Parsers and TOML give lists and ints where tuples and floats are meant."""
+    kinds = alternatives(hint)
+    if isinstance(value, list) and not accepts(value, hint):
+        return tuple(value)
+    if float in kinds and int not in kinds and isinstance(value, int):
+        return value if isinstance(value, bool) else float(value)
+    return value
+
+
+def check_value(name: str, value: object, hint: object, info: OptionInfo) -> str | None:
+    """What is wrong with one value: its type, or its range; None if nothing is."""
+    if not accepts(value, hint):
+        expected = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+        return f"{name}: got {value!r} ({type(value).__name__}), expected {expected}"
+    if info.choices is not None and value is not None:
+        items = value if isinstance(value, tuple) else (value,)
+        wrong = [item for item in items if item not in info.choices]
+        if wrong:
+            listing = list(info.choices)
+            near = difflib.get_close_matches(str(wrong[0]), [str(c) for c in listing], n=1)
+            hint_text = f" (did you mean {near[0]!r}?)" if near else ""
+            return f"{name}: got {wrong[0]!r}, expected one of {listing}{hint_text}"
+    numbers = value if isinstance(value, tuple) else (value,)
+    for number in numbers:
+        if isinstance(number, int | float) and not isinstance(number, bool):
+            problem = _range_problem(number, info)
+            if problem is not None:
+                return f"{name}: got {value!r}, expected {problem}"
+    return None
+
+
+def _range_problem(number: float, info: OptionInfo) -> str | None:
+    if math.isnan(number) or (info.finite and math.isinf(number)):
+        return "a finite number" if info.finite else "a number"
+    bounds = []
+    if info.at_least is not None and number < info.at_least:
+        bounds.append(f">= {info.at_least}")
+    if info.above is not None and number <= info.above:
+        bounds.append(f"> {info.above}")
+    if info.at_most is not None and number > info.at_most:
+        bounds.append(f"<= {info.at_most}")
+    return " and ".join(bounds) or None
+
+
+def default_of(entry: Field[object]) -> object:
+    """The default of a field; None if it has none."""
+    return None if entry.default is MISSING else entry.default
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error sentence: the nearest known names, or all of them if none is near."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=3)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; known: {', '.join(known)}"
+
+
+def mask_address(text: str) -> str:
+    """The text with user name and password of every address replaced by ***."""
+    return re.sub(r"//[^/@\s]+@", "//***@", text)
+
+
+def looks_secret(name: str) -> bool:
+    """Whether a name that no option describes sounds like that of a secret."""
+    return bool(_SECRET.search(name.lower())) and not _COLUMN.search(name.lower())
+
+
+def masked(value: object) -> object:
+    """The value without credentials in addresses, and without mapping entries of secret names."""
+    if isinstance(value, str):
+        return mask_address(value)
+    if isinstance(value, tuple | list):
+        return type(value)(masked(item) for item in value)
+    if isinstance(value, Mapping):
+        return {key: masked(item) for key, item in value.items() if not looks_secret(str(key))}
+    return value
+
+
+def shown(value: object, *, secret: bool) -> str:
+    """The value as text; secrets and passwords in addresses are hidden."""
+    if isinstance(value, str):
+        return "***" if secret and value else mask_address(repr(value))
+    if isinstance(value, Mapping):
+        items = ", ".join(
+            f"{k}: {shown(v, secret=secret or looks_secret(str(k)))}" for k, v in value.items()
+        )
+        return "{" + items + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(shown(item, secret=secret) for item in value) + "]"
+    return repr(value)
+
+
+def from_text(value: object, hint: object) -> object:
+    """Text of a flag, or a TOML value, as the annotated type; what does not fit stays as it is.
+
+    The configuration itself reports values of the wrong type, all at once.
+    """
+    kinds = alternatives(hint)
+    if isinstance(value, str):
+        return _scalar_from_text(value, kinds)
+    if isinstance(value, list):
+        return _sequence_from_list(value, kinds)
+    return coerce(value, hint)
+
+
+def _scalar_from_text(text: str, kinds: tuple[object, ...]) -> object:
+    if type(None) in kinds and text.lower() == "none":
+        return None
+    if bool in kinds and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        if kind in kinds:
+            return _number(text, kind)
+    return text
+
+
+def _sequence_from_list(items: list[object], kinds: tuple[object, ...]) -> object:
+    origins = [typing.get_origin(kind) for kind in kinds]
+    if Mapping in origins and all(isinstance(item, str) for item in items):
+        return pairs([str(item) for item in items])
+    if tuple not in origins:
+        return items
+    item_hint = typing.get_args(kinds[origins.index(tuple)])[0]
+    if item_hint in (int, float):  # numbers may be separated by commas as well
+        items = [
+            part
+            for item in items
+            for part in (item.split(",") if isinstance(item, str) else [item])
+        ]
+    return tuple(from_text(item, item_hint) for item in items)
+
+
+def _number(text: str, kind: type[int] | type[float]) -> object:
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    if kind is float:
+        return number
+    return int(number) if number.is_integer() else text
+
+
+def pairs(items: list[str]) -> dict[str, str | int | float | bool] | str:
+    """KEY=VALUE items as a mapping; numbers, true and false are recognised.
+
+    Text without an equals sign comes back as it is, for the configuration to report.
+    """
+    made: dict[str, str | int | float | bool] = {}
+    for item in items:
+        name, sign, text = item.partition("=")
+        if not sign:
+            return item
+        made[name] = _untyped(text)
+    return made
+
+
+def _untyped(text: str) -> str | int | float | bool:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+Form = Literal["switch", "value", "value or switch", "values", "pairs"]
+
+
+@dataclass(frozen=True, slots=True)
+class FlagShape:
+    """The form of the flag of one option.
+
+    Args:
+        form: `switch` takes no value, `values` takes several, `pairs` takes KEY=VALUE items.
+        item: Type of one value: the first of str, int and float that the field accepts.
+        count: Number of values as argparse writes it; None except for `values`.
+        opposites: Flags that set the opposite of a switch.
+    """
+
+    form: Form
+    item: type[str] | type[int] | type[float] = str
+    count: int | Literal["+"] | None = None
+    opposites: tuple[str, ...] = ()
+
+
+def flag_shape(name: str, hint: object) -> FlagShape:
+    """The form of the flag of a field with this annotation; enable_x also has disable_x."""
+    kinds = alternatives(hint)
+    origins = [typing.get_origin(kind) for kind in kinds]
+    if not {Mapping, dict}.isdisjoint(origins):
+        return FlagShape("pairs")
+    scalar = next((kind for kind in _SCALARS if kind in kinds), None)
+    if scalar is None and bool in kinds:
+        stem, _, rest = name.partition("_")
+        disable = (f"--disable_{rest}",) if stem == "enable" else ()
+        return FlagShape("switch", opposites=(f"--no_{name}", *disable))
+    if tuple in origins:
+        items = typing.get_args(kinds[origins.index(tuple)])
+        item = next(kind for kind in _SCALARS if kind in alternatives(items[0]))
+        return FlagShape("values", item, "+" if Ellipsis in items else len(items))
+    return FlagShape("value or switch" if bool in kinds else "value", scalar or str)

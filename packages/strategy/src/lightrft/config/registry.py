@@ -1,0 +1,249 @@
+"""Choices by name: tables of import strings, and a user's own choices. Standard library only.
+
+An entry's hyper-parameters are the keyword-only arguments of its function. A choice may also be
+given as `FILE.py:NAME` or `package.module:NAME`, or be added from Python:
+
+    @register("policy_loss", "mine")
+    def my_loss(logprobs, old_logprobs, advantages, response_mask, *, strength: float = 1.0): ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from lightrft.config.options import ConfigError, accepts, coerce, did_you_mean
+
+Object = TypeVar("Object")
+
+
+class Registry(Collection[str]):
+    """Names of one kind of choice.
+
+    Args:
+        kind: What a choice is, for messages.
+        entries: Import string (`module:name`) of each built-in choice.
+        takes_own: Other import strings and `FILE.py:NAME` are choices, too.
+    """
+
+    def __init__(self, kind: str, entries: Mapping[str, str], *, takes_own: bool = True) -> None:
+        self.kind = kind
+        self.takes_own = takes_own
+        self._built_in = frozenset(entries)
+        self._entries: dict[str, object] = dict(entries)
+
+    def __contains__(self, name: object) -> bool:
+        if name in self._entries:
+            return True
+        return self.takes_own and isinstance(name, str) and split_reference(name) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def is_built_in(self, name: str) -> bool:
+        """Whether the choice is one of the table's, not a user's own."""
+        return name in self._built_in
+
+    def load(self, name: str) -> object:
+        """What `name` stands for.
+
+        Raises:
+            ConfigError: There is no such choice, file, module or name in it; or it cannot be
+                imported.
+        """
+        entry = self._entries.get(name, name if name in self else None)
+        if entry is None:
+            own = ", FILE.py:NAME or package.module:NAME" if self.takes_own else ""
+            raise ConfigError(
+                f"unknown {self.kind} {name!r}: expected one of {', '.join(self)}{own}"
+                f"{did_you_mean(name, self).partition('; known')[0]}"
+            )
+        if not isinstance(entry, str):
+            return entry
+        return load_reference(entry, kind=self.kind)
+
+
+def split_reference(text: str) -> tuple[str, str] | None:
+    """(file or module, name) of an import string; None if the text is none."""
+    place, _, name = text.rpartition(":")
+    is_module = all(part.isidentifier() for part in place.split("."))
+    return (place, name) if name.isidentifier() and (place.endswith(".py") or is_module) else None
+
+
+def load_reference(text: str, *, kind: str) -> object:
+    """The object that `FILE.py:NAME` or `package.module:NAME` names.
+
+    Raises:
+        ConfigError: It cannot be imported; the message says why.
+    """
+    place, name = split_reference(text) or ("", "")
+    try:
+        module = (
+            _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        )
+    except Exception as error:
+        raise ConfigError(
+            f"{kind} {text}: {place} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{kind} {text}: {place} has no {name!r}")
+    found: object = getattr(module, name)
+    return found
+
+
+def _load_file(path: Path) -> ModuleType:
+    file = path.resolve(strict=True)
+    # One module for each content, so that what a file defines exists once in a process.
+    digest = hashlib.sha256(bytes(file) + file.read_bytes()).hexdigest()[:16]
+    name = f"lightrft_plugin_{digest}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"no Python module: {file}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def keyword_options(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
+    """The hyper-parameters of a function: its keyword-only arguments."""
+    parameters = inspect.signature(function).parameters.values()
+    return {item.name: item for item in parameters if item.kind is item.KEYWORD_ONLY}
+
+
+def bind(
+    function: Callable[..., Object], given: Mapping[str, object], *, owner: str
+) -> Callable[..., Object]:
+    """The function with its hyper-parameters set.
+
+    Args:
+        function: Its keyword-only arguments are its hyper-parameters.
+        given: Values by name; the others keep their defaults.
+        owner: The function in words, for messages.
+
+    Raises:
+        ConfigError: It has no such hyper-parameter, a value has the wrong type, or one that has no
+            default is missing.
+    """
+    known = keyword_options(function)
+    values: dict[str, object] = {}
+    problems = []
+    for name, value in given.items():
+        if name not in known:
+            hint = did_you_mean(name, known) if known else "; it has none"
+            problems.append(f"{owner} has no option {name!r}{hint}")
+            continue
+        annotation = _annotation(function, known[name])
+        values[name] = coerce(value, annotation)
+        is_nan = isinstance(value, float) and math.isnan(value)
+        if is_nan or not accepts(values[name], annotation):
+            problems.append(f"{owner}: {name}: got {value!r}, expected {known[name].annotation}")
+    missing = [
+        name for name, item in known.items() if item.default is item.empty and name not in values
+    ]
+    problems += [f"{owner} needs the option {name!r}, which has no default" for name in missing]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return partial(function, **values) if values else function
+
+
+def _annotation(function: Callable[..., object], parameter: inspect.Parameter) -> object:
+    """The resolved type of a parameter; `object` where it has none or it cannot be resolved."""
+    annotation = parameter.annotation
+    if annotation is parameter.empty:
+        return object
+    if isinstance(annotation, str):
+        scope = getattr(inspect.unwrap(function), "__globals__", {})
+        try:
+            return eval(annotation, dict(scope))
+        except NameError:
+            return object
+    return annotation
+
+
+_POLICY = "lightrft.algorithms.policy"
+_ROWS, _TOKENS = (f"lightrft.algorithms.advantages.{level}_level" for level in ("row", "token"))
+
+POLICY_LOSSES = Registry("policy loss", {
+    "ppo": f"{_POLICY}.clipped:clipped_policy_loss",
+    "clipped": f"{_POLICY}.clipped:clipped_policy_loss",
+    "dapo": f"{_POLICY}.clipped:dapo_policy_loss",
+    "dr_grpo": f"{_POLICY}.clipped:dr_grpo_policy_loss",
+    "gspo": f"{_POLICY}.gspo:gspo_policy_loss",
+    "gspo-token": f"{_POLICY}.gspo:gspo_token_policy_loss",
+    "gmpo": f"{_POLICY}.gmpo:gmpo_policy_loss",
+    "cpgd": f"{_POLICY}.cpgd:cpgd_policy_loss",
+    "cispo": f"{_POLICY}.cispo:cispo_policy_loss",
+    "sapo": f"{_POLICY}.sapo:sapo_policy_loss",
+    "clip_cov": f"{_POLICY}.covariance:clip_cov_policy_loss",
+    "kl_cov": f"{_POLICY}.covariance:kl_cov_policy_loss",
+    "reinforce": f"{_POLICY}.reinforce:reinforce_policy_loss",
+})  # fmt: skip
+ADVANTAGE_ESTIMATORS = Registry("advantage estimator", {
+    "gae": f"{_TOKENS}:gae_advantages",
+    "reinforce": f"{_TOKENS}:reinforce_advantages",
+    "reinforce++": f"{_TOKENS}:reinforce_plus_plus_advantages",
+    "reinforce_baseline": f"{_ROWS}:reinforce_baseline_advantages",
+    "rloo": f"{_ROWS}:rloo_advantages",
+    "group_norm": f"{_ROWS}:group_norm_advantages",
+    "grpo": f"{_ROWS}:group_norm_advantages",
+    "group_mean_batch_std": f"{_ROWS}:group_mean_batch_std_advantages",
+    "dr_grpo": f"{_ROWS}:group_centred_advantages",
+    "cpgd": f"{_ROWS}:cpgd_advantages",
+    "opo": f"{_ROWS}:opo_advantages",
+    "remax": f"{_ROWS}:remax_advantages",
+})  # fmt: skip
+REWARDS = Registry("reward function", {
+    "boxed_math": "lightrft.rewards.math_rules:BOXED_MATH",
+    "gsm8k": "lightrft.rewards.math_rules:GSM8K",
+})  # fmt: skip
+LOGGERS = Registry("logger", {})
+# Choices that are the branches of one function.
+KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k3_unclamped", "k3_is")
+AGGREGATIONS = (
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
+)  # fmt: skip
+
+REGISTRIES = {
+    "policy_loss": POLICY_LOSSES,
+    "advantage_estimator": ADVANTAGE_ESTIMATORS,
+    "reward_fn": REWARDS,
+    "loggers": LOGGERS,
+}
+"""The registries that take a user's own choices, by the option that chooses."""
+
+
+def register(option_name: str, name: str) -> Callable[[Object], Object]:
+    """Decorator that adds a choice under `name` to the option `option_name` of this process.
+
+    Raises:
+        ConfigError: No such registry, or the name is taken.
+    """
+    if option_name not in REGISTRIES:
+        raise ConfigError(f"no registry {option_name!r}{did_you_mean(option_name, REGISTRIES)}")
+    registry = REGISTRIES[option_name]
+
+    def add(entry: Object) -> Object:
+        if name in registry._entries:
+            raise ConfigError(f"there is a {registry.kind} {name!r} already: choose another name")
+        registry._entries[name] = entry
+        return entry
+
+    return add

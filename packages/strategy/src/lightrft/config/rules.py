@@ -1,0 +1,259 @@
+"""Rules between the values of a configuration; each gives lines, not errors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from lightrft.config.sources import has_splits, probability_problem, split_sources
+from lightrft.engines.truncation import has_known_order
+
+if TYPE_CHECKING:
+    from lightrft.config.train_config import TrainConfig
+
+# The {} right after a letter, as in \\boxed{}, is not the place of the prompt.
+PROMPT_SLOT = re.compile(r"(?<![A-Za-z])\{\}")
+UNKNOWN_ORDER = (
+    "off_policy_correction cannot tell which tokens the {engine} engine kept with top_p and top_k "
+    "together: leave one of the two out, or take engine_type vllm or hf"
+)
+Rule = Callable[["TrainConfig"], object]
+"""A sentence on what is wrong with the values together; a falsy answer is nothing."""
+
+
+def _truncates(c: TrainConfig) -> bool:
+    return c.top_p < 1 or c.top_k != -1
+
+
+def has_alarm(c: TrainConfig) -> bool:
+    """Whether any bound of a metric is set."""
+    bounds = (c.alarm_kl, c.alarm_entropy, c.alarm_length, c.alarm_reward_std)
+    return any(bound is not None for bound in bounds)
+
+
+def _num_rewards(c: TrainConfig) -> int:
+    urls = c.remote_rm_url or ()
+    return len(c.reward_fn) + (1 if isinstance(urls, str) else len(urls)) + len(c.reward_pretrain)
+
+
+def _named_losses(c: TrainConfig) -> dict[str, str]:
+    """The policy loss by each option that names one."""
+    named = {
+        "use_gspo": "gspo" if c.use_gspo else None,
+        "use_cpg_loss": "cpgd" if c.use_cpg_loss else None,
+        f"policy_loss {c.policy_loss!r}": c.policy_loss,
+    }
+    return {option: loss for option, loss in named.items() if loss is not None}
+
+
+def _nonzero(name: str) -> Rule:
+    return lambda c: (
+        getattr(c, name) == 0 and (f"{name}: got 0, expected -1 (off) or a number of at least 1")
+    )
+
+
+def _excludes(switch: str, cause: str, is_set: Callable[[TrainConfig], bool]) -> Rule:
+    return lambda c: (
+        getattr(c, switch) and is_set(c) and (f"{switch} excludes {cause}; leave one of them out")
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    _nonzero("save_steps"),
+    _nonzero("eval_steps"),
+    _nonzero("top_k"),
+    lambda c: c.input_template is not None and not PROMPT_SLOT.search(c.input_template) and (
+        f"input_template: got {c.input_template!r}, expected a text with {{}} where the prompt goes"
+    ),
+    lambda c: c.system_prompt is not None and not c.apply_chat_template and (
+        "system_prompt is part of the chat template: add apply_chat_template"
+    ),
+    lambda c: probability_problem(split_sources(c.prompt_data or ""), c.prompt_data_probs),
+    lambda c: c.use_kl_loss and c.init_kl_coef == 0 and (
+        "use_kl_loss needs init_kl_coef > 0: got 0, which loads no reference model"
+    ),
+    lambda c: len(set(_named_losses(c).values())) > 1 and (
+        f"{' and '.join(_named_losses(c))} name different policy losses: give one of them"
+    ),
+    lambda c: c.off_policy_correction and not has_known_order(
+        c.engine_type, top_k=c.top_k, top_p=c.top_p
+    ) and UNKNOWN_ORDER.format(engine=c.engine_type),
+    lambda c: c.off_policy_correction and c.use_fire and _truncates(c) and (
+        "off_policy_correction cannot tell which first tokens top_p and top_k left at "
+        "first_token_temperature: leave out top_p and top_k, use_fire or the correction"
+    ),
+    lambda c: not c.off_policy_correction
+    and (c.correction_low is not None or c.correction_high is not None) and (
+        "correction_low and correction_high need off_policy_correction"
+    ),
+    lambda c: c.correction_low is not None and c.correction_high is not None
+    and c.correction_low >= c.correction_high and (
+        f"correction_low must be below correction_high: got {c.correction_low} and "
+        f"{c.correction_high}"
+    ),
+    lambda c: c.meta_init and c.lora_rank > 0 and (
+        "meta_init fills a model from its files, and adapters are in none: leave out one of "
+        "meta_init and lora_rank"
+    ),
+    lambda c: len(c.reward_weights) not in (0, _num_rewards(c)) and (
+        f"reward_weights: got {len(c.reward_weights)} numbers for {_num_rewards(c)} rewards; "
+        "give one per --reward_fn, then per --remote_rm_url, then per --reward_pretrain"
+    ),
+    lambda c: bool(c.reward_weights) and c.reward_recipe is not None and (
+        "reward_recipe gives the weights: leave reward_weights out"
+    ),
+    lambda c: c.dynamic_sampling and c.n_samples_per_prompt < 2 and (
+        "dynamic_sampling compares the samples of one prompt: it needs n_samples_per_prompt >= 2, "
+        f"got {c.n_samples_per_prompt}"
+    ),
+    lambda c: c.overlong_buffer and c.overlong_buffer_len > c.generate_max_len and (
+        "overlong_buffer_len must be at most generate_max_len: got "
+        f"{c.overlong_buffer_len} and {c.generate_max_len}"
+    ),
+    lambda c: c.stop_on_alarm and not has_alarm(c) and (
+        "stop_on_alarm needs a bound: alarm_kl, alarm_entropy, alarm_length or alarm_reward_std"
+    ),
+    lambda c: c.partial_rollout_prompts is not None
+    and not c.rollout_batch_size <= c.partial_rollout_prompts <= 2 * c.rollout_batch_size and (
+        "partial_rollout_prompts must lie between rollout_batch_size and twice that, or old "
+        "responses could not all be trained on in time: got "
+        f"{c.partial_rollout_prompts} and {c.rollout_batch_size}"
+    ),
+    _excludes("partial_rollout", "dynamic_sampling", lambda c: c.dynamic_sampling),
+    _excludes("partial_rollout", "use_fire", lambda c: c.use_fire),
+    _excludes(
+        "use_rollout_logprobs",
+        "top_p and top_k: the engine's logprobs then follow another distribution",
+        _truncates,
+    ),
+    _excludes(
+        "use_rollout_logprobs",
+        "use_fire: its first tokens are drawn at another temperature",
+        lambda c: c.use_fire,
+    ),
+    _excludes(
+        "use_rollout_logprobs",
+        "off_policy_correction: all its weights would be 1",
+        lambda c: bool(c.off_policy_correction),
+    ),
+    _excludes(
+        "use_rollout_logprobs",
+        "high_entropy_token_ratio: it needs a forward pass",
+        lambda c: c.high_entropy_token_ratio > 0,
+    ),
+)  # fmt: skip
+
+
+class _UnreadableError(Exception):
+    pass
+
+
+class _Readable:
+    """A configuration whose wrong fields cannot be read, so that rules about them are left out."""
+
+    def __init__(self, config: TrainConfig, wrong: Collection[str]) -> None:
+        self._config, self._wrong = config, wrong
+
+    def __getattr__(self, name: str) -> object:
+        if name in self._wrong:
+            raise _UnreadableError
+        return getattr(self._config, name)
+
+
+def broken_rules(config: TrainConfig, *, wrong: Collection[str]) -> list[str]:
+    """Values that are legal alone but not together, one line each.
+
+    Args:
+        config: The values.
+        wrong: Fields that are wrong by themselves; rules about them are left out.
+    """
+    found = []
+    for rule in RULES:
+        try:
+            problem = rule(_Readable(config, wrong))  # type: ignore[arg-type]
+        except _UnreadableError:
+            continue
+        if problem:
+            found.append(str(problem))
+    return found
+
+
+def unused_by_rules(c: TrainConfig) -> list[str]:
+    """Options that were changed and act only with something `acts_with` cannot say."""
+    rules = (
+        ("prompt_split", "a folder or data set in prompt_data", has_splits(c.prompt_data)),
+        ("eval_split", "a folder or data set in eval_data", has_splits(c.eval_data)),
+        ("parity_limit", "parity_check_steps >= 0", c.parity_check_steps >= 0),
+    )
+    return [
+        f"{name} acts only with {needed}"
+        for name, needed, is_used in rules
+        if not is_used and c.__dict__[name] != c.__dataclass_fields__[name].default
+    ]
+
+
+def batch_problems(config: TrainConfig, world_size: int) -> list[str]:
+    """How sizes fail to fit together on `world_size` processes, one line per rule.
+
+    A step samples rollout_batch_size * n_samples_per_prompt responses and updates once per
+    train_batch_size of them; each process goes through its share in micro-batches of
+    micro_train_batch_size.
+    """
+    prompts, group_size = config.rollout_batch_size, config.n_samples_per_prompt
+    samples, train = prompts * group_size, config.train_batch_size
+    if world_size % config.sp_size:
+        legal = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        return [
+            f"sp_size must divide the number of processes: got {config.sp_size} and {world_size}; "
+            f"legal sp_size: {_either(legal)}"
+        ]
+    # Ranks that share their sequences share their samples.
+    num_data_ranks = world_size // config.sp_size
+    unit = config.micro_train_batch_size * num_data_ranks
+    legal_train = [size for size in range(unit, samples + 1, unit) if samples % size == 0]
+    found = []
+    if world_size % config.engine_tp_size:
+        found.append(
+            "engine_tp_size must divide the number of processes: got "
+            f"{config.engine_tp_size} and {world_size}"
+        )
+    if prompts % world_size:
+        found.append(
+            f"rollout_batch_size must be a multiple of the {world_size} processes: got {prompts}; "
+            f"nearest legal: {_either(_multiples(prompts, world_size))}"
+        )
+    if train % unit:
+        nearest = _closest(legal_train, train) or _multiples(train, unit)
+        found.append(
+            "train_batch_size must be a multiple of micro_train_batch_size * processes: got "
+            f"{train} and {config.micro_train_batch_size} * {num_data_ranks} = {unit}; nearest "
+            f"legal train_batch_size: {_either(nearest)}"
+        )
+    elif samples % train:
+        legal_prompts = _multiples(
+            prompts, math.lcm(train // math.gcd(train, group_size), world_size)
+        )
+        found.append(
+            "rollout_batch_size * n_samples_per_prompt must be a multiple of train_batch_size: got "
+            f"{prompts} * {group_size} = {samples} samples and train_batch_size {train}; nearest "
+            f"legal train_batch_size: {_either(_closest(legal_train, train))}; nearest legal "
+            f"rollout_batch_size: {_either(legal_prompts)}"
+        )
+    return found
+
+
+def _multiples(value: int, unit: int) -> list[int]:
+    """The multiples of `unit` on both sides of `value`, without 0."""
+    below = value // unit * unit
+    return [size for size in (below, below + unit) if size > 0]
+
+
+def _closest(sizes: list[int], value: int) -> list[int]:
+    """The neighbours of `value` in ascending `sizes`."""
+    return [size for size in sizes if size <= value][-1:] + [s for s in sizes if s > value][:1]
+
+
+def _either(sizes: list[int]) -> str:
+    return " or ".join(map(str, sizes)) if sizes else "none with the other sizes"

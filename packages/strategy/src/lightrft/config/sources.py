@@ -1,0 +1,33 @@
+"""Lists of data sources in one text. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def split_sources(text: str) -> tuple[str, ...]:
+    """The sources of a comma-separated list; a path that exists is one source, commas included."""
+    if Path(text).exists():
+        return (text,)
+    return tuple(part.strip() for part in text.split(",") if part.strip()) or (text,)
+
+
+def has_splits(text: str | None) -> bool:
+    """Whether any of some sources has parts with names: folders and data sets have, files not."""
+    return text is not None and any(not Path(source).is_file() for source in split_sources(text))
+
+
+def probability_problem(sources: Sequence[str], probabilities: Sequence[float]) -> str | None:
+    """Why probabilities do not fit the sources; None if they do."""
+    if not probabilities or tuple(probabilities) == (1.0,):
+        return None
+    if len(probabilities) != len(sources):
+        return (
+            f"prompt_data_probs must have one number per source of prompt_data: got "
+            f"{len(probabilities)} for {len(sources)}"
+        )
+    if min(probabilities) <= 0 or abs(sum(probabilities) - 1) > 1e-6:
+        shown = ", ".join(f"{value:g}" for value in probabilities)
+        return f"prompt_data_probs must be positive with sum 1: got {shown}"
+    return None

@@ -1,0 +1,402 @@
+"""The options of a training strategy: the part of the record that `get_strategy` needs."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import typing
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Self
+
+from lightrft.config.options import (
+    CRITIC,
+    ConfigError,
+    OptionInfo,
+    accepts,
+    check_value,
+    coerce,
+    default_of,
+    looks_secret,
+    option,
+    options_of,
+    shown,
+    type_hints,
+)
+from lightrft.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
+
+Arguments = Mapping[str, str | int | float | bool] | None
+EngineType = Literal["vllm", "sglang", "hf", "fake", "auto"]
+ENGINE_TYPES: tuple[str, ...] = typing.get_args(EngineType)
+_NO_DEFAULT = object()
+
+
+@dataclass(kw_only=True)
+class StrategyConfig:
+    """All that a strategy needs to know; every field has a default.
+
+    Unknown arguments given to `from_args` are kept in `extra_args` and read by `get_extra_arg`.
+    `TrainConfig` adds the options of a whole run.
+
+    Raises:
+        ConfigError: Values of wrong type or out of range; one message names every such field.
+    """
+
+    seed: int = option(
+        42, "Seed of all random number generators.", group="training", at_least=0,
+        commands=("eval",),
+    )  # fmt: skip
+    max_norm: float = option(
+        1.0, "Global gradient norm above which gradients are scaled down; 0 never clips.",
+        group="training", at_least=0, finite=False,
+    )  # fmt: skip
+    micro_train_batch_size: int = option(
+        1, "Samples per rank in one forward and backward pass.", group="training", at_least=1,
+        common=True,
+    )  # fmt: skip
+    train_batch_size: int = option(
+        128, "Samples per optimizer step over all ranks.", group="training", at_least=1,
+        common=True,
+    )  # fmt: skip
+    bf16: bool | None = option(
+        None, "Compute in bfloat16; unset means yes on a GPU and float32 on a CPU.",
+        group="training", commands=("eval",),
+    )  # fmt: skip
+    actor_learning_rate: float = option(
+        1e-6, "Peak learning rate of the actor.", group="training", at_least=0, common=True,
+    )  # fmt: skip
+    critic_learning_rate: float = option(
+        9e-6, "Peak learning rate of the critic.", group="training", at_least=0,
+        acts_with=CRITIC,
+    )  # fmt: skip
+    adam_betas: tuple[float, float] = option(
+        (0.9, 0.95), "Adam's decay rates of the two moments.", group="training",
+    )  # fmt: skip
+    l2: float = option(0.0, "Decoupled weight decay of matrices.", group="training", at_least=0)
+    lr_warmup_ratio: float = option(
+        0.03, "Share of all optimizer steps in which the learning rate rises.", group="training",
+        at_least=0, at_most=1,
+    )  # fmt: skip
+    lr_scheduler: str = option(
+        "cosine_with_min_lr", "How the learning rate changes after the rise.", group="training",
+        choices=("cosine_with_min_lr", "linear", "constant"),
+    )  # fmt: skip
+    min_lr_ratio: float = option(
+        0.1, "Final over peak learning rate of cosine_with_min_lr.", group="training", at_least=0,
+        at_most=1, acts_with="lr_scheduler cosine_with_min_lr",
+    )  # fmt: skip
+    gradient_checkpointing: bool = option(
+        False, "Recompute activations in the backward pass.", group="training",
+    )  # fmt: skip
+    packing_samples: bool = option(
+        False, "Pack several samples into one row without padding.", group="training",
+    )  # fmt: skip
+    use_mp_opt: bool = option(
+        False, "FSDP2: bfloat16 parameters with float32 master copies in the optimizer.",
+        group="training", acts_with="fsdp",
+    )  # fmt: skip
+    fused_linear_logprob: bool = option(
+        False, "Compute logprobs and output projection together, in chunks.", group="training",
+    )  # fmt: skip
+    chunk_size: int = option(
+        4096, "Vocabulary columns per chunk of the fused output projection.", group="training",
+        at_least=1, acts_with="fused_linear_logprob",
+    )  # fmt: skip
+    fsdp: bool = option(
+        False, "Use FSDP2 instead of DeepSpeed ZeRO.", group="distributed", common=True,
+    )  # fmt: skip
+    zero_stage: int = option(2, "DeepSpeed ZeRO stage.", group="distributed", choices=(0, 1, 2, 3))
+    fsdp_cpu_offload: bool = option(
+        False, "FSDP2: keep parameters, gradients and optimizer states on the CPU.",
+        group="distributed", acts_with="fsdp",
+    )  # fmt: skip
+    adam_offload: bool = option(
+        False, "Keep Adam's states on the CPU (FSDP2: between training phases).",
+        group="distributed",
+    )  # fmt: skip
+    zpg: int = option(
+        1, "ZeRO++ secondary partition size; 1 is off.", group="distributed", at_least=1,
+        acts_with="not fsdp",
+    )  # fmt: skip
+    grad_accum_dtype: str | None = option(
+        None, "DeepSpeed: dtype in which gradients accumulate.", group="distributed",
+        choices=("fp32", "bf16", "fp16"), acts_with="not fsdp",
+    )  # fmt: skip
+    overlap_comm: bool = option(
+        False, "DeepSpeed: reduce gradients while the backward pass runs.", group="distributed",
+        acts_with="not fsdp",
+    )  # fmt: skip
+    sp_size: int = option(
+        1, "Ranks that share one sequence (sequence parallelism).", group="distributed",
+        at_least=1,
+    )  # fmt: skip
+    local_rank: int = option(
+        -1, "Index of this process' device on its node; -1 reads LOCAL_RANK.", group="distributed",
+        at_least=-1, may_change=True,
+    )  # fmt: skip
+    mixed_mm_data: bool = option(
+        False, "Ranks may differ in having images; the vision tower stays in FSDP2's root unit.",
+        group="distributed", acts_with="fsdp",
+    )  # fmt: skip
+    async_save: bool = option(
+        False, "Write checkpoints in the background, from copies in host memory.",
+        group="distributed",
+    )  # fmt: skip
+    meta_init: bool = option(
+        False, "FSDP2: build models without memory; each rank reads its own rows of the files.",
+        group="distributed", acts_with="fsdp",
+    )  # fmt: skip
+    compile_backend: str | None = option(
+        None, "FSDP2: compile every block by torch.compile with this backend; unset does not.",
+        group="distributed", choices=("inductor", "aot_eager", "eager"), acts_with="fsdp",
+    )  # fmt: skip
+    timeout_minutes: float = option(
+        60.0, "Deadline of every collective and of every phase.", group="distributed", above=0,
+        finite=False, may_change=True, commands=("eval",),
+    )  # fmt: skip
+    engine_type: str = option(
+        "vllm", "Rollout engine.", group="engine", choices=ENGINE_TYPES, common=True,
+        commands=("eval",),
+    )  # fmt: skip
+    engine_tp_size: int = option(
+        1, "Ranks that share one engine (tensor parallelism).", group="engine", at_least=1,
+        commands=("eval",),
+    )  # fmt: skip
+    engine_mem_util: float = option(
+        0.5, "Share of device memory the engine may take.", group="engine", above=0, at_most=1,
+        may_change=True, commands=("eval",),
+    )  # fmt: skip
+    enable_engine_sleep: bool = option(
+        True, "Release the engine's memory while the trainer runs.", group="engine",
+        may_change=True,
+    )  # fmt: skip
+    engine_args: Arguments = option(
+        None, "Further options under the engine's own names.", group="engine", commands=("eval",),
+    )  # fmt: skip
+    max_len: int | None = option(
+        None, "Longest prompt plus completion, in tokens.", group="engine", at_least=1,
+    )  # fmt: skip
+    weight_bucket_mb: int = option(
+        256, "Size of one weight transfer bucket.", group="engine", at_least=1, may_change=True,
+    )  # fmt: skip
+    verify_weight_sync: bool = option(
+        True, "Compare hashes of the trainer's and the engine's weights.", group="engine",
+        may_change=True,
+    )  # fmt: skip
+    rm_use_engine: bool = option(False, "Serve reward models by an engine.", group="engine")
+    rm_engine_cudagraph: bool = option(False, "CUDA graphs in the reward engine.", group="engine")
+    pretrain: str | None = option(
+        None, "Checkpoint directory of the actor.", group="models", common=True,
+        path="folder", commands=("data",),
+    )  # fmt: skip
+    critic_pretrain: str | bool | None = option(
+        False, "Checkpoint directory of the critic; unset trains no critic.", group="models",
+        path="folder", acts_with=CRITIC,
+    )  # fmt: skip
+    remote_rm_url: str | tuple[str, ...] | None = option(
+        None, "Address of a reward service; local reward models are then left alone.",
+        group="models", may_change=True, commands=("eval",),
+    )  # fmt: skip
+    pretrain_data: str | None = option(
+        None, "Text mixed into the loss.", group="models", acts_with="ptx_coef", path="file",
+    )  # fmt: skip
+    micro_rollout_batch_size: int = option(
+        2, "Samples per rank in one forward pass before training.", group="rollout", at_least=1,
+        acts_with="not micro_batch_tokens",
+    )  # fmt: skip
+    n_samples_per_prompt: int = option(
+        8, "Completions per prompt.", group="rollout", at_least=1, common=True,
+    )  # fmt: skip
+    advantage_estimator: str = option(
+        "group_norm", "Advantage estimator; gae is PPO with a critic.", group="algorithm",
+        choices=ADVANTAGE_ESTIMATORS, common=True,
+    )  # fmt: skip
+    use_kl_loss: bool = option(False, "Add the KL divergence to the loss.", group="rollout")
+    kl_estimator: str = option(
+        "k3", "Estimator of the KL divergence.", group="rollout", choices=KL_ESTIMATORS,
+        acts_with="init_kl_coef",
+    )  # fmt: skip
+    advantages_norm: bool = option(False, "Normalise advantages over all ranks.", group="rollout")
+    advantage_clip: float = option(
+        0.0, "Clip advantages to this magnitude; 0 is off.", group="rollout", at_least=0,
+    )  # fmt: skip
+    reward_clip: float = option(
+        0.0, "Clip rewards to this magnitude; 0 is off.", group="rollout", at_least=0,
+    )  # fmt: skip
+    reward_running_norm: bool = option(
+        False, "Divide rewards by their running standard deviation.", group="rollout",
+    )  # fmt: skip
+    reward_running_norm_minus_mean: bool = option(
+        False, "Subtract the running mean as well.", group="rollout",
+        acts_with="reward_running_norm",
+    )  # fmt: skip
+    overlong_buffer: bool = option(False, "Punish overlong responses softly.", group="rollout")
+    overlong_buffer_len: int = option(
+        1024, "Tokens before the limit in which the punishment rises.", group="rollout",
+        at_least=1, acts_with="overlong_buffer",
+    )  # fmt: skip
+    overlong_buffer_penalty_factor: float = option(
+        1.0, "Punishment at the limit.", group="rollout", at_least=0, acts_with="overlong_buffer",
+    )  # fmt: skip
+    dynamic_sampling: bool = option(
+        False, "Draw again for groups whose rewards are all equal.", group="rollout",
+    )  # fmt: skip
+    log_dir: str | None = option(
+        None, "Folder of logs and of length distributions.", group="monitoring", may_change=True,
+    )  # fmt: skip
+    plot_every: int = option(
+        -1, "Write the generation length distribution every N steps; 0 or less never.",
+        group="monitoring", acts_with="log_dir", may_change=True,
+    )  # fmt: skip
+    use_tensorboard: str | bool | None = option(
+        False, "Write TensorBoard logs, into this folder or OUTPUT_DIR/tensorboard.",
+        group="monitoring", may_change=True,
+    )  # fmt: skip
+    strict: bool = option(
+        False, "Options without effect are errors instead of warnings.", group="monitoring",
+        may_change=True,
+    )  # fmt: skip
+
+    extra_args: dict[str, object] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        found = self.problems()
+        if found:
+            raise ConfigError("invalid configuration:\n  " + "\n  ".join(found))
+
+    def problems(self) -> list[str]:
+        """What is wrong with the values, one line per problem; empty if nothing is."""
+        hints = type_hints(type(self))
+        checked = (
+            check_value(name, self.__dict__[name], hints[name], info)
+            for name, (_, info) in options_of(type(self)).items()
+        )
+        found = [problem for problem in checked if problem is not None]
+        betas = self.adam_betas
+        if accepts(betas, tuple[float, float]) and not all(0 <= beta < 1 for beta in betas):
+            found.append(f"adam_betas: got {betas!r}, expected two numbers in [0, 1)")
+        return found
+
+    def unused_options(self) -> list[str]:
+        """Options that were changed but do nothing in the chosen mode, one sentence each."""
+        found = []
+        for name, (entry, info) in options_of(type(self)).items():
+            if self.__dict__[name] != entry.default and not self._acts(info):
+                needed = str(info.acts_with)
+                verb = "acts only without" if needed.startswith("not ") else "acts only with"
+                found.append(f"{name} {verb} {needed.removeprefix('not ')}")
+        rules = (
+            (self.fsdp and self.fsdp_cpu_offload and self.adam_offload,
+             "adam_offload has no effect: fsdp_cpu_offload keeps Adam's states on the CPU"),
+            (not self.fsdp and self.zpg != 1 and self.zero_stage != 3,
+             "zpg acts only with zero_stage 3"),
+            (self.rm_use_engine, "rm_use_engine: reward models run in the trainer's process"),
+            (self.rm_engine_cudagraph, "rm_engine_cudagraph: no reward engine exists"),
+        )  # fmt: skip
+        return found + [text for applies, text in rules if applies]
+
+    def _acts(self, info: OptionInfo) -> bool:
+        """Whether the option that `acts_with` names has the value that is needed."""
+        needed = info.acts_with or ""
+        name, _, value = needed.removeprefix("not ").partition(" ")
+        if needed in ("", CRITIC):
+            return True
+        if name not in self.__dict__:  # an option of a whole run
+            return True
+        actual = self.__dict__[name]
+        is_set = str(actual) == value if value else bool(actual)
+        return is_set != needed.startswith("not ")
+
+    @classmethod
+    def from_args(cls, args: Namespace | Mapping[str, object] | StrategyConfig | None) -> Self:
+        """Builds a configuration from parsed arguments, a mapping or another configuration.
+
+        Unknown names go to `extra_args`. A None for a field that cannot be None means its default.
+        A configuration of this class (or of a subclass) is copied and keeps its class.
+
+        Raises:
+            TypeError: `args` is none of these.
+            ConfigError: A value is wrong.
+        """
+        if args is None:
+            return cls()
+        if isinstance(args, cls):
+            twin = copy.copy(args)
+            twin.extra_args = dict(args.extra_args)
+            return twin
+        given = _as_dict(args)
+        nested = given.pop("extra_args", None)
+        if isinstance(nested, Mapping):
+            given = {**nested, **given}
+        if given.pop("disable_engine_sleep", False):
+            given["enable_engine_sleep"] = False
+        hints = type_hints(cls)
+        known: dict[str, object] = {}
+        extras: dict[str, object] = {}
+        for name, value in given.items():
+            if name not in hints:
+                extras[name] = value
+            elif value is not None or accepts(None, hints[name]):
+                known[name] = coerce(value, hints[name])
+        return cls(**known, extra_args=extras)  # type: ignore[arg-type]
+
+    def get_extra_arg(self, name: str, default: object = _NO_DEFAULT) -> object:
+        """The value of an argument that is not a field of `StrategyConfig`.
+
+        Args:
+            name: Name of the argument; a field's name returns the field.
+            default: Returned if nobody gave the argument.
+
+        Raises:
+            KeyError: Unknown and no default; the message lists the nearest names.
+        """
+        if name in self.extra_args:
+            return self.extra_args[name]
+        names = list(self.__dataclass_fields__)
+        if name in names:
+            value: object = self.__dict__[name]
+            return value
+        if default is not _NO_DEFAULT:
+            return default
+        near = difflib.get_close_matches(name, [*self.extra_args, *names], n=3)
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise KeyError(
+            f"no argument {name!r} was given and get_extra_arg has no default for it{hint}"
+        )
+
+    def computes_in_bf16(self, *, has_gpu: bool) -> bool:
+        """Whether models compute in bfloat16: as set, else exactly on a GPU."""
+        return has_gpu if self.bf16 is None else self.bf16
+
+    def summary(self) -> str:
+        """All values by group, changed ones marked with `*`, secrets hidden."""
+        groups: dict[str, list[str]] = {}
+        for name, (entry, info) in options_of(type(self)).items():
+            value = self.__dict__[name]
+            mark = " " if value == default_of(entry) else "*"
+            line = f" {mark} {name} = {shown(value, secret=info.secret)}"
+            groups.setdefault(info.group, []).append(line)
+        if self.extra_args:
+            groups["extra"] = [
+                f"   {name} = {shown(value, secret=looks_secret(name))}"
+                for name, value in self.extra_args.items()
+            ]
+        return "\n".join(f"[{name}]\n" + "\n".join(lines) for name, lines in groups.items())
+
+    def print_config_summary(self) -> None:
+        """Writes `summary` to standard output."""
+        print(self.summary())  # noqa: T201
+
+
+def _as_dict(args: Namespace | Mapping[str, object] | StrategyConfig) -> dict[str, object]:
+    if isinstance(args, Mapping):
+        return dict(args)
+    if isinstance(args, StrategyConfig):
+        return dict(args.__dict__)
+    try:
+        return dict(vars(args))
+    except TypeError:
+        raise TypeError(
+            f"expected a Namespace, a mapping or a StrategyConfig, got {type(args).__name__}"
+        ) from None

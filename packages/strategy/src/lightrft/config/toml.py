@@ -1,0 +1,89 @@
+"""Reading and writing of flat TOML files."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.config.options import ConfigError, masked, options_of
+
+if TYPE_CHECKING:
+    from lightrft.config.strategy_config import StrategyConfig
+
+_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
+
+def read_toml(path: Path) -> dict[str, object]:
+    """Keys and values of a TOML file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ConfigError: It is not TOML; the message names file, line and column.
+    """
+    try:
+        with path.open("rb") as stream:
+            return tomllib.load(stream)
+    except tomllib.TOMLDecodeError as err:
+        raise ConfigError(f"{path}: not a TOML file: {err}") from err
+
+
+def write_toml(config: StrategyConfig, path: Path) -> None:
+    """Write the options of `config` in groups; those that are None and secrets are left out.
+
+    The file appears whole or not at all.
+    """
+    groups: dict[str, list[str]] = {}
+    options = options_of(type(config))
+    for name, value in without_secrets(config).items():
+        if value is not None:
+            groups.setdefault(options[name][1].group, []).append(f"{name} = {format_toml(value)}")
+    text = "\n\n".join("\n".join([f"# {group}", *lines]) for group, lines in groups.items())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that appears whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def without_secrets(config: StrategyConfig) -> dict[str, object]:
+    """The options by name, without secret ones; credentials in addresses are masked."""
+    return {
+        name: masked(config.__dict__[name])
+        for name, (_, info) in options_of(type(config)).items()
+        if not info.secret
+    }
+
+
+def format_toml(value: object) -> str:
+    """The TOML literal of a string, number, boolean, sequence or mapping.
+
+    Raises:
+        TypeError: TOML has no such type.
+    """
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)  # inf and nan are spelled alike in TOML
+    if isinstance(value, str):
+        return _quote(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(format_toml, value)) + "]"
+    if isinstance(value, Mapping):
+        pairs = ", ".join(
+            f"{_quote(str(key))} = {format_toml(item)}" for key, item in value.items()
+        )
+        return "{" + pairs + "}"
+    raise TypeError(f"no TOML literal for {value!r} of type {type(value).__name__}")
+
+
+def _quote(text: str) -> str:
+    escaped = "".join(
+        _ESCAPES.get(char, char if char.isprintable() else f"\\u{ord(char):04x}") for char in text
+    )
+    return f'"{escaped}"'

@@ -1,0 +1,109 @@
+"""Mean and standard deviation of many numbers, over tokens, ranks and steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightrft.algorithms.masking import mask_out
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+MIN_VARIANCE = 1e-8  # of whitened advantages; a constant batch must not be amplified
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Count, mean and squared deviations of the numbers seen so far.
+
+    Raw sums of squares would cancel: of 1e8 +- 1 their difference has no correct digit.
+
+    Args:
+        count: How many.
+        mean: Their mean; 0 of none.
+        sum_of_squares: Sum of squared deviations from the mean.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    sum_of_squares: float = 0.0
+
+    def merge(self, other: Moments) -> Moments:
+        """The moments of both together.
+
+        Source: Chan, Golub and LeVeque 1979, Updating formulae for computing sample variances.
+        """
+        count = self.count + other.count
+        if other.count == 0:
+            return self
+        delta = other.mean - self.mean
+        between = delta**2 * self.count * other.count / count
+        return Moments(
+            count=count,
+            mean=self.mean + delta * other.count / count,
+            sum_of_squares=self.sum_of_squares + other.sum_of_squares + between,
+        )
+
+    def std(self, *, ddof: int, min_variance: float = 0.0) -> float:
+        """Standard deviation sqrt(sum_of_squares / (count - ddof)).
+
+        1 where that is undefined, or 0 up to the rounding of the mean.
+
+        Args:
+            ddof: 0 for the numbers themselves, 1 for the population they were drawn from.
+            min_variance: Lower bound of the variance.
+        """
+        rounding = self.count * (1e-14 * self.mean) ** 2
+        if self.count <= ddof or self.sum_of_squares <= rounding:
+            return 1.0
+        return math.sqrt(max(self.sum_of_squares / (self.count - ddof), min_variance))
+
+
+def moments_of(values: Tensor) -> Moments:
+    """Moments of all entries, in float64."""
+    return masked_moments(values, torch.ones_like(values, dtype=torch.bool))
+
+
+def masked_moments(
+    values: Tensor,
+    mask: Tensor,
+    *,
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+) -> Moments:
+    """Moments of the values inside the mask, in float64 and two passes: the mean comes first.
+
+    Args:
+        values, mask: Of equal shape; local.
+        sum_over_ranks: Sums a small float64 tensor over ranks; called twice, on every rank. None
+            gives the moments of the local values.
+    """
+    inside = mask_out(values.detach().double(), mask)
+    sums = torch.stack([mask.sum().double(), inside.sum()])
+    total, mean = (sums if sum_over_ranks is None else sum_over_ranks(sums)).tolist()
+    mean /= max(total, 1.0)
+    squares = mask_out((inside - mean).square(), mask).sum()
+    squares = squares if sum_over_ranks is None else sum_over_ranks(squares)
+    return Moments(int(total), mean, float(squares))
+
+
+def whiten(values: Tensor, mask: Tensor, moments: Moments, *, ddof: int = 0) -> Tensor:
+    """(values - mean) / std inside the mask, 0 outside.
+
+    The standard deviation divides by the count (ddof 0), as OpenRLHF does; verl and SkyRL divide
+    by count - 1, which makes the result sqrt((n - 1) / n) times as large for n tokens.
+
+    Args:
+        values: [batch, seq].
+        mask: [batch, seq] bool.
+        moments: Of the whole step over all ranks, not of these rows: a result that depends on the
+            split into micro-batches or ranks would be wrong.
+        ddof: What the divisor leaves out of the count.
+    """
+    std = moments.std(ddof=ddof, min_variance=MIN_VARIANCE)
+    return mask_out((values.double() - moments.mean) / std, mask).to(values.dtype)

@@ -1,0 +1,121 @@
+"""An option is written twice: where it is declared and where it is used."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from lightrft.config import TrainConfig
+from lightrft.config.options import options_of
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = {name: entry.default for name, (entry, _) in options_of(TrainConfig).items()}
+# Defaults that say nothing: a second one of these is no second decision.
+NEUTRAL = (None, False, True, 0, 1, -1, 0.0, 1.0, "", ())
+# The public interfaces of packages that are used alone have names of their own.
+ALONE = ("packages/engines/", "packages/kernels/")
+DECLARATIONS = ("config/strategy_config.py", "config/train_config.py")
+COLLECTIONS = {
+    "packages/strategy/src/lightrft/utils/arguments.py": "the flags of the published interface",
+    "packages/trainer/src/lightrft/cli/unavailable.py": "the flags of another program",
+}
+"""Files in which option names may be listed by hand, with the reason."""
+DEFAULTS: dict[str, str] = {}
+"""Parameters whose default may equal an option's, with the reason."""
+
+
+def sources() -> dict[str, str]:
+    files = sorted(ROOT.glob("packages/*/src/**/*.py"))
+    return {str(file.relative_to(ROOT)): file.read_text() for file in files}
+
+
+def classes_that_repeat_options(path: str, tree: ast.AST) -> list[str]:
+    if path.startswith(ALONE) or path.endswith(DECLARATIONS):
+        return []
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            fields = [
+                item.target.id
+                for item in node.body
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+            ]
+            repeated = [name for name in fields if name in OPTIONS]
+            if len(repeated) >= 3:
+                found.append(f"{path}: class {node.name} repeats {', '.join(repeated)}")
+    return found
+
+
+def second_defaults(path: str, tree: ast.AST) -> list[str]:
+    if path.startswith(ALONE) or path.endswith(DECLARATIONS):
+        return []
+    pairs: list[tuple[str, ast.expr]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            positional = [*node.args.posonlyargs, *node.args.args]
+            last = positional[len(positional) - len(node.args.defaults) :]
+            pairs += [(arg.arg, value) for arg, value in zip(last, node.args.defaults, strict=True)]
+            keyword_only = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            pairs += [(arg.arg, value) for arg, value in keyword_only if value is not None]
+        elif isinstance(node, ast.ClassDef):
+            pairs += [
+                (item.target.id, item.value)
+                for item in node.body
+                if isinstance(item, ast.AnnAssign)
+                and isinstance(item.target, ast.Name)
+                and item.value is not None
+            ]
+    found = []
+    for name, value in pairs:
+        try:
+            default = ast.literal_eval(value)
+        except ValueError:
+            continue
+        if name in OPTIONS and default not in NEUTRAL and default == OPTIONS[name]:
+            found.append(f"{path}: {name} = {default!r} is the option's default once more")
+    return found
+
+
+def lists_of_options(path: str, tree: ast.AST) -> list[str]:
+    found = []
+    for node in ast.walk(tree):
+        items: list[ast.expr | None] = []
+        if isinstance(node, ast.Tuple | ast.List | ast.Set):
+            items = list(node.elts)
+        elif isinstance(node, ast.Dict):
+            items = list(node.keys)
+        names = [item.value for item in items if isinstance(item, ast.Constant)]
+        options = [name for name in names if isinstance(name, str) and name in OPTIONS]
+        if len(options) >= 3 and len(options) * 2 > len(items):
+            found.append(f"{path}:{node.lineno} lists {', '.join(options)}")
+    return found
+
+
+def violations(path: str, text: str) -> list[str]:
+    tree = ast.parse(text)
+    found = classes_that_repeat_options(path, tree)
+    found += [line for line in second_defaults(path, tree) if line.split(" = ")[0] not in DEFAULTS]
+    return found + ([] if path in COLLECTIONS else lists_of_options(path, tree))
+
+
+def test_no_source_file_repeats_what_the_record_says():
+    assert [line for path, text in sources().items() for line in violations(path, text)] == []
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "class Settings:\n    gamma: float\n    lambd: float\n    seed: int\n",
+        "def load(path, *, prompt_max_len=1024): ...\n",
+        'FREE = {"seed", "gamma", "lambd"}\n',
+    ],
+)
+def test_a_planted_repetition_is_caught(planted):
+    assert len(violations("packages/trainer/src/lightrft/trainer/planted.py", planted)) == 1
+
+
+def test_every_exception_is_needed():
+    texts = sources()
+    assert all(lists_of_options(path, ast.parse(texts[path])) for path in COLLECTIONS)

@@ -1,0 +1,129 @@
+"""From the flags to the value of the loss, against float64 programs of the papers."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightrft.cli.options import parse_options
+from lightrft.cli.train import build_parser
+from lightrft.config.registry import POLICY_LOSSES
+from lightrft.experience.collate import collate
+from lightrft.experience.exchange import SampleTable
+from lightrft.experience.types import ExperienceBatch, PolicyOutputs
+from lightrft.models.types import ActorOutput
+from lightrft.strategy import get_fake_strategy
+from lightrft.trainer.training.algorithm import decide
+from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.trainer.training.updates import Objective, TrainedModel, policy_update
+
+VOCAB, ROWS = 23, 12
+
+
+def paper_losses():
+    file = Path(__file__).parents[1] / "algorithms" / "paper_losses.py"
+    spec = importlib.util.spec_from_file_location("paper_losses_of_the_command_line", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.PAPER_LOSSES
+
+
+PAPER_LOSSES = paper_losses()
+
+
+class TablePolicy(torch.nn.Module):
+    """Logits from the previous token, in float64."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        logits = torch.randn(VOCAB, VOCAB, generator=generator)
+        self.table = torch.nn.Parameter(logits)
+
+    def forward(self, token_ids, attention_mask, **_):
+        chosen = self.table.double()[token_ids[:, :-1]].log_softmax(-1)
+        chosen = chosen.gather(-1, token_ids[:, 1:, None]).squeeze(-1)
+        return ActorOutput(torch.nn.functional.pad(chosen, (1, 0)), None)
+
+
+def experience(policy):
+    """Ragged rows, one of them without tokens, with ratios far beyond every clip range."""
+    draw = np.random.default_rng(3)
+    lengths = np.append(draw.integers(1, 30, ROWS - 1), 0)
+    num_tokens = int(lengths.sum())
+    table = SampleTable(
+        sample_ids=np.arange(ROWS), group_ids=np.arange(ROWS) // 4,
+        prompt_lengths=np.full(ROWS, 2), response_lengths=lengths,
+        token_ids=draw.integers(0, VOCAB, num_tokens + 2 * ROWS),
+        rollout_logprobs=np.zeros(num_tokens, np.float32), rewards=np.zeros(ROWS),
+        accuracies=np.zeros(ROWS), component_names=(), components=np.zeros((ROWS, 0)),
+        is_truncated=np.zeros(ROWS, bool), is_masked=np.zeros(ROWS, bool),
+        is_untruncated=np.ones(ROWS, bool), weights_versions=np.zeros(ROWS, np.int64),
+        token_versions=np.zeros(num_tokens, np.int64),
+    )  # fmt: skip
+    rollouts = collate(table, pad_token_id=0, temperature=1.0, device=torch.device("cpu"))
+    mask = rollouts.response_mask
+    with torch.no_grad():
+        new = policy(rollouts.token_ids, None).logprobs * mask
+    generator = torch.Generator().manual_seed(5)
+    noise = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+    old = (new + 0.3 * noise) * mask
+    advantages = torch.randn(mask.shape, generator=generator, dtype=torch.float64) * mask
+    outputs = PolicyOutputs(old, None, None, None)
+    return ExperienceBatch(rollouts, outputs, advantages, advantages), new
+
+
+def loss_of(*flags):
+    """The value of the policy loss of one optimizer batch, and what the papers get as inputs."""
+    argv = ["--rollout_batch_size", "3", "--n_samples_per_prompt", "4", "--train_batch_size", "12"]
+    config, _, problems = parse_options(build_parser(), [*argv, "--init_kl_coef", "0", *flags])
+    assert problems == []
+    config, algorithm = decide(config)
+    strategy, policy, metrics = get_fake_strategy(config), TablePolicy(), StepMetrics()
+    batch, new = experience(policy)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    policy_update(
+        batch,
+        TrainedModel("actor", policy, optimizer, None),
+        strategy=strategy,
+        objective=Objective(config, algorithm.policy_loss, algorithm.corrections),
+        metrics=metrics,
+    )
+    inputs = (new, batch.outputs.old_logprobs, batch.advantages, batch.rollouts.response_mask)
+    return metrics.reduce(strategy)["policy_loss"], [x.numpy() for x in inputs]
+
+
+CASES = [
+    *((name, (), {}) for name in POLICY_LOSSES),
+    ("ppo", ("--eps_clip", "0.1"), {"clip_low": 0.1, "clip_high": 0.1}),
+    ("dapo", ("--eps_clip_low", "0.1"), {"clip_low": 0.1}),
+    ("ppo", ("--dual_clip", "1.3"), {"dual_clip": 1.3}),
+    # An explicit value counts, also where it equals another loss's usual one.
+    ("gspo", ("--eps_clip", "0.2"), {"clip_low": 0.2, "clip_high": 0.2}),
+    ("gmpo", ("--policy_loss_args", "max_log_ratio=0.2"), {"max_log_ratio": 0.2}),
+    ("sapo", ("--policy_loss_args", "temperature_positive=2", "temperature_negative=3"),
+     {"temperature_positive": 2.0, "temperature_negative": 3.0}),
+    ("cpgd", ("--policy_loss_args", "drift_coef=0.5", "drift_cap=1.5"),
+     {"drift_coef": 0.5, "drift_cap": 1.5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "flags", "options"), CASES)
+def test_the_flags_give_the_papers_loss_with_its_aggregation(name, flags, options):
+    if name == "dr_grpo":  # its divisor is the token budget of a response
+        flags, options = (*flags, "--generate_max_len", "40"), {"max_response_tokens": 40}
+    rows = "12" if name in ("clip_cov", "kl_cov") else "4"  # these couple the rows they see
+    found, inputs = loss_of("--policy_loss", name, "--micro_train_batch_size", rows, *flags)
+    assert found == pytest.approx(PAPER_LOSSES[name](*inputs, **options), rel=1e-6, abs=1e-9)
+
+
+def test_a_given_aggregation_is_never_overridden():
+    chosen, inputs = loss_of("--policy_loss", "dapo", "--loss_agg_mode", "seq-mean-token-mean")
+    expected = PAPER_LOSSES["ppo"](*inputs, clip_low=0.2, clip_high=0.28)
+    assert chosen == pytest.approx(expected, rel=1e-6)
+    own, _ = loss_of("--policy_loss", "dapo")
+    assert own != pytest.approx(chosen, rel=1e-3)
