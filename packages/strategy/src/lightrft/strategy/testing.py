@@ -195,7 +195,11 @@ def run_multiprocess(
                 process.kill()
                 process.join()
     if failures:
-        parts = [f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())]
-        raise RankFailure(f"{fn.__qualname__} failed on {len(failures)} of {world_size} ranks\n"
-                          + "\n".join(parts))  # fmt: skip
+        raise _rank_failure(fn.__qualname__, failures, world_size)
     return [results[rank] for rank in range(world_size)]
+
+
+def _rank_failure(name: str, failures: dict[int, str], world_size: int) -> RankFailure:
+    parts = [f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())]
+    first = f"{name} failed on {len(failures)} of {world_size} ranks"
+    return RankFailure("\n".join([first, *parts]))
