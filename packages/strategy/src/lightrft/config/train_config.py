@@ -49,7 +49,7 @@ class TrainConfig(StrategyConfig):
         "input", "Column that holds the prompt.", group="data", common=True,
         commands=("data", "eval"),
     )  # fmt: skip
-    label_key: str = option(
+    label_key: str | None = option(
         "label", "Column that holds the reference answer.", group="data", common=True,
         commands=("data", "eval"),
     )  # fmt: skip

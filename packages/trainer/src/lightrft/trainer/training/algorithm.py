@@ -291,6 +291,11 @@ def _with_token_loss(function: Callable[..., object]) -> PolicyLossFunction:
         found = function(logprobs, old_logprobs, advantages, response_mask)
         if not isinstance(found, Tensor):
             return cast("TokenLoss", found)
+        if found.shape != response_mask.shape:
+            raise ValueError(
+                f"its loss has the shape {list(found.shape)} for tensors of the shape "
+                f"{list(response_mask.shape)}"
+            )
         never = torch.zeros_like(response_mask)
         difference = torch.where(response_mask, logprobs.detach() - old_logprobs, 0.0)
         return TokenLoss(
