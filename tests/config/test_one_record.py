@@ -19,7 +19,7 @@ ALONE = ("packages/engines/", "packages/kernels/")
 DECLARATIONS = ("config/strategy_config.py", "config/train_config.py")
 COLLECTIONS = {
     "packages/strategy/src/lightrft/utils/arguments.py": "the flags of the published interface",
-    "packages/strategy/src/lightrft/config/registry.py": "the registries by the option that chooses",
+    "packages/strategy/src/lightrft/config/registry.py": "the registries by option",
 }
 """Files in which option names may be listed by hand, with the reason."""
 DEFAULTS = {
