@@ -164,10 +164,10 @@ FILES = {
                      flag="eval_data"),
 }  # fmt: skip
 REWARDS = {
-    "unknown": usage("'gsm8'", "did you mean 'gsm8k'", reward_fn="gsm8"),
+    "unknown": usage("'gsm8'", "did you mean gsm8k", reward_fn="gsm8"),
     "absent file": usage("nofile.py:f", "no file", reward_fn="nofile.py:f"),
     "no function": usage("reward.py:reward", "FILE.py:FUNCTION", reward_fn="reward.py"),
-    "misspelt": reward(USAGE, "def score(responses): return []\n", "'scor'", "did you mean 'score'",
+    "misspelt": reward(USAGE, "def score(responses): return []\n", "'scor'", "did you mean score",
                        function="scor"),
     "syntax": reward(REWARD, "def f(responses:\n", "SyntaxError", "line 1"),
     "import": reward(REWARD, "import no_such_module\n" + GOOD, "No module named", "line 1"),
