@@ -122,7 +122,7 @@ CONFIGURATION = {
     "system prompt": usage("system_prompt", "apply_chat_template", system_prompt="x"),
     "template": usage("input_template", "{}", input_template="x"),
     "range": usage("policy_loss gmpo has no clip range", policy_loss="gmpo", eps_clip="0.3"),
-    "dual clip": usage("dual_clip", "ppo", policy_loss="gspo", dual_clip="3"),
+    "dual clip": usage("dual clip", "dual_clip", policy_loss="gspo", dual_clip="3"),
     "correction": usage("correction_high", "off_policy_correction", correction_high="2"),
     "truncated": usage("top_p", "correction", off_policy_correction="tis", top_p="0.9",
                        use_fire=""),
