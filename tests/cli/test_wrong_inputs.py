@@ -122,7 +122,7 @@ CONFIGURATION = {
     "system prompt": usage("system_prompt", "apply_chat_template", system_prompt="x"),
     "template": usage("input_template", "{}", input_template="x"),
     "range": usage("policy_loss gmpo has no clip range", policy_loss="gmpo", eps_clip="0.3"),
-    "dual clip": usage("dual_clip", "ppo", policy_loss="gspo", dual_clip="3"),
+    "dual clip": usage("dual clip", "dual_clip", policy_loss="gspo", dual_clip="3"),
     "correction": usage("correction_high", "off_policy_correction", correction_high="2"),
     "truncated": usage("top_p", "correction", off_policy_correction="tis", top_p="0.9",
                        use_fire=""),
@@ -164,10 +164,10 @@ FILES = {
                      flag="eval_data"),
 }  # fmt: skip
 REWARDS = {
-    "unknown": usage("'gsm8'", "did you mean 'gsm8k'", reward_fn="gsm8"),
+    "unknown": usage("'gsm8'", "did you mean gsm8k", reward_fn="gsm8"),
     "absent file": usage("nofile.py:f", "no file", reward_fn="nofile.py:f"),
     "no function": usage("reward.py:reward", "FILE.py:FUNCTION", reward_fn="reward.py"),
-    "misspelt": reward(USAGE, "def score(responses): return []\n", "'scor'", "did you mean 'score'",
+    "misspelt": reward(USAGE, "def score(responses): return []\n", "'scor'", "did you mean score",
                        function="scor"),
     "syntax": reward(REWARD, "def f(responses:\n", "SyntaxError", "line 1"),
     "import": reward(REWARD, "import no_such_module\n" + GOOD, "No module named", "line 1"),
