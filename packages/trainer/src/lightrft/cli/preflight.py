@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from lightrft.config import TrainConfig
 from lightrft.datasets.mixture import read_sources
 from lightrft.datasets.render import render
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.runs.plan import plan_run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from lightrft.config import TrainConfig
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 MODEL_FILES = {

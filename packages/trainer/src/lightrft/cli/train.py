@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from lightrft.cli.console import hide_progress_bars, share_processors
 from lightrft.cli.errors import ExitCode, MemoryExhaustedError, PreflightError, run_guarded
@@ -18,14 +18,9 @@ from lightrft.cli.options import (
     normalise,
     parse_options,
 )
-from lightrft.config import ConfigError
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.rules import batch_problems
 from lightrft.trainer.training.stopping import StopRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightrft.config import TrainConfig
 
 EPILOG = """\
 Boolean options have a negative form, --no_NAME. Options may stand in TOML files as well

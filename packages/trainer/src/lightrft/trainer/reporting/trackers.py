@@ -7,18 +7,15 @@ import math
 import os
 import time
 import uuid
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
+from lightrft.config import TrainConfig
 from lightrft.config.registry import LOGGERS
 from lightrft.config.toml import without_secrets
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from lightrft.config import TrainConfig
-    from lightrft.trainer.reporting.loggers import MetricsLogger
+from lightrft.trainer.reporting.loggers import MetricsLogger
 
 logger = logging.getLogger(__name__)
 TENSORBOARD_FOLDER = "tensorboard"
