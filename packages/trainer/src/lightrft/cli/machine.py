@@ -9,16 +9,12 @@ import os
 import re
 import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from lightrft.engines.factory import resolve_engine_type
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 from lightrft.algorithms.declarations import advantage_traits
 from lightrft.config import TrainConfig
+from lightrft.engines.factory import resolve_engine_type
 from lightrft.trainer.training.algorithm import build_estimator
 
 _DEVICE = re.compile(r"nvidia\d+\Z")

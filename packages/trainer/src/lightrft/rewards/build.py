@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self, cast
+from typing import Self, cast
 
 from lightrft.config.registry import REWARDS
 from lightrft.rewards.math_rules import MathReward, MathRule
+from lightrft.rewards.recipes import RewardRecipes
 from lightrft.rewards.remote import RemoteReward
 from lightrft.rewards.types import RewardFunction, RewardResult
 from lightrft.rewards.user import PlainReward, UserReward
 from lightrft.strategy.config import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from lightrft.rewards.recipes import RewardRecipes
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,12 @@ import math
 import os
 import time
 import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from lightrft.config import TrainConfig
 from lightrft.config.toml import without_secrets
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from lightrft.config import TrainConfig
-    from lightrft.trainer.reporting.loggers import MetricsLogger
+from lightrft.trainer.reporting.loggers import MetricsLogger
 
 logger = logging.getLogger(__name__)
 TENSORBOARD_FOLDER = "tensorboard"
