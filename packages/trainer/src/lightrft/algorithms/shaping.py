@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightrft.algorithms.moments import Moments
+
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from lightrft.algorithms.moments import Moments
 
 
 def overlong_penalty(

@@ -293,7 +293,8 @@ def _with_token_loss(function: Callable[..., object]) -> PolicyLossFunction:
             return cast("TokenLoss", found)
         if found.shape != response_mask.shape:
             raise ValueError(
-                f"its loss has the shape {list(found.shape)} for tensors {list(response_mask.shape)}"
+                f"its loss has the shape {list(found.shape)} for tensors "
+                f"{list(response_mask.shape)}"
             )
         never = torch.zeros_like(response_mask)
         difference = torch.where(response_mask, logprobs.detach() - old_logprobs, 0.0)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.trainer.training.state import TrainerState
+from lightrft.trainer.training.updates import TrainedModel
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from torch import nn
-
-    from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.trainer.training.state import TrainerState
-    from lightrft.trainer.training.updates import TrainedModel
 
 
 @dataclass(frozen=True, slots=True)
