@@ -8,6 +8,7 @@
 
 import argparse
 
+from lightrft.config import TrainConfig
 from lightrft.datasets import collate_prompts, load_prompts
 from lightrft.models import Actor, load_tokenizer
 from lightrft.rewards import build_reward
@@ -19,7 +20,7 @@ from lightrft.utils import add_arguments
 def train(args):
     reward = build_reward(args.reward_fn)
     tokenizer = load_tokenizer(args.pretrain)
-    prompts = load_prompts(args.prompt_data, tokenizer, input_key=args.input_key)
+    prompts = load_prompts(args.prompt_data, tokenizer, TrainConfig(input_key=args.input_key))
     strategy = get_strategy(args)
     loader = strategy.setup_dataloader(
         prompts, args.rollout_batch_size // strategy.world_size, collate_fn=collate_prompts

@@ -8,6 +8,7 @@ import argparse
 
 from transformers import AutoProcessor
 
+from lightrft.config import TrainConfig
 from lightrft.datasets import collate_prompts, load_prompts
 from lightrft.models import Actor, load_tokenizer
 from lightrft.rewards import build_reward
@@ -20,7 +21,7 @@ def train(args):
     reward = build_reward(args.reward_fn)
     tokenizer = load_tokenizer(args.pretrain)
     processor = AutoProcessor.from_pretrained(args.pretrain)  # of a text model: its tokenizer
-    prompts = load_prompts(args.prompt_data, tokenizer, input_key=args.input_key)
+    prompts = load_prompts(args.prompt_data, tokenizer, TrainConfig(input_key=args.input_key))
     strategy = get_strategy(args)
     loader = strategy.setup_dataloader(
         prompts, args.rollout_batch_size // strategy.world_size, collate_fn=collate_prompts

@@ -102,7 +102,10 @@ def test_every_metric_follows_from_the_responses(results):
     [
         (("--eval_data", "none.jsonl"), 4, "none.jsonl does not exist"),
         (("--pass_k", "9"), 2, "pass_k: got [9]"),
+        (("--num_samples", "-1"), 2, "num_samples"),
         (("--temperature", "0"), 2, "temperature: got 0.0"),
+        (("--top_p", "0"), 2, "top_p: got 0.0"),
+        (("--top_k", "0"), 2, "top_k: got 0"),
         (("--n_samples_per_prompt", "4"), 2, "n_samples_per_prompt"),
         (("--engine_type", "vlm"), 2, "engine_type"),
         (("--output_dir", "model"), 2, "not empty"),

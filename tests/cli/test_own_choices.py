@@ -9,7 +9,7 @@ import pytest
 from lightrft.cli.main import main
 from lightrft.models.presets import write_tiny_model
 
-OWN = '''
+OWN = """
 import json
 import torch
 from lightrft.algorithms import advantage_estimator, policy_loss
@@ -39,7 +39,7 @@ class Lines:
 
     def close(self):
         pass
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def refusal(capsys, folder, *flags):
     return capsys.readouterr().err
 
 
-BROKEN = '''
+BROKEN = """
 def no_gradient(logprobs, old_logprobs, advantages, response_mask):
     return advantages
 
@@ -107,7 +107,7 @@ def one_number(inputs):
 
 def demanding(inputs, *, strength: float):
     return inputs.rewards * strength
-'''
+"""
 
 
 @pytest.mark.parametrize(

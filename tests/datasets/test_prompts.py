@@ -6,6 +6,7 @@ import copy
 
 import pytest
 
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets import DataError, Prompt, collate_prompts, load_prompts
 
 ROWS = [
@@ -34,19 +35,23 @@ def test_rows_become_prompts_with_ids_labels_and_columns(write, tokenizer) -> No
 
 def test_long_prompts_are_dropped_and_counted_with_their_places(write, tokenizer) -> None:
     path = write("a.jsonl", ROWS)
-    dataset = load_prompts(path, tokenizer, prompt_max_len=3)
+    dataset = load_prompts(path, tokenizer, TrainConfig(prompt_max_len=3))
     assert [prompt.id for prompt in dataset] == [0, 1]
     assert dataset.report.num_too_long == 1
     assert dataset.report.too_long_examples == (f"{path}:3",)
     assert "dropped 1 over-long (first: " in dataset.report.summary()
-    assert len(load_prompts(path, tokenizer, prompt_max_len=4)) == 3  # exactly at the limit
+    assert (
+        len(load_prompts(path, tokenizer, TrainConfig(prompt_max_len=4))) == 3
+    )  # exactly at the limit
     with pytest.raises(DataError, match=r"all 3 prompts exceed prompt_max_len = 1.*raise"):
-        load_prompts(path, tokenizer, prompt_max_len=1)
+        load_prompts(path, tokenizer, TrainConfig(prompt_max_len=1))
 
 
 def test_max_samples_keeps_the_first_that_fit_and_reads_no_further(write, tokenizer) -> None:
     rows = [ROWS[2], ROWS[0], ROWS[1], {"input": 7}]
-    dataset = load_prompts(write("a.jsonl", rows), tokenizer, prompt_max_len=3, max_samples=2)
+    dataset = load_prompts(
+        write("a.jsonl", rows), tokenizer, TrainConfig(prompt_max_len=3), max_samples=2
+    )
     assert [prompt.id for prompt in dataset] == [1, 2]
     assert dataset.report.num_rows == 3
     with pytest.raises(DataError, match="must be at least 1"):
@@ -62,7 +67,9 @@ def test_more_rows_than_one_tokenizer_batch_keep_their_order(write, tokenizer) -
 
 def test_the_chat_template_writes_the_special_tokens(write, tokenizer) -> None:
     path = write("a.jsonl", [{"input": "one"}, {"input": MESSAGES}])
-    dataset = load_prompts(path, tokenizer, apply_chat_template=True, system_prompt="two")
+    dataset = load_prompts(
+        path, tokenizer, TrainConfig(apply_chat_template=True, system_prompt="two")
+    )
     text = "<system> two </s><user> one </s><assistant>"
     assert [prompt.text for prompt in dataset] == [text, text]
     assert dataset[0].token_ids[0] != 1  # no second <s>
@@ -71,16 +78,19 @@ def test_the_chat_template_writes_the_special_tokens(write, tokenizer) -> None:
 def test_the_template_slot_is_not_the_braces_of_boxed(write, tokenizer) -> None:
     path = write("a.jsonl", [{"input": "one {} \\1"}])
     template = "Answer in \\boxed{}. {} Go. {}"
-    dataset = load_prompts(path, tokenizer, input_template=template)
+    dataset = load_prompts(path, tokenizer, TrainConfig(input_template=template))
     assert dataset[0].text == "Answer in \\boxed{}. one {} \\1 Go. {}"
     for broken in ("no slot", "only \\boxed{}"):
-        with pytest.raises(DataError, match="input_template must contain"):
-            load_prompts(path, tokenizer, input_template=broken)
+        with pytest.raises(ConfigError, match="where the prompt goes"):
+            TrainConfig(input_template=broken)
 
 
 def test_gsm8k_with_its_own_column_names(test_data, tokenizer) -> None:
     dataset = load_prompts(
-        test_data / "gsm8k", tokenizer, split="test", input_key="question", label_key="answer"
+        test_data / "gsm8k",
+        tokenizer,
+        TrainConfig(input_key="question", label_key="answer"),
+        split="test",
     )
     assert len(dataset) == 1319
     assert dataset.report.num_without_label == 0
@@ -97,7 +107,7 @@ def test_a_wrong_input_key_names_the_columns_and_the_nearest(write, tokenizer, t
     ):  # fmt: skip
         load_prompts(gsm8k, tokenizer)
     with pytest.raises(DataError, match="set --input_key question"):
-        load_prompts(gsm8k, tokenizer, input_key="questoin")
+        load_prompts(gsm8k, tokenizer, TrainConfig(input_key="questoin"))
     with pytest.raises(DataError, match=r"a\.jsonl:2: no column 'input', found 'b'"):
         load_prompts(write("a.jsonl", [{"input": "x"}, {"b": "y"}]), tokenizer)
 
@@ -105,9 +115,9 @@ def test_a_wrong_input_key_names_the_columns_and_the_nearest(write, tokenizer, t
 def test_a_misspelt_label_key_is_an_error_but_the_default_may_be_absent(write, tokenizer) -> None:
     path = write("a.jsonl", [{"input": "one", "gold": "1"}])
     with pytest.raises(DataError, match=r"no column 'golden' for the label, found 'input', 'gold'"):
-        load_prompts(path, tokenizer, label_key="golden")
+        load_prompts(path, tokenizer, TrainConfig(label_key="golden"))
     assert load_prompts(path, tokenizer)[0].label is None
-    unlabelled = load_prompts(path, tokenizer, label_key=None)
+    unlabelled = load_prompts(path, tokenizer, TrainConfig(label_key=None))
     assert unlabelled[0].columns == {"gold": "1"}
 
 
@@ -125,12 +135,12 @@ def test_a_misspelt_label_key_is_an_error_but_the_default_may_be_absent(write, t
          "fits string prompts only"),
         ({"input": [{"role": "system", "content": "x"}, *MESSAGES]},
          {"apply_chat_template": True, "system_prompt": "y"}, "drop one of them"),
-        ({"input": "one"}, {"system_prompt": "y"}, "add --apply_chat_template"),
+        ({"input": "one"}, {"system_prompt": "y"}, "add (--)?apply_chat_template"),
     ],
 )  # fmt: skip
 def test_unusable_rows_and_options(row, options, message: str, write, tokenizer) -> None:
-    with pytest.raises(DataError, match=message):
-        load_prompts(write("a.jsonl", [row]), tokenizer, **options)
+    with pytest.raises((DataError, ConfigError), match=message):
+        load_prompts(write("a.jsonl", [row]), tokenizer, TrainConfig(**options))
 
 
 def test_a_missing_or_refusing_chat_template_is_explained(write, tokenizer) -> None:
@@ -138,10 +148,10 @@ def test_a_missing_or_refusing_chat_template_is_explained(write, tokenizer) -> N
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
     with pytest.raises(DataError, match=r"the tokenizer has no chat template.*--input_template"):
-        load_prompts(path, bare, apply_chat_template=True)
+        load_prompts(path, bare, TrainConfig(apply_chat_template=True))
     bare.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template refused.*must alternate"):
-        load_prompts(path, bare, apply_chat_template=True)
+        load_prompts(path, bare, TrainConfig(apply_chat_template=True))
 
 
 def test_labels_that_are_not_text_become_json(write, tokenizer) -> None:

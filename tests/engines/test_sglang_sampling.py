@@ -10,7 +10,7 @@ from lightrft.engines.raw_completions import RawCompletion, cut_at_token
 from lightrft.engines.requests import Row
 from lightrft.engines.sglang.child import hash_uint32
 from lightrft.engines.sglang.engine import SGLangEngine
-from lightrft.engines.sglang.sampling import draft_of, first_job, native_params, next_job
+from lightrft.engines.sglang.sampling import first_job, native_params, next_job, raw_of
 
 VOCAB = 97
 
@@ -32,15 +32,15 @@ def row(sample_index=0, max_tokens=8):
 
 def test_logprobs_follow_the_law_that_tokens_were_drawn_from():
     given = answer((7, 8), {"type": "length"}, logprobs=(-1.0, -2.0), support=(-0.5, 0.0))
-    assert draft_of(given, SamplingParams()) == RawCompletion((7, 8), (-1.0, -2.0), "length")
-    assert draft_of(given, SamplingParams(top_k=2)) == RawCompletion((7, 8), (-0.5, 0.0), "length")
+    assert raw_of(given, SamplingParams()) == RawCompletion((7, 8), (-1.0, -2.0), "length")
+    assert raw_of(given, SamplingParams(top_k=2)) == RawCompletion((7, 8), (-0.5, 0.0), "length")
     stopped = answer((7,), {"type": "stop", "matched": 7}, logprobs=(-1.0,))
-    assert draft_of(stopped, SamplingParams()).finish_reason == "stop"
+    assert raw_of(stopped, SamplingParams()).finish_reason == "stop"
 
 
 def test_a_request_that_was_given_up_is_an_error_with_sglangs_words():
     with pytest.raises(RuntimeError, match="out of memory"):
-        draft_of(answer((), {"type": "abort", "message": "out of memory"}), SamplingParams())
+        raw_of(answer((), {"type": "abort", "message": "out of memory"}), SamplingParams())
 
 
 def natives(params, *, with_stops=True):

@@ -225,7 +225,7 @@ def test_unknown_options_are_refused_before_anything_starts(tmp_path, tiny_model
 def test_vllms_own_sampling_parameters_are_converted_or_refused():
     from vllm import SamplingParams as NativeParams
 
-    from lightrft.engines.vllm.sampling import params_of_native
+    from lightrft.engines.native_params import params_of_native
 
     given = NativeParams(n=2, temperature=0.7, top_k=5, max_tokens=8, stop=["x"], logprobs=3)
     assert params_of_native(given) == SamplingParams(

@@ -46,7 +46,7 @@ def test_every_registered_reward_scores_a_right_and_a_wrong_answer() -> None:
     ("names", "weights", "message"),
     [
         ([], None, "no reward: set --reward_fn to boxed_math, gsm8k or FILE.py:FUNCTION"),
-        (["gsm8"], None, "unknown reward function 'gsm8'.*did you mean 'gsm8k'"),
+        (["gsm8"], None, "unknown reward function 'gsm8'.*did you mean gsm8k"),
         (["gsm8k", "gsm8k"], None, "must differ"),
         (["gsm8k"], [1.0, 2.0], "expected 1 finite numbers"),
         (["gsm8k"], [float("nan")], "expected 1 finite numbers"),

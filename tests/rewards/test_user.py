@@ -147,7 +147,7 @@ def test_messages_larger_than_a_pipe_pass(file) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("{file}:exakt", ConfigError, "no function 'exakt'.*did you mean 'exact'"),
+        ("{file}:exakt", ConfigError, "no function 'exakt'.*did you mean exact"),
         ("{folder}/none.py:f", ConfigError, "no file .*none.py"),
         ("{file}", ConfigError, "expected FILE.py:FUNCTION"),
         ("{file}:no_responses", RewardError, r"keyword argument responses.*\(prompts\)"),

@@ -10,9 +10,9 @@ from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.optimizers import (
     AdamSettings,
     clip_gradients,
-    cosine_with_min_lr,
     cosine_with_min_lr_factor,
     gradient_norm,
+    learning_rate_schedule,
     parameter_groups,
 )
 
@@ -31,7 +31,9 @@ def test_cosine_equals_the_worked_example_and_stays_at_the_floor():
 def test_schedule_of_an_optimizer(max_steps, ratio):
     parameter = nn.Parameter(torch.ones(2, 2))
     optimizer = torch.optim.SGD([parameter], lr=4.0)
-    schedule = cosine_with_min_lr(optimizer, max_steps=max_steps, warmup_ratio=ratio)
+    schedule = learning_rate_schedule(
+        "cosine_with_min_lr", optimizer, max_steps=max_steps, warmup_ratio=ratio
+    )
     num_warmup = math.ceil(max_steps * ratio)
     for step in range(max_steps + 3):
         if step < num_warmup:
@@ -117,8 +119,6 @@ def test_adam_settings():
 
 
 def test_the_floor_of_the_cosine_is_an_option_and_the_others_have_none():
-    from lightrft.strategy.optimizers import learning_rate_schedule
-
     def end(name, ratio):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
         schedule = learning_rate_schedule(

@@ -7,8 +7,8 @@ from math import comb
 
 import numpy as np
 import pytest
-from lightrft.trainer.runs.eval_settings import EvalSettings
 
+from lightrft.trainer.runs.evaluation import EvalSettings
 from lightrft.trainer.training.pass_at_k import default_k, pass_at_k
 
 
@@ -63,18 +63,8 @@ def test_powers_of_two_and_the_number_of_samples_are_the_usual_k():
     assert [default_k(n) for n in (1, 2, 6, 8)] == [(1,), (1, 2), (1, 2, 4, 6), (1, 2, 4, 8)]
 
 
-@pytest.mark.parametrize(
-    ("values", "name"),
-    [
-        ({"num_samples": -1}, "num_samples"),
-        ({"temperature": 0.0}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_k": 0}, "top_k"),
-        ({"pass_k": (1,)}, "pass_k"),
-        ({"num_samples": 4, "pass_k": (1, 5)}, "pass_k"),
-    ],
-)
-def test_settings_out_of_range_are_named(values, name):
+@pytest.mark.parametrize("values", [{"pass_k": (1,)}, {"num_samples": 4, "pass_k": (1, 5)}])
+def test_a_k_out_of_range_is_named(values):
     (problem,) = EvalSettings(**values).problems()
-    assert problem.startswith(f"{name}: got")
+    assert problem.startswith("pass_k: got")
     assert EvalSettings(num_samples=4, pass_k=(1, 4)).problems() == []

@@ -125,7 +125,7 @@ def test_terms_are_composed_and_weights_of_mean_one_count_all_ranks():
             assert op == "sum"
             return data + other
 
-    weights = token_weights(rows, TokenWeighting(correction=correction), Peer(), StepMetrics())
+    weights = weights_of(rows, Peer(), correction=correction)
     held = ratio.clamp(0.7, 1.5)
     mean = (held[mask].sum() + 30) / (mask.sum() + 20)
     expected = torch.where(kept, held / mean, 0.0)
@@ -139,7 +139,7 @@ def test_a_logprob_of_the_engine_that_is_nan_is_left_out_and_counted():
     row, t = mask.nonzero()[0].tolist()
     rows.rollouts.rollout_logprobs[row, t] = torch.nan
     metrics = StepMetrics()
-    weights = token_weights(rows, TokenWeighting(correction="icepop"), OneRank(), metrics)
+    weights = weights_of(rows, OneRank(), metrics, correction="icepop")
     assert weights[row, t] == 0
     assert torch.isfinite(weights).all()
     found = metrics.reduce(OneRank())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
+
+from lightrft.kernels.names import nearest_names
 
 _PLAIN_TYPES: Mapping[str, type] = {
     "bool": bool,
@@ -40,9 +41,8 @@ def check_options(
         if name in reserved:
             problems.append(f"{name} (set by {reserved[name]})")
         elif name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]}?" if near else "no option has a similar name"
-            problems.append(f"{name} ({hint})")
+            hint = nearest_names(name, names) or " (no option has a similar name)"
+            problems.append(f"{name}{hint}")
     if problems:
         raise ValueError(f"unusable options of the {engine_name} engine: {', '.join(problems)}")
 

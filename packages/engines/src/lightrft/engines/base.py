@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from lightrft.engines.native_params import params_of_native
 from lightrft.engines.types import (
     Completion,
     EngineParameter,
@@ -65,13 +66,12 @@ class RolloutEngine(ABC):
         """
 
     def params_of_native(self, native: object) -> SamplingParams | None:
-        """Our parameters from the backend's own object; None if it is no such object.
+        """Our parameters from a backend's own object; None if it is no such object.
 
         Raises:
             ValueError: It sets what our completions cannot honour; the message names all of it.
         """
-        del native
-        return None
+        return params_of_native(native)
 
     @abstractmethod
     def score(self, token_ids: Sequence[int]) -> list[float]:

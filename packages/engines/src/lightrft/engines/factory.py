@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
+
+from lightrft.kernels.names import nearest_names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,36 +21,13 @@ class EngineBuilder(Protocol):
         """Starts it; `module` gives the architecture where the engine can use it."""
 
 
-def _build_hf(config: EngineConfig, *, module: nn.Module | None = None) -> RolloutEngine:
-    from lightrft.engines.hf.engine import HFEngine
-
-    return HFEngine(config, module=module)
-
-
-def _build_fake(config: EngineConfig, *, module: nn.Module | None = None) -> RolloutEngine:
-    from lightrft.engines.fake import FakeEngine
-
-    return FakeEngine.for_module(config, module) if module is not None else FakeEngine(config)
-
-
-def _build_vllm(config: EngineConfig, *, module: nn.Module | None = None) -> RolloutEngine:
-    from lightrft.engines.vllm.engine import VLLMEngine
-
-    return VLLMEngine(config, module=module)
-
-
-def _build_sglang(config: EngineConfig, *, module: nn.Module | None = None) -> RolloutEngine:
-    from lightrft.engines.sglang.engine import SGLangEngine
-
-    return SGLangEngine(config, module=module)
-
-
-ENGINES: dict[str, EngineBuilder] = {
-    "hf": _build_hf,
-    "fake": _build_fake,
-    "vllm": _build_vllm,
-    "sglang": _build_sglang,
+ENGINES: dict[str, str | EngineBuilder] = {
+    "hf": "lightrft.engines.hf.engine:HFEngine",
+    "fake": "lightrft.engines.fake:build_fake",
+    "vllm": "lightrft.engines.vllm.engine:VLLMEngine",
+    "sglang": "lightrft.engines.sglang.engine:SGLangEngine",
 }
+"""Name -> where the builder is (`module:name`), or the builder itself."""
 
 # Backends with a package of their own, which an extra installs.
 _EXTRAS = {"vllm": "vllm", "sglang": "sglang"}
@@ -68,7 +46,11 @@ def build_engine(config: EngineConfig, *, module: nn.Module | None = None) -> Ro
         ValueError: The name is unknown.
         ImportError: The backend's package is not installed.
     """
-    return ENGINES[resolve_engine_type(config.engine_type)](config, module=module)
+    builder = ENGINES[resolve_engine_type(config.engine_type)]
+    if isinstance(builder, str):
+        home, _, name = builder.partition(":")
+        builder = cast("EngineBuilder", vars(importlib.import_module(home))[name])
+    return builder(config, module=module)
 
 
 def resolve_engine_type(engine_type: str) -> str:
@@ -91,9 +73,8 @@ def resolve_engine_type(engine_type: str) -> str:
     if engine_type in ENGINES:
         return engine_type
     known = ", ".join(sorted(ENGINES))
-    nearest = difflib.get_close_matches(engine_type, [*ENGINES, "auto"], n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"unknown engine_type {engine_type!r}; known: auto, {known}{hint}")
+    hint = nearest_names(engine_type, [*ENGINES, "auto"])
+    raise ValueError(f"unknown engine_type {engine_type!r}{hint}; known: auto, {known}")
 
 
 def _is_usable(package: str) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from lightrft.engines.adapter import EngineAdapter
 from lightrft.engines.hf.random import mix64, row_keys, uniforms
 from lightrft.engines.hf.sampling import draw_tokens, sampling_logprobs
-from lightrft.engines.local_engine import LocalEngine
 from lightrft.engines.parameter_store import ParameterStore, full_shape, is_full_tensor
 from lightrft.engines.types import (
     Completion,
@@ -21,10 +21,9 @@ from lightrft.engines.types import (
 )
 
 _CPU = torch.device("cpu")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class FakeEngine(LocalEngine):
+class FakeEngine(EngineAdapter):
     """Samples from a distribution that depends on the prompt, the tokens so far and every weight.
 
     The next token's logits are hashes of (weights, tokens so far), so that any change of a weight
@@ -44,6 +43,7 @@ class FakeEngine(LocalEngine):
     """
 
     name = "fake"
+    runs_on_every_rank = False
     computes_model = False
 
     def __init__(
@@ -62,10 +62,12 @@ class FakeEngine(LocalEngine):
                 "known: eos_token_id, vocab_size"
             )
         given = _default_parameters(config) if parameters is None else parameters
-        super().__init__(ParameterStore(_own_copies(given), self.name, unwritten=unwritten))
+        super().__init__(config)
+        self._weights: ParameterStore = ParameterStore(
+            _own_copies(given), self.name, unwritten=unwritten
+        )
         self.calls: list[str] = []
         self.requests: list[GenerationRequest] = []
-        self._config = config
         self._script = script
         self._vocab_size = int(config.options.get("vocab_size", 97))
         self._eos_id = int(config.options.get("eos_token_id", 1))
@@ -74,7 +76,7 @@ class FakeEngine(LocalEngine):
     @classmethod
     def for_module(cls, config: EngineConfig, module: nn.Module) -> FakeEngine:
         """An engine with the parameters of a module, in `config.dtype`."""
-        dtype = _DTYPES[config.dtype]
+        dtype = config.torch_dtype
         parameters: dict[str, torch.Tensor] = {}
         unwritten = set()
         copies: dict[int, torch.Tensor] = {}
@@ -180,7 +182,7 @@ class FakeEngine(LocalEngine):
     ) -> Completion:
         prompt, bound = self._checked(request, params)
         if self._script is None:
-            tokens, logprobs, reason = self._sample(prompt, bound, request, index, params)
+            tokens, logprobs, reason = self._draw(prompt, bound, request, index, params)
         else:
             scripted, given = self._script(request, index)
             tokens = tuple(scripted)[:bound]
@@ -189,7 +191,7 @@ class FakeEngine(LocalEngine):
                 logprobs = tuple(self._score((*prompt, *tokens), fingerprint)[len(prompt) :])
             else:
                 logprobs = tuple(given)[:bound]
-            ends = bool(tokens) and tokens[-1] in self._stop_ids(params)
+            ends = bool(tokens) and tokens[-1] in self._ending_ids(params)
             reason = "stop" if ends or len(scripted) < bound else "length"
         return Completion(
             request_id=request.request_id,
@@ -222,7 +224,7 @@ class FakeEngine(LocalEngine):
             )
         return prompt, bound
 
-    def _sample(
+    def _draw(
         self,
         prompt: tuple[int, ...],
         bound: int,
@@ -232,7 +234,7 @@ class FakeEngine(LocalEngine):
     ) -> tuple[tuple[int, ...], tuple[float, ...], FinishReason]:
         if params.stop:
             raise ValueError("the fake engine has no tokenizer; use stop_token_ids, not stop")
-        stop_ids = self._stop_ids(params)
+        stop_ids = self._ending_ids(params)
         state = _prefix_states(self._cached_fingerprint(prompt), prompt)[-1:]
         keys = row_keys(params.seed, [request.request_id], [index], device=_CPU)
         numbers = uniforms(keys, 0, bound)
@@ -247,7 +249,7 @@ class FakeEngine(LocalEngine):
                 return tuple(tokens), tuple(logprobs), "stop"
         return tuple(tokens), tuple(logprobs), "length"
 
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+    def _ending_ids(self, params: SamplingParams) -> frozenset[int]:
         return frozenset(params.stop_token_ids) | (
             {self._eos_id} - {-1} if not params.ignore_eos else set()
         )
@@ -293,7 +295,7 @@ def _prefix_states(fingerprint: int, token_ids: tuple[int, ...]) -> torch.Tensor
 def _default_parameters(config: EngineConfig) -> dict[str, torch.Tensor]:
     """Three small matrices, a vector and a tied head, in `config.dtype`."""
     shapes = {"embed.weight": (13, 4), "layers.0.weight": (4, 6), "norm.weight": (4,)}
-    dtype = _DTYPES[config.dtype]
+    dtype = config.torch_dtype
     parameters = {}
     for index, (name, shape) in enumerate(shapes.items()):
         count = int(torch.tensor(shape).prod())
@@ -308,3 +310,8 @@ def _own_copies(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
         name: copies.setdefault(id(tensor), tensor.detach().clone())
         for name, tensor in parameters.items()
     }
+
+
+def build_fake(config: EngineConfig, *, module: nn.Module | None = None) -> FakeEngine:
+    """The engine, with the parameters of a module if there is one."""
+    return FakeEngine(config) if module is None else FakeEngine.for_module(config, module)

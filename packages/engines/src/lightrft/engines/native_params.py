@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from lightrft.engines.types import SamplingParams
 
@@ -68,3 +68,51 @@ def _as_tuple(value: object) -> tuple[object, ...]:
     if isinstance(value, list | tuple | set | frozenset):
         return tuple(sorted(value, key=str) if isinstance(value, set | frozenset) else value)
     return (value,)
+
+
+# Fields about text and the form of a backend's own answers; a `Completion` has ids and logprobs.
+_NEUTRAL = frozenset(
+    {
+        # vLLM
+        "logprobs", "flat_logprobs", "detokenize", "skip_special_tokens",
+        "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
+        "stream_interval", "skip_clone", "output_text_buffer_length", "_all_stop_token_ids",
+        "_eos_token_id", "_watermarking_skipped", "_bad_words_token_ids",
+        # SGLang
+        "no_stop_trim", "stop_strs", "stop_str_max_len", "stop_regex_strs", "stop_regex_max_len",
+        "is_normalized",
+    }
+)  # fmt: skip
+_RENAMED = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+}
+
+
+def params_of_native(native: object) -> SamplingParams | None:
+    """Ours from sampling parameters in the form of vLLM or SGLang, by the names of their fields.
+
+    Raises:
+        ValueError: They set penalties, biases, grammars or the like.
+    """
+    given = _fields(native)
+    if not given.keys() & {"max_tokens", "max_new_tokens", "temperature"}:
+        return None
+    try:
+        defaults = _fields(type(native)())
+    except TypeError:  # no object without arguments
+        defaults = dict.fromkeys(given)
+    return params_from_native(
+        given,
+        defaults,
+        engine_name=f"{type(native).__module__}.{type(native).__qualname__}",
+        renamed={theirs: ours for theirs, ours in _RENAMED.items() if theirs in given},
+        neutral=_NEUTRAL,
+    )
+
+
+def _fields(native: object) -> dict[str, object]:
+    """Values by name, of a struct (msgspec) or a plain object."""
+    names: Iterable[str] = getattr(type(native), "__struct_fields__", ())
+    return {name: getattr(native, name) for name in names} or dict(getattr(native, "__dict__", {}))

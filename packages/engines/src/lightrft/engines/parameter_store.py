@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from lightrft.engines.engine_weights import EngineWeights
 from lightrft.engines.types import EngineParameter, WeightPiece
-from lightrft.engines.weight_transaction import WeightTransaction
 
 
-class ParameterStore:
+class ParameterStore(EngineWeights):
     """A named set of tensors that a trainer rewrites.
 
     Args:
@@ -27,20 +27,16 @@ class ParameterStore:
         *,
         unwritten: Iterable[str] = (),
     ) -> None:
-        self._engine_name = engine_name
         self._tied = _tied_names(parameters)
         self._parameters = {n: p for n, p in parameters.items() if n not in self._tied}
         self._shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
         self._devices = {name: p.device for name, p in self._parameters.items()}
-        self.manifest = tuple(
-            EngineParameter(
-                name=name, shape=tuple(p.shape), dtype=p.dtype, tied_to=self._tied.get(name)
-            )
+        manifest = [
+            EngineParameter(name, tuple(p.shape), p.dtype, tied_to=self._tied.get(name))
             for name, p in parameters.items()
-        )
-        self.transaction = WeightTransaction(engine_name, self.manifest, unwritten=unwritten)
+        ]
+        super().__init__(manifest, engine_name, unwritten=unwritten)
         self.is_aliased = False
-        self._is_released = False
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -51,9 +47,7 @@ class ParameterStore:
         """Opens an update; storage shared with the trainer is replaced by copies first."""
         self.transaction.begin()
         if self.is_aliased:
-            for parameter in self._parameters.values():
-                parameter.data = parameter.data.clone()
-            self.is_aliased = False
+            self._stop_sharing()
 
     @torch.no_grad()
     def load(self, pieces: Iterable[WeightPiece]) -> None:
@@ -68,7 +62,7 @@ class ParameterStore:
 
     def alias(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Takes the given tensors as storage if every one fits; else changes nothing."""
-        if self._is_released or self.transaction.is_open:
+        if not self.is_resident or self.transaction.is_open:
             return False
         if set(tensors) - set(self._parameters) - set(self._tied):
             return False
@@ -101,11 +95,11 @@ class ParameterStore:
                 self.transaction.unwritten.add(name)
             elif parameter.device.type != "cpu":
                 parameter.data = parameter.data.to("cpu")
-        self._is_released = True
+        self.is_resident = False
 
     def restore(self) -> None:
         """Takes memory back; weights freed by level 2 stay unwritten."""
-        if not self._is_released:
+        if self.is_resident:
             return
         for name, parameter in self._parameters.items():
             if tuple(parameter.shape) == self._shapes[name]:
@@ -114,7 +108,7 @@ class ParameterStore:
                 parameter.data = torch.empty(
                     self._shapes[name], dtype=parameter.dtype, device=self._devices[name]
                 )
-        self._is_released = False
+        self.is_resident = True
 
     def hashes(self, names: Sequence[str] | None) -> dict[str, int]:
         """Position-keyed hashes of the stored tensors; a tied name gives that of its owner."""
@@ -131,13 +125,6 @@ class ParameterStore:
                 )
             result[name] = int(hash_tensor(self._parameters[owner].detach().reshape(-1)))
         return result
-
-    def _require_resident(self, method: str) -> None:
-        if self._is_released:
-            raise RuntimeError(
-                f"the weights of the {self._engine_name} engine sleep; call wake_up(('weights',)) "
-                f"before {method}()"
-            )
 
 
 def is_full_tensor(tensor: torch.Tensor, shape: torch.Size) -> bool:

@@ -160,6 +160,13 @@ class Completion:
                 f"for request {self.request_id}"
             )
 
+    def __getitem__(self, name: str) -> object:
+        """A field by its name."""
+        if name not in self.__slots__:
+            raise KeyError(f"a completion has no {name!r}; it has {', '.join(self.__slots__)}")
+        value: object = getattr(self, name)
+        return value
+
 
 @dataclass(frozen=True, slots=True)
 class EngineParameter:
@@ -243,3 +250,24 @@ class EngineConfig:
     enable_sleep: bool = True
     micro_batch_size: int = 0
     options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype itself.
+
+        Raises:
+            ValueError: The name is unknown.
+        """
+        import torch
+
+        known = {
+            "float32": torch.float32,
+            "bfloat16": torch.bfloat16,
+            "float16": torch.float16,
+        }
+        if self.dtype not in known:
+            raise ValueError(
+                f"unknown dtype {self.dtype!r} of the {self.engine_type} engine; known: "
+                f"{', '.join(known)}"
+            )
+        return known[self.dtype]

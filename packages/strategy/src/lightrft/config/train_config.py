@@ -49,7 +49,7 @@ class TrainConfig(StrategyConfig):
         "input", "Column that holds the prompt.", group="data", common=True,
         commands=("data", "eval"),
     )  # fmt: skip
-    label_key: str = option(
+    label_key: str | None = option(
         "label", "Column that holds the reference answer.", group="data", common=True,
         commands=("data", "eval"),
     )  # fmt: skip
@@ -406,7 +406,8 @@ class TrainConfig(StrategyConfig):
         finite=False, may_change=True,
     )  # fmt: skip
     loggers: tuple[str, ...] = option(
-        (), "Further receivers of metrics: FILE.py:CLASS or a registered name.",
+        (),
+        "Further receivers of metrics: FILE.py:CLASS, made from the options, or a registered name.",
         group="monitoring", choices=LOGGERS, may_change=True,
     )  # fmt: skip
 

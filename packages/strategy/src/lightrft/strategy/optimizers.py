@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -96,49 +96,9 @@ def cosine_with_min_lr_factor(
     return max(0.0, cosine * (1.0 - min_lr_ratio) + min_lr_ratio)
 
 
-def cosine_with_min_lr(
-    optimizer: Optimizer, *, max_steps: int, warmup_ratio: float, min_lr_ratio: float = 0.1
-) -> LambdaLR:
-    """Linear warm-up over ceil(max_steps * warmup_ratio) steps, then a cosine to the floor.
-
-    Args:
-        optimizer: Its groups' current learning rates are the peaks.
-        max_steps: Optimizer steps of the whole run.
-        warmup_ratio: Share of them that warms up.
-        min_lr_ratio: Final over peak learning rate.
-    """
-    num_warmup_steps = math.ceil(max_steps * warmup_ratio)
-
-    def factor(step: int) -> float:
-        return cosine_with_min_lr_factor(
-            step,
-            num_warmup_steps=num_warmup_steps,
-            num_training_steps=max_steps,
-            min_lr_ratio=min_lr_ratio,
-        )
-
-    return LambdaLR(optimizer, factor)
-
-
-def linear_factor(step: int, *, num_warmup_steps: int, num_training_steps: int) -> float:
-    """Linear warm-up as for the cosine, then linearly to 0 at T and 0 after it."""
-    if step < num_warmup_steps:
-        return step / max(1, num_warmup_steps)
-    left = num_training_steps - step
-    return max(0.0, left / max(1, num_training_steps - num_warmup_steps))
-
-
-def constant_factor(step: int, *, num_warmup_steps: int, num_training_steps: int) -> float:
-    """Linear warm-up as for the cosine, then 1."""
-    return min(1.0, step / max(1, num_warmup_steps)) if num_warmup_steps else 1.0
-
-
 COSINE = "cosine_with_min_lr"
-LR_SCHEDULES: dict[str, Callable[..., float]] = {
-    COSINE: cosine_with_min_lr_factor,
-    "linear": linear_factor,
-    "constant": constant_factor,
-}
+# Ours -> the name of `transformers.get_scheduler`. Its cosine rises again after the last step.
+LR_SCHEDULES = {COSINE: COSINE, "linear": "linear", "constant": "constant_with_warmup"}
 
 
 def learning_rate_schedule(
@@ -163,14 +123,17 @@ def learning_rate_schedule(
     """
     if name not in LR_SCHEDULES:
         raise ValueError(f"unknown lr_scheduler {name!r}: expected one of {list(LR_SCHEDULES)}")
-    factor = partial(
-        partial(LR_SCHEDULES[name], min_lr_ratio=min_lr_ratio)
-        if name == COSINE
-        else LR_SCHEDULES[name],
-        num_warmup_steps=math.ceil(max_steps * warmup_ratio),
-        num_training_steps=max_steps,
-    )
-    return LambdaLR(optimizer, factor)
+    steps = {
+        "num_warmup_steps": math.ceil(max_steps * warmup_ratio),
+        "num_training_steps": max_steps,
+    }
+    if name == COSINE:
+        factor = partial(cosine_with_min_lr_factor, min_lr_ratio=min_lr_ratio, **steps)
+        return LambdaLR(optimizer, factor)
+    from transformers import get_scheduler
+
+    schedule: LambdaLR = get_scheduler(LR_SCHEDULES[name], optimizer, **steps)
+    return schedule
 
 
 def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -444,7 +444,9 @@ class StrategyBase:
 
         Args:
             actor: Marked with `is_actor = True`.
-            critic: None for critic-free algorithms.
+            critic: None for critic-free algorithms, which then have no optimizer for it. A module
+                is trained whether or not `critic_pretrain` names the checkpoint it came from: a
+                critic built by the caller has none.
             reward_models: One, several or none; left alone with `remote_rm_url`.
             initial_model: The reference model, or None.
             args: Not needed; the strategy's own configuration counts.

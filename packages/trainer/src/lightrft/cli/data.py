@@ -11,11 +11,11 @@ from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.options import Parser, add_options, command_options, parse_options
 from lightrft.cli.preflight import PlainTokenizer, model_problems
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.sources import split_sources
 from lightrft.datasets.check import DataCheck, check_rows, propose_keys
 from lightrft.datasets.errors import DataError
 from lightrft.datasets.files import scan_rows
-from lightrft.datasets.mixture import split_sources
-from lightrft.datasets.render import PromptFormat, check_tokenizer
+from lightrft.datasets.render import check_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -75,10 +75,10 @@ def check(request: Request) -> int:
         raise DataError(f"{request.source} holds no rows: expected at least one")
     rows = [item for item in items if not isinstance(item, DataError)]
     show_layout(request.source, rows, num_items=len(items))
-    prompt_format = propose_format(request, rows)
-    tokenizer = load_tokenizer(config, prompt_format)
+    config = propose_keys_of(request, rows)
+    tokenizer = load_tokenizer(config)
     plain = PlainTokenizer() if tokenizer is None else tokenizer
-    found = check_rows(items, plain, prompt_format, prompt_max_len=config.prompt_max_len)
+    found = check_rows(items, plain, config)
     show_samples(found, tokenizer, max_new_tokens=config.generate_max_len)
     show_check(found, prompt_max_len=config.prompt_max_len, in_tokens=tokenizer is not None)
     gold = score_gold(config, found)
@@ -124,8 +124,8 @@ def build_parser() -> Parser:
     return parser
 
 
-def propose_format(request: Request, rows: Sequence[Row]) -> PromptFormat:
-    """The format that the options ask for; keys that are not given are taken from the data."""
+def propose_keys_of(request: Request, rows: Sequence[Row]) -> TrainConfig:
+    """The options of the request; keys that are not given are taken from the data."""
     config = request.config
     columns: Mapping[str, object] = rows[0].columns if rows else {}
     proposal = propose_keys(columns)
@@ -143,14 +143,12 @@ def propose_format(request: Request, rows: Sequence[Row]) -> PromptFormat:
         flags.append("--apply_chat_template")
     shown = " ".join(flags)
     print(f"proposed options: {shown}" if flags else "proposed options: none, the keys fit")
-    return PromptFormat(
-        input_key, label_key, applies_template, config.system_prompt, config.input_template
+    return config.replaced(
+        {"input_key": input_key, "label_key": label_key, "apply_chat_template": applies_template}
     )
 
 
-def load_tokenizer(
-    config: TrainConfig, prompt_format: PromptFormat
-) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase | None:
     """The tokenizer of `pretrain`, or None without one.
 
     Raises:
@@ -162,7 +160,7 @@ def load_tokenizer(
     from lightrft.models.loading import load_tokenizer as load
 
     tokenizer = load(config.pretrain)
-    check_tokenizer(tokenizer, prompt_format)
+    check_tokenizer(tokenizer, config)
     return tokenizer
 
 

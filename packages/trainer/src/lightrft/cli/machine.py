@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -200,10 +201,4 @@ def count_parameters(path: Path) -> int:
             shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
         except (ValueError, AttributeError, TypeError, KeyError):
             return 0  # a damaged file is reported by what loads it
-    total = 0
-    for shape in shapes:
-        count = 1
-        for size in shape:
-            count *= size
-        total += count
-    return total
+    return sum(map(math.prod, shapes))

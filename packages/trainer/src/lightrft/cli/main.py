@@ -72,12 +72,9 @@ def usage() -> str:
 def installed_version() -> str:
     """Version of the installed lightrft-trainer, or "unknown" in a bare source tree."""
     # Imported here: it costs more than the rest of `lightrft --help`.
-    from importlib.metadata import PackageNotFoundError, version
+    from lightrft.trainer.runs.files import package_versions
 
-    try:
-        return version("lightrft-trainer")
-    except PackageNotFoundError:
-        return "unknown"
+    return package_versions(["lightrft-trainer"]).get("lightrft-trainer", "unknown")
 
 
 if __name__ == "__main__":

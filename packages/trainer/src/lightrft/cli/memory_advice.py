@@ -86,29 +86,30 @@ def memory_report(error: BaseException, phase: str | None, config: TrainConfig |
 
 def remedies(kind: str, config: TrainConfig) -> list[str]:
     """What lowers the memory of a phase and is not in use yet, the cheapest first."""
+    shorter = _halved(config, "generate_max_len", "shorter responses")
+    no_reference = "--init_kl_coef 0: no reference model" if config.init_kl_coef > 0 else ""
+    always = (*_states(config), "more processes or a machine with more memory")
     available = {
         "train": (
             _halved(config, "micro_train_batch_size", "same result, activations of fewer samples"),
-            *_activations(config), *_states(config), *_lengths(config),
+            *_activations(config), *_states(config), shorter,
         ),
         "forward": (
             _halved(config, "micro_rollout_batch_size", "same result, fewer rows at once"),
-            *_activations(config), *_no_reference(config), *_lengths(config),
+            *_activations(config), no_reference, shorter,
         ),
         "generate": (
             *_engine(config),
             _halved(config, "rollout_batch_size", "fewer prompts at once"),
-            _halved(config, "n_samples_per_prompt", "fewer samples at once"), *_lengths(config),
+            _halved(config, "n_samples_per_prompt", "fewer samples at once"), shorter,
         ),
-        "engine": (*_engine(config), *_lengths(config), *_states(config)),
+        "engine": (*_engine(config), shorter),
         "sync": (
-            _halved(config, "weight_bucket_mb", "same result, smaller messages"),
-            *_engine(config), *_states(config),
+            _halved(config, "weight_bucket_mb", "same result, smaller messages"), *_engine(config)
         ),
-        "models": (*_no_reference(config), *_states(config), *_processes(config)),
+        "models": (no_reference,),
     }[kind]  # fmt: skip
-    found = [text for text in (*available, *_states(config), *_processes(config)) if text]
-    return list(dict.fromkeys(found))
+    return [text for text in dict.fromkeys((*available, *always)) if text]
 
 
 def _halved(config: TrainConfig, name: str, effect: str) -> str:
@@ -139,10 +140,6 @@ def _states(config: TrainConfig) -> list[str]:
     ]  # fmt: skip
 
 
-def _no_reference(config: TrainConfig) -> list[str]:
-    return ["--init_kl_coef 0: no reference model"] if config.init_kl_coef > 0 else []
-
-
 def _engine(config: TrainConfig) -> list[str]:
     share = config.engine_mem_util
     sleeps = config.enable_engine_sleep
@@ -150,11 +147,3 @@ def _engine(config: TrainConfig) -> list[str]:
         f"--engine_mem_util {share / 2:g} (now {share:g}): a smaller cache of the engine",
         "" if sleeps else "--enable_engine_sleep: the engine's memory is free while training",
     ] if config.engine_type != "hf" else []  # fmt: skip
-
-
-def _lengths(config: TrainConfig) -> list[str]:
-    return [_halved(config, "generate_max_len", "shorter responses")]
-
-
-def _processes(config: TrainConfig) -> list[str]:
-    return ["more processes or a machine with more memory"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.datasets.mixture import read_sources
-from lightrft.datasets.render import PromptFormat, render
+from lightrft.datasets.render import render
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.runs.plan import plan_run
 
@@ -67,13 +67,6 @@ def check_data(config: TrainConfig) -> frozenset[str]:
     Raises:
         DataError: A file is missing, malformed or empty, or a row lacks its prompt.
     """
-    prompt_format = PromptFormat(
-        input_key=config.input_key,
-        label_key=config.label_key,
-        apply_chat_template=config.apply_chat_template,
-        system_prompt=config.system_prompt,
-        input_template=config.input_template,
-    )
     sources = (
         (config.prompt_data, config.prompt_split, config.prompt_data_probs),
         (config.eval_data, config.eval_split, ()),
@@ -83,7 +76,7 @@ def check_data(config: TrainConfig) -> frozenset[str]:
         if text is None:
             continue
         for row in read_sources(text, split=split, probabilities=probabilities, seed=config.seed):
-            render(row, PlainTokenizer(), prompt_format)
+            render(row, PlainTokenizer(), config)
             if text == config.prompt_data:
                 columns = frozenset(row.columns) & (columns or frozenset(row.columns))
     return (columns or frozenset()) - {config.input_key, config.label_key}
@@ -96,15 +89,16 @@ def check_reward(config: TrainConfig, columns: frozenset[str]) -> None:
         ConfigError: An unknown function or file.
         RewardError: A file that cannot be loaded, or a function that cannot be called.
     """
-    from lightrft.rewards.build import RewardSettings, build_reward
+    from lightrft.rewards.build import build_reward
+    from lightrft.trainer.runs.rewards import reward_settings, reward_urls
 
-    urls = config.remote_rm_url
+    urls = reward_urls(config)
     if not config.reward_fn and not urls:
         return  # reward models alone
     with build_reward(
         config.reward_fn,
-        urls=() if urls is None else (urls,) if isinstance(urls, str) else urls,
-        settings=RewardSettings(timeout_seconds=config.reward_timeout_seconds),
+        urls=urls,
+        settings=reward_settings(config),
     ) as reward:
         reward.check_columns(columns)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lightrft.config import TrainConfig
 from lightrft.datasets.errors import DataError
 from lightrft.datasets.files import Row
 from lightrft.datasets.render import INPUT_KEYS, label_of, tokenise
@@ -13,7 +14,7 @@ from lightrft.datasets.render import INPUT_KEYS, label_of, tokenise
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from lightrft.datasets.render import PromptFormat, PromptTokenizer
+    from lightrft.datasets.render import PromptTokenizer
 
 LABEL_KEYS = (
     "label", "answer", "solution", "ground_truth", "reference", "target", "final_answer", "output",
@@ -88,16 +89,13 @@ def propose_keys(columns: Mapping[str, object]) -> KeyProposal:
 def check_rows(
     items: Iterable[Row | DataError],
     tokenizer: PromptTokenizer,
-    prompt_format: PromptFormat,
-    *,
-    prompt_max_len: int,
+    config: TrainConfig,
 ) -> DataCheck:
     """Renders and tokenises every row as a run would, and goes on after what is wrong.
 
     Args:
         items: Rows, and errors in the place of malformed ones (`scan_rows`).
-        tokenizer, prompt_format: See `load_prompts`.
-        prompt_max_len: Longest prompt, in tokens.
+        tokenizer, config: See `load_prompts`.
     """
     rows: list[CheckedRow] = []
     problems: list[str] = []
@@ -106,17 +104,17 @@ def check_rows(
         try:
             if isinstance(item, DataError):
                 raise item
-            rows.append(_check_row(item, tokenizer, prompt_format))
+            rows.append(_check_row(item, tokenizer, config))
         except DataError as error:
             problems.append(str(error))
-            num_empty += isinstance(item, Row) and _is_empty(item, prompt_format)
+            num_empty += isinstance(item, Row) and _is_empty(item, config)
     first_places: dict[str, str] = {}
     duplicates = []
     for row in rows:
         first = first_places.setdefault(row.text, row.location)
         if first != row.location:
             duplicates.append((row.location, first))
-    too_long = tuple(row.location for row in rows if len(row.token_ids) > prompt_max_len)
+    too_long = tuple(row.location for row in rows if len(row.token_ids) > config.prompt_max_len)
     return DataCheck(tuple(rows), tuple(problems), num_empty, too_long, tuple(duplicates))
 
 
@@ -136,13 +134,13 @@ def histogram(counts: Sequence[int], *, num_bins: int = 8) -> list[tuple[int, in
     return [(start, start + width - 1, found.count(i)) for i, start in enumerate(starts)]
 
 
-def _check_row(row: Row, tokenizer: PromptTokenizer, prompt_format: PromptFormat) -> CheckedRow:
-    ((text, token_ids),) = tokenise([row], tokenizer, prompt_format)
-    return CheckedRow(row.location, text, token_ids, label_of(row, prompt_format), row.columns)
+def _check_row(row: Row, tokenizer: PromptTokenizer, config: TrainConfig) -> CheckedRow:
+    ((text, token_ids),) = tokenise([row], tokenizer, config)
+    return CheckedRow(row.location, text, token_ids, label_of(row, config), row.columns)
 
 
-def _is_empty(row: Row, prompt_format: PromptFormat) -> bool:
-    content = row.columns.get(prompt_format.input_key, "missing")
+def _is_empty(row: Row, config: TrainConfig) -> bool:
+    content = row.columns.get(config.input_key, "missing")
     if isinstance(content, str):
         return not content.strip()
     return content is None or (isinstance(content, Sequence) and not content)

@@ -69,11 +69,6 @@ def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataE
         yield from _reader(file)(file)
 
 
-def has_splits(path: str | Path) -> bool:
-    """Whether a source has parts with names: a folder or a data set has, a file has not."""
-    return not Path(path).is_file()
-
-
 def is_hub_name(text: str) -> bool:
     """Whether a text can only be `owner/name[:configuration]`: nothing local has that path."""
     match = _NAME.match(text)

@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightrft.config.sources import probability_problem, split_sources
 from lightrft.datasets.errors import DataError
 from lightrft.datasets.files import read_rows
 
@@ -14,13 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lightrft.datasets.files import Row
-
-
-def split_sources(text: str) -> tuple[str, ...]:
-    """The sources of a comma-separated list; a path that exists is one source, commas included."""
-    if Path(text).exists():
-        return (text,)
-    return tuple(part.strip() for part in text.split(",") if part.strip()) or (text,)
 
 
 def read_sources(
@@ -50,21 +44,6 @@ def read_sources(
         return [row for table in tables for row in table]
     order = mixture_order([len(table) for table in tables], probabilities, seed=seed)
     return [tables[source][row] for source, row in order]
-
-
-def probability_problem(sources: Sequence[str], probabilities: Sequence[float]) -> str | None:
-    """Why probabilities do not fit the sources; None if they do."""
-    if not probabilities or tuple(probabilities) == (1.0,):
-        return None
-    if len(probabilities) != len(sources):
-        return (
-            f"prompt_data_probs must have one number per source of prompt_data: got "
-            f"{len(probabilities)} for {len(sources)}"
-        )
-    if min(probabilities) <= 0 or abs(sum(probabilities) - 1) > 1e-6:
-        shown = ", ".join(f"{value:g}" for value in probabilities)
-        return f"prompt_data_probs must be positive with sum 1: got {shown}"
-    return None
 
 
 def mixture_order(

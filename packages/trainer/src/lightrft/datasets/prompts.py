@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import Dataset
 
+from lightrft.config import TrainConfig
 from lightrft.datasets.errors import DataError
 from lightrft.datasets.files import read_rows
 from lightrft.datasets.mixture import read_sources
-from lightrft.datasets.render import PromptFormat, check_tokenizer, label_of, tokenise
+from lightrft.datasets.render import check_tokenizer, label_of, tokenise
 from lightrft.datasets.types import Prompt
 
 if TYPE_CHECKING:
@@ -83,20 +84,14 @@ def collate_prompts(prompts: list[Prompt]) -> list[Prompt]:
     return prompts
 
 
-def load_prompts(  # noqa: PLR0913 - one keyword per flag of the command line
+def load_prompts(
     path: str | Path,
     tokenizer: PromptTokenizer,
+    config: TrainConfig | None = None,
     *,
-    input_key: str = "input",
-    label_key: str | None = "label",
-    apply_chat_template: bool = False,
-    system_prompt: str | None = None,
-    input_template: str | None = None,
-    prompt_max_len: int = 1024,
     max_samples: int | None = None,
     split: str = "train",
     probabilities: Sequence[float] = (),
-    seed: int = 0,
 ) -> PromptDataset:
     """Reads, renders and tokenises the prompts of one source or of several.
 
@@ -107,24 +102,23 @@ def load_prompts(  # noqa: PLR0913 - one keyword per flag of the command line
             set; several of them separated by commas.
         tokenizer: A Hugging Face tokenizer. Special tokens are added unless the chat template
             writes them.
-        input_key, label_key, apply_chat_template, system_prompt, input_template: See
-            `PromptFormat`. The default `label` may be absent from the data; another name may not.
-        prompt_max_len: Longest prompt, in tokens.
+        config: Its options `input_key`, `label_key`, `apply_chat_template`, `system_prompt`,
+            `input_template`, `prompt_max_len` and `seed` count; None takes their defaults. The
+            default `label` may be absent from the data; another name may not.
         max_samples: Keep at most this many prompts, from the start; None keeps all.
         split: Which files of a folder, or which part of a data set.
-        probabilities, seed: See `read_sources`.
+        probabilities: See `read_sources`.
 
     Raises:
         DataError: the file, a row or the combination of options is unusable, or no prompt is left.
     """
-    prompt_format = PromptFormat(
-        input_key, label_key, apply_chat_template, system_prompt, input_template
-    )
-    _check_limits(prompt_max_len, max_samples)
-    check_tokenizer(tokenizer, prompt_format)
-    rows = read_sources(path, split=split, probabilities=probabilities, seed=seed)
-    _check_label_key(rows, prompt_format)
-    return _build(rows, tokenizer, prompt_format, str(path), prompt_max_len, max_samples)
+    config = config or TrainConfig()
+    if max_samples is not None and max_samples < 1:
+        raise DataError(f"max_samples must be at least 1: got {max_samples}")
+    check_tokenizer(tokenizer, config)
+    rows = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
+    _check_label_key(rows, config)
+    return _build(rows, tokenizer, config, str(path), max_samples)
 
 
 def load_texts(
@@ -170,9 +164,8 @@ def load_texts(
 def _build(
     rows: Sequence[Row],
     tokenizer: PromptTokenizer,
-    prompt_format: PromptFormat,
+    config: TrainConfig,
     path: str,
-    prompt_max_len: int,
     max_samples: int | None,
 ) -> PromptDataset:
     limit = len(rows) if max_samples is None else max_samples
@@ -182,18 +175,16 @@ def _build(
     while num_rows < len(rows) and len(prompts) < limit:
         # Rows after the last one that is wanted are not read: they may be unusable.
         batch = rows[num_rows : num_rows + min(_TOKENIZER_BATCH, limit - len(prompts))]
-        for row, prompt in zip(
-            batch, _tokenise(batch, num_rows, tokenizer, prompt_format), strict=True
-        ):
-            if len(prompt.token_ids) > prompt_max_len:
+        for row, prompt in zip(batch, _tokenise(batch, num_rows, tokenizer, config), strict=True):
+            if len(prompt.token_ids) > config.prompt_max_len:
                 too_long.append(row.location)
             else:
                 prompts.append(prompt)
         num_rows += len(batch)
     if not prompts:
         raise DataError(
-            f"{path}: all {num_rows} prompts exceed prompt_max_len = {prompt_max_len} tokens; "
-            "raise --prompt_max_len"
+            f"{path}: all {num_rows} prompts exceed prompt_max_len = {config.prompt_max_len} "
+            "tokens; raise --prompt_max_len"
         )
     report = LoadReport(
         path=path,
@@ -209,28 +200,20 @@ def _build(
 
 
 def _tokenise(
-    rows: Sequence[Row], first_id: int, tokenizer: PromptTokenizer, prompt_format: PromptFormat
+    rows: Sequence[Row], first_id: int, tokenizer: PromptTokenizer, config: TrainConfig
 ) -> list[Prompt]:
-    used = {prompt_format.input_key, prompt_format.label_key}
+    used = {config.input_key, config.label_key}
     prompts = []
-    tokenised = tokenise(rows, tokenizer, prompt_format)
+    tokenised = tokenise(rows, tokenizer, config)
     for offset, (row, (text, token_ids)) in enumerate(zip(rows, tokenised, strict=True)):
         columns = {name: value for name, value in row.columns.items() if name not in used}
-        label = label_of(row, prompt_format)
+        label = label_of(row, config)
         prompts.append(Prompt(first_id + offset, text, token_ids, label, columns))
     return prompts
 
 
-def _check_limits(prompt_max_len: int, max_samples: int | None) -> None:
-    if prompt_max_len < 1 or (max_samples is not None and max_samples < 1):
-        raise DataError(
-            f"prompt_max_len and max_samples must be at least 1: got {prompt_max_len} and "
-            f"{max_samples}"
-        )
-
-
-def _check_label_key(rows: Sequence[Row], prompt_format: PromptFormat) -> None:
-    key = prompt_format.label_key
+def _check_label_key(rows: Sequence[Row], config: TrainConfig) -> None:
+    key = config.label_key
     if key in (None, "label") or any(key in row.columns for row in rows):
         return
     raise DataError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import math
@@ -12,6 +11,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
+from lightrft.kernels.names import nearest_names
 from lightrft.rewards.worker import ReportedError
 
 MODULE_NAME = "lightrft_user_reward"
@@ -78,10 +78,10 @@ def _load(path: Path, name: str) -> Callable[..., object]:
         if callable(value) and not key.startswith("__")
     }
     if name not in functions:
-        nearest = difflib.get_close_matches(name, functions, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
         listing = ", ".join(sorted(functions)) or "none"
-        raise MissingFunctionError(f"{path} has no function {name!r}: it has {listing}{hint}")
+        raise MissingFunctionError(
+            f"{path} has no function {name!r}: it has {listing}" + nearest_names(name, functions)
+        )
     return functions[name]
 
 

@@ -18,7 +18,6 @@ from lightrft.engines.hf.attention import use_attention
 from lightrft.engines.parameter_store import is_full_tensor
 from lightrft.engines.types import EngineConfig
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OPTIONS = ("attn_implementation", "device")
 
 
@@ -50,11 +49,7 @@ def build_model(config: EngineConfig, module: nn.Module | None) -> BuiltModel:
         raise ValueError(
             f"unknown options of the hf engine: {', '.join(unknown)}; known: {', '.join(_OPTIONS)}"
         )
-    if config.dtype not in _DTYPES:
-        raise ValueError(
-            f"unknown dtype {config.dtype!r} of the hf engine; known: {', '.join(_DTYPES)}"
-        )
-    dtype = _DTYPES[config.dtype]
+    dtype: torch.dtype = config.torch_dtype
     attention = config.options.get("attn_implementation")
     device = _device(config, module)
     # The model is built on the host: with the default, fork_rng would open every GPU.

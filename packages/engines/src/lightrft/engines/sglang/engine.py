@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightrft.engines.base import RolloutEngine
+from lightrft.engines.adapter import EngineAdapter
 from lightrft.engines.hf.build import architecture_of
-from lightrft.engines.hf.stopping import end_of_sequence_ids
-from lightrft.engines.hf.text import Text
 from lightrft.engines.model_shape import ModelShape, model_configs, model_shape
-from lightrft.engines.parameter_store import is_full_tensor
 from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.raw_completions import (
     RawCompletion,
-    completion_of,
     cut_at_string,
     cut_at_token,
     joined,
 )
-from lightrft.engines.requests import Limits, Row, rows_of_requests
+from lightrft.engines.requests import Row
 from lightrft.engines.sglang.backend import Engine, generate_native, start_engine
 from lightrft.engines.sglang.sampling import (
     Job,
-    draft_of,
     first_job,
     native_params,
     next_job,
-    params_of_native,
+    raw_of,
 )
 from lightrft.engines.sglang.weights import SGLangWeights
 from lightrft.engines.types import (
-    Completion,
     EngineConfig,
     EngineParameter,
     EngineStatus,
-    GenerationRequest,
     SamplingParams,
-    WeightPiece,
 )
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_TAGS = ("weights", "kv_cache")
 
-
-class SGLangEngine(RolloutEngine):
+class SGLangEngine(EngineAdapter):
     """Samples with SGLang; each rank has an engine of its own, on its own device.
 
     Stop strings are found after sampling: a completion is sampled to its end or bound and cut
@@ -65,27 +54,17 @@ class SGLangEngine(RolloutEngine):
 
     name = "sglang"
 
+    sleeps_on_request_only = True
+
     def __init__(self, config: EngineConfig, *, module: nn.Module | None = None) -> None:
-        super().__init__()
-        if config.dtype not in _DTYPES:
-            raise ValueError(
-                f"unknown dtype {config.dtype!r} of the sglang engine; known: {', '.join(_DTYPES)}"
-            )
+        super().__init__(config)
         if config.tensor_parallel_size > 1:
             raise ValueError(
                 "the sglang engine runs on one device: got engine_tp_size "
                 f"{config.tensor_parallel_size}; set it to 1 or use engine_type vllm"
             )
         hf_config, generation_config = model_configs(config, module)
-        text_config = hf_config.get_text_config()
-        self._config = config
-        self._limits = Limits(
-            vocab_size=text_config.vocab_size,
-            max_model_len=config.max_model_len or text_config.max_position_embeddings,
-            engine_name=self.name,
-        )
-        self._eos_ids = end_of_sequence_ids(hf_config, generation_config)
-        self._text = Text(config.model_path)
+        self._read_limits(hf_config, generation_config)
         architecture = (
             architecture_of(type(module)) if isinstance(module, PreTrainedModel) else None
         )
@@ -96,33 +75,15 @@ class SGLangEngine(RolloutEngine):
             max_model_len=self._limits.max_model_len or 0,
             vocab_size=self._limits.vocab_size,
         )
-        manifest = _manifest(model_shape(hf_config, architecture), _DTYPES[config.dtype])
+        manifest = _manifest(model_shape(hf_config, architecture), self._dtype)
         owners = [p.name for p in manifest if p.tied_to is None]
         self._weights = SGLangWeights(
             self._engine, manifest, self.name, unwritten=[] if config.model_path else owners
         )
-        self._sleeping_tags: set[str] = set()
         # Without a GPU there is nothing to release, and SGLang fails where it waits for one.
         self._releases_memory = torch.cuda.is_available()
         if not config.model_path and module is not None:
             self._take_over(module)
-
-    def _take_over(self, module: nn.Module) -> None:
-        """Loads what a module holds in full; a sharded one is left to the first weight update."""
-        held = dict(module.named_parameters(remove_duplicate=False))
-        pieces = []
-        for parameter in self.parameter_manifest():
-            tensor = held.get(parameter.name)
-            if parameter.tied_to is not None:
-                continue
-            if tensor is None or not is_full_tensor(tensor, torch.Size(parameter.shape)):
-                return
-            flat = tensor.detach().reshape(-1).to(parameter.dtype)
-            pieces.append(WeightPiece(parameter.name, parameter.shape, 0, flat))
-        self.begin_weight_update()
-        self.load_weights(pieces)
-        self.finish_weight_update()
-        self.reset_caches()
 
     @property
     def _started(self) -> Engine:
@@ -135,38 +96,8 @@ class SGLangEngine(RolloutEngine):
         """The `sglang.Engine`."""
         return self._started
 
-    def params_of_native(self, native: object) -> SamplingParams | None:
-        """Ours from SGLang's `SamplingParams`; see `RolloutEngine.params_of_native`."""
-        return params_of_native(native)
-
-    def generate(
-        self, requests: Sequence[GenerationRequest], sampling_params: SamplingParams
-    ) -> list[Completion]:
-        """Samples completions, prompt-major; see `RolloutEngine.generate`.
-
-        Raises:
-            FloatingPointError: The model's logits are not finite.
-        """
-        self.check_usable()
-        rows = rows_of_requests(
-            requests,
-            num_samples=sampling_params.n,
-            max_tokens=sampling_params.max_tokens,
-            limits=self._limits,
-            encode=self._text.encode,
-        )
-        self._check_law(sampling_params)
-        if sampling_params.stop:
-            if any(not text for text in sampling_params.stop):
-                raise ValueError(f"stop strings must not be empty: got {sampling_params.stop!r}")
-            self._text.load()
-        raws = self._sample(rows, sampling_params)
-        return [
-            completion_of(row, raw, sampling_params, self.weights_version)
-            for row, raw in zip(rows, raws, strict=True)
-        ]
-
-    def _check_law(self, params: SamplingParams) -> None:
+    def _check_params(self, params: SamplingParams) -> None:
+        super()._check_params(params)
         # SGLang's sampler ends its process on this combination.
         is_seeded = str(self._config.options.get("enable_deterministic_inference", True)).lower()
         if params.min_p > 0 and not params.is_greedy and is_seeded == "true":
@@ -179,8 +110,7 @@ class SGLangEngine(RolloutEngine):
     def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[RawCompletion]:
         """One raw a row. Before `min_tokens` nothing stops, so those come as a first part."""
         has_minimum = params.min_tokens > 1
-        eos_ids = () if params.ignore_eos else self._eos_ids
-        stop_ids = sorted({*params.stop_token_ids, *eos_ids})
+        stop_ids = self._stop_ids(params)
         jobs = [first_job(row, params) for row in rows]
         raws = self._run(jobs, params, stop_ids, with_stops=not has_minimum)
         if has_minimum:
@@ -232,7 +162,7 @@ class SGLangEngine(RolloutEngine):
                 natives,
                 wants_support=params.truncates,
             )
-        return [draft_of(answer, params) for answer in answers]
+        return [raw_of(answer, params) for answer in answers]
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Scores a sequence at temperature 1; see `RolloutEngine.score`."""
@@ -250,68 +180,17 @@ class SGLangEngine(RolloutEngine):
         entries = cast("Sequence[tuple[float | None, int, None]]", about["input_token_logprobs"])
         return [0.0, *(float(entry[0] or 0.0) for entry in entries[1:])]
 
-    def sleep(self, level: int = 1) -> None:
-        """Releases memory, on a GPU; elsewhere SGLang keeps it and only the state changes.
-
-        Raises:
-            ValueError: The level is neither 1 nor 2.
-            RuntimeError: A weight update is open, or sleeping was disabled at the start.
-        """
-        if level not in (1, 2):
-            raise ValueError(f"sleep level must be 1 or 2: got {level}")
-        if self._weights.transaction.is_open:
-            raise RuntimeError(f"the {self.name} engine cannot sleep while a weight update is open")
-        if not self._config.enable_sleep:
-            raise RuntimeError(
-                f"the {self.name} engine was started without sleep; set enable_engine_sleep"
-            )
-        awake = [tag for tag in _TAGS if tag not in self._sleeping_tags]
+    def _release_memory(self, level: int, awake: Sequence[str]) -> None:
+        del level
         if awake and self._releases_memory:
-            self._started.release_memory_occupation(tags=awake)
-        self._weights.release(level)
-        self._sleeping_tags = set(_TAGS)
-        self.status = EngineStatus.SLEEPED
+            self._started.release_memory_occupation(tags=list(awake))
 
-    def wake_up(self, tags: tuple[str, ...] | None = None) -> None:
-        """Takes memory back; the engine is awake once both tags are.
+    def _resume_memory(self, tags: Sequence[str]) -> None:
+        if self._releases_memory:
+            self._started.resume_memory_occupation(tags=list(tags))
 
-        Raises:
-            ValueError: A tag is unknown.
-        """
-        unknown = sorted(set(tags or ()) - set(_TAGS))
-        if unknown:
-            raise ValueError(f"unknown wake-up tags {unknown}; known: {', '.join(_TAGS)}")
-        woken = [tag for tag in _TAGS if tag in self._sleeping_tags and tag in (tags or _TAGS)]
-        if woken and self._releases_memory:
-            self._started.resume_memory_occupation(tags=woken)
-        self._sleeping_tags -= set(woken)
-        self._weights.is_resident = "weights" not in self._sleeping_tags
-        if not self._sleeping_tags:
-            self.status = EngineStatus.WAKEUP
-
-    @property
-    def weights_were_dropped(self) -> bool:
-        """Whether some parameter holds no weights, or none was ever sent."""
-        return self.weights_version < 0 or bool(self._weights.transaction.unwritten)
-
-    def parameter_manifest(self) -> tuple[EngineParameter, ...]:
-        """Every parameter of the checkpoint; none can be read back."""
-        return self._weights.manifest
-
-    def begin_weight_update(self) -> None:
-        """Opens an update."""
-        self._weights.begin()
-
-    def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
-        """Sends pieces; a parameter in several pieces goes once it is complete."""
-        self._weights.load(pieces)
-
-    def finish_weight_update(self) -> None:
-        """Closes the update; raises if a parameter is incomplete."""
-        self._weights.finish()
-
-    def reset_caches(self) -> None:
-        """Drops SGLang's prefix cache, which ends an update.
+    def _drop_caches(self) -> None:
+        """Drops SGLang's prefix cache.
 
         Raises:
             RuntimeError: SGLang refused because requests are running.
@@ -319,16 +198,10 @@ class SGLangEngine(RolloutEngine):
         outcome = self._started.flush_cache()  # type: ignore[attr-defined]
         if not outcome.success:
             raise RuntimeError("SGLang did not flush its cache; requests must be finished")
-        self._weights.transaction.reset_caches()
-
-    def hash_parameters(self, names: Sequence[str] | None = None) -> dict[str, int]:
-        """Empty: no parameter can be read back; a sync hashes what it hands over instead."""
-        return self._weights.hashes(names)
 
     def check_usable(self) -> None:
         """Raises unless the engine is awake and holds a complete set of weights."""
         _ = self._started
-        self._weights.transaction.check_settled()
         super().check_usable()
 
     def close(self) -> None:

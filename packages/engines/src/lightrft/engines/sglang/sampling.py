@@ -6,17 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from lightrft.engines.native_params import params_from_native
 from lightrft.engines.raw_completions import RawCompletion, request_seed
 from lightrft.engines.requests import Row
 from lightrft.engines.types import FinishReason, SamplingParams
-
-_NEUTRAL = frozenset(
-    {
-        "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval",
-        "stop_strs", "stop_str_max_len", "stop_regex_strs", "stop_regex_max_len", "is_normalized",
-    }
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +77,7 @@ def next_job(row: Row, raw: RawCompletion, params: SamplingParams) -> Job | None
     return Job((*row.prompt, *raw.token_ids), left, seed)
 
 
-def draft_of(answer: Mapping[str, object], params: SamplingParams) -> RawCompletion:
+def raw_of(answer: Mapping[str, object], params: SamplingParams) -> RawCompletion:
     """Tokens and logprobs of one answer.
 
     Raises:
@@ -103,28 +95,3 @@ def draft_of(answer: Mapping[str, object], params: SamplingParams) -> RawComplet
         logprobs = tuple(entry[0] for entry in entries)
     finish: FinishReason = "stop" if reason["type"] == "stop" else "length"
     return RawCompletion(tokens, logprobs[: len(tokens)], finish)
-
-
-def params_of_native(native: object) -> SamplingParams | None:
-    """Ours from SGLang's own `SamplingParams`; None if it is none.
-
-    Raises:
-        ValueError: It sets penalties, grammars or the like.
-    """
-    from sglang.srt.sampling.sampling_params import SamplingParams as NativeParams
-
-    if not isinstance(native, NativeParams):
-        return None
-    plain = NativeParams()
-    names = NativeParams.__struct_fields__
-    return params_from_native(
-        {name: getattr(native, name) for name in names},
-        {name: getattr(plain, name) for name in names},
-        engine_name="SGLang",
-        renamed={
-            "max_new_tokens": "max_tokens",
-            "min_new_tokens": "min_tokens",
-            "sampling_seed": "seed",
-        },
-        neutral=_NEUTRAL,
-    )

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lightrft.engines.native_params import params_from_native
 from lightrft.engines.raw_completions import RawCompletion, request_seed
 from lightrft.engines.requests import Row
 from lightrft.engines.types import FinishReason, SamplingParams
@@ -76,38 +75,6 @@ def native_params(
         detokenize=bool(stops),
         skip_special_tokens=False,
         include_stop_str_in_output=True,
-    )
-
-
-# Fields about text and the form of vLLM's own answers; a `Completion` has ids and logprobs.
-_NEUTRAL = frozenset(
-    {
-        "logprobs", "flat_logprobs", "detokenize", "skip_special_tokens",
-        "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
-        "stream_interval", "skip_clone", "output_text_buffer_length", "_all_stop_token_ids",
-        "_eos_token_id", "_watermarking_skipped", "_bad_words_token_ids",
-    }
-)  # fmt: skip
-
-
-def params_of_native(native: object) -> SamplingParams | None:
-    """Ours from a `vllm.SamplingParams`; None if it is none.
-
-    Raises:
-        ValueError: It sets penalties, biases or the like.
-    """
-    from vllm import SamplingParams as NativeParams
-
-    if not isinstance(native, NativeParams):
-        return None
-    plain = NativeParams()
-    names = NativeParams.__struct_fields__
-    return params_from_native(
-        {name: getattr(native, name) for name in names},
-        {name: getattr(plain, name) for name in names},
-        engine_name="vLLM",
-        renamed={},
-        neutral=_NEUTRAL,
     )
 
 

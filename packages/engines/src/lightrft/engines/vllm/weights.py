@@ -7,14 +7,13 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from lightrft.engines.types import EngineParameter, WeightPiece
+from lightrft.engines.engine_weights import AssembledWeights
 from lightrft.engines.vllm.backend import Backend
 from lightrft.engines.vllm.layout import Layout, Place
-from lightrft.engines.weight_transaction import WeightTransaction
 
 
-class VLLMWeights:
-    """Assembles pieces into whole parameters and hands whole modules to vLLM.
+class VLLMWeights(AssembledWeights):
+    """Whole modules of vLLM's model.
 
     vLLM keeps references to what it is given until a module is complete, and a module that gets
     only some of its tensors would compute with uninitialised ones. So pieces are copied, and a
@@ -30,99 +29,29 @@ class VLLMWeights:
     def __init__(
         self, backend: Backend, layout: Layout, engine_name: str, *, unwritten: Iterable[str] = ()
     ) -> None:
+        device = next(backend.model.parameters()).device
+        super().__init__(layout.manifest, engine_name, unwritten=unwritten, device=device)
         self._backend = backend
         self._layout = layout
-        self._engine_name = engine_name
-        self._parameters = {p.name: p for p in layout.manifest}
         self._modules = dict(backend.model.named_modules(remove_duplicate=False))
-        self._device = next(backend.model.parameters()).device
-        self.transaction = WeightTransaction(engine_name, layout.manifest, unwritten=unwritten)
-        self.is_resident = True
-        self._is_reloading = False
-        self._assembled: dict[str, torch.Tensor] = {}
-        self._missing: dict[str, int] = {}
-        self._failed: set[str] = set()
-
-    @property
-    def manifest(self) -> tuple[EngineParameter, ...]:
-        """Every parameter of the model."""
-        return self._layout.manifest
-
-    def owners(self) -> set[str]:
-        """The parameters with storage of their own."""
-        return {p.name for p in self.manifest if p.tied_to is None}
-
-    def begin(self) -> None:
-        """Opens an update; vLLM's model is touched when the first module is complete."""
-        self.transaction.begin()
-        self._forget()
-        self._failed = set()
-
-    @torch.no_grad()
-    def load(self, pieces: Iterable[WeightPiece]) -> None:
-        """Takes pieces; modules that are complete go into vLLM."""
-        self._require_resident("load_weights")
-        ready: dict[str, torch.Tensor] = {}
-        for piece in pieces:
-            parameter = self.transaction.accept(piece)
-            self._assemble(piece)
-            group = (parameter.name, *parameter.fused_with)
-            if all(self._missing.get(name, 1) <= 0 for name in group):
-                for name in sorted(group):
-                    ready[name] = self._assembled.pop(name)
-                    del self._missing[name]
-        if ready:
-            self._hand_over(ready)
-
-    def _assemble(self, piece: WeightPiece) -> None:
-        name = piece.name
-        if name not in self._assembled:
-            self._assembled[name] = torch.empty(
-                self._parameters[name].numel, dtype=piece.tensor.dtype, device=self._device
-            )
-            self._missing[name] = self._parameters[name].numel
-        stop = piece.start + piece.tensor.numel()
-        self._assembled[name][piece.start : stop].copy_(piece.tensor)
-        # Overlapping pieces make this too small, which `WeightTransaction.finish` reports.
-        self._missing[name] -= piece.tensor.numel()
 
     def _hand_over(self, tensors: dict[str, torch.Tensor]) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        named = [(name, t.view(self._parameters[name].shape)) for name, t in tensors.items()]
-        # Until vLLM has taken them, these modules may hold anything.
-        self._failed.update(tensors)
         with set_current_vllm_config(self._backend.vllm_config):
-            if not self._is_reloading:
-                self._is_reloading = True
+            if not self._is_updating:
+                self._is_updating = True
                 initialize_layerwise_reload(self._backend.model)
-            self._backend.model.load_weights(iter(named))  # type: ignore[operator]
-        self._failed.difference_update(tensors)
+            self._backend.model.load_weights(iter(tensors.items()))  # type: ignore[operator]
 
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Closes the update in vLLM; raises if a parameter or a fused module is incomplete."""
+    def _end_update(self) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        self._forget()
-        if not self.transaction.is_open:
-            self.transaction.finish()
-        try:
-            if self._is_reloading:
-                with set_current_vllm_config(self._backend.vllm_config):
-                    finalize_layerwise_reload(self._backend.model, self._backend.model_config)
-                    self._repack_tied_heads()
-        except BaseException:
-            self._failed.update(self.owners())
-            raise
-        finally:
-            self._is_reloading = False
-            try:
-                self.transaction.finish()
-            finally:
-                self.transaction.unwritten.update(self._failed)
+        with set_current_vllm_config(self._backend.vllm_config):
+            finalize_layerwise_reload(self._backend.model, self._backend.model_config)
+            self._repack_tied_heads()
 
     def _repack_tied_heads(self) -> None:
         """Renews the copy that a CPU head computes with where its weight is the embedding's.
@@ -137,16 +66,6 @@ class VLLMWeights:
                     vars(module).pop("_already_called_process_weights_after_loading", None)
                     module.quant_method.process_weights_after_loading(module)  # type: ignore[operator,union-attr]
 
-    def _forget(self) -> None:
-        self._assembled.clear()
-        self._missing.clear()
-
-    def release(self, level: int) -> None:
-        """Notes that weights sleep; those of level 2 must be written again."""
-        self.is_resident = False
-        if level == 2:
-            self.transaction.unwritten.update(self.owners())
-
     def hashes(self, names: Sequence[str] | None) -> dict[str, int]:
         """Hashes from final storage; a collective of a tensor-parallel group.
 
@@ -155,7 +74,7 @@ class VLLMWeights:
             RuntimeError: The weights sleep or are being reloaded.
         """
         self._require_resident("hash_parameters")
-        if self._is_reloading:
+        if self._is_updating:
             raise RuntimeError(
                 f"a weight update of the {self._engine_name} engine is open; call "
                 "finish_weight_update() before hash_parameters()"
@@ -198,10 +117,3 @@ class VLLMWeights:
         from vllm.distributed.parallel_state import get_tp_group
 
         return int(get_tp_group().rank_in_group)
-
-    def _require_resident(self, method: str) -> None:
-        if not self.is_resident:
-            raise RuntimeError(
-                f"the weights of the {self._engine_name} engine sleep; call wake_up(('weights',)) "
-                f"before {method}()"
-            )

@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightrft.engines.process_state import environment
 from lightrft.strategy.checkpoints.file_writers import FileWriter
 
 FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -151,12 +152,12 @@ def initialize(
     import deepspeed
 
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    engine = cast(
-        "nn.Module",
-        deepspeed.initialize(
+    index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    # DeepSpeed asks for the variable, which only a launcher sets.
+    with environment({"LOCAL_RANK": str(index)}):
+        engine: nn.Module = deepspeed.initialize(
             model=module, optimizer=optimizer, config=dict(config), dist_init_required=False
-        )[0],
-    )
+        )[0]
     for name, buffer in module.named_buffers():
         buffer.data = buffers[name].to(buffer.device)
     _accept_any_output(engine, module)

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 from torch import nn
 
 from lightrft.engines.base import RolloutEngine
+from lightrft.engines.factory import ENGINES, build_engine, resolve_engine_type
 from lightrft.engines.types import (
     EngineConfig,
     GenerationRequest,
@@ -19,6 +21,7 @@ from lightrft.engines.types import (
 from lightrft.kernels.names import nearest_names
 from lightrft.strategy.config import ENGINE_TYPES, StrategyConfig
 from lightrft.strategy.engine.multimodal import build_multimodal_inputs, has_media, media_of
+from lightrft.strategy.prepared import Arguments
 
 # Whether the ranks of a tensor-parallel group share one engine of this name. The embedded engines
 # live in each rank alone, so each rank generates for its own prompts.
@@ -33,8 +36,6 @@ def check_engine_type(engine_type: str) -> str:
     Raises:
         ValueError: No engine has this name.
     """
-    from lightrft.engines.factory import ENGINES, resolve_engine_type
-
     known = {*ENGINE_TYPES, *ENGINES}
     if engine_type not in known:
         raise ValueError(f"Unsupported engine type: {engine_type}; known types: {sorted(known)}")
@@ -66,6 +67,13 @@ def engine_config(
         enable_sleep=config.enable_engine_sleep,
         options=dict(config.engine_args or {}),
     )
+
+
+def rollout_engine(args: Arguments, engine_type: str) -> RolloutEngine:
+    """An engine without a strategy, from a strategy's options; starts it."""
+    config = StrategyConfig.from_args(args)
+    has_gpu = torch.cuda.is_available()
+    return build_engine(engine_config(config, engine_type, has_gpu=has_gpu, module=None))
 
 
 def as_sampling_params(given: object, engine: RolloutEngine | None = None) -> SamplingParams:

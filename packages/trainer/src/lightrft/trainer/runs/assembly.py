@@ -269,20 +269,15 @@ def load_run_prompts(
     Raises:
         DataError: They cannot be read.
     """
+    if for_evaluation:
+        return load_prompts(
+            str(config.eval_data), tokenizer, config,
+            max_samples=config.max_eval_samples, split=config.eval_split,
+        )  # fmt: skip
     return load_prompts(
-        str(config.eval_data if for_evaluation else config.prompt_data),
-        tokenizer,
-        input_key=config.input_key,
-        label_key=config.label_key,
-        apply_chat_template=config.apply_chat_template,
-        system_prompt=config.system_prompt,
-        input_template=config.input_template,
-        prompt_max_len=config.prompt_max_len,
-        max_samples=config.max_eval_samples if for_evaluation else config.max_samples,
-        split=config.eval_split if for_evaluation else config.prompt_split,
-        probabilities=() if for_evaluation else config.prompt_data_probs,
-        seed=config.seed,
-    )
+        str(config.prompt_data), tokenizer, config, max_samples=config.max_samples,
+        split=config.prompt_split, probabilities=config.prompt_data_probs,
+    )  # fmt: skip
 
 
 def _check_options(config: TrainConfig) -> None:

@@ -293,7 +293,7 @@ def _with_token_loss(function: Callable[..., object]) -> PolicyLossFunction:
             return cast("TokenLoss", found)
         if found.shape != response_mask.shape:
             raise ValueError(
-                f"its loss has the shape {list(found.shape)} for tensors "
+                f"its loss has the shape {list(found.shape)} for tensors of the shape "
                 f"{list(response_mask.shape)}"
             )
         never = torch.zeros_like(response_mask)

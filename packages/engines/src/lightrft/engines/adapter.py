@@ -1,0 +1,206 @@
+"""What the engines have in common: rows in, completions out; sleeping by tags; weight updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from lightrft.engines.base import RolloutEngine
+from lightrft.engines.engine_weights import EngineWeights
+from lightrft.engines.hf.stopping import end_of_sequence_ids
+from lightrft.engines.hf.text import Text
+from lightrft.engines.parameter_store import is_full_tensor
+from lightrft.engines.raw_completions import RawCompletion, completion_of
+from lightrft.engines.requests import Limits, Row, rows_of_requests
+from lightrft.engines.types import (
+    Completion,
+    EngineConfig,
+    EngineParameter,
+    EngineStatus,
+    GenerationRequest,
+    SamplingParams,
+    WeightPiece,
+)
+
+TAGS = ("weights", "kv_cache")
+
+
+class EngineAdapter(RolloutEngine):
+    """An engine over `EngineWeights`; starting and sampling are left to subclasses.
+
+    Args:
+        config: What to start.
+    """
+
+    sleeps_on_request_only = False
+    """Whether sleeping must have been enabled at the start."""
+    _weights: EngineWeights
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__()
+        self._config = config
+        self._dtype = config.torch_dtype
+        self._text = Text(config.model_path)
+        self._sleeping_tags: set[str] = set()
+
+    def _read_limits(self, hf_config, generation_config) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+        """Vocabulary, longest sequence and end-of-sequence ids of a transformers model."""
+        text_config = hf_config.get_text_config()
+        self._eos_ids = end_of_sequence_ids(hf_config, generation_config)
+        self._limits = Limits(
+            vocab_size=text_config.vocab_size,
+            max_model_len=self._config.max_model_len
+            # Models without positions (state space) have no such field.
+            or text_config.to_dict().get("max_position_embeddings"),
+            engine_name=self.name,
+        )
+
+    def _take_over(self, module: nn.Module) -> None:
+        """Loads what a module holds in full; a sharded one is left to the first weight update."""
+        held = dict(module.named_parameters(remove_duplicate=False))
+        pieces = []
+        for parameter in self.parameter_manifest():
+            tensor = held.get(parameter.name)
+            if parameter.tied_to is not None:
+                continue
+            if tensor is None or not is_full_tensor(tensor, torch.Size(parameter.shape)):
+                return
+            flat = tensor.detach().reshape(-1).to(parameter.dtype)
+            pieces.append(WeightPiece(parameter.name, parameter.shape, 0, flat))
+        self.begin_weight_update()
+        self.load_weights(pieces)
+        self.finish_weight_update()
+        self.reset_caches()
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling_params: SamplingParams
+    ) -> list[Completion]:
+        """Samples completions, prompt-major; see `RolloutEngine.generate`.
+
+        Raises:
+            FloatingPointError: The model's logits are not finite.
+        """
+        self.check_usable()
+        rows = rows_of_requests(
+            requests,
+            num_samples=sampling_params.n,
+            max_tokens=sampling_params.max_tokens,
+            limits=self._limits,
+            encode=self._text.encode,
+        )
+        self._check_params(sampling_params)
+        return [
+            completion_of(row, raw, sampling_params, self.weights_version)
+            for row, raw in zip(rows, self._sample(rows, sampling_params), strict=True)
+        ]
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Raises a ValueError for what this engine cannot sample."""
+        if params.stop:
+            if any(not text for text in params.stop):
+                raise ValueError(f"stop strings must not be empty: got {params.stop!r}")
+            self._text.load()
+
+    def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[RawCompletion]:
+        """One completion for each row."""
+        raise NotImplementedError
+
+    def _stop_ids(self, params: SamplingParams) -> list[int]:
+        """Every id that ends a completion."""
+        return sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)})
+
+    def sleep(self, level: int = 1) -> None:
+        """Releases memory; weights that alias the trainer's are left where they are.
+
+        Raises:
+            ValueError: The level is neither 1 nor 2.
+            RuntimeError: A weight update is open, or sleeping was disabled at the start.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"sleep level must be 1 or 2: got {level}")
+        if self._weights.transaction.is_open:
+            raise RuntimeError(f"the {self.name} engine cannot sleep while a weight update is open")
+        if self.sleeps_on_request_only and not self._config.enable_sleep:
+            raise RuntimeError(
+                f"the {self.name} engine was started without sleep; set enable_engine_sleep"
+            )
+        self._release_memory(level, [tag for tag in TAGS if tag not in self._sleeping_tags])
+        self._fall_asleep(level)
+
+    def _fall_asleep(self, level: int) -> None:
+        self._weights.release(level)
+        self._sleeping_tags = set(TAGS)
+        self.status = EngineStatus.SLEEPED
+
+    def _release_memory(self, level: int, awake: Sequence[str]) -> None:
+        """Lets a backend release its own memory, of which these parts are awake."""
+
+    def wake_up(self, tags: tuple[str, ...] | None = None) -> None:
+        """Takes memory back; the engine is awake once both tags are.
+
+        Raises:
+            ValueError: A tag is unknown.
+        """
+        tags = TAGS if tags is None else tags
+        unknown = sorted(set(tags) - set(TAGS))
+        if unknown:
+            raise ValueError(f"unknown wake-up tags {unknown}; known: {', '.join(TAGS)}")
+        woken = [tag for tag in TAGS if tag in self._sleeping_tags and tag in tags]
+        if woken:
+            self._resume_memory(woken)
+        if "weights" in woken:
+            self._weights.restore()
+        self._sleeping_tags -= set(woken)
+        if not self._sleeping_tags:
+            self.status = EngineStatus.WAKEUP
+
+    def _resume_memory(self, tags: Sequence[str]) -> None:
+        """Lets a backend take its own memory back."""
+
+    @property
+    def weights_were_dropped(self) -> bool:
+        """Whether some parameter holds no weights, or none was ever sent."""
+        return self.weights_version < 0 or bool(self._weights.transaction.unwritten)
+
+    def parameter_manifest(self) -> tuple[EngineParameter, ...]:
+        """Every parameter of the model, in its own order."""
+        return self._weights.manifest
+
+    def begin_weight_update(self) -> None:
+        """Opens an update."""
+        self._weights.begin()
+
+    def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
+        """Takes pieces."""
+        self._weights.load(pieces)
+
+    def finish_weight_update(self) -> None:
+        """Closes the update; raises if a parameter was written in part."""
+        self._weights.finish()
+
+    def reset_caches(self) -> None:
+        """Drops cached activations, which ends an update."""
+        self._drop_caches()
+        self._weights.transaction.reset_caches()
+
+    def _drop_caches(self) -> None:
+        """Lets a backend drop its caches."""
+
+    def hash_parameters(self, names: Sequence[str] | None = None) -> dict[str, int]:
+        """Hashes of what the engine holds; without names, of all that can be read back."""
+        return self._weights.hashes(names)
+
+    def alias_weights(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Uses the given tensors as parameters if names, shapes, dtypes and devices agree."""
+        return self._weights.alias(tensors)
+
+    def check_usable(self) -> None:
+        """Raises unless the engine is awake and holds a complete set of weights."""
+        self._weights.transaction.check_settled()
+        super().check_usable()
+
+    def close(self) -> None:
+        """Frees the weights; `generate` raises from now on."""
+        self._fall_asleep(2)

@@ -1,0 +1,1 @@
+"""Names of the published interface under their published paths."""

@@ -1,0 +1,30 @@
+"""Sending weights to the rollout engine."""
+
+from __future__ import annotations
+
+from lightrft.engines.base import RolloutEngine
+from lightrft.strategy.prepared import AnyModel
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.weight_sync.sync import WeightSyncReport
+
+
+class BroadcastManager:
+    """`update_engine_weights` of one actor and one engine.
+
+    Args:
+        actor: The model or a PreparedModel.
+        strategy: Prepared the actor.
+        inference_engine: Becomes the strategy's engine.
+    """
+
+    def __init__(
+        self, actor: AnyModel, strategy: StrategyBase, inference_engine: RolloutEngine
+    ) -> None:
+        self.actor = actor
+        self.strategy = strategy
+        if strategy.inference_engine is not inference_engine:
+            strategy.inference_engine = inference_engine
+
+    def broadcast_to_engine(self) -> WeightSyncReport | None:
+        """See `StrategyBase.update_engine_weights`."""
+        return self.strategy.update_engine_weights(self.actor)

@@ -1,0 +1,3 @@
+"""Sequence parallelism."""
+
+from lightrft.strategy.distributed.sequence_parallel import SPDataProcessor as SPDataProcessor

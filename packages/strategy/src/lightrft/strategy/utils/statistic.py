@@ -1,0 +1,3 @@
+"""Generation lengths."""
+
+from lightrft.strategy.engine.statistics import GenLenAnalyser as GenLenAnalyser

@@ -1,0 +1,157 @@
+"""A strategy is made of parts: what the whole promises, and what the parts leave behind."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import pkgutil
+import weakref
+from abc import ABC
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import lightrft.strategy
+from lightrft.engines.types import EngineConfig, SamplingParams
+from lightrft.strategy import get_fake_strategy, get_strategy
+from lightrft.strategy.engine.generation import as_sampling_params
+from lightrft.strategy.prepared import NO_MODEL
+from lightrft.strategy.weight_sync.sync import WeightSync
+
+SMALL = {"train_batch_size": 1, "micro_train_batch_size": 1}
+
+
+def tiny_model() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        )
+    )
+
+
+def strategy_classes():
+    for found in pkgutil.walk_packages(lightrft.strategy.__path__, "lightrft.strategy."):
+        module = importlib.import_module(found.name)
+        for _, kind in inspect.getmembers(module, inspect.isclass):
+            if kind.__module__ == module.__name__:
+                yield kind
+
+
+def test_no_class_has_a_grandparent_among_ours():
+    for kind in strategy_classes():
+        ours = [
+            base
+            for base in kind.__mro__[1:]
+            if base.__module__.startswith("lightrft.strategy") and base is not ABC
+        ]
+        assert len(ours) <= 1, (kind, ours)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("fsdp", [True, pytest.param(False, marks=pytest.mark.deepspeed)])
+def test_one_process_needs_no_launcher(monkeypatch, fsdp):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with get_strategy({"fsdp": fsdp, "bf16": False, **SMALL}) as strategy:
+        assert (strategy.get_rank(), strategy.world_size) == (0, 1)
+        assert strategy.all_reduce(3, "sum") == 3
+        model = nn.Linear(2, 1)
+        ready, *_ = strategy.prepare_models_and_optimizers(model, None, None, None, None, 2)
+        strategy.backward(ready(torch.ones(1, 2)).sum(), ready, ready.optimizer)
+        assert strategy.optimizer_step(ready.optimizer, ready, ready.scheduler).grad_norm > 0
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_prepared_model_is_called_like_its_model():
+    with get_fake_strategy(SMALL) as strategy:
+        actor, critic, *_ = strategy.prepare_models_and_optimizers(
+            nn.Linear(2, 1), None, None, None, None, 4
+        )
+        inputs = torch.ones(3, 2)
+        assert torch.equal(actor(inputs), actor.model(inputs))
+        with pytest.raises(ValueError, match="no model"):
+            critic(inputs)
+
+
+@pytest.mark.parametrize("pretrain", [None, "some/critic"])
+def test_only_a_critic_gets_an_optimizer_for_one(pretrain):
+    with get_fake_strategy({**SMALL, "critic_pretrain": pretrain}) as strategy:
+        _, critic, *_ = strategy.prepare_models_and_optimizers(
+            nn.Linear(2, 1), None, None, None, None, 4
+        )
+        assert critic == NO_MODEL
+        _, critic, *_ = strategy.prepare_models_and_optimizers(
+            nn.Linear(2, 1), nn.Linear(2, 1), None, None, None, 4
+        )
+        assert critic.optimizer is not None
+
+
+@pytest.mark.parametrize("engine_type", ["hf", "fake"])
+def test_a_closed_engine_leaves_nothing_behind(engine_type):
+    strategy = get_fake_strategy({**SMALL, "bf16": False})
+    actor, *_ = strategy.prepare_models_and_optimizers(tiny_model(), None, None, None, None, 4)
+    engine = strategy.setup_inference_engine(None, engine_type, actor)
+    strategy.gather_and_generate({"max_tokens": 2}, [[3, 4]])
+    assert isinstance(strategy.broadcast_manager, WeightSync)
+    assert strategy.vllm_engine is engine
+    assert strategy.vllm_mp_group is strategy.engine_mp_group
+    trace = weakref.ref(engine)
+    del engine
+    strategy.setup_inference_engine(None, engine_type, actor)
+    gc.collect()
+    assert trace() is None
+    trace = weakref.ref(strategy.inference_engine)
+    strategy.close()
+    gc.collect()
+    assert trace() is None
+    assert strategy.inference_engine is None
+    assert strategy.broadcast_manager is None
+    assert strategy.last_weight_sync.weights_version == 0
+
+
+def test_results_are_read_by_attribute_or_by_name():
+    with get_fake_strategy(SMALL) as strategy:
+        strategy.setup_inference_engine(None, "fake")
+        strategy.inference_engine.set_weights_version(0)
+        (found,) = strategy.gather_and_generate({"max_tokens": 2}, [[3, 4]])
+    assert found["output_token_ids"] == found.output_token_ids
+    assert found["prompt_token_ids"] == (3, 4)
+    with pytest.raises(KeyError, match=r"it has .*output_token_ids"):
+        found["output_ids"]
+
+
+class Foreign:
+    """Sampling parameters in vLLM's form."""
+
+    def __init__(self, temperature=1.0, max_tokens=16, n=1, stop=None, repetition_penalty=1.0):
+        self.temperature = temperature
+        self.max_tokens = max_tokens
+        self.n = n
+        self.stop = stop
+        self.repetition_penalty = repetition_penalty
+
+
+def test_every_engine_takes_sampling_parameters_in_the_form_of_another():
+    from lightrft.engines.hf.engine import HFEngine
+
+    engine = HFEngine(EngineConfig("hf", ""), module=tiny_model())
+    given = Foreign(temperature=0.5, max_tokens=3, n=2, stop="x")
+    expected = SamplingParams(temperature=0.5, max_tokens=3, n=2, stop=("x",))
+    assert as_sampling_params(given, engine) == expected
+    sglang = SimpleNamespace(temperature=0.5, max_new_tokens=3, sampling_seed=7)
+    expected = SamplingParams(temperature=0.5, max_tokens=3, seed=7)
+    assert as_sampling_params(sglang, engine) == expected
+    with pytest.raises(ValueError, match=r"repetition_penalty=1\.3"):
+        as_sampling_params(Foreign(repetition_penalty=1.3), engine)
+    with pytest.raises(TypeError, match="SamplingParams or a mapping"):
+        as_sampling_params(object(), engine)
