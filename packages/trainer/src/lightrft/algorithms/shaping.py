@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from lightrft.algorithms.moments import Moments
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def overlong_penalty(

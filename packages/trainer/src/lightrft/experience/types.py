@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
 from lightrft.models.support import SamplingSupport
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

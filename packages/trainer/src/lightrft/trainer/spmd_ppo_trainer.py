@@ -8,6 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
 from lightrft.config import StrategyConfig, TrainConfig
 from lightrft.config.options import options_of
 from lightrft.datasets.types import Prompt
@@ -57,9 +61,6 @@ from lightrft.trainer.training.throughput import UtilisationMeter
 from lightrft.trainer.training.updates import Objective, UpdateModels, update_models
 
 if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
     from transformers import PreTrainedTokenizerBase
 
     Model = nn.Module | PreparedModel

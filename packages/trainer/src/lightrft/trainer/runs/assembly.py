@@ -47,9 +47,9 @@ from lightrft.rewards.recipes import RewardRecipes
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.reporting.loggers import MetricsLogger
 from lightrft.trainer.spmd_ppo_trainer import LoopResult
+from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
     from transformers import PreTrainedTokenizerBase
 
 EMA_FOLDER = "model_ema"

@@ -13,9 +13,8 @@ from lightrft.trainer.training.construction import configure_model
 from lightrft.strategy.prepared import PreparedModel
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.config import TrainConfig
+from torch import nn
 
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from lightrft.datasets import Prompt
 from lightrft.rewards import CombinedReward
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.config import TrainConfig
+from torch import nn
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedTokenizerBase
 
 

@@ -6,12 +6,10 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from lightrft.strategy.strategy_base import StrategyBase
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True, slots=True)

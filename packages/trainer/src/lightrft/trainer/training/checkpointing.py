@@ -6,14 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.training.state import TrainerState
 from lightrft.trainer.training.updates import TrainedModel
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from lightrft.experience.collate import pad_rows
 from lightrft.models.types import ActorOutput
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.training.metrics import StepMetrics
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from lightrft.experience.exchange import SampleTable
@@ -14,8 +16,6 @@ from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from transformers import PretrainedConfig, PreTrainedModel
 
 # Dense bfloat16 peaks of the makers' data sheets, in 1e12 operations per second; the first name
