@@ -135,7 +135,7 @@ def test_a_misspelt_label_key_is_an_error_but_the_default_may_be_absent(write, t
          "fits string prompts only"),
         ({"input": [{"role": "system", "content": "x"}, *MESSAGES]},
          {"apply_chat_template": True, "system_prompt": "y"}, "drop one of them"),
-        ({"input": "one"}, {"system_prompt": "y"}, "add --apply_chat_template"),
+        ({"input": "one"}, {"system_prompt": "y"}, "add (--)?apply_chat_template"),
     ],
 )  # fmt: skip
 def test_unusable_rows_and_options(row, options, message: str, write, tokenizer) -> None:
