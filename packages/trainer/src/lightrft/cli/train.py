@@ -63,8 +63,8 @@ def run(argv: Sequence[str]) -> int:
     missing = machine_problems(config, nproc_per_node)
     if missing:
         raise PreflightError("\n".join(missing))
-    check_algorithm(config)
     check_reward(config, check_data(config))
+    check_algorithm(config)
     if nproc_per_node > 1:
         return launch("lightrft.cli.train", argv, nproc_per_node=nproc_per_node)
     become_only_process()
