@@ -106,8 +106,7 @@ def check_reward(config: TrainConfig, columns: frozenset[str]) -> None:
         ConfigError: An unknown function or file.
         RewardError: A file that cannot be loaded, or a function that cannot be called.
     """
-    from lightrft.rewards.build import build_reward
-    from lightrft.trainer.runs.rewards import reward_settings, reward_urls
+    from lightrft.rewards.build import build_reward, reward_settings, reward_urls
 
     urls = reward_urls(config)
     if not config.reward_fn and not urls:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Self, cast
 
+from lightrft.config import TrainConfig
 from lightrft.config.registry import REWARDS
 from lightrft.rewards.math_rules import MathReward, MathRule
 from lightrft.rewards.recipes import RewardRecipes
@@ -40,6 +41,19 @@ class RewardSettings:
                 "reward deadlines must be positive and num_workers at least 1: got "
                 f"{self.timeout_seconds}, {self.grading_seconds}, {self.num_workers}"
             )
+
+
+def reward_settings(config: TrainConfig) -> RewardSettings:
+    """Deadlines, and arguments of own functions."""
+    return RewardSettings(
+        timeout_seconds=config.reward_timeout_seconds, arguments=config.reward_args or {}
+    )
+
+
+def reward_urls(config: TrainConfig) -> tuple[str, ...]:
+    """Addresses of reward services."""
+    urls = config.remote_rm_url
+    return () if urls is None else (urls,) if isinstance(urls, str) else tuple(urls)
 
 
 class CombinedReward:
