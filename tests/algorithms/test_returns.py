@@ -70,7 +70,7 @@ def test_gae_and_returns_equal_a_loop_over_the_sampled_tokens(gamma, lambd, ragg
 def test_rows_without_any_column_are_empty_results() -> None:
     empty, mask = torch.zeros(3, 0), torch.zeros(3, 0, dtype=torch.bool)
     assert discounted_returns(empty, mask).shape == (3, 0)
-    result = generalized_advantages(empty, empty, mask)
+    result = generalized_advantages(empty, empty, mask, gamma=1.0, lambd=0.95)
     assert result.advantages.shape == result.returns.shape == (3, 0)
 
 

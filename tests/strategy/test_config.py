@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 
+from lightrft.config.options import options_of
 from lightrft.strategy.config import ConfigError, StrategyConfig, option
 
 # Fields and defaults as published; the settings below them are this project's decisions.
@@ -172,4 +173,6 @@ def test_precision_follows_the_device_unless_set():
 
 
 def test_every_field_has_help():
-    assert all(e.metadata.get("help") for e in fields(StrategyConfig) if e.name != "extra_args")
+    options = options_of(StrategyConfig)
+    assert set(options) == {entry.name for entry in fields(StrategyConfig)} - {"extra_args"}
+    assert all(info.help.endswith(".") and info.group for _, info in options.values())

@@ -11,8 +11,8 @@ import pytest
 from lightrft.config import TrainConfig
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.runs.files import write_start
-from lightrft.trainer.runs.start import sole_writer
 from lightrft.trainer.runs.plan import describe_inputs, input_files, plan_run
+from lightrft.trainer.runs.start import sole_writer
 
 
 @pytest.fixture

@@ -1,14 +1,22 @@
-"""What a backend must leave as it found it in the trainer's process."""
+"""Starting a backend: what must be there, and what must stay as it was in this process."""
 
 from __future__ import annotations
 
+import copy
+import importlib
+import operator
 import os
 import random
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @contextmanager
@@ -48,3 +56,52 @@ def environment(defaults: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
+
+
+def require_functions(needed: Mapping[str, Sequence[str]], package: str, remedy: str) -> None:
+    """Checks that an installed backend has every function that is called.
+
+    Args:
+        needed: Module -> names in it, with dots for attributes.
+        package: The backend's own name.
+        remedy: What to install.
+
+    Raises:
+        ImportError: It names what is missing and the remedy.
+    """
+    paths = [(module, path) for module, paths in needed.items() for path in paths]
+    missing = [f"{module}.{path}" for module, path in paths if not _exists(module, path)]
+    if missing:
+        raise ImportError(
+            f"the installed {package} lacks {', '.join(missing)}; install {remedy}, or choose "
+            "engine_type='hf'"
+        )
+
+
+def _exists(module: str, path: str) -> bool:
+    try:
+        operator.attrgetter(path)(importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+@contextmanager
+def model_directory(
+    model_path: str, hf_config: PretrainedConfig, architecture: str | None
+) -> Iterator[str]:
+    """The checkpoint, or a temporary directory that holds the architecture alone.
+
+    Args:
+        model_path: The checkpoint, or empty.
+        hf_config: The model's configuration.
+        architecture: Name of the transformers class.
+    """
+    if model_path:
+        yield model_path
+        return
+    with tempfile.TemporaryDirectory(prefix="lightrft-engine-") as directory:
+        hf_config = copy.deepcopy(hf_config)
+        hf_config.architectures = None if architecture is None else [architecture]
+        hf_config.save_pretrained(directory)
+        yield directory

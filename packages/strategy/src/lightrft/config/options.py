@@ -165,7 +165,8 @@ def check_value(name: str, value: object, hint: object, info: OptionInfo) -> str
             listing = list(info.choices)
             near = difflib.get_close_matches(str(wrong[0]), [str(c) for c in listing], n=1)
             hint_text = f" (did you mean {near[0]!r}?)" if near else ""
-            return f"{name}: got {wrong[0]!r}, expected one of {listing}{hint_text}"
+            own = "" if isinstance(info.choices, tuple) else ", FILE.py:NAME or MODULE:NAME"
+            return f"{name}: got {wrong[0]!r}, expected one of {listing}{own}{hint_text}"
     numbers = value if isinstance(value, tuple) else (value,)
     for number in numbers:
         if isinstance(number, int | float) and not isinstance(number, bool):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import typing
 from argparse import Namespace
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from lightrft.config.options import (
     check_value,
     coerce,
     default_of,
+    did_you_mean,
     looks_secret,
     option,
     options_of,
@@ -359,8 +359,7 @@ class StrategyConfig:
             return value
         if default is not _NO_DEFAULT:
             return default
-        near = difflib.get_close_matches(name, [*self.extra_args, *names], n=3)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        hint = did_you_mean(name, [*self.extra_args, *names])
         raise KeyError(
             f"no argument {name!r} was given and get_extra_arg has no default for it{hint}"
         )

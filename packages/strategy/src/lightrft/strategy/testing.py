@@ -128,6 +128,16 @@ def _collect(
     return results, failures
 
 
+def _launcher_environment(world_size: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(find_free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
 def run_multiprocess(
     fn: Callable[..., object],
     world_size: int,
@@ -154,13 +164,7 @@ def run_multiprocess(
     """
     function = (str(Path(inspect.getfile(fn)).resolve()), fn.__qualname__)
     context = _fork_server()
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(find_free_port()),
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = _launcher_environment(world_size)
     outputs = tuple(Connection(os.dup(descriptor), readable=False) for descriptor in (1, 2))
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     processes = [
@@ -177,6 +181,7 @@ def run_multiprocess(
         for rank in range(world_size)
     ]
     deadline = time.monotonic() + timeout_seconds
+    failures: dict[int, str] | None = None
     try:
         for process in processes:
             process.start()
@@ -185,12 +190,16 @@ def run_multiprocess(
         results, failures = _collect(processes, [receiver for receiver, _ in pipes], deadline)
     finally:
         for process in processes:
-            process.join(0 if "failures" not in locals() or failures else 10)
+            process.join(10 if failures == {} else 0)
             if process.is_alive():
                 process.kill()
                 process.join()
     if failures:
-        parts = [f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())]
-        raise RankFailure(f"{fn.__qualname__} failed on {len(failures)} of {world_size} ranks\n"
-                          + "\n".join(parts))  # fmt: skip
+        raise _rank_failure(fn.__qualname__, failures, world_size)
     return [results[rank] for rank in range(world_size)]
+
+
+def _rank_failure(name: str, failures: dict[int, str], world_size: int) -> RankFailure:
+    parts = [f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())]
+    first = f"{name} failed on {len(failures)} of {world_size} ranks"
+    return RankFailure("\n".join([first, *parts]))

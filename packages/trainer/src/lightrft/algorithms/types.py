@@ -75,7 +75,7 @@ class TokenAdvantageInputs:
     response_mask: Tensor
     values: Tensor | None = None
     gamma: float = 1.0
-    lambd: float = 0.95
+    lambd: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.options import Parser, available_options
 from lightrft.config.options import did_you_mean
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 SHELLS = ("bash", "zsh", "fish")
 DESCRIPTION = """\

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.options import Parser, add_options, available_options, read_options
@@ -13,9 +13,6 @@ from lightrft.config import TrainConfig
 from lightrft.config.options import did_you_mean
 from lightrft.config.toml import format_toml, without_secrets
 from lightrft.trainer.runs.files import CONFIG_FILE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ACTIONS = ("show", "schema", "diff")
 _SCHEMA_OF = {"at_least": "minimum", "at_most": "maximum", "above": "exclusiveMinimum"}

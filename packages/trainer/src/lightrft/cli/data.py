@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lightrft.cli.data_gold import GoldScore
 from lightrft.cli.data_report import show_check, show_gold, show_layout, show_samples
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.options import Parser, add_options, command_options, parse_options
@@ -14,16 +16,11 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.sources import split_sources
 from lightrft.datasets.check import DataCheck, check_rows, propose_keys
 from lightrft.datasets.errors import DataError
-from lightrft.datasets.files import scan_rows
+from lightrft.datasets.files import Row, scan_rows
 from lightrft.datasets.render import check_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from transformers import PreTrainedTokenizerBase
-
-    from lightrft.cli.data_gold import GoldScore
-    from lightrft.datasets.files import Row
 
 DESCRIPTION = """\
 Read every row of the prompts as a run would, and say what is in them: columns and a proposal which
@@ -169,6 +166,6 @@ def score_gold(config: TrainConfig, found: DataCheck) -> GoldScore | None:
     if not config.reward_fn or not found.rows:
         return None
     from lightrft.cli.data_gold import score_labels
-    from lightrft.trainer.runs.rewards import reward_settings
+    from lightrft.rewards.build import reward_settings
 
     return score_labels(config.reward_fn, found.rows, settings=reward_settings(config))

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lightrft.config.registry import REWARDS
-from lightrft.rewards import RewardSettings, build_reward
+from lightrft.datasets.check import CheckedRow
+from lightrft.rewards import CombinedReward, RewardSettings, build_reward
 from lightrft.rewards.errors import RewardError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightrft.datasets.check import CheckedRow
-    from lightrft.rewards import CombinedReward
 
 MAX_ROWS = 500
 FORMS = {

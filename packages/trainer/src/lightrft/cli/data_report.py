@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from lightrft.datasets.check import histogram
+from lightrft.cli.data_gold import GoldScore
+from lightrft.datasets.check import CheckedRow, DataCheck, histogram
+from lightrft.datasets.files import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from lightrft.cli.data_gold import GoldScore
-    from lightrft.datasets.check import CheckedRow, DataCheck
-    from lightrft.datasets.files import Row
 
 NUM_SAMPLES = 3
 MAX_LINES = 20

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightrft.cli.console import hide_progress_bars
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.options import Parser, at_least
+from lightrft.trainer.invariance.cells import Deviations
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightrft.trainer.invariance.cells import Deviations
     from lightrft.trainer.invariance.run import CellResult
 
 COLUMNS = ("loss", "outputs", "gradient", "gradient_tensor", "weights", "update")

@@ -6,14 +6,11 @@ import errno
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 from lightrft.cli.memory_advice import is_out_of_memory, memory_report
 from lightrft.strategy.distributed.error_report import write_error_report
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class ExitCode(IntEnum):

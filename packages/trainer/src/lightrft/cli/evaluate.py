@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightrft.cli.console import hide_progress_bars, share_processors
 from lightrft.cli.errors import ExitCode, PreflightError, run_guarded
@@ -23,15 +23,10 @@ from lightrft.cli.options import (
     unknown_flags,
 )
 from lightrft.cli.preflight import check_data, model_problems
+from lightrft.config import TrainConfig
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.runs.evaluation import EvalSettings
+from lightrft.trainer.runs.evaluation import EvalResult, EvalSettings
 from lightrft.trainer.runs.files import CONFIG_FILE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightrft.config import TrainConfig
-    from lightrft.trainer.runs.evaluation import EvalResult
 
 DESCRIPTION = """\
 Answer held-out prompts and score the answers: the greedy answer of each prompt, and with

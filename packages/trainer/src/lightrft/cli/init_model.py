@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightrft.cli.console import hide_progress_bars
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.options import Parser, at_least
 from lightrft.config.options import did_you_mean
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PRESETS = ("tiny-qwen3", "tiny-llama")
 

@@ -12,21 +12,18 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import LAUNCHED_BY_LIGHTRFT, ExitCode, WorkerError
-from lightrft.strategy.distributed.error_report import PHASE_FOLDER_VARIABLE, read_phase
+from lightrft.strategy.distributed.error_report import PHASE_FOLDER_VARIABLE, LastPhase, read_phase
 from lightrft.trainer.training.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from types import FrameType
-
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-    from lightrft.strategy.distributed.error_report import LastPhase
 
 _PR_SET_PDEATHSIG = 1
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from lightrft.cli.errors import UsageError, run_guarded
 from lightrft.config.options import did_you_mean
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 COMMANDS = {
     "quickstart": ("lightrft.cli.quickstart.command", "a complete run in two minutes on a CPU"),

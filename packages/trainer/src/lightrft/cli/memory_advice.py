@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import errno
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightrft.config import TrainConfig
+from lightrft.config import TrainConfig
 
 NUM_REMEDIES = 3
 _TEXTS = (

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from lightrft.config import TrainConfig
 from lightrft.datasets.mixture import read_sources
 from lightrft.datasets.render import render
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.runs.plan import plan_run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from lightrft.config import TrainConfig
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 MODEL_FILES = {
@@ -58,6 +54,27 @@ def model_problems(flag: str, name: str) -> list[str]:
     ]
 
 
+def check_algorithm(config: TrainConfig) -> None:
+    """Load loss, estimator and corrections, and try a user's own on an example batch.
+
+    Raises:
+        ConfigError: They cannot be computed with these options; or `strict`, and an option that
+            they do not use was changed.
+    """
+    # Here, and not in the rules of the options: it needs torch.
+    from lightrft.trainer.training.algorithm import (
+        algorithm_problems,
+        build_algorithm,
+        unused_algorithm_options,
+    )
+
+    problems = algorithm_problems(config)
+    if config.strict and not problems:
+        problems = unused_algorithm_options(config, build_algorithm(config))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
 def check_data(config: TrainConfig) -> frozenset[str]:
     """Read and render every row of the training and evaluation data, without a tokenizer.
 
@@ -89,8 +106,7 @@ def check_reward(config: TrainConfig, columns: frozenset[str]) -> None:
         ConfigError: An unknown function or file.
         RewardError: A file that cannot be loaded, or a function that cannot be called.
     """
-    from lightrft.rewards.build import build_reward
-    from lightrft.trainer.runs.rewards import reward_settings, reward_urls
+    from lightrft.rewards.build import build_reward, reward_settings, reward_urls
 
     urls = reward_urls(config)
     if not config.reward_fn and not urls:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.options import Parser
 from lightrft.trainer.reporting.inputs import NotARunError
 from lightrft.trainer.reporting.page import write_report
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def run(argv: Sequence[str]) -> int:

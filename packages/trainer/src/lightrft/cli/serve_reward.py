@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.options import Parser, at_least
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 EXAMPLE_PORT = 8008
 

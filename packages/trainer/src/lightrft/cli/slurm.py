@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.options import Parser, at_least, parse_options
 from lightrft.cli.train import build_parser as build_train_parser
 from lightrft.config.rules import batch_problems
 from lightrft.strategy.config import ConfigError
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
 
 DESCRIPTION = """\
 Print a Slurm batch script for one run: one process per GPU, started by srun, so that signals and

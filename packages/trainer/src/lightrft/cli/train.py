@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from lightrft.cli.console import hide_progress_bars, share_processors
 from lightrft.cli.errors import ExitCode, MemoryExhaustedError, PreflightError, run_guarded
@@ -18,14 +18,9 @@ from lightrft.cli.options import (
     normalise,
     parse_options,
 )
-from lightrft.config import ConfigError
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.rules import batch_problems
 from lightrft.trainer.training.stopping import StopRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightrft.config import TrainConfig
 
 EPILOG = """\
 Boolean options have a negative form, --no_NAME. Options may stand in TOML files as well
@@ -54,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
     build_parser(lists_all=not wants_short_help).parse_known_args(arguments)
     from lightrft.cli.launch import become_only_process, end_with_launcher, is_worker, launch
     from lightrft.cli.machine import environment_problems, machine_problems
-    from lightrft.cli.preflight import check_data, check_reward
+    from lightrft.cli.preflight import check_algorithm, check_data, check_reward
 
     missing = environment_problems()
     if missing:
@@ -69,6 +64,7 @@ def run(argv: Sequence[str]) -> int:
     if missing:
         raise PreflightError("\n".join(missing))
     check_reward(config, check_data(config))
+    check_algorithm(config)
     if nproc_per_node > 1:
         return launch("lightrft.cli.train", argv, nproc_per_node=nproc_per_node)
     become_only_process()
@@ -109,18 +105,10 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
     processes: int = parsed.nproc_per_node
     if not problems:
         from lightrft.cli.preflight import check_paths
-        from lightrft.trainer.training.algorithm import (
-            algorithm_problems,
-            build_algorithm,
-            unused_algorithm_options,
-        )
 
         problems += batch_problems(config, int(os.environ.get("WORLD_SIZE", processes)))
         problems += check_paths(config)
-        problems += algorithm_problems(config)
-        if config.strict and not problems:
-            problems += config.unused_options()
-            problems += unused_algorithm_options(config, build_algorithm(config))
+        problems += config.unused_options() if config.strict else []
     if problems:
         raise ConfigError("\n".join(problems))
     return config, processes

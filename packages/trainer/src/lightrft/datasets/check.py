@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.errors import DataError
 from lightrft.datasets.files import Row
-from lightrft.datasets.render import INPUT_KEYS, label_of, tokenise
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from lightrft.datasets.render import PromptTokenizer
+from lightrft.datasets.render import INPUT_KEYS, PromptTokenizer, label_of, tokenise
 
 LABEL_KEYS = (
     "label", "answer", "solution", "ground_truth", "reference", "target", "final_answer", "output",

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightrft.config.sources import probability_problem, split_sources
 from lightrft.datasets.errors import DataError
-from lightrft.datasets.files import read_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightrft.datasets.files import Row
+from lightrft.datasets.files import Row, read_rows
 
 
 def read_sources(

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from torch.utils.data import Dataset
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.errors import DataError
-from lightrft.datasets.files import read_rows
+from lightrft.datasets.files import Row, read_rows
 from lightrft.datasets.mixture import read_sources
-from lightrft.datasets.render import check_tokenizer, label_of, tokenise
+from lightrft.datasets.render import PromptTokenizer, check_tokenizer, label_of, tokenise
 from lightrft.datasets.types import Prompt
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from lightrft.datasets.files import Row
-    from lightrft.datasets.render import PromptTokenizer
 
 _TOKENIZER_BATCH = 1000
 _MAX_EXAMPLES = 3

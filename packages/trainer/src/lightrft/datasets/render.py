@@ -5,14 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 from lightrft.config import TrainConfig
 from lightrft.config.rules import PROMPT_SLOT
 from lightrft.datasets.errors import DataError
-
-if TYPE_CHECKING:
-    from lightrft.datasets.files import Row
+from lightrft.datasets.files import Row
 
 INPUT_KEYS = (
     "input", "prompt", "question", "problem", "instruction", "query", "messages", "conversations",

@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from lightrft.kernels import Workspace, linear_logprob
 from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
-from lightrft.models.support import replay_support
+from lightrft.models.support import SamplingSupport, replay_support
+from lightrft.models.types import EntropyMode
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from lightrft.models.support import SamplingSupport
-    from lightrft.models.types import EntropyMode
 
 
 SOFTCAP_FIELD = "final_logit_softcapping"

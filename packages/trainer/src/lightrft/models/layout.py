@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lightrft.models.packed_attention import SequenceBounds
 from lightrft.models.ulysses import check_same_batch, sum_over_ranks
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ Source: Hu et al. 2021, arXiv:2106.09685, eq. 3.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,15 +20,15 @@ from torch import Tensor, nn
 
 from lightrft.models.actor import Actor
 from lightrft.models.loading import load_causal_lm
-from lightrft.strategy.weight_sync.parameter_source import ModuleSource
+from lightrft.strategy.weight_sync.parameter_source import (
+    ModuleSource,
+    ParameterSource,
+    SourceParameter,
+)
 from lightrft.strategy.weight_sync.verification import transfer_device
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from transformers import PreTrainedModel
-
-    from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 
 ALL_LINEAR = "all-linear"
 ADAPTER = "default"

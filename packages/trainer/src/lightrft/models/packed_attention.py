@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers import AttentionInterface
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from transformers import AttentionInterface, PreTrainedModel
 
 from lightrft.models.ulysses import (
     LayoutRefusedError,
@@ -18,11 +18,6 @@ from lightrft.models.ulysses import (
     gather_sequence,
     scatter_sequence,
 )
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed import ProcessGroup
-    from transformers import PreTrainedModel
 
 PACKED = "lightrft_packed"
 LAYER_TYPES = {"full_attention", "sliding_attention"}

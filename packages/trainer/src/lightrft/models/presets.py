@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -11,18 +12,15 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lightrft.models.loading import save_pretrained
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 PAD, END, USER, ASSISTANT, SYSTEM = (
     "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>",

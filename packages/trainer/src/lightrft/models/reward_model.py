@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import ModelLoadError, load_config, parse_dtype
 from lightrft.models.sequence_model import trunk_output
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 HEAD = "score"
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from lightrft.models.layout import LayoutPolicy, TokenLayout
 from lightrft.models.packed_attention import use_packed_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch.distributed import ProcessGroup
     from transformers import PretrainedConfig, PreTrainedModel
     from transformers.modeling_outputs import MoeModelOutputWithPast
 

@@ -8,18 +8,13 @@ log p_truncated = log p - log m for every kept token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from lightrft.engines.hf.sampling import keep_support
 from lightrft.kernels.logprob.products import full_precision_reductions, wide_product
-from lightrft.kernels.logprob.types import apply_transform
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lightrft.kernels.logprob.types import OutputLayer
+from lightrft.kernels.logprob.types import OutputLayer, apply_transform
 
 # 16 MiB of logits: sorting them takes about ten times as much.
 BLOCK_LOGITS = 2**22

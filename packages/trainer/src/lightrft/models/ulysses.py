@@ -7,15 +7,12 @@ Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509, sec. 3.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch.autograd.function import FunctionCtx
-    from torch.distributed import ProcessGroup
+from torch.autograd.function import FunctionCtx
+from torch.distributed import ProcessGroup
 
 
 class _AllToAll(torch.autograd.Function):

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self, cast
+from typing import Self, cast
 
+from lightrft.config import TrainConfig
 from lightrft.config.registry import REWARDS
 from lightrft.rewards.math_rules import MathReward, MathRule
+from lightrft.rewards.recipes import RewardRecipes
 from lightrft.rewards.remote import RemoteReward
 from lightrft.rewards.types import RewardFunction, RewardResult
 from lightrft.rewards.user import PlainReward, UserReward
 from lightrft.strategy.config import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from lightrft.rewards.recipes import RewardRecipes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +41,19 @@ class RewardSettings:
                 "reward deadlines must be positive and num_workers at least 1: got "
                 f"{self.timeout_seconds}, {self.grading_seconds}, {self.num_workers}"
             )
+
+
+def reward_settings(config: TrainConfig) -> RewardSettings:
+    """Deadlines, and arguments of own functions."""
+    return RewardSettings(
+        timeout_seconds=config.reward_timeout_seconds, arguments=config.reward_args or {}
+    )
+
+
+def reward_urls(config: TrainConfig) -> tuple[str, ...]:
+    """Addresses of reward services."""
+    urls = config.remote_rm_url
+    return () if urls is None else (urls,) if isinstance(urls, str) else tuple(urls)
 
 
 class CombinedReward:

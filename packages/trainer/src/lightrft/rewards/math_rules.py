@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import queue
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 from lightrft.rewards.boxed import last_boxed, last_hashes, quick_match, to_number
 from lightrft.rewards.errors import RewardError
@@ -17,9 +18,6 @@ from lightrft.rewards.process import (
     WorkerTimeoutError,
 )
 from lightrft.rewards.types import RewardResult
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 MAX_ANSWER_CHARACTERS = 1000
 _MEMORY_BYTES = 4 << 30

@@ -15,15 +15,12 @@ import math
 import time
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 from lightrft.rewards.errors import RewardError
 from lightrft.rewards.types import RewardResult
 from lightrft.strategy.config import ConfigError, mask_address
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 MAX_WAIT_SECONDS = 10.0
 # Statuses of a service that is starting, restarting or overloaded.

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from lightrft.rewards.errors import RewardError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lightrft.rewards.types import RewardFunction
+from lightrft.rewards.types import RewardFunction
 
 MAX_BODY_BYTES = 1 << 30
 _OWN = ("queries", "prompts", "responses", "labels", "references")

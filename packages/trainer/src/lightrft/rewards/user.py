@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from lightrft.config.registry import keyword_options
 from lightrft.rewards.errors import RewardError
@@ -18,9 +19,6 @@ from lightrft.rewards.process import (
 from lightrft.rewards.types import RewardResult
 from lightrft.rewards.user_task import MissingFunctionError, checked_results
 from lightrft.strategy.config import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
 
 ARGUMENTS = ("prompts", "responses", "labels")
 

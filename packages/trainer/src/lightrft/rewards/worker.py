@@ -11,6 +11,7 @@ answers with what `describe` of the result says, and then answers every request 
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import pickle
@@ -20,10 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
-
-if TYPE_CHECKING:
-    import io
+from typing import BinaryIO, Protocol, cast
 
 FRAME = struct.Struct("<Q")
 _PARENT_POLL_SECONDS = 1.0

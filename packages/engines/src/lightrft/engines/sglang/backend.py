@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import importlib
-import operator
 import os
 import socket
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
@@ -15,7 +11,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from lightrft.engines.process_state import preserved_process_state
+from lightrft.engines.process_state import (
+    environment,
+    model_directory,
+    preserved_process_state,
+    require_functions,
+)
 from lightrft.engines.sglang.options import engine_arguments
 from lightrft.engines.types import EngineConfig
 
@@ -72,31 +73,6 @@ class Engine(Protocol):
         """Ends all processes."""
 
 
-def probe() -> None:
-    """Checks that the installed SGLang has every function that is called.
-
-    Raises:
-        ImportError: It names what is missing and the versions that are known to have it.
-    """
-    missing = [
-        f"{module}.{path}" for module, paths in _NEEDED.items() for path in paths
-        if not _exists(module, path)
-    ]  # fmt: skip
-    if missing:
-        raise ImportError(
-            f"the installed SGLang lacks {', '.join(missing)}; install sglang=={KNOWN_VERSIONS}, "
-            "or choose engine_type='hf'"
-        )
-
-
-def _exists(module: str, path: str) -> bool:
-    try:
-        operator.attrgetter(path)(importlib.import_module(module))
-    except (ImportError, AttributeError):
-        return False
-    return True
-
-
 def start_engine(
     config: EngineConfig,
     hf_config: PretrainedConfig,
@@ -124,14 +100,14 @@ def start_engine(
         # The sampler is compiled at its first call otherwise, for half a minute.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     with preserved_process_state(), _without_launcher():
-        probe()
-        with _model_directory(config, hf_config, architecture) as (model_path, load_format):
+        require_functions(_NEEDED, "SGLang", f"sglang=={KNOWN_VERSIONS}")
+        with model_directory(config.model_path, hf_config, architecture) as model_path:
             arguments = engine_arguments(
                 config,
                 model_path=model_path,
                 # One more: scoring a sequence of full length samples one token after it.
                 context_length=max_model_len + 1,
-                load_format=load_format,
+                load_format="auto" if config.model_path else "dummy",
                 vocab_size=vocab_size,
                 ports=_free_ports(),
                 device_index=None if is_on_cpu else torch.cuda.current_device(),
@@ -154,7 +130,7 @@ def _build(arguments: Mapping[str, object], *, is_on_cpu: bool) -> Engine:
         choices.append("torch_native")
     # The scheduler may use a model length that the configuration does not name.
     name = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
-    with _environment({name: "1"}):
+    with environment({name: "1"}):
         engine: Engine = SeededEngine(**arguments)
     return engine
 
@@ -214,21 +190,6 @@ def _free_ports() -> tuple[int, int]:
 
 
 @contextmanager
-def _model_directory(
-    config: EngineConfig, hf_config: PretrainedConfig, architecture: str | None
-) -> Iterator[tuple[str, str]]:
-    """The checkpoint, or a directory that holds the architecture alone."""
-    if config.model_path:
-        yield config.model_path, "auto"
-        return
-    with tempfile.TemporaryDirectory(prefix="lightrft-sglang-") as directory:
-        hf_config = copy.deepcopy(hf_config)
-        hf_config.architectures = None if architecture is None else [architecture]
-        hf_config.save_pretrained(directory)
-        yield directory, "dummy"
-
-
-@contextmanager
 def _without_launcher() -> Iterator[None]:
     """Hides the launcher's variables from the processes that are started meanwhile."""
     hidden = {
@@ -242,14 +203,3 @@ def _without_launcher() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    added = [name for name in values if name not in os.environ]
-    os.environ.update({name: values[name] for name in added})
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)

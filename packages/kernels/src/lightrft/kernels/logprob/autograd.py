@@ -7,11 +7,13 @@ dL/dhidden (summed over chunks in float32) and dL/dweight (each chunk of rows wr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightrft.kernels.logprob.products import (
@@ -25,15 +27,9 @@ from lightrft.kernels.logprob.types import (
     LogitsTransform,
     LogprobOutput,
     OutputLayer,
+    VocabShard,
     accumulation_dtype,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from lightrft.kernels.logprob.types import VocabShard
 
 try:
     from torch.distributed import all_gather_single as _all_gather

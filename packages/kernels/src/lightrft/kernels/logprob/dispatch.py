@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from lightrft.kernels.logprob import validation
-from lightrft.kernels.logprob.autograd import LogprobOptions, engine_logprob
+from lightrft.kernels.logprob.autograd import LogprobEngine, LogprobOptions, engine_logprob
 from lightrft.kernels.logprob.reference import reference_logprob
 from lightrft.kernels.logprob.selection import Request, pick_fastest, select_engines
 from lightrft.kernels.logprob.types import (
@@ -21,11 +20,6 @@ from lightrft.kernels.logprob.types import (
     VocabShard,
     Workspace,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lightrft.kernels.logprob.autograd import LogprobEngine
 
 
 def linear_logprob(  # noqa: PLR0913 - one operation with many independent options

@@ -7,28 +7,27 @@ normaliser is known beforehand, so that dL/dlogprob of a token depends on tokens
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightrft.kernels.logprob import validation
 from lightrft.kernels.logprob.autograd import chunks
-from lightrft.kernels.logprob.product_engine import target_products
+from lightrft.kernels.logprob.product_engine import ProductEngine, target_products
 from lightrft.kernels.logprob.products import add_product_, full_precision_reductions
 from lightrft.kernels.logprob.rows import GradRows, RowStatistics, finish_target_logits
 from lightrft.kernels.logprob.selection import Request, select_product_engine
-from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer, accumulation_dtype
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from lightrft.kernels.logprob.product_engine import ProductEngine
-    from lightrft.kernels.logprob.types import Precision
+from lightrft.kernels.logprob.types import (
+    LogitsTransform,
+    OutputLayer,
+    Precision,
+    accumulation_dtype,
+)
 
 
 class TokenLossFunction(Protocol):

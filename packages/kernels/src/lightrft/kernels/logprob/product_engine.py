@@ -9,25 +9,20 @@ small where it matters.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from lightrft.kernels.logprob.autograd import chunks
 from lightrft.kernels.logprob.products import wide_product
 from lightrft.kernels.logprob.rows import (
+    GradRows,
     RowStatistics,
     finish_logits,
     finish_target_logits,
     grad_of_logits,
 )
-from lightrft.kernels.logprob.types import accumulation_dtype
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lightrft.kernels.logprob.rows import GradRows
-    from lightrft.kernels.logprob.types import OutputLayer
+from lightrft.kernels.logprob.types import OutputLayer, accumulation_dtype
 
 _BLOCK_BYTES = 32 * 2**20
 """Products stored at a time in the forward pass: they stay in the cache until they are reduced."""

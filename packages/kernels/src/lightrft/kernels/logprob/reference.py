@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from lightrft.kernels.logprob.types import (
     EntropyMode,
@@ -13,9 +12,6 @@ from lightrft.kernels.logprob.types import (
     accumulation_dtype,
     compute_logits,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def reference_logprob(

@@ -11,14 +11,11 @@ for upstream gradients gl (of logprobs) and ge (of the entropy).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer, apply_transform
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _VERY_NEGATIVE = -1e30
 

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from lightrft.kernels.logprob.autograd import LogprobEngine
 from lightrft.kernels.logprob.product_engine import ChunkedEngine, ProductEngine
-from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
+from lightrft.kernels.logprob.types import (
+    Determinism,
+    LogitsTransform,
+    LogprobImplementation,
+    OutputLayer,
+    Precision,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
-
-    from torch import Tensor
-
-    from lightrft.kernels.logprob.autograd import LogprobEngine
     from lightrft.kernels.logprob.triton_launch import TileConfig
-    from lightrft.kernels.logprob.types import Determinism, LogprobImplementation, Precision
 
 _HALVES = (torch.bfloat16, torch.float16)
 _MIN_PRODUCT_HIDDEN = 2048

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton  # noqa: TID253 - only this engine imports this module
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: TID253
 
 from lightrft.kernels.logprob import triton_kernels
-from lightrft.kernels.logprob.rows import RowStatistics, finish_target_logits
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lightrft.kernels.logprob.rows import GradRows
-    from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
+from lightrft.kernels.logprob.rows import GradRows, RowStatistics, finish_target_logits
+from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
 
 _ROW_BLOCK = 128
 _EPILOGUE_ROWS = 64

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor
 
 EntropyMode = Literal["none", "value", "grad"]
 LogprobImplementation = Literal["auto", "reference", "chunked", "triton", "cublas"]

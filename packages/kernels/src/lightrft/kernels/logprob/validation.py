@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import torch
+from torch import Tensor
 
 from lightrft.kernels.logprob.types import (
     EntropyMode,
@@ -12,9 +13,6 @@ from lightrft.kernels.logprob.types import (
     Precision,
     Workspace,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 IMPLEMENTATIONS = get_args(LogprobImplementation)
 ENTROPY_MODES = get_args(EntropyMode)

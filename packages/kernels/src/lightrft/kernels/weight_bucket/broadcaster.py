@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from lightrft.kernels.weight_bucket.layout import Bucket, BucketLayout, Segment
 from lightrft.kernels.weight_bucket.operations import pack, unpack
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
-    from lightrft.kernels.weight_bucket.layout import Bucket, BucketLayout, Segment
-
-    ShardSource = Callable[[str], Tensor]
-    AddLocal = Callable[[str, int, Tensor], None]
+ShardSource = Callable[[str], Tensor]
+AddLocal = Callable[[str, int, Tensor], None]
 
 try:
     from torch.distributed import all_gather_single as _all_gather

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from lightrft.kernels.weight_bucket.native import Extension
+from lightrft.kernels.weight_bucket.native import Extension
 
 _COPY_CODES = {1: 0, 2: 1, 4: 2, 8: 3}
 _CAST_CODES = {

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
+from torch import Tensor
 
 INTERFACE_VERSION = 1
 """Must equal the extension's own; one built from other sources is not used."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from lightrft.kernels.weight_bucket import cuda, native, reference
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 Implementation = Literal["auto", "native", "torch"]
 _IMPLEMENTATIONS = ("auto", "native", "torch")

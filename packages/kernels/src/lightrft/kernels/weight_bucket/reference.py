@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import Tensor
+from torch import Tensor
 
 CHUNK_ELEMENTS = 2**18
 """Elements hashed at a time; the int64 work space is a few times 8 bytes of this."""

@@ -152,8 +152,8 @@ def generalized_advantages(
     values: Tensor,
     response_mask: Tensor,
     *,
-    gamma: float = 1.0,
-    lambd: float = 0.95,
+    gamma: float,
+    lambd: float,
 ) -> TokenAdvantages:
     """Generalised advantage estimation.
 

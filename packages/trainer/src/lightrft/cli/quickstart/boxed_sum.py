@@ -3,10 +3,7 @@ r"""A reward function as a user writes one: 1 if the response ends in the right 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
 
 BOX_AT_END = re.compile(r"\\boxed\{(\d+)\}\Z")
 

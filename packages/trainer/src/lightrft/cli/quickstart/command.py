@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import shutil
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -21,9 +23,6 @@ from lightrft.config.options import did_you_mean
 from lightrft.trainer.runs.files import package_versions
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Mapping, Sequence
-
     from lightrft.trainer.runs.assembly import RunSummary
 
 DESCRIPTION = """\

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from lightrft.config import TrainConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SAMPLES_PER_STEP = 128
 MINIBATCHES_PER_STEP = 2

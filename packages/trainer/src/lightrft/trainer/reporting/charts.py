@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import base64
 import gzip
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from lightrft.trainer.reporting.metric_table import metric_row
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    Point = tuple[int, float | None]
+Point = tuple[int, float | None]
 
 MAX_BUCKETS = 600
 """At most three points of each bucket are kept: fewer than 2,000 points a line."""

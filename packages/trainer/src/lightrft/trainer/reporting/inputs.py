@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from lightrft.config import TrainConfig
 from lightrft.config.options import looks_secret, options_of
@@ -23,10 +24,6 @@ from lightrft.trainer.runs.files import (
     JsonLines,
     read_json,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 Status = Literal["finished", "running", "paused", "stopped"]
 LARGEST = 1e30

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Protocol, TextIO, cast
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, TextIO, cast
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.registry import LOGGERS
 from lightrft.config.toml import write_whole
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
 CONSOLE_METRICS = (
     "reward",

@@ -7,19 +7,16 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from lightrft.strategy.distributed.deadlines import current_phase
-from lightrft.trainer.reporting.loggers import CONSOLE_METRICS, ConsoleLogger
+from lightrft.trainer.reporting.loggers import CONSOLE_METRICS, ConsoleLogger, MetricsLogger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
-
     from rich.table import Table
-
-    from lightrft.trainer.reporting.loggers import MetricsLogger
 
 LOG_FOLDER = "logs"
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -5,16 +5,13 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from pathlib import Path
+from typing import Generic, TypeVar
 
 from lightrft.trainer.reporting.charts import format_number
 from lightrft.trainer.runs.files import SAMPLES_FILE, TRAJECTORIES_FILE, JsonLines
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 MAX_CHARACTERS = 6000
 MAX_PROMPT_CHARACTERS = 2000

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
+from lightrft.experience.types import ScoredRollout
 from lightrft.trainer.reporting.loggers import JsonLinesFile
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from lightrft.experience.types import ScoredRollout
 
 
 class SampleLog:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lightrft.experience.sampling import Decoder
 from lightrft.trainer.reporting.loggers import JsonLinesFile
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
 
     from lightrft.experience.maker import StepExperience
-    from lightrft.experience.sampling import Decoder
 
 
 class TrajectoryLog:

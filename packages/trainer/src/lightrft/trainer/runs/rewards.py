@@ -11,8 +11,8 @@ from lightrft.config import TrainConfig
 from lightrft.datasets import Prompt
 from lightrft.experience.model_rewards import ModelRewards, ScoringModel
 from lightrft.models import RewardModel, load_tokenizer
-from lightrft.rewards import CombinedReward, RewardSettings, build_reward
-from lightrft.rewards.build import numbered
+from lightrft.rewards import CombinedReward, build_reward
+from lightrft.rewards.build import numbered, reward_settings, reward_urls
 from lightrft.rewards.recipes import RewardRecipes, load_recipes
 from lightrft.strategy.strategy_base import StrategyBase
 
@@ -32,19 +32,6 @@ def build_run_reward(
         has_models=bool(config.reward_pretrain),
         settings=reward_settings(config),
     )
-
-
-def reward_settings(config: TrainConfig) -> RewardSettings:
-    """Deadlines, and arguments of own functions."""
-    return RewardSettings(
-        timeout_seconds=config.reward_timeout_seconds, arguments=config.reward_args or {}
-    )
-
-
-def reward_urls(config: TrainConfig) -> tuple[str, ...]:
-    """Addresses of reward services."""
-    urls = config.remote_rm_url
-    return () if urls is None else (urls,) if isinstance(urls, str) else tuple(urls)
 
 
 def num_functions(config: TrainConfig) -> int:
