@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lightrft.experience.maker import StepExperience
+    from lightrft.experience.sampling import Decoder
 
 
 class TrajectoryLog:
