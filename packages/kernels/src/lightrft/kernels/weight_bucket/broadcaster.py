@@ -18,9 +18,9 @@ ShardSource = Callable[[str], Tensor]
 AddLocal = Callable[[str, int, Tensor], None]
 
 try:
-    from torch.distributed import all_gather_single as _all_gather
+    from torch.distributed import all_gather_single as all_gather_single
 except ImportError:  # torch < 2.13
-    from torch.distributed import all_gather_into_tensor as _all_gather
+    from torch.distributed import all_gather_into_tensor as all_gather_single
 
 _ASSEMBLY_ALIGNMENT = 16
 
@@ -200,7 +200,7 @@ class BucketBroadcaster:
         work = None
         if bucket.kind == "gather":
             part = slot.packed[: bucket.bytes_per_rank]
-            work = _all_gather(full, part, group=self._group, async_op=True)
+            work = all_gather_single(full, part, group=self._group, async_op=True)
         elif bucket.kind == "broadcast":
             work = dist.broadcast(full, group=self._group, group_src=bucket.owner, async_op=True)
         self.num_payload_collectives += bucket.kind != "local"

@@ -6,10 +6,8 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TextIO, cast
+from typing import Protocol, TextIO
 
-from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.registry import LOGGERS
 from lightrft.config.toml import write_whole
 
 CONSOLE_METRICS = (
@@ -37,27 +35,6 @@ class MetricsLogger(Protocol):
     def close(self) -> None:
         """Writes what is pending."""
         ...
-
-
-def own_loggers(config: TrainConfig) -> list[MetricsLogger]:
-    """The user's loggers: each `CLASS(config)` of the option `loggers`.
-
-    Raises:
-        ConfigError: One cannot be loaded or built, or lacks `log` or `close`.
-    """
-    made = []
-    for name in config.loggers:
-        build = LOGGERS.load(name)
-        try:
-            logger = cast("Callable[[TrainConfig], MetricsLogger]", build)(config)
-        except Exception as error:
-            raise ConfigError(
-                f"loggers: {name}(config) failed: {type(error).__name__}: {error}"
-            ) from error
-        if not all(callable(getattr(logger, method, None)) for method in ("log", "close")):
-            raise ConfigError(f"loggers: {name} needs log(step, metrics) and close()")
-        made.append(logger)
-    return made
 
 
 class ConsoleLogger:
@@ -106,23 +83,16 @@ class JsonLinesFile:
             self._file = None
 
 
-class JsonLinesLogger:
+class JsonLinesLogger(JsonLinesFile):
     """Appends one JSON object a step: {"step": 3, "policy_loss": ...}.
 
     Numbers that JSON does not have (NaN, infinity) become null.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._lines = JsonLinesFile(path)
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the line of a step."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._lines.append({"step": step, **values})
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._lines.close()
+        self.append({"step": step, **values})
 
 
 class LoggerGroup:

@@ -17,7 +17,7 @@ from lightrft.models import load_tokenizer
 from lightrft.strategy import get_strategy
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.trainer.training.algorithm import algorithm_problems
-from lightrft.trainer.reporting.loggers import JsonLinesLogger, own_loggers
+from lightrft.trainer.reporting.loggers import JsonLinesLogger
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.toml import write_whole
 from lightrft.trainer.training.pretrain_mix import PretrainMix
@@ -133,7 +133,7 @@ def run_training(
                 config.save(folder / CONFIG_FILE)
         stack.enter_context(rank_log(folder, rank))
         if rank == 0:
-            loggers = (*build_trackers(config), *own_loggers(config), *loggers)
+            loggers = (*build_trackers(config), *loggers)
         strategy = stack.enter_context(get_strategy(config))
         trainer, loader = build_trainer(config, inputs, strategy, loggers=loggers)
         stack.callback(trainer.close)
