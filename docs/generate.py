@@ -6,17 +6,14 @@ Run `python docs/generate.py` after an option or a metric has changed; a test co
 from __future__ import annotations
 
 import sys
-import typing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lightrft.cli.options import GROUPS, available_fields
+from lightrft.cli.options import available_options
 from lightrft.cli.unavailable import UNAVAILABLE
 from lightrft.config import TrainConfig
+from lightrft.config.options import OptionInfo, type_hints
 from lightrft.trainer.reporting.metric_table import METRICS
-
-if TYPE_CHECKING:
-    from dataclasses import Field
+from lightrft.utils.arguments import GROUPS
 
 FOLDER = Path(__file__).resolve().parent
 NOTE = "<!-- Written by docs/generate.py from the code; changes here are lost. -->"
@@ -24,27 +21,26 @@ NOTE = "<!-- Written by docs/generate.py from the code; changes here are lost. -
 
 def configuration() -> str:
     """The page of all options of `lightrft train`."""
-    hints = typing.get_type_hints(TrainConfig)
     lines = [
         "# Configuration reference",
         "",
         NOTE,
         "",
         "Every option is a flag of `lightrft train` (`--name value`; booleans have `--no_name`), a "
-        "key of a TOML file (`--config run.toml`), and a field of "
-        "`lightrft.trainer.config.TrainConfig`. Later files win over earlier ones, flags over "
-        "files. Unknown names and wrong values are errors, all reported at once; options that act "
-        "in no run like the given one are listed at the start, or refused with `--strict`.",
+        "key of a TOML file (`--config run.toml`), and a field of `lightrft.config.TrainConfig`. "
+        "Later files win over earlier ones, flags over files. Unknown names and wrong values are "
+        "errors, all reported at once; options that act in no run like the given one are listed at "
+        "the start, or refused with `--strict`.",
         "",
     ]
-    options = available_fields()
     for group in GROUPS:
-        rows = [entry for entry in options if entry.metadata["group"] == group]
-        if not rows:
-            continue
         lines += [f"## {group.capitalize()}", "", "| option | type | default | meaning |"]
         lines += ["|---|---|---|---|"]
-        lines += [_option_row(entry, hints[entry.name]) for entry in rows]
+        lines += [
+            _option_row(name, info)
+            for name, info in available_options().items()
+            if info.group == group
+        ]
         lines.append("")
     lines += [
         "## Names that are refused",
@@ -92,12 +88,13 @@ def main() -> int:
     return 0
 
 
-def _option_row(entry: Field[object], hint: object) -> str:
-    text = entry.metadata["help"]
-    choices = entry.metadata.get("choices")
-    if choices:
-        text += " One of " + ", ".join(f"`{str(choice).lower()}`" for choice in choices) + "."
-    return f"| `{entry.name}` | {_type(hint)} | {_default(entry.default)} | {_cell(text)} |"
+def _option_row(name: str, info: OptionInfo) -> str:
+    text = info.help
+    if info.choices:
+        text += " One of " + ", ".join(f"`{str(choice).lower()}`" for choice in info.choices) + "."
+    default = TrainConfig.__dataclass_fields__[name].default
+    hint = type_hints(TrainConfig)[name]
+    return f"| `{name}` | {_type(hint)} | {_default(default)} | {_cell(text)} |"
 
 
 def _type(hint: object) -> str:

@@ -214,10 +214,10 @@ def test_options_that_contradict_each_other_are_named():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"policy_loss": "gspo", "dual_clip": 3.0}, "policy_loss gspo has no dual_clip"),
-        ({"policy_loss": "gmpo", "eps_clip": 0.3}, "has no clip_low: leave out eps_clip"),
+        ({"policy_loss": "gspo", "dual_clip": 3.0}, "policy_loss gspo has no dual clip"),
+        ({"policy_loss": "gmpo", "eps_clip": 0.3}, "has no clip range: leave out eps_clip"),
         ({"policy_loss": "sapo", "eps_clip_high": 0.3}, "leave out eps_clip_high"),
-        ({"use_gspo": True, "dual_clip": 3.0}, "policy_loss gspo has no dual_clip"),
+        ({"use_gspo": True, "dual_clip": 3.0}, "policy_loss gspo has no dual clip"),
         ({"freezing_actor_steps": 3}, "freezing_actor_steps"),
         ({"n_samples_per_prompt": 1}, "group_norm compares the samples of one prompt"),
         ({"partial_rollout": True, "advantage_estimator": "remax"}, "exclude each other"),

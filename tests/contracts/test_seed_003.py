@@ -181,9 +181,16 @@ def test_the_engine_group_must_be_positive(names):
         run(BASE, names)
 
 
+def test_the_aggregation_is_the_seeds_unless_another_is_given(names):
+    code = BASE.replace('loss_agg_mode="seq-mean-token-mean", ', "")
+    trainer = run(code, names)["trainer_base"]
+    assert trainer.config.loss_agg_mode == "seq-mean-token-mean"
+
+
 def test_defaults_of_the_signatures():
     base = inspect.signature(SPMDPPOTrainerBase.__init__).parameters
-    assert base["loss_agg_mode"].default == "seq-mean-token-mean"
+    # None is the policy loss's own aggregation, which for the default loss is that of the seed.
+    assert base["loss_agg_mode"].default is None
     assert base["use_gspo"].default is False
     assert base["VLM"].default is False
     for trainer in (SPMDPPOTrainerBase, SPMDPPOTrainer, SPMDPPOTrainerVL):

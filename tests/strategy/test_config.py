@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 
+from lightrft.config.options import options_of
 from lightrft.strategy.config import ConfigError, StrategyConfig, option
 
 # Fields and defaults as published; the settings below them are this project's decisions.

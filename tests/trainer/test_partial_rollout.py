@@ -137,7 +137,7 @@ def test_carried_responses_survive_json_and_another_count_of_versions(build_worl
 @pytest.mark.parametrize(
     "options",
     [
-        {"dynamic_sampling": True}, {"use_fire": True}, {"advantage_estimator": "remax"},
+        {"dynamic_sampling": True}, {"use_fire": True},
         {"partial_rollout_prompts": 1025}, {"partial_rollout_prompts": 511}, {"max_staleness": 0},
     ],
 )  # fmt: skip

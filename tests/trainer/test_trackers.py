@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import TrainConfig
 from lightrft.trainer.reporting.trackers import (
     BestEffortLogger,
     TrackerError,
@@ -137,45 +137,6 @@ def test_a_tracker_that_fails_later_is_told_once_and_left_out(caplog):
     assert record.getMessage() == (
         "use_wandb failed and gets nothing more, the run goes on: the network is gone"
     )
-
-
-LOGGER = """
-class Kept:
-    def __init__(self, config):
-        self.lines = [config.seed]
-
-    def log(self, step, metrics):
-        self.lines.append((step, metrics["reward"]))
-        with open("kept.txt", "a") as file:
-            print(self.lines, file=file)
-
-    def close(self):
-        with open("kept.txt", "a") as file:
-            print("closed", file=file)
-
-
-class Mute:
-    def __init__(self, config):
-        pass
-"""
-
-
-def test_a_logger_of_ones_own_gets_the_options_and_the_metrics(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(LOGGER)
-    (tracker,) = build_trackers(TrainConfig(seed=7, loggers=("own.py:Kept",)))
-    tracker.log(3, METRICS)
-    tracker.close()
-    assert (tmp_path / "kept.txt").read_text() == "[7, (3, 0.5)]\nclosed\n"
-    for name, text in (
-        ("own.py:Mute", "it has no log and no close"),
-        ("own.py:Other", "has no 'Other'"),
-        ("none.py:Kept", "cannot be imported"),
-    ):
-        with pytest.raises(TrackerError, match=f"--loggers {name}: cannot be used: .*{text}"):
-            build_trackers(TrainConfig(loggers=(name,)))
-    with pytest.raises(ConfigError, match="loggers: got 'unknown'"):
-        TrainConfig(loggers=("unknown",))
 
 
 def test_trackers_get_the_metrics_and_are_closed(tmp_path, monkeypatch):

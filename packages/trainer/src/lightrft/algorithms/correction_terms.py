@@ -25,13 +25,10 @@ mean over the batch.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lightrft.algorithms.lookup import lookup
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ACTIONS = ("weight", "reject", "veto")
 STATISTICS = ("ratio", "k1", "k2", "k3", "difference", "variation")

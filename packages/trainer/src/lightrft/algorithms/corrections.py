@@ -10,19 +10,15 @@ Source: decoupled PPO, arXiv:2110.00641; IcePop, arXiv:2510.18855.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lightrft.algorithms.correction_terms import CorrectionTerm
 from lightrft.algorithms.masking import mask_out, masked_row_mean, masked_row_sum
 from lightrft.algorithms.ratios import MAX_LOG_RATIO, mask_like, masked_difference
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightrft.algorithms.correction_terms import CorrectionTerm
 
 
 @dataclass(frozen=True, slots=True)

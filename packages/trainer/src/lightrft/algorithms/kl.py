@@ -20,14 +20,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from lightrft.algorithms.lookup import lookup
 from lightrft.algorithms.masking import mask_out
 from lightrft.algorithms.ratios import log_ratio, masked_difference
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 KlEstimator = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None"], "Tensor"]
 """(logprobs, ref_logprobs, response_mask, old_logprobs or None) -> [batch, seq]."""

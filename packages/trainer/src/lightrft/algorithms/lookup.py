@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
+from typing import TypeVar
 
 Entry = TypeVar("Entry")
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from lightrft.algorithms.masking import at_least_float32, mask_out, masked_row_mean
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
 

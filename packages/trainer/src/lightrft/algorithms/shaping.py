@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lightrft.algorithms.moments import Moments
+from lightrft.algorithms.moments import Moments
 
 
 def overlong_penalty(

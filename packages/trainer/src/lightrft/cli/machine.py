@@ -12,10 +12,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightrft.algorithms.declarations import advantage_traits
 from lightrft.config import TrainConfig
 from lightrft.engines.factory import resolve_engine_type
-from lightrft.trainer.training.algorithm import build_estimator
 
 _DEVICE = re.compile(r"nvidia\d+\Z")
 # A checkpoint holds float32 weights and Adam's two moments, the final model the weights again.
@@ -181,7 +179,8 @@ def disk_problems(config: TrainConfig) -> list[str]:
 
 def _weight_files(config: TrainConfig) -> Iterator[Path]:
     models = [config.pretrain]
-    if advantage_traits(build_estimator(config)).needs_critic:
+    # By name: what an estimator declares is known only where torch is.
+    if config.advantage_estimator == "gae" or isinstance(config.critic_pretrain, str):
         critic = config.critic_pretrain
         models.append(critic if isinstance(critic, str) else config.pretrain)
     for name in models:

@@ -54,6 +54,27 @@ def model_problems(flag: str, name: str) -> list[str]:
     ]
 
 
+def check_algorithm(config: TrainConfig) -> None:
+    """Load loss, estimator and corrections, and try a user's own on an example batch.
+
+    Raises:
+        ConfigError: They cannot be computed with these options; or `strict`, and an option that
+            they do not use was changed.
+    """
+    # Here, and not in the rules of the options: it needs torch.
+    from lightrft.trainer.training.algorithm import (
+        algorithm_problems,
+        build_algorithm,
+        unused_algorithm_options,
+    )
+
+    problems = algorithm_problems(config)
+    if config.strict and not problems:
+        problems = unused_algorithm_options(config, build_algorithm(config))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
 def check_data(config: TrainConfig) -> frozenset[str]:
     """Read and render every row of the training and evaluation data, without a tokenizer.
 

@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
     build_parser(lists_all=not wants_short_help).parse_known_args(arguments)
     from lightrft.cli.launch import become_only_process, end_with_launcher, is_worker, launch
     from lightrft.cli.machine import environment_problems, machine_problems
-    from lightrft.cli.preflight import check_data, check_reward
+    from lightrft.cli.preflight import check_algorithm, check_data, check_reward
 
     refuse(environment_problems(), PreflightError)
     if is_worker():
@@ -60,6 +60,7 @@ def run(argv: Sequence[str]) -> int:
     share_processors()
     refuse(machine_problems(config, nproc_per_node), PreflightError)
     check_reward(config, check_data(config))
+    check_algorithm(config)
     if nproc_per_node > 1:
         return launch("lightrft.cli.train", argv, nproc_per_node=nproc_per_node)
     become_only_process()
@@ -100,18 +101,10 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
     processes: int = parsed.nproc_per_node
     if not problems:
         from lightrft.cli.preflight import check_paths
-        from lightrft.trainer.training.algorithm import (
-            algorithm_problems,
-            build_algorithm,
-            unused_algorithm_options,
-        )
 
         problems += batch_problems(config, int(os.environ.get("WORLD_SIZE", processes)))
         problems += check_paths(config)
-        problems += algorithm_problems(config)
-        if config.strict and not problems:
-            problems += config.unused_options()
-            problems += unused_algorithm_options(config, build_algorithm(config))
+        problems += config.unused_options() if config.strict else []
     refuse(problems, ConfigError)
     return config, processes
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from lightrft.algorithms.advantages.row_level import estimate_row_advantages
 from lightrft.algorithms.advantages.token_level import (
@@ -17,17 +17,16 @@ from lightrft.algorithms.declarations import advantage_traits
 from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.moments import Moments, masked_moments, moments_of, whiten
 from lightrft.algorithms.shaping import clip_rewards, normalize_rewards
-from lightrft.algorithms.types import RowAdvantageInputs, TokenAdvantageInputs
+from lightrft.algorithms.types import (
+    AdvantageFunction,
+    RowAdvantageInputs,
+    TokenAdvantageInputs,
+    TokenAdvantages,
+)
 from lightrft.config import TrainConfig
-from lightrft.experience.types import ExperienceBatch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lightrft.algorithms.types import AdvantageFunction, TokenAdvantages
-    from lightrft.experience.exchange import SampleTable
-    from lightrft.experience.types import PolicyOutputs, RolloutBatch
-    from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.experience.exchange import SampleTable
+from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
+from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)

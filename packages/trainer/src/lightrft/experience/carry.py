@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self, cast
+from typing import Self, cast
 
 from lightrft.datasets.types import Prompt
-from lightrft.engines.types import Completion, FinishReason
-
-if TYPE_CHECKING:
-    from lightrft.engines.types import LogprobsMode
+from lightrft.engines.types import Completion, FinishReason, LogprobsMode
 
 
 @dataclass(frozen=True, slots=True)

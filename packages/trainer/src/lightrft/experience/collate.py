@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from lightrft.experience.exchange import SampleTable
 from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from lightrft.experience.exchange import SampleTable
-    from lightrft.models.support import SamplingSupport
+from lightrft.models.support import SamplingSupport
 
 
 def collate(

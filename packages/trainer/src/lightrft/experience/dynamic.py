@@ -9,14 +9,11 @@ Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, sec. 3.2.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from lightrft.experience.exchange import SampleTable
+from lightrft.experience.exchange import SampleTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,21 +6,16 @@ Rewards, groups and lengths are therefore global, and any rank can build any tra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from lightrft.experience.types import ScoredRollout
 from lightrft.rewards.errors import RewardError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from lightrft.experience.types import ScoredRollout
-    from lightrft.strategy.strategy_base import StrategyBase
-
+from lightrft.strategy.strategy_base import StrategyBase
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 

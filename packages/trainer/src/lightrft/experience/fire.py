@@ -9,16 +9,11 @@ Source: Chen et al. 2024, "Flaming-hot Initiation with Regular Execution", arXiv
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from lightrft.engines.types import Completion, GenerationRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightrft.engines.types import SamplingParams
-    from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
+from lightrft.strategy.strategy_base import StrategyBase
 
 # Continuations are requests of their own; another seed keeps their random numbers apart from
 # those of first tokens under the same request id.

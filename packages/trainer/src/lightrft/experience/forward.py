@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from lightrft.experience.collate import join_micro_batches, select_rollouts
 from lightrft.experience.types import PolicyOutputs, RolloutBatch
-from lightrft.models.types import ActorOutput
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from lightrft.models.types import EntropyMode, PolicyModel, ValueModel
+from lightrft.models.types import ActorOutput, EntropyMode, PolicyModel, ValueModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
+from lightrft.datasets.types import Prompt
 from lightrft.experience.assemble import (
     AdvantageSettings,
     ShapedRewards,
@@ -17,31 +19,23 @@ from lightrft.experience.assemble import (
 )
 from lightrft.experience.carry import PartialRolloutState
 from lightrft.experience.collate import collate, micro_slices
+from lightrft.experience.dynamic import (
+    Selection,
+)
+from lightrft.experience.exchange import SampleTable
 from lightrft.experience.forward import ForwardModels, compute_outputs
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
+from lightrft.experience.model_rewards import ModelRewards
+from lightrft.experience.partial import PartialReport
 from lightrft.experience.replay import replayed_support
+from lightrft.experience.rollouts import (
+    Decoder,
+)
 from lightrft.experience.sampling import RolloutSampler, training_params
 from lightrft.experience.stages import StageMeter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from lightrft.datasets.types import Prompt
-    from lightrft.experience.dynamic import (
-        Selection,
-    )
-    from lightrft.experience.exchange import SampleTable
-    from lightrft.experience.model_rewards import ModelRewards
-    from lightrft.experience.partial import PartialReport
-    from lightrft.experience.rollouts import (
-        Decoder,
-    )
-    from lightrft.experience.types import ExperienceBatch, RolloutBatch, ScoredRollout
-    from lightrft.rewards.types import RewardFunction
-    from lightrft.strategy.strategy_base import StrategyBase
-
+from lightrft.experience.types import ExperienceBatch, RolloutBatch, ScoredRollout
+from lightrft.rewards.types import RewardFunction
+from lightrft.strategy.strategy_base import StrategyBase
 
 NOTHING_CARRIED = PartialRolloutState()
 

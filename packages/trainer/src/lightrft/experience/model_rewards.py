@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 from lightrft.experience.collate import pad_rows
+from lightrft.experience.types import Rollout
+from lightrft.rewards.recipes import RewardRecipes
 from lightrft.rewards.types import RewardResult
+from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
-
-    from lightrft.experience.types import Rollout
-    from lightrft.rewards.recipes import RewardRecipes
-    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,19 +9,14 @@ Source: Kimi Team 2025 (k1.5), arXiv:2501.12599, sec. 2.6.2.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from lightrft.config import TrainConfig
-from lightrft.engines.types import GenerationRequest
+from lightrft.datasets.types import Prompt
+from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.experience.carry import InFlightGroup, OpenSample, PartialRolloutState
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from lightrft.datasets.types import Prompt
-    from lightrft.engines.types import Completion, SamplingParams
-    from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy_base import StrategyBase
 
 # Every call of the engine draws under a seed of its own.
 _SEED_STEP = 2_000_003

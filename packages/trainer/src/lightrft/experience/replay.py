@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from lightrft.engines.truncation import has_known_order
+from lightrft.engines.types import SamplingParams
 from lightrft.models.support import SamplingSupport
-
-if TYPE_CHECKING:
-    from lightrft.engines.types import SamplingParams
 
 
 def replayed_support(params: SamplingParams, engine_name: str | None) -> SamplingSupport | None:

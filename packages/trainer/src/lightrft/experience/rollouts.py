@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
-from lightrft.engines.types import GenerationRequest, MultiModalInputs
+from lightrft.datasets.types import Prompt
+from lightrft.engines.types import Completion, GenerationRequest, MultiModalInputs
 from lightrft.experience.types import Rollout
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightrft.datasets.types import Prompt
-    from lightrft.engines.types import Completion
 
 
 class Decoder(Protocol):

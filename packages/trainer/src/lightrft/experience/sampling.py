@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from lightrft.algorithms.declarations import advantage_traits
 from lightrft.config import TrainConfig
+from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
+from lightrft.experience.assemble import AdvantageSettings
+from lightrft.experience.carry import InFlightGroup, PartialRolloutState
 from lightrft.experience.dynamic import (
     Selection,
     apply_selection,
@@ -16,6 +19,7 @@ from lightrft.experience.dynamic import (
 )
 from lightrft.experience.exchange import SampleTable, exchange, merge
 from lightrft.experience.fire import generate_fire
+from lightrft.experience.model_rewards import ModelRewards
 from lightrft.experience.partial import (
     PartialReport,
     finish_groups,
@@ -28,19 +32,11 @@ from lightrft.experience.rollouts import (
     pair_completions,
 )
 from lightrft.experience.scoring import OverlongPenalty, score_rollouts
+from lightrft.experience.stages import StageMeter
+from lightrft.experience.types import Rollout, ScoredRollout
 from lightrft.rewards.errors import RewardError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from lightrft.datasets.types import Prompt
-    from lightrft.experience.assemble import AdvantageSettings
-    from lightrft.experience.carry import InFlightGroup, PartialRolloutState
-    from lightrft.experience.model_rewards import ModelRewards
-    from lightrft.experience.stages import StageMeter
-    from lightrft.experience.types import Rollout, ScoredRollout
-    from lightrft.rewards.types import RewardFunction
-    from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.rewards.types import RewardFunction
+from lightrft.strategy.strategy_base import StrategyBase
 
 
 def training_params(config: TrainConfig) -> SamplingParams:

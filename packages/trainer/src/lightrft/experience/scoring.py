@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lightrft.experience.types import Rollout, ScoredRollout
 from lightrft.rewards.errors import RewardError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightrft.rewards.types import RewardFunction, RewardResult
-
+from lightrft.rewards.types import RewardFunction, RewardResult
 
 MAX_FAILURES_IN_A_ROW = 3
 """So many failures of single samples mean that the function itself is broken."""

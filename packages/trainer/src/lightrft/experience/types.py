@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from torch import Tensor
 
-    from torch import Tensor
-
-    from lightrft.datasets.types import Prompt
-    from lightrft.engines.types import Completion
-    from lightrft.models.support import SamplingSupport
+from lightrft.datasets.types import Prompt
+from lightrft.engines.types import Completion
+from lightrft.models.support import SamplingSupport
 
 
 @dataclass(frozen=True, slots=True)

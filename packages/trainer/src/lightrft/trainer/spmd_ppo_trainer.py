@@ -8,15 +8,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
 from lightrft.config import StrategyConfig, TrainConfig
 from lightrft.config.options import options_of
+from lightrft.datasets.types import Prompt
 from lightrft.experience.assemble import AdvantageSettings
 from lightrft.experience.collate import micro_slices
 from lightrft.experience.forward import ForwardModels, score_actor
 from lightrft.experience.maker import ExperienceMaker, StepExperience
+from lightrft.experience.model_rewards import ModelRewards
 from lightrft.experience.sampling import greedy_params, training_params
-from lightrft.trainer.reporting.loggers import ConsoleLogger, LoggerGroup
-from lightrft.trainer.runs.prompts import PromptStream, check_lengths, planned_steps
+from lightrft.experience.types import ExperienceBatch
+from lightrft.rewards.types import RewardFunction
+from lightrft.strategy.prepared import Arguments, PreparedModel
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.trainer.reporting.loggers import ConsoleLogger, LoggerGroup, MetricsLogger
+from lightrft.trainer.reporting.samples import SampleLog
+from lightrft.trainer.reporting.trajectories import TrajectoryLog
+from lightrft.trainer.runs.prompts import PromptBatches, PromptStream, check_lengths, planned_steps
 from lightrft.trainer.training.alarms import alarms
 from lightrft.trainer.training.algorithm import (
     check_algorithm,
@@ -37,7 +49,8 @@ from lightrft.trainer.training.construction import (
 )
 from lightrft.trainer.training.evaluation import evaluate
 from lightrft.trainer.training.metrics import StepMetrics
-from lightrft.trainer.training.parity import check_parity
+from lightrft.trainer.training.parity import ParityReport, check_parity
+from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.state import initial_state
 from lightrft.trainer.training.step_metrics import (
     finished_metrics,
@@ -48,23 +61,7 @@ from lightrft.trainer.training.throughput import UtilisationMeter
 from lightrft.trainer.training.updates import Objective, UpdateModels, update_models
 
 if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
     from transformers import PreTrainedTokenizerBase
-
-    from lightrft.datasets.types import Prompt
-    from lightrft.experience.model_rewards import ModelRewards
-    from lightrft.experience.types import ExperienceBatch
-    from lightrft.rewards.types import RewardFunction
-    from lightrft.strategy.prepared import Arguments, PreparedModel
-    from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.trainer.reporting.loggers import MetricsLogger
-    from lightrft.trainer.reporting.samples import SampleLog
-    from lightrft.trainer.reporting.trajectories import TrajectoryLog
-    from lightrft.trainer.runs.prompts import PromptBatches
-    from lightrft.trainer.training.parity import ParityReport
-    from lightrft.trainer.training.pretrain_mix import PretrainMix
 
     Model = nn.Module | PreparedModel
     RewardSource = RewardFunction | nn.Module | Sequence[RewardFunction | nn.Module]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lightrft.algorithms.types import RowAdvantageInputs
+from lightrft.algorithms.types import RowAdvantageInputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from lightrft.algorithms.advantages.groups import build_groups, scored_rewards
 from lightrft.algorithms.declarations import advantage_estimator, advantage_traits
 from lightrft.algorithms.lookup import lookup
 from lightrft.algorithms.moments import moments_of
-from lightrft.algorithms.types import TokenAdvantages
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lightrft.algorithms.types import AdvantageFunction, RowAdvantageInputs
+from lightrft.algorithms.types import AdvantageFunction, RowAdvantageInputs, TokenAdvantages
 
 MAX_FILTER_WEIGHT = 3.0
 

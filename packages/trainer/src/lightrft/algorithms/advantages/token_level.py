@@ -7,17 +7,12 @@ value 0, of truncated responses too.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from lightrft.algorithms.declarations import advantage_estimator, advantage_traits
 from lightrft.algorithms.masking import at_least_float32, mask_out
-from lightrft.algorithms.types import TokenAdvantages
-
-if TYPE_CHECKING:
-    from lightrft.algorithms.types import AdvantageFunction, TokenAdvantageInputs
+from lightrft.algorithms.types import AdvantageFunction, TokenAdvantageInputs, TokenAdvantages
 
 
 def estimate_token_advantages(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from lightrft.algorithms.declarations import policy_loss
 from lightrft.algorithms.masking import at_least_float32, mask_out
 from lightrft.algorithms.policy.clipped import check_clip_bounds
 from lightrft.algorithms.ratios import log_ratio, mask_like
 from lightrft.algorithms.types import TokenLoss
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @policy_loss(aggregation="token-mean")

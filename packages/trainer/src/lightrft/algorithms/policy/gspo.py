@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -11,9 +9,7 @@ from lightrft.algorithms.declarations import policy_loss
 from lightrft.algorithms.masking import at_least_float32, mask_out
 from lightrft.algorithms.policy.clipped import clipped_surrogate
 from lightrft.algorithms.ratios import mask_like, masked_difference, row_log_ratio
-
-if TYPE_CHECKING:
-    from lightrft.algorithms.types import TokenLoss
+from lightrft.algorithms.types import TokenLoss
 
 
 @policy_loss(aggregation="seq-mean-token-mean", is_sequence_level=True)

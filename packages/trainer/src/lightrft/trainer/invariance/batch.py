@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightrft.algorithms.aggregation import aggregate, local_normalizer
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lightrft.models import ActorOutput
+from lightrft.models import ActorOutput
 
 NUM_ROWS = 8
 # Unequal, so that ranks and micro-batches hold unequal numbers of tokens.

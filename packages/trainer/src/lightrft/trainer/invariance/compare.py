@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
-from lightrft.strategy.weight_sync.parameter_source import local_rank_in
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.strategy.weight_sync.parameter_source import ParameterSource
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource, local_rank_in
 
 SMALLEST_TENSOR = 1e-4
 """Tensors below this share of the whole norm are judged with the whole only."""

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.optim import SGD
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 from lightrft.experience.collate import micro_slices
 from lightrft.models import Actor, Critic
 from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.strategy import get_fake_strategy, get_strategy
+from lightrft.strategy.prepared import PreparedModel
+from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
 from lightrft.trainer.invariance.batch import (
     NUM_ROWS,
@@ -27,16 +31,7 @@ from lightrft.trainer.invariance.batch import (
 from lightrft.trainer.invariance.cells import REFERENCE, Backend, Cell, Deviations, Role
 from lightrft.trainer.invariance.compare import deviation, local_values
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-
-    from lightrft.strategy.prepared import PreparedModel
-    from lightrft.strategy.strategy_base import StrategyBase
-
-    Look = Callable[[StrategyBase, PreparedModel, Cell], None]
+Look = Callable[[StrategyBase, PreparedModel, Cell], None]
 
 ADAM_RATE = 1e-3
 SGD_MOVE = 1e3

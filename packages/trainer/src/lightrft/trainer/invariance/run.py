@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightrft.models import load_config
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.trainer.invariance.cells import Cell, Deviations, doctor_cells
 from lightrft.trainer.invariance.measure import measure_cells, write_reference
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CellResult = tuple[Cell, Deviations | str]
 """A cell with its deviations, or with the reason why this model cannot be laid out so."""

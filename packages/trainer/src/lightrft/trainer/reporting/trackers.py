@@ -8,12 +8,9 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import cast
 
 from lightrft.config import TrainConfig
-from lightrft.config.registry import LOGGERS
 from lightrft.config.toml import without_secrets
 from lightrft.trainer.reporting.loggers import MetricsLogger
 
@@ -72,13 +69,9 @@ def build_trackers(config: TrainConfig) -> list[MetricsLogger]:
         TrackerError: One cannot be used.
     """
     trackers: list[MetricsLogger] = []
-    openers: list[tuple[str, Callable[[TrainConfig], MetricsLogger]]] = []
-    if config.use_tensorboard:
-        openers.append(("use_tensorboard", _open_tensorboard))
-    if config.use_wandb:
-        openers.append(("use_wandb", _open_wandb))
-    openers += [(f"loggers {name}", partial(_open_own, name)) for name in config.loggers]
-    for name, open_tracker in openers:
+    for name, open_tracker in (("use_tensorboard", _open_tensorboard), ("use_wandb", _open_wandb)):
+        if not getattr(config, name):
+            continue
         try:
             trackers.append(open_tracker(config))
         except Exception as error:
@@ -86,16 +79,6 @@ def build_trackers(config: TrainConfig) -> list[MetricsLogger]:
                 f"--{name}: cannot be used: {error}; fix it or leave the option out"
             ) from error
     return trackers
-
-
-def _open_own(name: str, config: TrainConfig) -> BestEffortLogger:
-    made = cast("Callable[[TrainConfig], MetricsLogger]", LOGGERS.load(name))(config)
-    missing = [call for call in ("log", "close") if not callable(getattr(made, call, None))]
-    if missing:
-        raise TypeError(
-            f"it has no {' and no '.join(missing)}: expected log(step, metrics) and close()"
-        )
-    return BestEffortLogger(f"loggers {name}", made.log, made.close)
 
 
 def _open_tensorboard(config: TrainConfig) -> BestEffortLogger:

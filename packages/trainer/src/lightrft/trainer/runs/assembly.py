@@ -40,19 +40,17 @@ from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 from lightrft.trainer.training.stopping import RunStoppedError
 from lightrft.trainer.reporting.trackers import build_trackers
 from lightrft.trainer.reporting.trajectories import TrajectoryLog
+from collections.abc import Callable, Sequence
+from lightrft.datasets import Prompt, PromptDataset
+from lightrft.rewards import CombinedReward
+from lightrft.rewards.recipes import RewardRecipes
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.trainer.reporting.loggers import MetricsLogger
+from lightrft.trainer.spmd_ppo_trainer import LoopResult
+from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch.utils.data import DataLoader
     from transformers import PreTrainedTokenizerBase
-
-    from lightrft.datasets import Prompt, PromptDataset
-    from lightrft.rewards import CombinedReward
-    from lightrft.rewards.recipes import RewardRecipes
-    from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.trainer.reporting.loggers import MetricsLogger
-    from lightrft.trainer.spmd_ppo_trainer import LoopResult
 
 EMA_FOLDER = "model_ema"
 

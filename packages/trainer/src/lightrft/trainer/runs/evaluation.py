@@ -24,14 +24,12 @@ from lightrft.trainer.runs.rewards import (
     prepare_reward_models,
     reward_recipes,
 )
+from collections.abc import Sequence
+from lightrft.datasets import Prompt
+from lightrft.experience.exchange import SampleTable
+from lightrft.experience.rollouts import Decoder
+from lightrft.config import TrainConfig
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightrft.datasets import Prompt
-    from lightrft.experience.exchange import SampleTable
-    from lightrft.experience.rollouts import Decoder
-    from lightrft.config import TrainConfig
 
 RESULT_FILE = "eval.json"
 RESPONSES_FILE = "responses.jsonl"

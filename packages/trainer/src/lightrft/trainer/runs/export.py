@@ -14,11 +14,10 @@ from lightrft.config.toml import read_toml
 from lightrft.trainer.runs.model_card import model_card
 from lightrft.trainer.reporting.inputs import NotARunError, read_run
 from lightrft.trainer.runs.files import CONFIG_FILE, SAMPLES_FILE, JsonLines
+from collections.abc import Mapping
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PROMPT = "The quick brown fox"

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightrft.config.toml import write_whole
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
 
 CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from lightrft.config import TrainConfig
 from lightrft.config.options import options_of
+from lightrft.trainer.reporting.inputs import RunData
 
-if TYPE_CHECKING:
-    from lightrft.trainer.reporting.inputs import RunData
 
 SHOWN_GROUPS = ("algorithm", "rollout", "training")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")

@@ -10,13 +10,11 @@ from lightrft.models import Actor, Critic, LoraActor, LoraSettings
 from lightrft.trainer.runs.rewards import prepare_reward_models
 from lightrft.trainer.training.algorithm import build_estimator
 from lightrft.trainer.training.construction import configure_model
+from lightrft.strategy.prepared import PreparedModel
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.config import TrainConfig
+from torch import nn
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from lightrft.strategy.prepared import PreparedModel
-    from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)

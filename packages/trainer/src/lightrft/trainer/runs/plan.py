@@ -19,9 +19,8 @@ from lightrft.trainer.runs.files import (
     SUMMARY_FILE,
     read_json,
 )
+from collections.abc import Mapping
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _CHUNK_BYTES = 1 << 20
 

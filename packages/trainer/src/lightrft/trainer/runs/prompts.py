@@ -10,14 +10,11 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 from lightrft.strategy.sampler import DistributedSampler
+from collections.abc import Iterable, Iterator, Sequence
+from lightrft.datasets.types import Prompt
+from lightrft.config import TrainConfig
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from lightrft.datasets.types import Prompt
-    from lightrft.config import TrainConfig
-
-    PromptBatches = DataLoader[Prompt] | Iterable[Sequence[Prompt]]
+PromptBatches = DataLoader[Prompt] | Iterable[Sequence[Prompt]]
 
 
 class PromptStream:

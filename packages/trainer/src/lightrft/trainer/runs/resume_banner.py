@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from lightrft.config import TrainConfig
+from lightrft.trainer.runs.plan import Change
+from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightrft.config import TrainConfig
-    from lightrft.trainer.runs.plan import Change
-    from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
 
 def resume_rows(

@@ -9,17 +9,15 @@ from lightrft.models import RewardModel, load_tokenizer
 from lightrft.rewards import RewardSettings, build_reward
 from lightrft.rewards.build import numbered
 from lightrft.rewards.recipes import RewardRecipes, load_recipes
+from collections.abc import Sequence
+from lightrft.datasets import Prompt
+from lightrft.rewards import CombinedReward
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.config import TrainConfig
+from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
     from transformers import PreTrainedTokenizerBase
-
-    from lightrft.datasets import Prompt
-    from lightrft.rewards import CombinedReward
-    from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.config import TrainConfig
 
 
 def build_run_reward(

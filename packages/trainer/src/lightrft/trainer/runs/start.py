@@ -19,12 +19,11 @@ from lightrft.trainer.runs.files import (
     write_start,
 )
 from lightrft.trainer.runs.plan import describe_inputs
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.config import TrainConfig
+from lightrft.trainer.runs.plan import RunPlan
+from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
-if TYPE_CHECKING:
-    from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.config import TrainConfig
-    from lightrft.trainer.runs.plan import RunPlan
-    from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
 
 def start_run(config: TrainConfig, trainer: SPMDPPOTrainer, plan: RunPlan) -> int:

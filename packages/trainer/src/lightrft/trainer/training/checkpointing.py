@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+from torch import nn
 
-    from torch import nn
-
-    from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.trainer.training.state import TrainerState
-    from lightrft.trainer.training.updates import TrainedModel
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.trainer.training.state import TrainerState
+from lightrft.trainer.training.updates import TrainedModel
 
 
 @dataclass(frozen=True, slots=True)

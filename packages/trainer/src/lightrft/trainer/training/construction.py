@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.experience.model_rewards import ModelRewards, ScoringModel
 from lightrft.models import Actor, SequenceModel, load_tokenizer
 from lightrft.rewards.build import CombinedReward, numbered
+from lightrft.rewards.types import RewardFunction
 from lightrft.strategy.prepared import PreparedModel
+from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.training.updates import TrainedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
     from transformers import PreTrainedTokenizerBase
-
-    from lightrft.rewards.types import RewardFunction
-    from lightrft.strategy.strategy_base import StrategyBase
 
     RewardSource = RewardFunction | nn.Module | Sequence[RewardFunction | nn.Module]
 

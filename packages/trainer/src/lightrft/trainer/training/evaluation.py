@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
+from lightrft.datasets.types import Prompt
+from lightrft.engines.types import SamplingParams
 from lightrft.experience.exchange import SampleTable, exchange
-from lightrft.experience.rollouts import build_requests, pair_completions
+from lightrft.experience.model_rewards import ModelRewards
+from lightrft.experience.rollouts import Decoder, build_requests, pair_completions
 from lightrft.experience.scoring import score_rollouts
+from lightrft.experience.types import ScoredRollout
 from lightrft.rewards.errors import RewardError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightrft.datasets.types import Prompt
-    from lightrft.engines.types import SamplingParams
-    from lightrft.experience.model_rewards import ModelRewards
-    from lightrft.experience.rollouts import Decoder
-    from lightrft.experience.types import ScoredRollout
-    from lightrft.rewards.types import RewardFunction
-    from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.rewards.types import RewardFunction
+from lightrft.strategy.strategy_base import StrategyBase
 
 
 def evaluate(

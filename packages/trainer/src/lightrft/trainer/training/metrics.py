@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from lightrft.algorithms.metrics import (
     ExplainedVariance,
@@ -13,13 +15,7 @@ from lightrft.algorithms.metrics import (
     effective_sample_sums,
     explained_variance,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy_base import StrategyBase
 
 Reduction = Literal["sum", "max", "min"]
 """How one accumulated number joins over micro batches and ranks."""

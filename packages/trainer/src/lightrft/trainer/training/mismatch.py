@@ -16,14 +16,11 @@ Source of the estimators: Schulman, "Approximating KL divergence", 2020.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.trainer.training.metrics import StepMetrics
 
 
 @torch.no_grad()

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
+from lightrft.experience.types import RolloutBatch
+from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.canary import compute_dtypes
 from lightrft.trainer.training.parity_layers import first_divergence
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from torch import Tensor, nn
-
-    from lightrft.experience.types import RolloutBatch
-    from lightrft.strategy.strategy_base import StrategyBase
 
 
 class ParityError(RuntimeError):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 def first_divergence(

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
 
 
 def pass_at_k(num_correct: NDArray[np.int64], *, num_samples: int, k: int) -> NDArray[np.float64]:

@@ -5,23 +5,18 @@ Source: Ouyang et al. 2022 (InstructGPT, PPO-ptx), arXiv:2203.02155, eq. 2.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from lightrft.experience.collate import pad_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-    from torch import Tensor, nn
-
-    from lightrft.models.types import ActorOutput
-    from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.models.types import ActorOutput
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.trainer.training.metrics import StepMetrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-from lightrft.algorithms.kl import AdaptiveKlController, FixedKlController
+from lightrft.algorithms.kl import AdaptiveKlController, FixedKlController, KlController
 from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
 from lightrft.experience.carry import PartialRolloutState
+from lightrft.experience.maker import StepExperience
+from lightrft.trainer.runs.prompts import PromptStream
 from lightrft.trainer.training.best_model import BestModel
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lightrft.algorithms.kl import KlController
-    from lightrft.experience.maker import StepExperience
-    from lightrft.trainer.runs.prompts import PromptStream
 
 
 @dataclass(frozen=True, slots=True)

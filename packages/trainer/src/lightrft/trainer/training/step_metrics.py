@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightrft.algorithms.kl import estimate_kl
+from lightrft.algorithms.types import TokenLoss
+from lightrft.experience.dynamic import Selection
+from lightrft.experience.exchange import SampleTable
+from lightrft.experience.maker import StepExperience
+from lightrft.experience.partial import PartialReport
+from lightrft.experience.stages import StageMeter
+from lightrft.experience.types import RolloutBatch
+from lightrft.strategy.optimizers import OptimizerStepResult
+from lightrft.strategy.weight_sync.sync import WeightSyncReport
 from lightrft.trainer.reporting.metric_table import STAGES
+from lightrft.trainer.training.metrics import StepMetrics
 from lightrft.trainer.training.mismatch import record_mismatch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from lightrft.algorithms.types import TokenLoss
-    from lightrft.experience.dynamic import Selection
-    from lightrft.experience.exchange import SampleTable
-    from lightrft.experience.maker import StepExperience
-    from lightrft.experience.partial import PartialReport
-    from lightrft.experience.stages import StageMeter
-    from lightrft.experience.types import RolloutBatch
-    from lightrft.strategy.optimizers import OptimizerStepResult
-    from lightrft.strategy.weight_sync.sync import WeightSyncReport
-    from lightrft.trainer.training.metrics import StepMetrics
-    from lightrft.trainer.training.throughput import Utilisation
+from lightrft.trainer.training.throughput import Utilisation
 
 GIGABYTE = 2**30
 

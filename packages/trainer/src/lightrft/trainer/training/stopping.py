@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from types import FrameType
 
 from lightrft.strategy.distributed.error_report import has_failed_peer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Schedulers send one of them some time before they end a job."""

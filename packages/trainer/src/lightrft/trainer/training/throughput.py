@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import nn
 
+from lightrft.experience.exchange import SampleTable
+from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
-    from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
-
-    from lightrft.experience.exchange import SampleTable
-    from lightrft.strategy.strategy_base import StrategyBase
 
 # Dense bfloat16 peaks of the makers' data sheets, in 1e12 operations per second; the first name
 # that is part of the device's counts.

@@ -6,9 +6,9 @@ The weights multiply the numerator of the loss only: Z still counts every respon
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from lightrft.algorithms.correction_terms import CorrectionTerm
 from lightrft.algorithms.corrections import correction_weights
@@ -18,13 +18,9 @@ from lightrft.algorithms.entropy import (
     high_entropy_mask_per_sequence,
 )
 from lightrft.config import TrainConfig
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lightrft.experience.types import ExperienceBatch
-    from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.experience.types import ExperienceBatch
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.trainer.training.metrics import StepMetrics
 
 
 def token_weights(

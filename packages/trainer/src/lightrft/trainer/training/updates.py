@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.algorithms.aggregation import aggregate, local_normalizer
 from lightrft.algorithms.balance import balance_share
 from lightrft.algorithms.correction_terms import CorrectionTerm
 from lightrft.algorithms.kl import estimate_kl
+from lightrft.algorithms.types import PolicyLossFunction
 from lightrft.algorithms.value import clipped_value_loss
 from lightrft.config import TrainConfig
 from lightrft.experience.collate import micro_slices, select_experience
 from lightrft.experience.forward import scoring_temperature
+from lightrft.experience.maker import StepExperience
 from lightrft.experience.minibatches import epoch_order
+from lightrft.experience.types import ExperienceBatch
+from lightrft.models.support import SamplingSupport
+from lightrft.models.types import ActorOutput, EntropyMode
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.step_metrics import record_policy, record_ratios, record_step
 from lightrft.trainer.training.token_weights import token_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
-
-    from lightrft.algorithms.types import PolicyLossFunction
-    from lightrft.experience.maker import StepExperience
-    from lightrft.experience.types import ExperienceBatch
-    from lightrft.models.support import SamplingSupport
-    from lightrft.models.types import ActorOutput, EntropyMode
-    from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.trainer.training.metrics import StepMetrics
-    from lightrft.trainer.training.pretrain_mix import PretrainMix
 
 
 @dataclass(frozen=True, slots=True)
