@@ -24,7 +24,7 @@ from lightrft.rewards.recipes import RewardRecipes
 from lightrft.strategy import get_strategy
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.trainer.reporting.loggers import JsonLinesLogger, MetricsLogger
+from lightrft.trainer.reporting.loggers import JsonLinesLogger, MetricsLogger, own_loggers
 from lightrft.trainer.reporting.progress import build_console, rank_log
 from lightrft.trainer.reporting.samples import SampleLog
 from lightrft.trainer.reporting.trackers import build_trackers
