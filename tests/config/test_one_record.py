@@ -19,7 +19,6 @@ ALONE = ("packages/engines/", "packages/kernels/")
 DECLARATIONS = ("config/strategy_config.py", "config/run_options.py")
 COLLECTIONS = {
     "packages/strategy/src/lightrft/utils/arguments.py": "the flags of the published interface",
-    "packages/strategy/src/lightrft/config/registry.py": "the registries by their option",
 }
 """Files in which option names may be listed by hand, with the reason."""
 DEFAULTS = {

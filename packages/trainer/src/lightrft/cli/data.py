@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lightrft.cli.data_gold import GoldScore
 from lightrft.cli.data_report import show_check, show_gold, show_layout, show_samples
-from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.errors import ExitCode, UsageError, refuse
 from lightrft.cli.options import Parser, add_options, command_options, parse_options
 from lightrft.cli.preflight import PlainTokenizer, model_problems
 from lightrft.config import ConfigError, TrainConfig
@@ -95,8 +95,7 @@ def parse(argv: Sequence[str]) -> Request:
     config, parsed, problems = parse_options(build_parser(), argv)
     if config.pretrain is not None:
         problems += model_problems("--pretrain", config.pretrain)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    refuse(problems, ConfigError)
     source = parsed.source or config.prompt_data
     if source is None:
         raise UsageError("give a file, a folder or the name of a data set to check")
@@ -107,11 +106,7 @@ def parse(argv: Sequence[str]) -> Request:
 
 def build_parser() -> Parser:
     """The parser of `lightrft data check`."""
-    parser = Parser(
-        prog="lightrft data check",
-        description=DESCRIPTION,
-        argument_default=argparse.SUPPRESS,
-    )
+    parser = Parser("data check", DESCRIPTION, argument_default=argparse.SUPPRESS)
     parser.add_argument(
         "source", nargs="?", default=None, metavar="SOURCE",
         help="File, folder or name of a data set; several separated by commas. "

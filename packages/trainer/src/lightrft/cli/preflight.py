@@ -70,7 +70,9 @@ def check_algorithm(config: TrainConfig) -> None:
 
     problems = algorithm_problems(config)
     if config.strict and not problems:
-        problems = unused_algorithm_options(config, build_algorithm(config))
+        problems = unused_algorithm_options(
+            config, build_algorithm(config), has_reference=config.init_kl_coef > 0
+        )
     if problems:
         raise ConfigError("\n".join(problems))
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightrft.algorithms.declarations import advantage_traits
 from lightrft.config import TrainConfig
-from lightrft.models import Actor, Critic, LoraActor, LoraSettings
+from lightrft.models import Actor, Critic, LoraActor, load_causal_lm
 from lightrft.strategy.prepared import PreparedModel
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.runs.rewards import prepare_reward_models
@@ -66,13 +66,4 @@ def _load_policy(path: str, config: TrainConfig) -> Actor:
     """The trained actor: with adapters where they are what is trained."""
     if config.lora_rank == 0:
         return Actor.from_pretrained(path)
-    return LoraActor.from_pretrained(
-        path,
-        lora=LoraSettings(
-            rank=config.lora_rank,
-            alpha=config.lora_alpha,
-            dropout=config.lora_dropout,
-            target_modules=config.target_modules,
-            seed=config.seed,
-        ),
-    )
+    return LoraActor(load_causal_lm(path), config)
