@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightrft.experience.model_rewards import ModelRewards, ScoringModel
 from lightrft.models import RewardModel, load_tokenizer
-from lightrft.rewards import RewardSettings, build_reward
+from lightrft.rewards import build_reward
 from lightrft.rewards.build import numbered
 from lightrft.rewards.recipes import RewardRecipes, load_recipes
 from collections.abc import Sequence
@@ -30,14 +30,7 @@ def build_run_reward(
         weights=config.reward_weights[: num_functions(config)] or None,
         recipes=recipes,
         has_models=bool(config.reward_pretrain),
-        settings=reward_settings(config),
-    )
-
-
-def reward_settings(config: TrainConfig) -> RewardSettings:
-    """Deadlines, and arguments of own functions."""
-    return RewardSettings(
-        timeout_seconds=config.reward_timeout_seconds, arguments=config.reward_args or {}
+        config=config,
     )
 
 
