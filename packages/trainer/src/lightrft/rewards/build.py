@@ -18,6 +18,12 @@ from lightrft.rewards.user import FunctionReward, PlainReward, UserReward
 from lightrft.strategy.config import ConfigError
 
 
+def reward_urls(config: TrainConfig) -> tuple[str, ...]:
+    """Addresses of reward services."""
+    urls = config.remote_rm_url
+    return () if urls is None else (urls,) if isinstance(urls, str) else tuple(urls)
+
+
 class CombinedReward:
     """The weighted sum of reward functions; a context manager that ends their processes.
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightrft.experience.collate import micro_slices
+from lightrft.experience.minibatches import micro_slices
 from lightrft.models import Actor, Critic
 from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.strategy import get_fake_strategy, get_strategy

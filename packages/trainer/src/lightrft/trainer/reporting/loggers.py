@@ -6,8 +6,10 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Protocol, TextIO, cast
 
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.registry import LOGGERS
 from lightrft.config.toml import write_whole
 
 CONSOLE_METRICS = (
@@ -35,6 +37,27 @@ class MetricsLogger(Protocol):
     def close(self) -> None:
         """Writes what is pending."""
         ...
+
+
+def own_loggers(config: TrainConfig) -> list[MetricsLogger]:
+    """The user's loggers: each `CLASS(config)` of the option `loggers`.
+
+    Raises:
+        ConfigError: One cannot be loaded or built, or lacks `log` or `close`.
+    """
+    made = []
+    for name in config.loggers:
+        build = LOGGERS.load(name)
+        try:
+            logger = cast("Callable[[TrainConfig], MetricsLogger]", build)(config)
+        except Exception as error:
+            raise ConfigError(
+                f"loggers: {name}(config) failed: {type(error).__name__}: {error}"
+            ) from error
+        if not all(callable(getattr(logger, method, None)) for method in ("log", "close")):
+            raise ConfigError(f"loggers: {name} needs log(step, metrics) and close()")
+        made.append(logger)
+    return made
 
 
 class ConsoleLogger:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightrft.experience.rollouts import Decoder
 from lightrft.trainer.reporting.loggers import JsonLinesFile
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lightrft.experience.maker import StepExperience
+    from lightrft.experience.sampling import Decoder
 
 
 class TrajectoryLog(JsonLinesFile):

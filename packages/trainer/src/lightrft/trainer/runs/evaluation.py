@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lightrft.config import TrainConfig
+from lightrft.datasets import Prompt
 from lightrft.engines.types import SamplingParams
-from lightrft.experience.sampling import greedy_params, training_params
+from lightrft.experience.exchange import SampleTable
+from lightrft.experience.sampling import Decoder, RolloutSampler, greedy_params, training_params
 from lightrft.models import Actor, load_tokenizer
 from lightrft.strategy import get_strategy
-from lightrft.trainer.runs.assembly import load_run_prompts
-from lightrft.trainer.training.evaluation import sample_and_score
 from lightrft.trainer.reporting.loggers import JsonLinesFile
-from lightrft.trainer.training.pass_at_k import default_k, pass_at_k
+from lightrft.trainer.runs.assembly import load_run_prompts
 from lightrft.trainer.runs.rewards import (
     build_model_rewards,
     build_run_reward,
     prepare_reward_models,
     reward_recipes,
 )
-from collections.abc import Sequence
-from lightrft.datasets import Prompt
-from lightrft.experience.exchange import SampleTable
-from lightrft.experience.rollouts import Decoder
-from lightrft.config import TrainConfig
-
+from lightrft.trainer.training.pass_at_k import default_k, pass_at_k
 
 RESULT_FILE = "eval.json"
 RESPONSES_FILE = "responses.jsonl"
@@ -107,13 +103,11 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         )
         strategy.setup_inference_engine(config, config.engine_type, actor=model)
         strategy.update_engine_weights(model)
+        sampler = RolloutSampler(strategy, reward, models, decoder=tokenizer, config=config)
         metrics: dict[str, float] = {}
         tables = {}
         for name, params in sampling(config, settings).items():
-            tables[name] = sample_and_score(
-                prompts, strategy=strategy, reward_function=reward, decoder=tokenizer,
-                sampling_params=params, sleep_engine=False, model_rewards=models,
-            )  # fmt: skip
+            tables[name] = sampler.sample_all(prompts, params)
             metrics |= summarise(name, tables[name], settings, params.n)
         result = EvalResult(len(prompts), metrics)
         if strategy.is_rank_0():
@@ -125,10 +119,9 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
 
 def sampling(config: TrainConfig, settings: EvalSettings) -> dict[str, SamplingParams]:
     """The passes over the prompts: greedy, and with samples "sampled"."""
-    params = training_params(config)
-    passes = {"greedy": greedy_params(params)}
+    passes = {"greedy": greedy_params(config)}
     if settings.num_samples:
-        passes["sampled"] = replace(params, n=settings.num_samples)
+        passes["sampled"] = replace(training_params(config), n=settings.num_samples)
     return passes
 
 

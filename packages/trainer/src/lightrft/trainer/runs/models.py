@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from lightrft.algorithms.declarations import advantage_traits
+from lightrft.config import TrainConfig
 from lightrft.models import Actor, Critic, LoraActor, load_causal_lm
+from lightrft.strategy.prepared import PreparedModel
+from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.runs.rewards import prepare_reward_models
 from lightrft.trainer.training.algorithm import build_estimator
 from lightrft.trainer.training.construction import configure_model
-from lightrft.strategy.prepared import PreparedModel
-from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.config import TrainConfig
-from torch import nn
-
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lightrft.config import ConfigError
-from lightrft.config import TrainConfig
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import options_of
 from lightrft.config.registry import REGISTRIES, split_reference
 from lightrft.config.toml import without_secrets
@@ -19,8 +18,6 @@ from lightrft.trainer.runs.files import (
     SUMMARY_FILE,
     read_json,
 )
-from collections.abc import Mapping
-
 
 _CHUNK_BYTES = 1 << 20
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torch import nn
+
+from lightrft.config import TrainConfig
+from lightrft.datasets import Prompt
 from lightrft.experience.model_rewards import ModelRewards, ScoringModel
 from lightrft.models import RewardModel, load_tokenizer
-from lightrft.rewards import build_reward
-from lightrft.rewards.build import numbered
+from lightrft.rewards import CombinedReward, build_reward
+from lightrft.rewards.build import numbered, reward_urls
 from lightrft.rewards.recipes import RewardRecipes, load_recipes
-from collections.abc import Sequence
-from lightrft.datasets import Prompt
-from lightrft.rewards import CombinedReward
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.config import TrainConfig
-from torch import nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,12 +32,6 @@ def build_run_reward(
         has_models=bool(config.reward_pretrain),
         config=config,
     )
-
-
-def reward_urls(config: TrainConfig) -> tuple[str, ...]:
-    """Addresses of reward services."""
-    urls = config.remote_rm_url
-    return () if urls is None else (urls,) if isinstance(urls, str) else tuple(urls)
 
 
 def num_functions(config: TrainConfig) -> int:

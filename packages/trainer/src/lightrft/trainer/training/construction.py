@@ -24,17 +24,13 @@ if TYPE_CHECKING:
     RewardSource = RewardFunction | nn.Module | Sequence[RewardFunction | nn.Module]
 
 
-def check_processor(processor: object | None, *, is_needed: bool) -> None:
-    """Raises an AssertionError if a processor is needed and missing."""
-    if is_needed and processor is None:
+def check_parts(strategy: StrategyBase, processor: object | None, *, needs_processor: bool) -> None:
+    """Raises an AssertionError without a needed processor, or without a group for an engine."""
+    if needs_processor and processor is None:
         raise AssertionError(
             "a vision-language trainer needs processor=: got None; pass the model's processor "
             "(transformers.AutoProcessor)"
         )
-
-
-def check_engine_group(strategy: StrategyBase) -> None:
-    """Raises an AssertionError if no rank group of positive size hosts an engine."""
     size = strategy.config.engine_tp_size
     if size <= 0:
         raise AssertionError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,10 +18,10 @@ from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.types import PolicyLossFunction
 from lightrft.algorithms.value import clipped_value_loss
 from lightrft.config import TrainConfig
-from lightrft.experience.collate import micro_slices, select_experience
+from lightrft.experience.collate import select_experience
 from lightrft.experience.forward import scoring_temperature
 from lightrft.experience.maker import StepExperience
-from lightrft.experience.minibatches import epoch_order
+from lightrft.experience.minibatches import epoch_order, micro_slices
 from lightrft.experience.types import ExperienceBatch
 from lightrft.models.support import SamplingSupport
 from lightrft.models.types import ActorOutput, EntropyMode
@@ -65,24 +65,27 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateModels:
-    """What one step trains, and the moving average that follows the actor.
+class TrainedModels:
+    """What a run trains.
 
     Args:
         actor, critic: The models; None is absent.
-        ema_model: The moving average of the actor.
-        trains_actor: False leaves the actor as it is, while the critic learns.
+        ema_model: The moving average of the actor, which follows it; or None.
     """
 
     actor: TrainedModel
     critic: TrainedModel | None = None
     ema_model: nn.Module | None = None
-    trains_actor: bool = True
+
+    @property
+    def trained(self) -> tuple[TrainedModel, ...]:
+        """Actor and critic."""
+        return (self.actor,) if self.critic is None else (self.actor, self.critic)
 
 
 def update_models(
     step: StepExperience,
-    models: UpdateModels,
+    models: TrainedModels,
     *,
     strategy: StrategyBase,
     objective: Objective,
@@ -100,12 +103,19 @@ def update_models(
         pretrain: Texts whose loss is mixed in, or None.
     """
     config, num_batches = objective.config, step.plan.num_minibatches
+    trains_actor = step_number >= config.freezing_actor_steps
     position = step_number * config.max_epochs * num_batches
     for epoch in range(config.max_epochs):
         for index in epoch_order(num_batches, seed=config.seed, step=step_number, epoch=epoch):
-            batch = select_experience(step.batch, step.rows_of_minibatch(index))
-            slices = _token_slices(step, index, strategy, config)
-            if models.trains_actor:
+            batch = select_experience(step.batch, step.plan.places(index))
+            slices = step.plan.micro_slices(
+                step.table.lengths,
+                index=index,
+                rank=strategy.data_rank,
+                micro_batch_size=config.micro_train_batch_size,
+                config=config,
+            )
+            if trains_actor:
                 policy_update(
                     batch,
                     models.actor,
@@ -133,24 +143,8 @@ def update_models(
                     metrics=metrics,
                     slices=slices,
                 )
-            if models.ema_model is not None and models.trains_actor:
+            if models.ema_model is not None and trains_actor:
                 strategy.moving_average(models.actor.model, models.ema_model, beta=config.ema_beta)
-
-
-def _token_slices(
-    step: StepExperience, index: int, strategy: StrategyBase, config: TrainConfig
-) -> tuple[slice, ...]:
-    """Micro batches of one optimizer batch by tokens; () where they are cut by rows."""
-    max_tokens = config.max_micro_tokens(config.micro_train_batch_size)
-    if max_tokens is None:
-        return ()
-    return step.plan.micro_slices(
-        step.table.lengths,
-        index=index,
-        rank=strategy.data_rank,
-        max_tokens=max_tokens,
-        packs_samples=config.packing_samples,
-    )
 
 
 def _row_slices(batch: ExperienceBatch, config: TrainConfig) -> Sequence[slice]:
@@ -320,15 +314,13 @@ def _micro_batch_loss(
     old_logprobs = micro.outputs.old_logprobs
     if old_logprobs is None:
         old_logprobs = output.logprobs.detach()
-        record_policy(
-            old_logprobs,
-            output.entropy,
-            rollouts,
-            micro.outputs.ref_logprobs,
-            metrics,
-            kl_estimator=objective.config.kl_estimator,
+        seen = replace(
+            micro.outputs,
+            old_logprobs=old_logprobs,
+            entropy=output.entropy,
             log_kept_mass=output.log_kept_mass,
         )
+        record_policy(rollouts, seen, metrics, kl_estimator=objective.config.kl_estimator)
     token_loss = objective.policy_loss(output.logprobs, old_logprobs, micro.advantages, mask)
     record_ratios(token_loss, output.logprobs, old_logprobs, mask, metrics)
     if whole.weights is not None:
