@@ -207,7 +207,8 @@ class RunOptions(StrategyConfig):
         choices=("batch", "sequence"), acts_with="high_entropy_token_ratio",
     )  # fmt: skip
     off_policy_correction: str | tuple[str, ...] | None = option(
-        None, "Corrections for the difference between engine and trainer: names or terms.",
+        None, "Corrections for the difference between engine and trainer: presets (tis, icepop, "
+        "mis, geometric ...) or terms such as reject:k3:sequence:high=0.01; several at once.",
         group="algorithm",
     )  # fmt: skip
     advantage_args: Arguments = option(

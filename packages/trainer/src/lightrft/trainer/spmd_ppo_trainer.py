@@ -60,7 +60,7 @@ from lightrft.trainer.training.throughput import (
     training_flops,
     utilisation,
 )
-from lightrft.trainer.training.updates import Objective, TrainedModels, update_models
+from lightrft.trainer.training.updates import TrainedModels, Update
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -208,7 +208,9 @@ class SPMDPPOTrainerBase:
         )
         models = (self.actor, self.critic, self.initial_model)
         configure_models(self.config, self.strategy, models)
-        for text in unused_algorithm_options(self.config, self._algorithm, has_reference):
+        for text in unused_algorithm_options(
+            self.config, self._algorithm, has_reference=has_reference
+        ):
             self.strategy.print(f"warning: option without effect: {text}")
 
     @property
@@ -427,20 +429,16 @@ class SPMDPPOTrainerBase:
                 "prompts are solved or out of reach"
             )
             return
-        update_models(
-            step,
-            self._models,
-            strategy=self.strategy,
-            objective=Objective(
-                self.config,
-                self._algorithm.policy_loss,
-                self._algorithm.corrections,
-                kl_coef=self._kl_coef if self.config.use_kl_loss else 0.0,
-            ),
-            step_number=self.state.num_steps,
-            metrics=metrics,
-            pretrain=self._pretrain,
+        update = Update(
+            self.config,
+            self._algorithm.policy_loss,
+            self.strategy,
+            metrics,
+            self._algorithm.corrections,
+            kl_coef=self._kl_coef if self.config.use_kl_loss else 0.0,
         )
+        number = self.state.num_steps
+        update.train(step, self._models, step_number=number, pretrain=self._pretrain)
 
     def evaluate(self) -> dict[str, float]:
         """Mean reward of one greedy completion per held-out prompt; {} without such prompts."""

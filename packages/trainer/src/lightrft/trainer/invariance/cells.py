@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 Backend = Literal["fake", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
@@ -84,15 +84,7 @@ class Deviations:
 
     def value(self, name: str) -> float:
         """One deviation by name."""
-        values: dict[str, float] = {
-            "outputs": self.outputs,
-            "loss": self.loss,
-            "weights": self.weights,
-            "gradient": self.gradient,
-            "gradient_tensor": self.gradient_tensor,
-            "update": self.update,
-        }
-        return values[name]
+        return float(asdict(self)[name])
 
 
 FP32_BOUNDS = Deviations(

@@ -174,7 +174,7 @@ def requirement_problems(config: TrainConfig, algorithm: Algorithm) -> list[str]
 
 
 def unused_algorithm_options(
-    config: TrainConfig, algorithm: Algorithm, has_reference: bool
+    config: TrainConfig, algorithm: Algorithm, *, has_reference: bool = True
 ) -> list[str]:
     """Options that were changed and that this algorithm does not use, one sentence each."""
     found = [

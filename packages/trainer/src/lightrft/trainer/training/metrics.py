@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.metrics import (
-    ExplainedVariance,
     effective_sample_fraction,
     effective_sample_sums,
     explained_variance,
+    explained_variance_sums,
 )
 from lightrft.strategy.strategy_base import StrategyBase
 
@@ -63,8 +63,7 @@ class StepMetrics:
         self, name: str, values: Tensor, returns: Tensor, mask: Tensor
     ) -> None:
         """Adds how well `values` predict `returns` [batch, seq] where `mask` is true."""
-        found = explained_variance(values, returns, mask)
-        self.add_sums(name, found.sums, lambda sums: ExplainedVariance(sums).value)
+        self.add_sums(name, explained_variance_sums(values, returns, mask), explained_variance)
 
     def add_effective_samples(self, name: str, weights: Tensor, mask: Tensor) -> None:
         """Adds weights [batch, seq] whose effective share of samples is the metric."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from lightrft.algorithms.kl import AdaptiveKlController, FixedKlController, KlController
+from lightrft.algorithms.kl import KlController
 from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
 from lightrft.experience.carry import PartialRolloutState
@@ -122,9 +122,7 @@ class TrainerState:
 
 def initial_state(config: TrainConfig) -> TrainerState:
     """The state before the first step."""
-    kl: KlController = FixedKlController(config.init_kl_coef)
-    if config.kl_target is not None:
-        kl = AdaptiveKlController(config.init_kl_coef, config.kl_target, config.kl_horizon)
+    kl = KlController(config.init_kl_coef, config.kl_target, config.kl_horizon)
     return TrainerState(kl, Moments() if config.reward_running_norm else None)
 
 
