@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from lightrft.engines import SamplingParams
-from lightrft.engines.native_params import params_from_native
+from lightrft.engines.native_params import params_of_native
 
 DEFAULTS = {
-    "n": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new": 16,
+    "n": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 16,
     "min_tokens": 0, "stop": [], "stop_token_ids": None, "ignore_eos": False, "seed": None,
     "repetition_penalty": 1.0, "logit_bias": None, "detokenize": True,
 }  # fmt: skip
 
 
+class Native(SimpleNamespace):
+    """A backend's own object."""
+
+    def __init__(self, **given):
+        super().__init__(**{**DEFAULTS, **given})
+
+
 def convert(**given):
-    return params_from_native(
-        {**DEFAULTS, **given},
-        DEFAULTS,
-        engine_name="Some",
-        renamed={"max_new": "max_tokens"},
-        neutral={"detokenize"},
-    )
+    return params_of_native(Native(**given))
 
 
 def test_fields_with_a_counterpart_are_taken_over():
     assert convert(
-        n=3, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, max_new=9, min_tokens=2, stop=["a"],
-        stop_token_ids=[4, 5], ignore_eos=True, seed=8, detokenize=False,
+        n=3, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, max_new_tokens=9, min_tokens=2,
+        stop=["a"], stop_token_ids=[4, 5], ignore_eos=True, seed=8, detokenize=False,
     ) == SamplingParams(
         n=3, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, max_tokens=9, min_tokens=2,
         stop=("a",), stop_token_ids=(4, 5), ignore_eos=True, seed=8,
@@ -48,8 +51,8 @@ def test_fields_that_cannot_be_honoured_are_refused_together():
 
 
 def test_a_bound_is_needed():
-    with pytest.raises(ValueError, match="set max_new"):
-        convert(max_new=None)
+    with pytest.raises(ValueError, match="set max_new_tokens"):
+        convert(max_new_tokens=None)
 
 
 def test_one_stop_string_is_a_list_of_one():

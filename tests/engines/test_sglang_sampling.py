@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from lightrft.engines import EngineConfig, SamplingParams
-from lightrft.engines.raw_completions import RawCompletion, cut_at_token
+from lightrft.engines.raw_completions import RawCompletion, cut_at_token, first_job, next_job
 from lightrft.engines.requests import Row
 from lightrft.engines.sglang.child import hash_uint32
 from lightrft.engines.sglang.engine import SGLangEngine
-from lightrft.engines.sglang.sampling import first_job, native_params, next_job, raw_of
+from lightrft.engines.sglang.sampling import native_params, raw_of
 
 VOCAB = 97
 
@@ -66,10 +66,10 @@ def test_every_sample_has_a_seed_of_its_own_which_its_second_part_keeps():
     assert len({job.seed for job in jobs}) == 4
     assert all(job.max_tokens == 3 for job in jobs)
     raw = RawCompletion((9, 9, 9), (-1.0,) * 3, "length")
-    rest = next_job(row(2), raw, params)
+    rest = next_job(row(2), raw, params, part=2)
     # Random numbers depend on seed and position, so the split is not seen in them.
     assert (rest.seed, rest.max_tokens, rest.prompt) == (jobs[2].seed, 5, (3, 4, 9, 9, 9))
-    assert next_job(row(2, max_tokens=3), raw, params) is None
+    assert next_job(row(2, max_tokens=3), raw, params, part=2) is None
 
 
 def test_stop_tokens_count_from_the_minimum_on():

@@ -8,7 +8,7 @@ import torch
 
 from lightrft.engines.backend_options import check_options, parse_options
 from lightrft.engines.process_state import preserved_process_state
-from lightrft.engines.raw_completions import RawCompletion, joined, request_seed
+from lightrft.engines.raw_completions import Job, RawCompletion, joined, request_seed
 from lightrft.engines.types import SamplingParams
 from lightrft.engines.vllm.backend import choose_executor, prepare_environment
 from lightrft.engines.vllm.options import RESERVED
@@ -146,13 +146,11 @@ def test_the_state_of_the_process_is_restored_even_after_a_failure():
 
 
 def test_greedy_samples_are_drawn_once_and_repeated():
-    from lightrft.engines.vllm.sampling import Job
-
     class Entry:
         logprob = -0.25
 
     class Output:
         index, token_ids, logprobs, finish_reason = 0, [7], [{7: Entry}], "length"
 
-    raws = raw_completions_of(Job((1,), 3, 1, 0), [Output])
+    raws = raw_completions_of(Job((1,), 1, 0, num_samples=3), [Output])
     assert raws == [RawCompletion((7,), (-0.25,), "length")] * 3

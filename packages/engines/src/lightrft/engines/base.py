@@ -1,14 +1,23 @@
-"""The interface every rollout engine implements."""
+"""The interface of rollout engines, and what all of them have in common."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from lightrft.engines.native_params import params_of_native
+import torch
+from torch import nn
+
+from lightrft.engines.engine_weights import EngineWeights
+from lightrft.engines.engine_weights import StaleEngineError as StaleEngineError
+from lightrft.engines.hf.stopping import end_of_sequence_ids
+from lightrft.engines.hf.text import Text
+from lightrft.engines.parameter_store import is_full_tensor
+from lightrft.engines.raw_completions import RawCompletion, completion_of
+from lightrft.engines.requests import Limits, Row, rows_of_requests
 from lightrft.engines.types import (
     Completion,
+    EngineConfig,
     EngineParameter,
     EngineStatus,
     GenerationRequest,
@@ -16,19 +25,19 @@ from lightrft.engines.types import (
     WeightPiece,
 )
 
-if TYPE_CHECKING:
-    import torch
-
-
-class StaleEngineError(RuntimeError):
-    """The engine was asked to generate while its weights are not those of the trainer."""
+TAGS = ("weights", "kv_cache")
 
 
 class RolloutEngine(ABC):
     """A generator of completions whose weights a trainer replaces between calls.
 
+    Starting and sampling are left to subclasses; their storage is an `EngineWeights`.
+
     Weight updates are a transaction: `begin_weight_update`, any number of `load_weights`, then
     `finish_weight_update`, then `reset_caches`. Only then may `generate` be called again.
+
+    Args:
+        config: What to start.
 
     Attributes:
         name: The registry name ("hf", "fake", "vllm", "sglang").
@@ -43,35 +52,23 @@ class RolloutEngine(ABC):
     computes_model: bool = True
     """Whether it computes the trainer's model, so that logprobs of the two can be compared."""
 
-    def __init__(self) -> None:
+    sleeps_on_request_only = False
+    """Whether sleeping must have been enabled at the start."""
+    _weights: EngineWeights
+
+    def __init__(self, config: EngineConfig) -> None:
         self.status = EngineStatus.WAKEUP
         self.weights_version = -1
         self._stale_reason: str | None = None
+        self._config = config
+        self._dtype = config.torch_dtype
+        self._text = Text(config.model_path)
+        self._sleeping_tags: set[str] = set()
 
     @property
     @abstractmethod
     def native(self) -> object:
         """The backend's own object (a vLLM `LLM`, a transformers model, ...)."""
-
-    @abstractmethod
-    def generate(
-        self, requests: Sequence[GenerationRequest], sampling_params: SamplingParams
-    ) -> list[Completion]:
-        """Samples completions, prompt-major: `n` consecutive completions for each request.
-
-        Raises:
-            StaleEngineError: The weights were changed behind the engine, or an update is open.
-            RuntimeError: The engine sleeps.
-            ValueError: A request is malformed; the message names its id.
-        """
-
-    def params_of_native(self, native: object) -> SamplingParams | None:
-        """Our parameters from a backend's own object; None if it is no such object.
-
-        Raises:
-            ValueError: It sets what our completions cannot honour; the message names all of it.
-        """
-        return params_of_native(native)
 
     @abstractmethod
     def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -82,61 +79,6 @@ class RolloutEngine(ABC):
             0 is 0.
         """
 
-    @abstractmethod
-    def sleep(self, level: int = 1) -> None:
-        """Releases memory. Level 1 keeps the weights on the host, level 2 drops them."""
-
-    @abstractmethod
-    def wake_up(self, tags: tuple[str, ...] | None = None) -> None:
-        """Takes memory back; tags are "weights" and "kv_cache", None means all."""
-
-    @property
-    def weights_were_dropped(self) -> bool:
-        """Whether frozen parameters, too, must be sent again (sleep level 2, restart)."""
-        return self.weights_version < 0
-
-    @abstractmethod
-    def parameter_manifest(self) -> tuple[EngineParameter, ...]:
-        """Every parameter the engine needs, in checkpoint names, in a fixed order."""
-
-    @abstractmethod
-    def begin_weight_update(self) -> None:
-        """Opens an update; `generate` raises until it is finished."""
-
-    @abstractmethod
-    def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
-        """Writes pieces; a parameter may arrive in several pieces and in several calls.
-
-        Raises:
-            KeyError: A name is not in the manifest.
-            ValueError: A shape or dtype differs from the manifest.
-        """
-
-    @abstractmethod
-    def finish_weight_update(self) -> None:
-        """Closes the update (post-processing, repacking). Caches stay invalid until reset."""
-
-    @abstractmethod
-    def reset_caches(self) -> None:
-        """Drops every cached activation (prefix cache, encoder cache)."""
-
-    @abstractmethod
-    def hash_parameters(self, names: Sequence[str] | None = None) -> dict[str, int]:
-        """The position-keyed 64-bit hash of each verifiable parameter, read from final storage.
-
-        Returns:
-            Checkpoint name -> signed 64-bit hash as `lightrft.kernels.hash_tensor` defines it.
-        """
-
-    def alias_weights(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Shares the given full tensors as the engine's own storage.
-
-        Returns:
-            False if this engine cannot alias (nothing was changed).
-        """
-        del tensors
-        return False
-
     def set_weights_version(self, version: int) -> None:
         """Declares the weights verified and usable under this version."""
         self.weights_version = version
@@ -146,8 +88,184 @@ class RolloutEngine(ABC):
         """Forbids `generate` until the next completed weight update."""
         self._stale_reason = reason
 
+    def _read_limits(self, hf_config, generation_config) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+        """Vocabulary, longest sequence and end-of-sequence ids of a transformers model."""
+        text_config = hf_config.get_text_config()
+        self._eos_ids = end_of_sequence_ids(hf_config, generation_config)
+        self._limits = Limits(
+            vocab_size=text_config.vocab_size,
+            max_model_len=self._config.max_model_len
+            # Models without positions (state space) have no such field.
+            or text_config.to_dict().get("max_position_embeddings"),
+            engine_name=self.name,
+        )
+
+    def _take_over(self, module: nn.Module) -> None:
+        """Loads what a module holds in full; a sharded one is left to the first weight update."""
+        held = dict(module.named_parameters(remove_duplicate=False))
+        pieces = []
+        for parameter in self.parameter_manifest():
+            tensor = held.get(parameter.name)
+            if parameter.tied_to is not None:
+                continue
+            if tensor is None or not is_full_tensor(tensor, torch.Size(parameter.shape)):
+                return
+            flat = tensor.detach().reshape(-1).to(parameter.dtype)
+            pieces.append(WeightPiece(parameter.name, parameter.shape, 0, flat))
+        self.begin_weight_update()
+        self.load_weights(pieces)
+        self.finish_weight_update()
+        self.reset_caches()
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling_params: SamplingParams
+    ) -> list[Completion]:
+        """Samples completions, prompt-major: `n` consecutive completions for each request.
+
+        Raises:
+            StaleEngineError: The weights were changed behind the engine, or an update is open.
+            RuntimeError: The engine sleeps.
+            ValueError: A request is malformed; the message names its id.
+            FloatingPointError: The model's logits are not finite.
+        """
+        self.check_usable()
+        rows = rows_of_requests(requests, sampling_params, self._limits, encode=self._encode)
+        self._check_params(sampling_params)
+        return [
+            completion_of(row, raw, sampling_params, self.weights_version)
+            for row, raw in zip(rows, self._sample(rows, sampling_params), strict=True)
+        ]
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Raises a ValueError for what this engine cannot sample."""
+        if params.stop:
+            if any(not text for text in params.stop):
+                raise ValueError(f"stop strings must not be empty: got {params.stop!r}")
+            self._text.load()
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a prompt that was given as text."""
+        return self._text.encode(text)
+
+    @abstractmethod
+    def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[RawCompletion]:
+        """One completion for each row."""
+
+    def _stop_ids(self, params: SamplingParams) -> list[int]:
+        """Every id that ends a completion."""
+        return sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)})
+
+    def sleep(self, level: int = 1) -> None:
+        """Releases memory. Level 1 keeps the weights on the host, level 2 drops them.
+
+        Weights that alias the trainer's are left where they are.
+
+        Raises:
+            ValueError: The level is neither 1 nor 2.
+            RuntimeError: A weight update is open, or sleeping was disabled at the start.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"sleep level must be 1 or 2: got {level}")
+        if self._weights.is_open:
+            raise RuntimeError(f"the {self.name} engine cannot sleep while a weight update is open")
+        if self.sleeps_on_request_only and not self._config.enable_sleep:
+            raise RuntimeError(
+                f"the {self.name} engine was started without sleep; set enable_engine_sleep"
+            )
+        self._release_memory(level, [tag for tag in TAGS if tag not in self._sleeping_tags])
+        self._fall_asleep(level)
+
+    def _fall_asleep(self, level: int) -> None:
+        self._weights.release(level)
+        self._sleeping_tags = set(TAGS)
+        self.status = EngineStatus.SLEEPED
+
+    def _release_memory(self, level: int, awake: Sequence[str]) -> None:  # noqa: B027
+        """Lets a backend release its own memory, of which these parts are awake."""
+
+    def wake_up(self, tags: tuple[str, ...] | None = None) -> None:
+        """Takes memory back; the engine is awake once both tags, "weights" and "kv_cache", are.
+
+        Raises:
+            ValueError: A tag is unknown.
+        """
+        tags = TAGS if tags is None else tags
+        unknown = sorted(set(tags) - set(TAGS))
+        if unknown:
+            raise ValueError(f"unknown wake-up tags {unknown}; known: {', '.join(TAGS)}")
+        woken = [tag for tag in TAGS if tag in self._sleeping_tags and tag in tags]
+        if woken:
+            self._resume_memory(woken)
+        if "weights" in woken:
+            self._weights.restore()
+        self._sleeping_tags -= set(woken)
+        if not self._sleeping_tags:
+            self.status = EngineStatus.WAKEUP
+
+    def _resume_memory(self, tags: Sequence[str]) -> None:  # noqa: B027
+        """Lets a backend take its own memory back."""
+
+    @property
+    def weights_were_dropped(self) -> bool:
+        """Whether some parameter holds no weights, or none was ever sent."""
+        return self.weights_version < 0 or bool(self._weights.unwritten)
+
+    def parameter_manifest(self) -> tuple[EngineParameter, ...]:
+        """Every parameter the engine needs, in checkpoint names, in a fixed order."""
+        return self._weights.manifest
+
+    def begin_weight_update(self) -> None:
+        """Opens an update; `generate` raises until it is finished."""
+        self._weights.begin()
+
+    def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
+        """Writes pieces; a parameter may arrive in several pieces and in several calls.
+
+        Raises:
+            KeyError: A name is not in the manifest.
+            ValueError: A shape or dtype differs from the manifest.
+        """
+        self._weights.load(pieces)
+
+    def finish_weight_update(self) -> None:
+        """Closes the update (post-processing, repacking). Caches stay invalid until reset.
+
+        Raises:
+            ValueError: A parameter was written in part.
+        """
+        self._weights.finish()
+
+    def reset_caches(self) -> None:
+        """Drops every cached activation (prefix cache, encoder cache), which ends an update."""
+        self._drop_caches()
+        self._weights.reset_caches()
+
+    def _drop_caches(self) -> None:  # noqa: B027 - an engine may have no cache
+        """Lets a backend drop its caches."""
+
+    def hash_parameters(self, names: Sequence[str] | None = None) -> dict[str, int]:
+        """The position-keyed 64-bit hash of each verifiable parameter, read from final storage.
+
+        Args:
+            names: Which; None is all that can be read back.
+
+        Returns:
+            Checkpoint name -> signed 64-bit hash as `lightrft.kernels.hash_tensor` defines it.
+        """
+        return self._weights.hashes(names)
+
+    def alias_weights(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Shares the given full tensors as the engine's own storage.
+
+        Returns:
+            False if this engine cannot alias, or if names, shapes, dtypes or devices disagree
+            (nothing was changed).
+        """
+        return self._weights.alias(tensors)
+
     def check_usable(self) -> None:
         """Raises unless the engine is awake and holds a complete set of weights."""
+        self._weights.check_settled()
         if self._stale_reason is not None:
             raise StaleEngineError(
                 f"the {self.name} engine must not generate: {self._stale_reason}; "
@@ -156,5 +274,6 @@ class RolloutEngine(ABC):
         if self.status is EngineStatus.SLEEPED:
             raise RuntimeError(f"the {self.name} engine sleeps; call wake_up() before generate()")
 
-    def close(self) -> None:  # noqa: B027 (an engine may have nothing to release)
-        """Releases all resources; the engine must not be used afterwards."""
+    def close(self) -> None:
+        """Frees the weights; `generate` raises from now on."""
+        self._fall_asleep(2)

@@ -1,59 +1,140 @@
-"""An engine's parameters during updates: what every kind of storage has in common."""
+"""An engine's parameters during updates: what arrived, and when it may be used again."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import torch
 
 from lightrft.engines.types import EngineParameter, WeightPiece
-from lightrft.engines.weight_transaction import WeightTransaction
+
+
+class StaleEngineError(RuntimeError):
+    """The engine was asked to generate while its weights are not those of the trainer."""
 
 
 class EngineWeights(ABC):
     """A named set of parameters that a trainer rewrites.
 
+    Follows begin / load... / finish / reset and refuses what would leave mixed weights.
+
     Args:
         manifest: Every parameter, in checkpoint names.
         engine_name: Names the engine in errors.
+
+    Attributes:
         unwritten: Names that hold no weights yet.
     """
 
-    def __init__(
-        self,
-        manifest: Sequence[EngineParameter],
-        engine_name: str,
-        *,
-        unwritten: Iterable[str] = (),
-    ) -> None:
+    def __init__(self, manifest: Sequence[EngineParameter], engine_name: str) -> None:
         self.manifest = tuple(manifest)
-        self.transaction = WeightTransaction(engine_name, self.manifest, unwritten=unwritten)
+        self.unwritten: set[str] = set()
         self.is_resident = True
         self._engine_name = engine_name
+        self._parameters = {parameter.name: parameter for parameter in self.manifest}
+        self._phase: Literal["settled", "open", "caches"] = "settled"
+        self._ranges: dict[str, list[tuple[int, int]]] = {}
 
     @property
     def owners(self) -> set[str]:
         """The parameters with storage of their own."""
         return {p.name for p in self.manifest if p.tied_to is None}
 
+    @property
+    def is_open(self) -> bool:
+        """Whether an update has begun and is not finished."""
+        return self._phase == "open"
+
     def begin(self) -> None:
-        """Opens an update."""
-        self.transaction.begin()
+        """Opens an update.
+
+        Raises:
+            RuntimeError: An update is open already.
+        """
+        if self.is_open:
+            raise RuntimeError(
+                f"a weight update of the {self._engine_name} engine is open already; "
+                "call finish_weight_update() before the next begin_weight_update()"
+            )
+        self._phase = "open"
+        self._ranges = {}
+
+    def accept(self, piece: WeightPiece) -> EngineParameter:
+        """Checks one piece against the manifest and counts its range as written.
+
+        Returns:
+            The parameter that the piece belongs to.
+
+        Raises:
+            RuntimeError: No update is open.
+            KeyError: The name is unknown, or shares the storage of another parameter.
+            ValueError: Shape, dtype or range differ from the manifest.
+        """
+        if not self.is_open:
+            raise RuntimeError(
+                f"no weight update of the {self._engine_name} engine is open; "
+                "call begin_weight_update() before load_weights()"
+            )
+        parameter = self._parameters.get(piece.name)
+        if parameter is None:
+            raise KeyError(
+                f"the {self._engine_name} engine has no parameter {piece.name!r}; "
+                "names must be those of parameter_manifest()"
+            )
+        if parameter.tied_to is not None:
+            raise KeyError(
+                f"parameter {piece.name!r} shares the storage of {parameter.tied_to!r}; "
+                "send that one alone"
+            )
+        _check_piece(piece, parameter)
+        stop = piece.start + piece.tensor.numel()
+        self._ranges.setdefault(piece.name, []).append((piece.start, stop))
+        return parameter
+
+    def finish(self) -> None:
+        """Closes the update; caches must still be reset.
+
+        Raises:
+            RuntimeError: No update is open.
+            ValueError: A parameter was written in part, or without the others of its fused engine
+                tensor; it names each and stays unusable until it is written in full.
+        """
+        if not self.is_open:
+            raise RuntimeError(
+                f"no weight update of the {self._engine_name} engine is open; "
+                "call begin_weight_update() before finish_weight_update()"
+            )
+        self._phase = "caches"
+        covered = {name: _covered(ranges) for name, ranges in self._ranges.items()}
+        incomplete = {}
+        for name, num_covered in covered.items():
+            parameter = self._parameters[name]
+            absent = next((other for other in parameter.fused_with if other not in covered), None)
+            if num_covered != parameter.numel:
+                incomplete[name] = f"{name} ({num_covered} of {parameter.numel} elements)"
+            elif absent is not None:
+                incomplete[name] = f"{name} (without {absent} of the same engine tensor)"
+            else:
+                self.unwritten.discard(name)
+        self._ranges = {}
+        self.unwritten.update(incomplete)
+        if incomplete:
+            raise ValueError(
+                "a weight update must write a parameter in full or not at all; written in part: "
+                + ", ".join(incomplete.values())
+            )
 
     @abstractmethod
     def load(self, pieces: Iterable[WeightPiece]) -> None:
         """See `RolloutEngine.load_weights`."""
 
-    def finish(self) -> None:
-        """Closes an update; raises if a parameter is incomplete."""
-        self.transaction.finish()
-
     def release(self, level: int) -> None:
         """Weights sleep; those of level 2 must be written again."""
         self.is_resident = False
         if level == 2:
-            self.transaction.unwritten.update(self.owners)
+            self.unwritten.update(self.owners)
 
     def restore(self) -> None:
         """Weights are awake; those of level 2 stay unwritten."""
@@ -75,6 +156,33 @@ class EngineWeights(ABC):
                 f"before {method}()"
             )
 
+    def reset_caches(self) -> None:
+        """Declares the caches empty, which ends the update."""
+        if self._phase == "caches":
+            self._phase = "settled"
+
+    def check_settled(self) -> None:
+        """Raises unless the last update is over and every parameter holds weights.
+
+        Raises:
+            StaleEngineError: The message says what is missing.
+        """
+        prefix = f"the {self._engine_name} engine must not generate: "
+        if self._phase == "open":
+            raise StaleEngineError(
+                prefix + "a weight update is open; call finish_weight_update() and reset_caches()"
+            )
+        if self._phase == "caches":
+            raise StaleEngineError(
+                prefix + "its caches hold activations of older weights; call reset_caches()"
+            )
+        if self.unwritten:
+            raise StaleEngineError(
+                prefix
+                + f"{len(self.unwritten)} parameters hold no weights (first: "
+                + f"{min(self.unwritten)}); call strategy.update_engine_weights(actor) first"
+            )
+
 
 class AssembledWeights(EngineWeights):
     """Collects pieces into whole parameters and hands those to a backend.
@@ -82,7 +190,7 @@ class AssembledWeights(EngineWeights):
     A group of parameters that the backend fuses is handed over once, when all of it is there.
 
     Args:
-        manifest, engine_name, unwritten: See `EngineWeights`.
+        manifest, engine_name: See `EngineWeights`.
         device: Where copies are assembled; None is that of the pieces. A backend that keeps no
             reference is given whole pieces as they are.
     """
@@ -92,11 +200,9 @@ class AssembledWeights(EngineWeights):
         manifest: Sequence[EngineParameter],
         engine_name: str,
         *,
-        unwritten: Iterable[str] = (),
         device: torch.device | None = None,
     ) -> None:
-        super().__init__(manifest, engine_name, unwritten=unwritten)
-        self._parameters = {parameter.name: parameter for parameter in manifest}
+        super().__init__(manifest, engine_name)
         self._device = device
         self._is_updating = False
         self._assembled: dict[str, torch.Tensor] = {}
@@ -123,7 +229,7 @@ class AssembledWeights(EngineWeights):
         self._require_resident("load_weights")
         ready: dict[str, torch.Tensor] = {}
         for piece in pieces:
-            parameter = self.transaction.accept(piece)
+            parameter = self.accept(piece)
             if self._device is None and piece.is_whole:
                 ready[piece.name] = piece.tensor.view(parameter.shape)
                 continue
@@ -148,15 +254,15 @@ class AssembledWeights(EngineWeights):
             self._missing[name] = numel
         stop = piece.start + piece.tensor.numel()
         self._assembled[name][piece.start : stop].copy_(piece.tensor)
-        # Overlapping pieces make this too small, which `WeightTransaction.finish` reports.
+        # Overlapping pieces make this too small, which `EngineWeights.finish` reports.
         self._missing[name] -= piece.tensor.numel()
 
     @torch.no_grad()
     def finish(self) -> None:
         """Closes the update in the backend; raises if a parameter or group is incomplete."""
         self._forget()
-        if not self.transaction.is_open:
-            self.transaction.finish()
+        if not self.is_open:
+            super().finish()
         try:
             if self._is_updating:
                 self._end_update()
@@ -166,10 +272,38 @@ class AssembledWeights(EngineWeights):
         finally:
             self._is_updating = False
             try:
-                self.transaction.finish()
+                super().finish()
             finally:
-                self.transaction.unwritten.update(self._failed)
+                self.unwritten.update(self._failed)
 
     def _forget(self) -> None:
         self._assembled.clear()
         self._missing.clear()
+
+
+def _check_piece(piece: WeightPiece, parameter: EngineParameter) -> None:
+    if tuple(piece.shape) != parameter.shape:
+        raise ValueError(
+            f"shape of {piece.name!r}: got {tuple(piece.shape)}, the engine holds {parameter.shape}"
+        )
+    if piece.tensor.dtype != parameter.dtype:
+        raise ValueError(
+            f"dtype of {piece.name!r}: got {piece.tensor.dtype}, the engine holds "
+            f"{parameter.dtype}; cast before sending"
+        )
+    stop = piece.start + piece.tensor.numel()
+    if piece.tensor.dim() != 1 or piece.start < 0 or stop > parameter.numel:
+        raise ValueError(
+            f"piece of {piece.name!r}: got {tuple(piece.tensor.shape)} elements from index "
+            f"{piece.start}, expected a 1-D tensor within [0, {parameter.numel})"
+        )
+
+
+def _covered(ranges: Sequence[tuple[int, int]]) -> int:
+    """Number of elements in the union of half-open ranges."""
+    num_covered = 0
+    end = 0
+    for start, stop in sorted(ranges):
+        num_covered += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return num_covered

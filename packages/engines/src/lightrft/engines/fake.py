@@ -7,23 +7,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from lightrft.engines.adapter import EngineAdapter
+from lightrft.engines.base import RolloutEngine
 from lightrft.engines.hf.random import mix64, row_keys, uniforms
 from lightrft.engines.hf.sampling import draw_tokens, sampling_logprobs
 from lightrft.engines.parameter_store import ParameterStore, full_shape, is_full_tensor
+from lightrft.engines.raw_completions import RawCompletion
+from lightrft.engines.requests import Limits, Row
 from lightrft.engines.types import (
     Completion,
     EngineConfig,
     FinishReason,
     GenerationRequest,
     SamplingParams,
-    WeightPiece,
 )
 
 _CPU = torch.device("cpu")
 
 
-class FakeEngine(EngineAdapter):
+class FakeEngine(RolloutEngine):
     """Samples from a distribution that depends on the prompt, the tokens so far and every weight.
 
     The next token's logits are hashes of (weights, tokens so far), so that any change of a weight
@@ -63,14 +64,16 @@ class FakeEngine(EngineAdapter):
             )
         given = _default_parameters(config) if parameters is None else parameters
         super().__init__(config)
-        self._weights: ParameterStore = ParameterStore(
-            _own_copies(given), self.name, unwritten=unwritten
-        )
+        self._weights: ParameterStore = ParameterStore(_own_copies(given), self.name)
+        self._weights.unwritten.update(unwritten)
         self.calls: list[str] = []
         self.requests: list[GenerationRequest] = []
         self._script = script
         self._vocab_size = int(config.options.get("vocab_size", 97))
-        self._eos_id = int(config.options.get("eos_token_id", 1))
+        eos_id = int(config.options.get("eos_token_id", 1))
+        self._eos_ids = () if eos_id == -1 else (eos_id,)
+        # Any token id has a hash, and images and videos are only recorded.
+        self._limits = Limits(2**62, config.max_model_len, self.name, reads_media=True)
         self._prefix_cache: dict[tuple[int, ...], int] = {}
 
     @classmethod
@@ -105,20 +108,7 @@ class FakeEngine(EngineAdapter):
         self.calls.append("generate")
         self.check_usable()
         self.requests.extend(requests)
-        seen: set[int] = set()
-        completions = []
-        for request in requests:
-            if request.request_id in seen:
-                raise ValueError(
-                    "request ids must be unique within one generate() call: got "
-                    f"{request.request_id} twice"
-                )
-            seen.add(request.request_id)
-            completions += [
-                self._complete(request, index, sampling_params)
-                for index in range(sampling_params.n)
-            ]
-        return completions
+        return super().generate(requests, sampling_params)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Scores a sequence at temperature 1 under the weights of now."""
@@ -126,133 +116,51 @@ class FakeEngine(EngineAdapter):
         self.check_usable()
         return self._score(tuple(token_ids), self._fingerprint())
 
-    def sleep(self, level: int = 1) -> None:
-        """Releases memory."""
-        self.calls.append("sleep")
-        super().sleep(level)
-
-    def wake_up(self, tags: tuple[str, ...] | None = None) -> None:
-        """Takes memory back."""
-        self.calls.append("wake_up")
-        super().wake_up(tags)
-
-    def begin_weight_update(self) -> None:
-        """Opens an update."""
-        self.calls.append("begin_weight_update")
-        super().begin_weight_update()
-
-    def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
-        """Copies pieces into the parameters."""
-        self.calls.append("load_weights")
-        super().load_weights(pieces)
-
-    def finish_weight_update(self) -> None:
-        """Closes the update."""
-        self.calls.append("finish_weight_update")
-        super().finish_weight_update()
-
-    def reset_caches(self) -> None:
-        """Forgets the weights that prompts were run with."""
-        self.calls.append("reset_caches")
+    def _drop_caches(self) -> None:
         self._prefix_cache.clear()
-        super().reset_caches()
 
-    def hash_parameters(self, names: Sequence[str] | None = None) -> dict[str, int]:
-        """Hashes of the parameters."""
-        self.calls.append("hash_parameters")
-        return super().hash_parameters(names)
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.stop and self._script is None:
+            raise ValueError("the fake engine has no tokenizer; use stop_token_ids, not stop")
 
-    def alias_weights(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Uses the given tensors as parameters if they fit."""
-        self.calls.append("alias_weights")
-        return super().alias_weights(tensors)
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(byte % self._vocab_size for byte in text.encode())
 
-    def set_weights_version(self, version: int) -> None:
-        """Declares the weights verified."""
-        self.calls.append("set_weights_version")
-        super().set_weights_version(version)
-
-    def close(self) -> None:
-        """Frees the weights."""
-        self.calls.append("close")
-        super().close()
+    def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[RawCompletion]:
+        requests = {request.request_id: request for request in self.requests}
+        return [self._complete(row, requests[row.request_id], params) for row in rows]
 
     def _complete(
-        self, request: GenerationRequest, index: int, params: SamplingParams
-    ) -> Completion:
-        prompt, bound = self._checked(request, params)
+        self, row: Row, request: GenerationRequest, params: SamplingParams
+    ) -> RawCompletion:
         if self._script is None:
-            tokens, logprobs, reason = self._draw(prompt, bound, request, index, params)
-        else:
-            scripted, given = self._script(request, index)
-            tokens = tuple(scripted)[:bound]
-            if given is None:
-                fingerprint = self._cached_fingerprint(prompt)
-                logprobs = tuple(self._score((*prompt, *tokens), fingerprint)[len(prompt) :])
-            else:
-                logprobs = tuple(given)[:bound]
-            ends = bool(tokens) and tokens[-1] in self._ending_ids(params)
-            reason = "stop" if ends or len(scripted) < bound else "length"
-        return Completion(
-            request_id=request.request_id,
-            sample_index=index,
-            prompt_token_ids=prompt,
-            output_token_ids=tokens,
-            output_logprobs=logprobs,
-            logprobs_mode=params.logprobs_mode,
-            finish_reason=reason,
-            weights_version=self.weights_version,
-        )
+            return self._draw(row, params)
+        scripted, given = self._script(request, row.sample_index)
+        tokens = tuple(scripted)[: row.max_tokens]
+        if given is None:
+            scores = self._score((*row.prompt, *tokens), self._cached_fingerprint(row.prompt))
+            given = scores[len(row.prompt) :]
+        ends = bool(tokens) and tokens[-1] in self._stop_ids(params)
+        reason: FinishReason = "stop" if ends or len(scripted) < row.max_tokens else "length"
+        return RawCompletion(tokens, tuple(given)[: row.max_tokens], reason)
 
-    def _checked(
-        self, request: GenerationRequest, params: SamplingParams
-    ) -> tuple[tuple[int, ...], int]:
-        name = f"request {request.request_id}"
-        prompt = tuple(request.prompt_token_ids)
-        if not prompt and request.prompt_text:
-            prompt = tuple(byte % self._vocab_size for byte in request.prompt_text.encode())
-        if not prompt:
-            raise ValueError(f"{name} has an empty prompt; give prompt_token_ids or prompt_text")
-        bound = params.max_tokens if request.max_tokens is None else request.max_tokens
-        if bound < 1:
-            raise ValueError(f"{name}: max_tokens must be at least 1: got {bound}")
-        limit = self._config.max_model_len
-        if limit is not None and len(prompt) + bound > limit:
-            raise ValueError(
-                f"{name} needs {len(prompt)} prompt tokens + {bound} new tokens, more than "
-                f"max_model_len {limit}; shorten the prompt or lower max_tokens"
-            )
-        return prompt, bound
-
-    def _draw(
-        self,
-        prompt: tuple[int, ...],
-        bound: int,
-        request: GenerationRequest,
-        index: int,
-        params: SamplingParams,
-    ) -> tuple[tuple[int, ...], tuple[float, ...], FinishReason]:
-        if params.stop:
-            raise ValueError("the fake engine has no tokenizer; use stop_token_ids, not stop")
-        stop_ids = self._ending_ids(params)
-        state = _prefix_states(self._cached_fingerprint(prompt), prompt)[-1:]
-        keys = row_keys(params.seed, [request.request_id], [index], device=_CPU)
-        numbers = uniforms(keys, 0, bound)
+    def _draw(self, row: Row, params: SamplingParams) -> RawCompletion:
+        stop_ids = self._stop_ids(params)
+        state = _prefix_states(self._cached_fingerprint(row.prompt), row.prompt)[-1:]
+        keys = row_keys(params.seed, [row.request_id], [row.sample_index], device=_CPU)
+        numbers = uniforms(keys, 0, row.max_tokens)
         tokens: list[int] = []
         logprobs: list[float] = []
-        for step in range(bound):
+        reason: FinishReason = "length"
+        for step in range(row.max_tokens):
             token, logprob = draw_tokens(self._logits(state), numbers[step], params)
             state = mix64(state ^ token)
             tokens.append(int(token))
             logprobs.append(float(logprob))
             if tokens[-1] in stop_ids and step + 1 >= params.min_tokens:
-                return tuple(tokens), tuple(logprobs), "stop"
-        return tuple(tokens), tuple(logprobs), "length"
-
-    def _ending_ids(self, params: SamplingParams) -> frozenset[int]:
-        return frozenset(params.stop_token_ids) | (
-            {self._eos_id} - {-1} if not params.ignore_eos else set()
-        )
+                reason = "stop"
+                break
+        return RawCompletion(tuple(tokens), tuple(logprobs), reason)
 
     def _score(self, token_ids: tuple[int, ...], fingerprint: int) -> list[float]:
         if not token_ids:
@@ -280,6 +188,30 @@ class FakeEngine(EngineAdapter):
             places = torch.arange(bits.numel(), device=bits.device)
             total = (total * 31 + int(mix64(bits ^ mix64(places)).sum())) % 2**63
         return total
+
+
+def _recorded(name: str) -> Callable[..., object]:
+    def method(self: FakeEngine, *args: object) -> object:
+        self.calls.append(name)
+        inherited: Callable[..., object] = getattr(super(FakeEngine, self), name)
+        return inherited(*args)
+
+    return method
+
+
+for _name in (
+    "sleep",
+    "wake_up",
+    "begin_weight_update",
+    "load_weights",
+    "finish_weight_update",
+    "reset_caches",
+    "hash_parameters",
+    "alias_weights",
+    "set_weights_version",
+    "close",
+):
+    setattr(FakeEngine, _name, _recorded(_name))
 
 
 def _prefix_states(fingerprint: int, token_ids: tuple[int, ...]) -> torch.Tensor:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
+from lightrft.engines.hf.build import architecture_of
+from lightrft.engines.parameter_store import tied_names
 from lightrft.engines.types import EngineConfig
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +46,6 @@ def model_shape(
         config: A transformers configuration.
         architecture: The class to build; None takes the causal language model of the config.
     """
-    from transformers import AutoModelForCausalLM
-
     config = copy.deepcopy(config)
     with torch.device("meta"):
         model = (
@@ -49,25 +54,22 @@ def model_shape(
             else architecture(config)
         )
     model.tie_weights()
-    first: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        shapes[name] = tuple(parameter.shape)
-        owner = first.setdefault(id(parameter), name)
-        if owner != name:
-            tied[name] = owner
-    return ModelShape(shapes, tied)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    return ModelShape(shapes, tied_names(parameters.items()))
 
 
 def model_configs(
     config: EngineConfig, module: nn.Module | None
-) -> tuple[PretrainedConfig, GenerationConfig | None]:
-    """The model's configuration, from its directory or else from the module.
+) -> tuple[PretrainedConfig, GenerationConfig | None, type[PreTrainedModel] | None]:
+    """The model's configurations, from its directory or else from the module, and its class.
+
+    The class is that of the module; None is the causal language model of the configuration.
 
     Raises:
         ValueError: Neither is given.
     """
+    architecture = architecture_of(type(module)) if isinstance(module, PreTrainedModel) else None
     if config.model_path:
         hf_config = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
         try:
@@ -75,10 +77,31 @@ def model_configs(
         except OSError:
             # A checkpoint need not have one.
             generation = None
-        return hf_config, generation
+        return hf_config, generation, architecture
     if not isinstance(module, PreTrainedModel):
         raise ValueError(
             f"the {config.engine_type} engine needs the directory of a Hugging Face checkpoint "
             f"(model_path) or a transformers model: got module {type(module).__name__}"
         )
-    return module.config, cast("GenerationConfig | None", module.generation_config)
+    return module.config, cast("GenerationConfig | None", module.generation_config), architecture
+
+
+@contextmanager
+def model_directory(
+    model_path: str, hf_config: PretrainedConfig, architecture: type | None
+) -> Iterator[str]:
+    """The checkpoint, or a temporary directory that holds the architecture alone.
+
+    Args:
+        model_path: The checkpoint, or empty.
+        hf_config: The model's configuration.
+        architecture: Name of the transformers class.
+    """
+    if model_path:
+        yield model_path
+        return
+    with tempfile.TemporaryDirectory(prefix="lightrft-engine-") as directory:
+        hf_config = copy.deepcopy(hf_config)
+        hf_config.architectures = None if architecture is None else [architecture.__name__]
+        hf_config.save_pretrained(directory)
+        yield directory

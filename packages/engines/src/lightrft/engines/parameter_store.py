@@ -17,35 +17,26 @@ class ParameterStore(EngineWeights):
         parameters: Checkpoint name -> tensor. A tensor that appears under several names counts
             once, under the first.
         engine_name: Names the engine in errors.
-        unwritten: Names that hold no weights yet.
+
+    Attributes:
+        tensors: The tensors that own their storage, by name.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        engine_name: str,
-        *,
-        unwritten: Iterable[str] = (),
-    ) -> None:
-        self._tied = _tied_names(parameters)
-        self._parameters = {n: p for n, p in parameters.items() if n not in self._tied}
-        self._shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
-        self._devices = {name: p.device for name, p in self._parameters.items()}
+    def __init__(self, parameters: Mapping[str, torch.Tensor], engine_name: str) -> None:
+        self._tied = tied_names(parameters.items())
+        self.tensors = {n: p for n, p in parameters.items() if n not in self._tied}
+        self._shapes = {name: tuple(p.shape) for name, p in self.tensors.items()}
+        self._devices = {name: p.device for name, p in self.tensors.items()}
         manifest = [
             EngineParameter(name, tuple(p.shape), p.dtype, tied_to=self._tied.get(name))
             for name, p in parameters.items()
         ]
-        super().__init__(manifest, engine_name, unwritten=unwritten)
+        super().__init__(manifest, engine_name)
         self.is_aliased = False
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The tensors that own their storage, by name."""
-        return self._parameters
 
     def begin(self) -> None:
         """Opens an update; storage shared with the trainer is replaced by copies first."""
-        self.transaction.begin()
+        super().begin()
         if self.is_aliased:
             self._stop_sharing()
 
@@ -56,32 +47,32 @@ class ParameterStore(EngineWeights):
         if self.is_aliased:
             self._stop_sharing()
         for piece in pieces:
-            self.transaction.accept(piece)
-            flat = self._parameters[piece.name].data.view(-1)
+            self.accept(piece)
+            flat = self.tensors[piece.name].data.view(-1)
             flat[piece.start : piece.start + piece.tensor.numel()].copy_(piece.tensor)
 
     def alias(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Takes the given tensors as storage if every one fits; else changes nothing."""
-        if not self.is_resident or self.transaction.is_open:
+        if not self.is_resident or self.is_open:
             return False
-        if set(tensors) - set(self._parameters) - set(self._tied):
+        if set(tensors) - set(self.tensors) - set(self._tied):
             return False
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.tensors.items():
             given = tensors.get(name)
             if given is None or not _fits(given, parameter):
                 return False
         for tied, name in self._tied.items():
             if tied in tensors and tensors[tied].data_ptr() != tensors[name].data_ptr():
                 return False
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.tensors.items():
             parameter.data = tensors[name].detach()
         self.is_aliased = True
-        self.transaction.unwritten.clear()
+        self.unwritten.clear()
         return True
 
     def _stop_sharing(self) -> None:
         """Takes storage of its own again: that of the trainer is not to be written."""
-        for parameter in self._parameters.values():
+        for parameter in self.tensors.values():
             parameter.data = parameter.data.clone()
         self.is_aliased = False
 
@@ -89,10 +80,10 @@ class ParameterStore(EngineWeights):
         """Level 1 moves weights to the host, level 2 frees them; aliased ones stay untouched."""
         if self.is_aliased:
             return
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.tensors.items():
             if level == 2:
                 parameter.data = parameter.data.new_empty(0)
-                self.transaction.unwritten.add(name)
+                self.unwritten.add(name)
             elif parameter.device.type != "cpu":
                 parameter.data = parameter.data.to("cpu")
         self.is_resident = False
@@ -101,7 +92,7 @@ class ParameterStore(EngineWeights):
         """Takes memory back; weights freed by level 2 stay unwritten."""
         if self.is_resident:
             return
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.tensors.items():
             if tuple(parameter.shape) == self._shapes[name]:
                 parameter.data = parameter.data.to(self._devices[name])
             else:
@@ -116,14 +107,14 @@ class ParameterStore(EngineWeights):
 
         self._require_resident("hash_parameters")
         result = {}
-        for name in self._parameters if names is None else names:
+        for name in self.tensors if names is None else names:
             owner = self._tied.get(name, name)
-            if owner not in self._parameters:
+            if owner not in self.tensors:
                 raise KeyError(
                     f"the {self._engine_name} engine has no parameter {name!r}; "
                     "names must be those of parameter_manifest()"
                 )
-            result[name] = int(hash_tensor(self._parameters[owner].detach().reshape(-1)))
+            result[name] = int(hash_tensor(self.tensors[owner].detach().reshape(-1)))
         return result
 
 
@@ -143,14 +134,14 @@ def full_shape(parameter: torch.Tensor) -> torch.Size:
     return shape
 
 
-def _tied_names(parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def tied_names(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """For each further name of a shared parameter, the first name."""
-    owners: dict[int, str] = {}
-    tied = {}
-    for name, parameter in parameters.items():
-        owner = owners.setdefault(id(parameter), name)
-        if owner != name:
-            tied[name] = owner
+    first_names: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in named:
+        first_name = first_names.setdefault(id(parameter), name)
+        if first_name != name:
+            tied[name] = first_name
     return tied
 
 

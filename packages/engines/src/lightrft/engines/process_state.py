@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import operator
 import os
 import random
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 @contextmanager
@@ -84,24 +78,3 @@ def _exists(module: str, path: str) -> bool:
     except (ImportError, AttributeError):
         return False
     return True
-
-
-@contextmanager
-def model_directory(
-    model_path: str, hf_config: PretrainedConfig, architecture: str | None
-) -> Iterator[str]:
-    """The checkpoint, or a temporary directory that holds the architecture alone.
-
-    Args:
-        model_path: The checkpoint, or empty.
-        hf_config: The model's configuration.
-        architecture: Name of the transformers class.
-    """
-    if model_path:
-        yield model_path
-        return
-    with tempfile.TemporaryDirectory(prefix="lightrft-engine-") as directory:
-        hf_config = copy.deepcopy(hf_config)
-        hf_config.architectures = None if architecture is None else [architecture]
-        hf_config.save_pretrained(directory)
-        yield directory

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -35,6 +36,82 @@ class RawCompletion:
 def request_seed(seed: int, request_id: int, part: int) -> int:
     """A seed that depends on nothing but its arguments; nearby ids give unrelated seeds."""
     return int(row_keys(seed, [request_id], [part], device=_CPU)[0]) & _SEED_MASK
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request to a backend.
+
+    Args:
+        prompt: Token ids.
+        max_tokens: Most tokens of each sample.
+        seed: Fixes its random numbers, together with their positions.
+        num_samples: Samples of this prompt.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int
+    num_samples: int = 1
+
+
+def first_job(row: Row, params: SamplingParams, *, num_samples: int = 1) -> Job:
+    """Up to `min_tokens` - 1 tokens if there is a minimum, else all."""
+    bound = row.max_tokens
+    if params.min_tokens > 1:
+        bound = min(bound, params.min_tokens - 1)
+    seed = request_seed(params.seed, row.request_id, row.sample_index)
+    return Job(row.prompt, bound, seed, num_samples)
+
+
+def next_job(row: Row, raw: RawCompletion, params: SamplingParams, *, part: int) -> Job | None:
+    """The job that continues a completion after its minimum, or None if it is full."""
+    left = row.max_tokens - len(raw.token_ids)
+    if left <= 0:
+        return None
+    return Job((*row.prompt, *raw.token_ids), left, request_seed(params.seed, row.request_id, part))
+
+
+class RunJobs(Protocol):
+    """Runs jobs on a backend."""
+
+    def __call__(self, jobs: Sequence[Job], *, with_stops: bool) -> list[RawCompletion]:
+        """The samples of the first job, of the second, and so on."""
+
+
+def sample_in_parts(
+    run: RunJobs,
+    first_jobs: Sequence[Job],
+    rows: Sequence[Row],
+    params: SamplingParams,
+    decoder: TextDecoder | None,
+    *,
+    next_part: int,
+) -> list[RawCompletion]:
+    """One completion a row. Before `min_tokens` nothing stops, so those come as a first part.
+
+    Args:
+        run: The backend.
+        first_jobs: Whose samples are one a row.
+        rows, params: What to sample.
+        decoder: Finds stop strings that begin in the first part; None where they are looked for
+            later, or there are none.
+        next_part: Added to the sample index for the seed of the second part.
+    """
+    has_minimum = params.min_tokens > 1
+    raws = run(first_jobs, with_stops=not has_minimum)
+    if not has_minimum:
+        return raws
+    jobs = [
+        next_job(row, raw, params, part=row.sample_index + next_part)
+        for row, raw in zip(rows, raws, strict=True)
+    ]
+    wanted = [job for job in jobs if job is not None]
+    answers = iter(run(wanted, with_stops=True) if wanted else ())
+    return [
+        raw if job is None else joined(raw, next(answers), params, decoder)
+        for job, raw in zip(jobs, raws, strict=True)
+    ]
 
 
 def joined(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lightrft.engines.types import GenerationRequest
+from lightrft.engines.types import GenerationRequest, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +35,27 @@ class Limits:
         vocab_size: Token ids are below this.
         max_model_len: Longest prompt plus completion, in tokens; None is unlimited.
         engine_name: Names the engine in errors.
+        reads_media: Whether prompts may have images and videos.
     """
 
     vocab_size: int
     max_model_len: int | None
     engine_name: str
+    reads_media: bool = False
 
 
 def rows_of_requests(
     requests: Sequence[GenerationRequest],
-    *,
-    num_samples: int,
-    max_tokens: int,
+    params: SamplingParams,
     limits: Limits,
+    *,
     encode: Callable[[str], tuple[int, ...]],
 ) -> list[Row]:
     """Checks requests and lists their completions, prompt-major.
 
     Args:
         requests: The requests.
-        num_samples: Completions for each request.
-        max_tokens: For requests without a bound of their own.
+        params: Completions for each request, and the bound of those without one of their own.
         limits: What the model can take.
         encode: Turns a prompt text into token ids, for requests without ids.
 
@@ -71,20 +71,21 @@ def rows_of_requests(
                 f"{request.request_id} twice"
             )
         seen.add(request.request_id)
-        prompt, bound = _checked(request, max_tokens, limits, encode)
+        bound = params.max_tokens if request.max_tokens is None else request.max_tokens
+        prompt = _checked_prompt(request, bound, limits, encode)
         start = len(rows)
-        rows += [Row(start + i, request.request_id, i, prompt, bound) for i in range(num_samples)]
+        rows += [Row(start + i, request.request_id, i, prompt, bound) for i in range(params.n)]
     return rows
 
 
-def _checked(
+def _checked_prompt(
     request: GenerationRequest,
-    max_tokens: int,
+    bound: int,
     limits: Limits,
     encode: Callable[[str], tuple[int, ...]],
-) -> tuple[tuple[int, ...], int]:
+) -> tuple[int, ...]:
     name = f"request {request.request_id}"
-    if not request.multi_modal.is_empty:
+    if not request.multi_modal.is_empty and not limits.reads_media:
         raise ValueError(
             f"{name} has images or videos, but the {limits.engine_name} engine reads text only; "
             "use a vision-language model with an engine that supports it"
@@ -99,7 +100,6 @@ def _checked(
             f"{name} has token ids outside the vocabulary: got {min(prompt)} .. {max(prompt)}, "
             f"expected 0 .. {limits.vocab_size - 1}"
         )
-    bound = max_tokens if request.max_tokens is None else request.max_tokens
     if bound < 1:
         raise ValueError(f"{name}: max_tokens must be at least 1: got {bound}")
     if limits.max_model_len is not None and len(prompt) + bound > limits.max_model_len:
@@ -107,7 +107,7 @@ def _checked(
             f"{name} needs {len(prompt)} prompt tokens + {bound} new tokens, more than "
             f"max_model_len {limits.max_model_len}; shorten the prompt or lower max_tokens"
         )
-    return prompt, bound
+    return prompt
 
 
 def chunks_of_rows(

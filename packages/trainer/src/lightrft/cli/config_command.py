@@ -7,9 +7,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.options import Parser, add_options, available_options, read_options
-from lightrft.config import TrainConfig
+from lightrft.cli.errors import ExitCode, UsageError, refuse
+from lightrft.cli.options import Parser, add_options, available_options, parse_options
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import did_you_mean
 from lightrft.config.toml import format_toml, without_secrets
 from lightrft.trainer.runs.files import CONFIG_FILE
@@ -59,7 +59,8 @@ def build_parsers() -> list[Parser]:
 
 def show(argv: Sequence[str]) -> str:
     """The options as TOML."""
-    config, parsed = read_options(build_parsers()[0], argv)
+    config, parsed, problems = parse_options(build_parsers()[0], argv)
+    refuse(problems, ConfigError)
     values = without_secrets(config)
     lines: list[str] = []
     group = ""

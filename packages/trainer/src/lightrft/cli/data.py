@@ -161,6 +161,5 @@ def score_gold(config: TrainConfig, found: DataCheck) -> GoldScore | None:
     if not config.reward_fn or not found.rows:
         return None
     from lightrft.cli.data_gold import score_labels
-    from lightrft.rewards.build import reward_settings
 
-    return score_labels(config.reward_fn, found.rows, settings=reward_settings(config))
+    return score_labels(found.rows, config)

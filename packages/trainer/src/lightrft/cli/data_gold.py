@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightrft.config import TrainConfig
 from lightrft.config.registry import REWARDS
 from lightrft.datasets.check import CheckedRow
-from lightrft.rewards import CombinedReward, RewardSettings, build_reward
+from lightrft.rewards import CombinedReward, build_reward
 from lightrft.rewards.errors import RewardError
 
 MAX_ROWS = 500
@@ -37,21 +38,18 @@ class GoldScore:
     problems: tuple[str, ...]
 
 
-def score_labels(
-    names: Sequence[str], rows: Sequence[CheckedRow], *, settings: RewardSettings
-) -> GoldScore:
+def score_labels(rows: Sequence[CheckedRow], config: TrainConfig) -> GoldScore:
     """Scores the reference answers of the first rows in the forms of `FORMS`.
 
     Args:
-        names: Rewards, as in `reward_fn`.
         rows: With or without reference answers.
-        settings: Deadlines, and arguments of own functions.
+        config: Rewards, their deadlines, and arguments of own functions.
 
     Raises:
         ConfigError, RewardError: A reward that cannot be loaded.
     """
-    chosen = rows[:MAX_ROWS]
-    with build_reward(names, settings=settings) as reward:
+    names, chosen = config.reward_fn, rows[:MAX_ROWS]
+    with build_reward(names, config=config) as reward:
         by_form = {form: _score(reward, chosen, text) for form, text in FORMS.items()}
     knows_right = all(REWARDS.is_built_in(name) for name in names)
     problems = []

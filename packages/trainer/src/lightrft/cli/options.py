@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from lightrft.cli.errors import UsageError, refuse
+from lightrft.cli.errors import UsageError
 from lightrft.cli.unavailable import UNAVAILABLE
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import TrainConfig
 from lightrft.config.options import OptionInfo, did_you_mean, from_text, options_of, type_hints
 from lightrft.config.toml import read_toml
 from lightrft.utils.arguments import add_arguments
@@ -120,15 +120,6 @@ def parse_options(
     flags = {name: value for name, value in vars(parsed).items() if name in known}
     config, problems = merge_options([Path(name) for name in parsed.config], flags)
     return config, parsed, unknown_flags(unknown) + problems
-
-
-def read_options(
-    parser: argparse.ArgumentParser, argv: Sequence[str]
-) -> tuple[TrainConfig, argparse.Namespace]:
-    """As `parse_options`; problems are a ConfigError that lists them."""
-    config, parsed, problems = parse_options(parser, argv)
-    refuse(problems, ConfigError)
-    return config, parsed
 
 
 def merge_options(

@@ -108,16 +108,12 @@ def check_reward(config: TrainConfig, columns: frozenset[str]) -> None:
         ConfigError: An unknown function or file.
         RewardError: A file that cannot be loaded, or a function that cannot be called.
     """
-    from lightrft.rewards.build import build_reward, reward_settings, reward_urls
+    from lightrft.rewards.build import build_reward, reward_urls
 
     urls = reward_urls(config)
     if not config.reward_fn and not urls:
         return  # reward models alone
-    with build_reward(
-        config.reward_fn,
-        urls=urls,
-        settings=reward_settings(config),
-    ) as reward:
+    with build_reward(config.reward_fn, urls=urls, config=config) as reward:
         reward.check_columns(columns)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.options import Parser, add_number
+from lightrft.config import TrainConfig
 
 EXAMPLE_PORT = 8008
 
@@ -18,12 +19,12 @@ def run(argv: Sequence[str]) -> int:
         RewardError: A reward function that cannot be loaded.
     """
     options = build_parser().parse_args(argv)
-    from lightrft.rewards import RewardSettings, build_reward
+    from lightrft.rewards import build_reward
     from lightrft.rewards.service import RewardServer
 
-    settings = RewardSettings(timeout_seconds=float(options.timeout_seconds))
+    config = TrainConfig(reward_timeout_seconds=float(options.timeout_seconds))
     with (
-        build_reward(options.reward_fn, settings=settings) as reward,
+        build_reward(options.reward_fn, config=config) as reward,
         RewardServer(reward, host=options.host, port=options.port) as server,
     ):
         print(f"serving {reward.name} at http://{options.host}:{server.server_port}", flush=True)

@@ -40,13 +40,8 @@ def load_config(path: str) -> PretrainedConfig:
     Raises:
         ModelLoadError: There is no config.json, or it names an unknown architecture.
     """
-    _require(path, ("config.json",), "configuration")
-    try:
-        return AutoConfig.from_pretrained(path)
-    except _UNREADABLE as err:
-        raise ModelLoadError(
-            f"cannot read the configuration of {path!r}: {_first_line(err)}"
-        ) from err
+    config: PretrainedConfig = _read(AutoConfig, path, ("config.json",), "configuration")
+    return config
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -55,11 +50,22 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     Raises:
         ModelLoadError: It is missing or unreadable.
     """
-    _require(path, ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"), "tokenizer")
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    tokenizer: PreTrainedTokenizerBase = _read(AutoTokenizer, path, files, "tokenizer")
+    return tokenizer
+
+
+def _read(
+    auto_class: type[AutoConfig] | type[AutoTokenizer],
+    path: str,
+    patterns: tuple[str, ...],
+    what: str,
+) -> object:
+    _require(path, patterns, what)
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return auto_class.from_pretrained(path)
     except _UNREADABLE as err:
-        raise ModelLoadError(f"cannot read the tokenizer of {path!r}: {_first_line(err)}") from err
+        raise ModelLoadError(f"cannot read the {what} of {path!r}: {_first_line(err)}") from err
 
 
 def load_causal_lm(
@@ -108,18 +114,14 @@ def _load(
     dtype: str,
     attn_implementation: str,
 ) -> PreTrainedModel:
-    torch_dtype = parse_dtype(dtype)
+    options = {"dtype": parse_dtype(dtype), "attn_implementation": attn_implementation}
     config = load_config(path)
     _require(path, WEIGHT_PATTERNS, "weights")
     if is_building_on_meta():
         # The strategy reads the weights from the configuration's directory, shard by shard.
-        return auto_class.from_config(
-            config, dtype=torch_dtype, attn_implementation=attn_implementation
-        )
+        return auto_class.from_config(config, **options)
     try:
-        return auto_class.from_pretrained(
-            path, dtype=torch_dtype, attn_implementation=attn_implementation
-        )
+        return auto_class.from_pretrained(path, **options)
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as err:
         raise ModelLoadError(f"cannot load the model {path!r}: {_first_line(err)}") from err
 

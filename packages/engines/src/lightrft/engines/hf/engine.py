@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from lightrft.engines.adapter import EngineAdapter
+from lightrft.engines.base import RolloutEngine
 from lightrft.engines.hf.build import build_model
 from lightrft.engines.hf.decode import RowForward, StopRule, decode
 from lightrft.engines.hf.forward import ModelTraits, PlainForward, WholeBatchForward
@@ -23,13 +22,10 @@ from lightrft.engines.types import (
     SamplingParams,
 )
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 _logger = logging.getLogger(__name__)
 
 
-class HFEngine(EngineAdapter):
+class HFEngine(RolloutEngine):
     """Samples with its own decode loop over the transformers forward.
 
     Each rank generates its own prompts: `tensor_parallel_size` forms no groups here, and
@@ -48,19 +44,20 @@ class HFEngine(EngineAdapter):
         super().__init__(config)
         built = build_model(config, module)
         parameters = dict(built.model.named_parameters(remove_duplicate=False))
-        self._weights = ParameterStore(parameters, self.name, unwritten=built.unwritten)
+        self._weights = ParameterStore(parameters, self.name)
+        self._weights.unwritten.update(built.unwritten)
         if config.tensor_parallel_size > 1:
             _logger.info(
                 "the hf engine generates on each rank by itself; tensor_parallel_size=%d only "
                 "forms groups",
                 config.tensor_parallel_size,
             )
-        self._model: PreTrainedModel = built.model
+        self._model = built.model
         self._traits = ModelTraits(self._model)
         self._read_limits(self._model.config, self._model.generation_config)
 
     @property
-    def native(self) -> PreTrainedModel:
+    def native(self) -> object:
         """The transformers model."""
         return self._model
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from lightrft.engines.hf.attention import MASKED
 from lightrft.engines.hf.cache import roomy_cache
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _logger = logging.getLogger(__name__)
 _warned: set[str] = set()

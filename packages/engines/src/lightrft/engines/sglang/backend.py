@@ -6,22 +6,19 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lightrft.engines.process_state import (
     environment,
-    model_directory,
     preserved_process_state,
     require_functions,
 )
+from lightrft.engines.requests import Limits
 from lightrft.engines.sglang.options import engine_arguments
 from lightrft.engines.types import EngineConfig
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 KNOWN_VERSIONS = "0.5.21"
 _NEEDED: dict[str, tuple[str, ...]] = {
@@ -73,22 +70,13 @@ class Engine(Protocol):
         """Ends all processes."""
 
 
-def start_engine(
-    config: EngineConfig,
-    hf_config: PretrainedConfig,
-    *,
-    architecture: str | None,
-    max_model_len: int,
-    vocab_size: int,
-) -> Engine:
+def start_engine(config: EngineConfig, model_path: str, limits: Limits) -> Engine:
     """Starts SGLang; random states and threads of this process stay as they are.
 
     Args:
         config: What to start; without a model path, a model with dummy weights.
-        hf_config: The model's configuration.
-        architecture: Name of the transformers class to write into a directory without weights.
-        max_model_len: Longest prompt plus completion.
-        vocab_size: Of the model.
+        model_path: Directory of the model.
+        limits: Vocabulary and longest prompt plus completion.
 
     Raises:
         ImportError: The installed SGLang is of another version.
@@ -101,18 +89,17 @@ def start_engine(
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     with preserved_process_state(), _without_launcher():
         require_functions(_NEEDED, "SGLang", f"sglang=={KNOWN_VERSIONS}")
-        with model_directory(config.model_path, hf_config, architecture) as model_path:
-            arguments = engine_arguments(
-                config,
-                model_path=model_path,
-                # One more: scoring a sequence of full length samples one token after it.
-                context_length=max_model_len + 1,
-                load_format="auto" if config.model_path else "dummy",
-                vocab_size=vocab_size,
-                ports=_free_ports(),
-                device_index=None if is_on_cpu else torch.cuda.current_device(),
-            )
-            return _build(arguments, is_on_cpu=is_on_cpu)
+        arguments = engine_arguments(
+            config,
+            model_path=model_path,
+            # One more: scoring a sequence of full length samples one token after it.
+            context_length=(limits.max_model_len or 0) + 1,
+            load_format="auto" if config.model_path else "dummy",
+            vocab_size=limits.vocab_size,
+            ports=_free_ports(),
+            device_index=None if is_on_cpu else torch.cuda.current_device(),
+        )
+        return _build(arguments, is_on_cpu=is_on_cpu)
 
 
 def _build(arguments: Mapping[str, object], *, is_on_cpu: bool) -> Engine:

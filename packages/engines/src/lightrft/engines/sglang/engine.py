@@ -7,27 +7,26 @@ from typing import cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from lightrft.engines.adapter import EngineAdapter
-from lightrft.engines.hf.build import architecture_of
-from lightrft.engines.model_shape import ModelShape, model_configs, model_shape
+from lightrft.engines.base import RolloutEngine
+from lightrft.engines.model_shape import (
+    ModelShape,
+    model_configs,
+    model_directory,
+    model_shape,
+)
 from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.raw_completions import (
+    Job,
     RawCompletion,
     cut_at_string,
     cut_at_token,
-    joined,
+    first_job,
+    sample_in_parts,
 )
 from lightrft.engines.requests import Row
 from lightrft.engines.sglang.backend import Engine, generate_native, start_engine
-from lightrft.engines.sglang.sampling import (
-    Job,
-    first_job,
-    native_params,
-    next_job,
-    raw_of,
-)
+from lightrft.engines.sglang.sampling import native_params, raw_of
 from lightrft.engines.sglang.weights import SGLangWeights
 from lightrft.engines.types import (
     EngineConfig,
@@ -37,7 +36,7 @@ from lightrft.engines.types import (
 )
 
 
-class SGLangEngine(EngineAdapter):
+class SGLangEngine(RolloutEngine):
     """Samples with SGLang; each rank has an engine of its own, on its own device.
 
     Stop strings are found after sampling: a completion is sampled to its end or bound and cut
@@ -63,23 +62,14 @@ class SGLangEngine(EngineAdapter):
                 "the sglang engine runs on one device: got engine_tp_size "
                 f"{config.tensor_parallel_size}; set it to 1 or use engine_type vllm"
             )
-        hf_config, generation_config = model_configs(config, module)
+        hf_config, generation_config, architecture = model_configs(config, module)
         self._read_limits(hf_config, generation_config)
-        architecture = (
-            architecture_of(type(module)) if isinstance(module, PreTrainedModel) else None
-        )
-        self._engine: Engine | None = start_engine(
-            config,
-            hf_config,
-            architecture=None if architecture is None else architecture.__name__,
-            max_model_len=self._limits.max_model_len or 0,
-            vocab_size=self._limits.vocab_size,
-        )
+        with model_directory(config.model_path, hf_config, architecture) as path:
+            self._engine: Engine | None = start_engine(config, path, self._limits)
         manifest = _manifest(model_shape(hf_config, architecture), self._dtype)
-        owners = [p.name for p in manifest if p.tied_to is None]
-        self._weights = SGLangWeights(
-            self._engine, manifest, self.name, unwritten=[] if config.model_path else owners
-        )
+        self._weights = SGLangWeights(self._engine, manifest, self.name)
+        if not config.model_path:
+            self._weights.unwritten.update(self._weights.owners)
         # Without a GPU there is nothing to release, and SGLang fails where it waits for one.
         self._releases_memory = torch.cuda.is_available()
         if not config.model_path and module is not None:
@@ -108,61 +98,27 @@ class SGLangEngine(EngineAdapter):
             )
 
     def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[RawCompletion]:
-        """One raw a row. Before `min_tokens` nothing stops, so those come as a first part."""
-        has_minimum = params.min_tokens > 1
+        def run(jobs: Sequence[Job], *, with_stops: bool) -> list[RawCompletion]:
+            vocab_size = self._limits.vocab_size
+            natives = [
+                native_params(job, params, stop_ids, with_stops=with_stops, vocab_size=vocab_size)
+                for job in jobs
+            ]
+            prompts = [job.prompt for job in jobs]
+            with preserved_process_state():
+                answers = generate_native(
+                    self._started, prompts, natives, wants_support=params.truncates
+                )
+            return [raw_of(answer, params) for answer in answers]
+
         stop_ids = self._stop_ids(params)
         jobs = [first_job(row, params) for row in rows]
-        raws = self._run(jobs, params, stop_ids, with_stops=not has_minimum)
-        if has_minimum:
-            raws = self._continue(rows, raws, params, stop_ids)
-        raws = [cut_at_token(d, stop_ids, min_tokens=params.min_tokens) for d in raws]
+        # A token's random number depends on seed and position, so both parts have the same seed.
+        raws = sample_in_parts(run, jobs, rows, params, None, next_part=0)
+        raws = [cut_at_token(raw, stop_ids, min_tokens=params.min_tokens) for raw in raws]
         if params.stop:
             raws = [cut_at_string(raw, params, self._text) for raw in raws]
         return raws
-
-    def _continue(
-        self,
-        rows: Sequence[Row],
-        raws: Sequence[RawCompletion],
-        params: SamplingParams,
-        stop_ids: Sequence[int],
-    ) -> list[RawCompletion]:
-        jobs = [next_job(row, raw, params) for row, raw in zip(rows, raws, strict=True)]
-        wanted = [job for job in jobs if job is not None]
-        answers = iter(self._run(wanted, params, stop_ids, with_stops=True))
-        return [
-            raw if job is None else joined(raw, next(answers), params, None)
-            for job, raw in zip(jobs, raws, strict=True)
-        ]
-
-    def _run(
-        self,
-        jobs: Sequence[Job],
-        params: SamplingParams,
-        stop_ids: Sequence[int],
-        *,
-        with_stops: bool,
-    ) -> list[RawCompletion]:
-        if not jobs:
-            return []
-        natives = [
-            native_params(
-                job,
-                params,
-                stop_ids,
-                with_stops=with_stops,
-                vocab_size=self._limits.vocab_size,
-            )
-            for job in jobs
-        ]
-        with preserved_process_state():
-            answers = generate_native(
-                self._started,
-                [job.prompt for job in jobs],
-                natives,
-                wants_support=params.truncates,
-            )
-        return [raw_of(answer, params) for answer in answers]
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Scores a sequence at temperature 1; see `RolloutEngine.score`."""

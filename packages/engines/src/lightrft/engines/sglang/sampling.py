@@ -3,27 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import cast
 
-from lightrft.engines.raw_completions import RawCompletion, request_seed
-from lightrft.engines.requests import Row
+from lightrft.engines.raw_completions import Job, RawCompletion
 from lightrft.engines.types import FinishReason, SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One SGLang request: one sample of one prompt.
-
-    Args:
-        prompt: Token ids.
-        max_tokens: Most tokens.
-        seed: Fixes its random numbers, together with their positions.
-    """
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    seed: int
 
 
 def native_params(
@@ -58,23 +41,6 @@ def native_params(
         "ignore_eos": params.ignore_eos or not with_stops,
         "no_stop_trim": True,
     }
-
-
-def first_job(row: Row, params: SamplingParams) -> Job:
-    """Up to `min_tokens` - 1 tokens if there is a minimum, else all."""
-    bound = row.max_tokens
-    if params.min_tokens > 1:
-        bound = min(bound, params.min_tokens - 1)
-    return Job(row.prompt, bound, request_seed(params.seed, row.request_id, row.sample_index))
-
-
-def next_job(row: Row, raw: RawCompletion, params: SamplingParams) -> Job | None:
-    """The job that continues a completion after its minimum, or None if it is full."""
-    left = row.max_tokens - len(raw.token_ids)
-    if left <= 0:
-        return None
-    seed = request_seed(params.seed, row.request_id, row.sample_index)
-    return Job((*row.prompt, *raw.token_ids), left, seed)
 
 
 def raw_of(answer: Mapping[str, object], params: SamplingParams) -> RawCompletion:

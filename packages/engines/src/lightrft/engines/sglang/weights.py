@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,18 +18,12 @@ class SGLangWeights(AssembledWeights):
         engine: The started engine.
         manifest: Its parameters, in checkpoint names.
         engine_name: Names the engine in errors.
-        unwritten: Names that hold no weights yet.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        manifest: Sequence[EngineParameter],
-        engine_name: str,
-        *,
-        unwritten: Iterable[str] = (),
+        self, engine: Engine, manifest: Sequence[EngineParameter], engine_name: str
     ) -> None:
-        super().__init__(manifest, engine_name, unwritten=unwritten)
+        super().__init__(manifest, engine_name)
         self._engine = engine
 
     def _hand_over(self, tensors: dict[str, torch.Tensor]) -> None:

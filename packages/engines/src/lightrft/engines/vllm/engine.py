@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
-from transformers import PreTrainedModel
 
-from lightrft.engines.adapter import EngineAdapter
-from lightrft.engines.hf.build import architecture_of
-from lightrft.engines.model_shape import model_configs, model_shape
-from lightrft.engines.process_state import preserved_process_state
-from lightrft.engines.raw_completions import RawCompletion, joined
-from lightrft.engines.requests import Row
-from lightrft.engines.types import (
-    EngineConfig,
-    EngineStatus,
-    SamplingParams,
+from lightrft.engines.base import RolloutEngine
+from lightrft.engines.model_shape import (
+    ModelShape,
+    model_configs,
+    model_directory,
+    model_shape,
 )
+from lightrft.engines.process_state import preserved_process_state
+from lightrft.engines.raw_completions import Job, RawCompletion, first_job, sample_in_parts
+from lightrft.engines.requests import Row
+from lightrft.engines.types import EngineConfig, EngineStatus, SamplingParams
 from lightrft.engines.vllm.backend import Backend, has_tokenizer, start_backend, stop_backend
 from lightrft.engines.vllm.layout import LayoutReader
-from lightrft.engines.vllm.sampling import (
-    Job,
-    first_jobs,
-    native_params,
-    next_job,
-    raw_completions_of,
-    scoring_params,
-)
+from lightrft.engines.vllm.sampling import native_params, raw_completions_of, scoring_params
 from lightrft.engines.vllm.weights import VLLMWeights
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
-
-class VLLMEngine(EngineAdapter):
+class VLLMEngine(RolloutEngine):
     """Samples with vLLM beside the trainer.
 
     Every rank of a tensor-parallel group holds a shard and must make the same calls in the same
@@ -53,41 +41,30 @@ class VLLMEngine(EngineAdapter):
 
     def __init__(self, config: EngineConfig, *, module: nn.Module | None = None) -> None:
         super().__init__(config)
-        hf_config, generation_config = model_configs(config, module)
+        hf_config, generation_config, architecture = model_configs(config, module)
         self._read_limits(hf_config, generation_config)
         self._has_tokenizer = bool(config.model_path) and has_tokenizer(config.model_path)
-        architecture = (
-            architecture_of(type(module)) if isinstance(module, PreTrainedModel) else None
-        )
-        self._backend: Backend | None = start_backend(
-            config,
-            hf_config,
-            architecture=None if architecture is None else architecture.__name__,
-            max_model_len=self._limits.max_model_len or 0,
-        )
-        self._weights = self._read_weights(hf_config, architecture)
+        with model_directory(config.model_path, hf_config, architecture) as path:
+            self._backend: Backend | None = start_backend(config, path, self._limits)
+        self._weights = self._read_weights(model_shape(hf_config, architecture))
         if not config.model_path and module is not None:
             self._take_over(module)
 
-    def _read_weights(
-        self, hf_config: PretrainedConfig, architecture: type[PreTrainedModel] | None
-    ) -> VLLMWeights:
+    def _read_weights(self, shape: ModelShape) -> VLLMWeights:
         from vllm.distributed.parallel_state import get_tp_group
 
         group = get_tp_group()
         layout = LayoutReader(
             self._started.model,
-            model_shape(hf_config, architecture),
+            shape,
             tp_rank=group.rank_in_group,
             tp_size=group.world_size,
             default_dtype=self._dtype,
         ).read()
-        has_no_weights = (
-            not self._config.model_path or self._config.options.get("load_format") == "dummy"
-        )
-        owners = [p.name for p in layout.manifest if p.tied_to is None]
-        unwritten = owners if has_no_weights else []
-        return VLLMWeights(self._started, layout, self.name, unwritten=unwritten)
+        weights = VLLMWeights(self._started, layout, self.name)
+        if not self._config.model_path or self._config.options.get("load_format") == "dummy":
+            weights.unwritten.update(weights.owners)
+        return weights
 
     @property
     def _started(self) -> Backend:
@@ -109,29 +86,18 @@ class VLLMEngine(EngineAdapter):
             )
 
     def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[RawCompletion]:
-        """One raw a row. Before `min_tokens` nothing stops, so those come as a first part."""
-        has_minimum = params.min_tokens > 1
-        parts = self._run(first_jobs(rows, params), params, with_stops=not has_minimum)
-        raws = [raw for part in parts for raw in part]
-        if not has_minimum:
-            return raws
-        jobs = [next_job(row, d, params) for row, d in zip(rows, raws, strict=True)]
-        answers = iter(self._run([job for job in jobs if job], params, with_stops=True))
-        decoder = self._text if params.stop else None
-        return [
-            raw if job is None else joined(raw, next(answers)[0], params, decoder)
-            for job, raw in zip(jobs, raws, strict=True)
-        ]
+        def run(jobs: Sequence[Job], *, with_stops: bool) -> list[RawCompletion]:
+            natives = [native_params(job, params, stop_ids, with_stops=with_stops) for job in jobs]
+            outputs = self._call([job.prompt for job in jobs], natives)
+            answered = zip(jobs, outputs, strict=True)
+            return [raw for job, out in answered for raw in raw_completions_of(job, out.outputs)]
 
-    def _run(
-        self, jobs: Sequence[Job], params: SamplingParams, *, with_stops: bool
-    ) -> list[list[RawCompletion]]:
-        if not jobs:
-            return []
         stop_ids = self._stop_ids(params)
-        natives = [native_params(job, params, stop_ids, with_stops=with_stops) for job in jobs]
-        outputs = self._call([job.prompt for job in jobs], natives)
-        return [raw_completions_of(job, o.outputs) for job, o in zip(jobs, outputs, strict=True)]
+        prompts = [row for row in rows if row.sample_index == 0]
+        jobs = [first_job(row, params, num_samples=params.n) for row in prompts]
+        decoder = self._text if params.stop else None
+        # vLLM draws all samples of a prompt from the seed of its first part.
+        return sample_in_parts(run, jobs, rows, params, decoder, next_part=1)
 
     def _call(self, prompts: Sequence[tuple[int, ...]], natives: Sequence[object]):  # type: ignore[no-untyped-def]  # noqa: ANN202
         """Answers of vLLM in the order of the prompts; nothing is left queued after a failure."""

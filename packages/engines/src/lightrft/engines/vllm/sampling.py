@@ -3,29 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from lightrft.engines.raw_completions import RawCompletion, request_seed
-from lightrft.engines.requests import Row
+from lightrft.engines.raw_completions import Job, RawCompletion
 from lightrft.engines.types import FinishReason, SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One vLLM request.
-
-    Args:
-        prompt: Token ids.
-        num_samples: Completions of it.
-        max_tokens: Most tokens of each.
-        seed: Fixes its random numbers.
-    """
-
-    prompt: tuple[int, ...]
-    num_samples: int
-    max_tokens: int
-    seed: int
 
 
 class NativeCompletion(Protocol):
@@ -94,28 +75,6 @@ def raw_completions_of(job: Job, outputs: Sequence[NativeCompletion]) -> list[Ra
 def _reason(native: str | None) -> FinishReason:
     reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
     return reasons.get(native, "abort")
-
-
-def first_jobs(rows: Sequence[Row], params: SamplingParams) -> list[Job]:
-    """One job for each request: up to `min_tokens` - 1 tokens if there is a minimum, else all."""
-    jobs = []
-    for row in rows:
-        if row.sample_index == 0:
-            bound = row.max_tokens
-            if params.min_tokens > 1:
-                bound = min(bound, params.min_tokens - 1)
-            seed = request_seed(params.seed, row.request_id, 0)
-            jobs.append(Job(row.prompt, params.n, bound, seed))
-    return jobs
-
-
-def next_job(row: Row, raw: RawCompletion, params: SamplingParams) -> Job | None:
-    """The job that continues a completion after its minimum, or None if it is full."""
-    left = row.max_tokens - len(raw.token_ids)
-    if left <= 0:
-        return None
-    seed = request_seed(params.seed, row.request_id, 1 + row.sample_index)
-    return Job((*row.prompt, *raw.token_ids), 1, left, seed)
 
 
 def scoring_params() -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,11 @@ class VLLMWeights(AssembledWeights):
         backend: The started engine.
         layout: Its parameters.
         engine_name: Names the engine in errors.
-        unwritten: Names that hold no weights yet.
     """
 
-    def __init__(
-        self, backend: Backend, layout: Layout, engine_name: str, *, unwritten: Iterable[str] = ()
-    ) -> None:
+    def __init__(self, backend: Backend, layout: Layout, engine_name: str) -> None:
         device = next(backend.model.parameters()).device
-        super().__init__(layout.manifest, engine_name, unwritten=unwritten, device=device)
+        super().__init__(layout.manifest, engine_name, device=device)
         self._backend = backend
         self._layout = layout
         self._modules = dict(backend.model.named_modules(remove_duplicate=False))

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightrft.engines.base import RolloutEngine
 from lightrft.engines.factory import ENGINES, build_engine, resolve_engine_type
+from lightrft.engines.native_params import params_of_native
 from lightrft.engines.types import (
     EngineConfig,
     GenerationRequest,
@@ -76,7 +77,7 @@ def rollout_engine(args: Arguments, engine_type: str) -> RolloutEngine:
     return build_engine(engine_config(config, engine_type, has_gpu=has_gpu, module=None))
 
 
-def as_sampling_params(given: object, engine: RolloutEngine | None = None) -> SamplingParams:
+def as_sampling_params(given: object) -> SamplingParams:
     """Our `SamplingParams` from itself, a mapping of its field names or the engine's own object.
 
     Raises:
@@ -86,7 +87,7 @@ def as_sampling_params(given: object, engine: RolloutEngine | None = None) -> Sa
     if isinstance(given, SamplingParams):
         return given
     if not isinstance(given, Mapping):
-        converted = None if engine is None else engine.params_of_native(given)
+        converted = params_of_native(given)
         if converted is not None:
             return converted
         raise TypeError(
@@ -173,12 +174,6 @@ class PromptBatch:
             if prompts is not None:
                 return len(prompts)
         return 0
-
-    def checked_params(self, given: object, engine: RolloutEngine) -> SamplingParams:
-        """See `as_sampling_params`; refuses a batch without prompts of either form."""
-        if self.token_ids is None and self.texts is None:
-            raise ValueError("either all_prompt_token_ids or all_prompts must be given")
-        return as_sampling_params(given, engine)
 
     def requests(self, first_id: int, *, is_multimodal: bool) -> list[GenerationRequest]:
         """This rank's requests; multimodal if any rank of the call has images or videos.

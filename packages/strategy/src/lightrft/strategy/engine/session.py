@@ -20,6 +20,7 @@ from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.engine.generation import (
     SHARED_BY_GROUP,
     PromptBatch,
+    as_sampling_params,
     check_engine_type,
     engine_config,
 )
@@ -199,9 +200,8 @@ class EngineSession:
             RuntimeError: Another rank failed; the message names it. The failing rank raises its
                 own error, so every rank raises.
         """
-        engine = self.running
         with phase("generate", self._ranks.timeout):
-            params, problem = _attempt(lambda: batch.checked_params(sampling_params, engine))
+            params, problem = _attempt(lambda: as_sampling_params(sampling_params))
             statuses = self.gather_status(RankStatus(len(batch), batch.is_multimodal), problem)
             before = sum(status.num_prompts for status in statuses[: self._ranks.rank])
             first_id = self._next_request_id + before

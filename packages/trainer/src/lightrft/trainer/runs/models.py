@@ -14,7 +14,7 @@ from lightrft.datasets import Prompt
 from lightrft.experience.model_rewards import ModelRewards, ScoringModel
 from lightrft.models import Actor, Critic, LoraActor, RewardModel, load_causal_lm, load_tokenizer
 from lightrft.rewards import CombinedReward, build_reward
-from lightrft.rewards.build import numbered, reward_settings, reward_urls
+from lightrft.rewards.build import numbered, reward_urls
 from lightrft.rewards.recipes import RewardRecipes, load_recipes
 from lightrft.strategy.prepared import PreparedModel
 from lightrft.strategy.strategy_base import StrategyBase
@@ -35,7 +35,7 @@ def build_run_reward(
         weights=config.reward_weights[: num_functions(config)] or None,
         recipes=recipes,
         has_models=bool(config.reward_pretrain),
-        settings=reward_settings(config),
+        config=config,
     )
 
 
