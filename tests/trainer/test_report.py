@@ -302,7 +302,7 @@ def test_samples_are_spread_over_the_run_within_the_budget(tmp_path):
     choice = choose_samples(folder)
     steps = list(choice.steps)
     assert (len(steps), steps[0], steps[-1], choice.num_steps) == (24, 100, 1, 100)
-    assert [sample.reward for sample in choice.steps[100]] == ["0", "1"]
+    assert [sample["reward"] for sample in choice.steps[100]] == ["0", "1"]
     assert BYTE_BUDGET < 5_000_000
 
 

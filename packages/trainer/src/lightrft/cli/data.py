@@ -121,23 +121,23 @@ def propose_keys_of(request: Request, rows: Sequence[Row]) -> TrainConfig:
     config = request.config
     columns: Mapping[str, object] = rows[0].columns if rows else {}
     proposal = propose_keys(columns)
-    input_key, label_key = config.input_key, config.label_key
-    flags = []
-    if "input_key" not in request.given and input_key not in columns and proposal.input_key:
-        input_key = proposal.input_key
-        flags.append(f"--input_key {input_key}")
-    if "label_key" not in request.given and label_key not in columns and proposal.label_key:
-        label_key = proposal.label_key
-        flags.append(f"--label_key {label_key}")
-    applies_template = config.apply_chat_template
-    if proposal.holds_messages and not applies_template and input_key == proposal.input_key:
-        applies_template = True
+    keys = {"input_key": proposal.input_key, "label_key": proposal.label_key}
+    proposed: dict[str, object] = {
+        name: key
+        for name, key in keys.items()
+        if key and name not in request.given and vars(config)[name] not in columns
+    }
+    flags = [f"--{name} {key}" for name, key in proposed.items()]
+    input_key = proposed.get("input_key", config.input_key)
+    if (
+        proposal.holds_messages
+        and not config.apply_chat_template
+        and input_key == keys["input_key"]
+    ):
+        proposed["apply_chat_template"] = True
         flags.append("--apply_chat_template")
-    shown = " ".join(flags)
-    print(f"proposed options: {shown}" if flags else "proposed options: none, the keys fit")
-    return config.replaced(
-        {"input_key": input_key, "label_key": label_key, "apply_chat_template": applies_template}
-    )
+    print(f"proposed options: {' '.join(flags) or 'none, the keys fit'}")
+    return config.replaced(proposed)
 
 
 def load_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import REWARDS
@@ -64,9 +65,12 @@ def score_labels(rows: Sequence[CheckedRow], config: TrainConfig) -> GoldScore:
                 f"{row.location}: the reference answer {str(row.label)[:60]!r} gets {best:g} from "
                 f"{' + '.join(names)}: expected 1"
             )
-    means = {form: _mean(scores) for form, scores in by_form.items()}
-    found = {form: mean for form, mean in means.items() if mean is not None}
-    return GoldScore(tuple(names), len(chosen), found, tuple(problems))
+    means = {
+        form: fmean(numbers)
+        for form, scores in by_form.items()
+        if (numbers := [score for score in scores if not isinstance(score, str)])
+    }
+    return GoldScore(tuple(names), len(chosen), means, tuple(problems))
 
 
 def _score(reward: CombinedReward, rows: Sequence[CheckedRow], form: str) -> list[float | str]:
@@ -92,8 +96,3 @@ def _call(reward: CombinedReward, rows: Sequence[CheckedRow], form: str) -> list
         {name: [row.columns.get(name) for row in rows] for name in names},
     )
     return [result.reward for result in results]
-
-
-def _mean(scores: Sequence[float | str]) -> float | None:
-    numbers = [score for score in scores if isinstance(score, float | int)]
-    return sum(numbers) / len(numbers) if numbers else None

@@ -68,28 +68,23 @@ def _read(
         raise ModelLoadError(f"cannot read the {what} of {path!r}: {_first_line(err)}") from err
 
 
-def load_causal_lm(
-    path: str, *, dtype: str = "float32", attn_implementation: str = "sdpa"
-) -> PreTrainedModel:
+def load_causal_lm(path: str, *, dtype: str = "float32") -> PreTrainedModel:
     """A language model with its output projection.
 
     Args:
         path: Directory of a checkpoint, or a model id of the Hugging Face hub.
         dtype: A key of `DTYPES`.
-        attn_implementation: A name transformers knows, e.g. "sdpa" or "eager".
 
     Raises:
         ModelLoadError: Configuration or weights are missing or unreadable.
         ValueError: The dtype is unknown.
     """
-    return _load(AutoModelForCausalLM, path, dtype, attn_implementation)
+    return _load(AutoModelForCausalLM, path, dtype)
 
 
-def load_trunk(
-    path: str, *, dtype: str = "float32", attn_implementation: str = "sdpa"
-) -> PreTrainedModel:
+def load_trunk(path: str, *, dtype: str = "float32") -> PreTrainedModel:
     """A model up to its last hidden states; arguments and errors as for `load_causal_lm`."""
-    return _load(AutoModel, path, dtype, attn_implementation)
+    return _load(AutoModel, path, dtype)
 
 
 def save_pretrained(
@@ -109,12 +104,9 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def _load(
-    auto_class: type[AutoModel] | type[AutoModelForCausalLM],
-    path: str,
-    dtype: str,
-    attn_implementation: str,
+    auto_class: type[AutoModel] | type[AutoModelForCausalLM], path: str, dtype: str
 ) -> PreTrainedModel:
-    options = {"dtype": parse_dtype(dtype), "attn_implementation": attn_implementation}
+    options = {"dtype": parse_dtype(dtype), "attn_implementation": "sdpa"}
     config = load_config(path)
     _require(path, WEIGHT_PATTERNS, "weights")
     if is_building_on_meta():
