@@ -69,12 +69,8 @@ def graph_of(root: Path) -> dict[str, set[str]]:
     }
 
 
-# The rules are written for the type of the record that calls them.
-ALLOWED = [["lightrft.config.rules", "lightrft.config.train_config"]]
-
-
 def test_imports_form_no_circle():
-    assert [circle for circle in circles(graph_of(ROOT)) if circle not in ALLOWED] == []
+    assert circles(graph_of(ROOT)) == []
 
 
 @pytest.mark.parametrize(

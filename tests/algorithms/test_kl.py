@@ -8,8 +8,7 @@ import torch
 
 from lightrft.algorithms.kl import (
     KL_ESTIMATORS,
-    AdaptiveKlController,
-    FixedKlController,
+    KlController,
     estimate_kl,
 )
 
@@ -134,7 +133,7 @@ def test_missing_old_logprobs_and_unknown_names_are_errors(worked) -> None:
 
 
 def test_adaptive_controller_follows_the_target_within_its_clip() -> None:
-    controller = AdaptiveKlController(coef=0.2, target=6.0, horizon=10000)
+    controller = KlController(coef=0.2, target=6.0, horizon=10000)
     coefs = []
     for kl in (3.0, 6.6, 12.0):
         controller = controller.update(kl, num_samples=256)
@@ -143,9 +142,9 @@ def test_adaptive_controller_follows_the_target_within_its_clip() -> None:
 
 
 def test_controllers_refuse_nonsense_and_fixed_stays() -> None:
-    fixed = FixedKlController(0.1)
+    fixed = KlController(0.1)
     assert fixed.update(99.0, num_samples=5) == fixed
     with pytest.raises(ValueError, match="must be positive"):
-        AdaptiveKlController(0.1, target=0.0)
+        KlController(0.1, target=0.0)
     with pytest.raises(ValueError, match="must be finite"):
-        AdaptiveKlController(0.1, target=1.0).update(float("nan"), num_samples=1)
+        KlController(0.1, target=1.0).update(float("nan"), num_samples=1)

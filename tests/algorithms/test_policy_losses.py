@@ -158,7 +158,8 @@ def test_there_is_a_paper_for_every_loss() -> None:
 def test_defaults_and_options_are_the_papers(name: str) -> None:
     paper = PAPER_LOSSES[name].__kwdefaults__ or {}
     expected = {key: value for key, value in paper.items() if key != "max_response_tokens"}
-    assert (POLICY_LOSSES.load(name).__kwdefaults__ or {}) == expected
+    options = keyword_options(POLICY_LOSSES.load(name))
+    assert {option: parameter.default for option, parameter in options.items()} == expected
     assert list(keyword_options(POLICY_LOSSES.load(name))) == list(expected)
 
 

@@ -16,10 +16,9 @@ OPTIONS = {name: entry.default for name, (entry, _) in options_of(TrainConfig).i
 NEUTRAL = (None, False, True, 0, 1, -1, 0.0, 1.0, "", ())
 # The public interfaces of packages that are used alone have names of their own.
 ALONE = ("packages/engines/", "packages/kernels/")
-DECLARATIONS = ("config/strategy_config.py", "config/train_config.py")
+DECLARATIONS = ("config/strategy_config.py", "config/run_options.py")
 COLLECTIONS = {
     "packages/strategy/src/lightrft/utils/arguments.py": "the flags of the published interface",
-    "packages/strategy/src/lightrft/config/registry.py": "the registries by their option",
 }
 """Files in which option names may be listed by hand, with the reason."""
 DEFAULTS = {
@@ -81,13 +80,22 @@ def second_defaults(path: str, tree: ast.AST) -> list[str]:
     return found
 
 
+def is_text(node: ast.expr) -> bool:
+    if isinstance(node, ast.Tuple | ast.List):
+        return all(map(is_text, node.elts))
+    return isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+
+
 def lists_of_options(path: str, tree: ast.AST) -> list[str]:
     found = []
     for node in ast.walk(tree):
         items: list[ast.expr | None] = []
         if isinstance(node, ast.Tuple | ast.List | ast.Set):
             items = list(node.elts)
-        elif isinstance(node, ast.Dict):
+        elif isinstance(node, ast.Dict) and all(map(is_text, node.values)):
+            # A mapping to other values sets the options: that is their use.
             items = list(node.keys)
         names = [item.value for item in items if isinstance(item, ast.Constant)]
         options = [name for name in names if isinstance(name, str) and name in OPTIONS]
@@ -114,6 +122,7 @@ def test_no_source_file_repeats_what_the_record_says():
         "class Settings:\n    gamma: float\n    lambd: float\n    seed: int\n",
         "def load(path, *, prompt_max_len=1024): ...\n",
         'FREE = {"seed", "gamma", "lambd"}\n',
+        'HELP = {"seed": "of numbers", "gamma": "a discount", "lambd": "a mixture"}\n',
     ],
 )
 def test_a_planted_repetition_is_caught(planted):

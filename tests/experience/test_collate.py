@@ -7,11 +7,11 @@ import torch
 from lightrft.experience.collate import (
     collate,
     join_micro_batches,
-    micro_slices,
     select_experience,
     select_rollouts,
 )
 from lightrft.experience.exchange import SampleTable
+from lightrft.experience.minibatches import micro_slices
 from lightrft.experience.types import ExperienceBatch, PolicyOutputs
 
 

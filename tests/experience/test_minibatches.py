@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from lightrft.config import TrainConfig
 from lightrft.experience.minibatches import epoch_order, plan_minibatches
 
 
@@ -27,7 +28,7 @@ def test_optimizer_batches_hold_the_same_samples_for_any_number_of_ranks(world_s
 def test_every_sample_is_trained_exactly_once():
     lengths = np.random.default_rng(1).integers(1, 100, 48)
     dealt = plan(lengths, 4)
-    assert sorted(row for rank in range(4) for row in dealt.rows_of(rank)) == list(range(48))
+    assert sorted(row for rank in range(4) for row in dealt.row_index(rank)) == list(range(48))
     assert all(len(hand) == 2 for batch in dealt.rows for hand in batch)
 
 
@@ -66,7 +67,7 @@ def test_later_epochs_visit_all_batches_in_another_order():
 
 
 def test_micro_batches_by_tokens_cover_every_share_in_equal_numbers():
-    rng = np.random.default_rng(3)
+    rng, config = np.random.default_rng(3), TrainConfig(micro_batch_tokens=150)
     for world_size in (1, 2, 4):
         lengths = rng.integers(1, 60, size=48)
         lengths[5] = 500  # longer than the budget
@@ -75,7 +76,9 @@ def test_micro_batches_by_tokens_cover_every_share_in_equal_numbers():
             counts = set()
             for rank in range(world_size):
                 rows = plan.rows[index][rank]
-                slices = plan.micro_slices(lengths, index=index, rank=rank, max_tokens=150)
+                slices = plan.micro_slices(
+                    lengths, index=index, rank=rank, micro_batch_size=4, config=config
+                )
                 assert [i for s in slices for i in range(s.start, s.stop)] == list(range(len(rows)))
                 for part in slices:
                     size = part.stop - part.start

@@ -2,7 +2,17 @@ import pytest
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.experience.rollouts import build_requests, global_positions, pair_completions
+from lightrft.experience.sampling import build_requests, own_positions, pair_completions
+
+
+class Rank:
+    """One of several ranks."""
+
+    def __init__(self, rank, world_size):
+        self.rank, self.world_size = rank, world_size
+
+    def get_rank(self):
+        return self.rank
 
 
 class LetterDecoder:
@@ -37,9 +47,7 @@ def test_positions_of_all_ranks_cover_the_batch_in_sampler_order(world_size):
     dealt = {
         position: (rank, local)
         for rank in range(world_size)
-        for local, position in enumerate(
-            global_positions(8 // world_size, rank=rank, world_size=world_size)
-        )
+        for local, position in enumerate(own_positions(Rank(rank, world_size), 8))
     }
     assert sorted(dealt) == list(range(8))
     for position, (rank, local) in dealt.items():

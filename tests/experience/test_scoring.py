@@ -2,9 +2,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.experience.scoring import OverlongPenalty, score_rollouts
+from lightrft.experience.scoring import overlong_penalty, score_rollouts
 from lightrft.experience.types import Rollout
 from lightrft.rewards.errors import RewardError
 from lightrft.rewards.types import RewardResult
@@ -59,17 +60,25 @@ def test_a_missing_result_is_an_error():
         score_rollouts([rollout(0), rollout(1)], Scorer([Result(0.0)]))
 
 
+def penalty(max_tokens, buffer, **options):
+    config = TrainConfig(
+        overlong_buffer=True, generate_max_len=max_tokens, overlong_buffer_len=buffer, **options
+    )
+    return overlong_penalty(config)
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "value"), [(70, 0.0), (80, 0.0), (90, -0.5), (100, -1.0), (110, -1.0)]
 )
 def test_overlong_penalty_follows_its_formula(num_tokens, value):
-    assert OverlongPenalty(100, 20)(num_tokens) == pytest.approx(value)
-    assert OverlongPenalty(100, 20, factor=2.0)(num_tokens) == pytest.approx(2 * value)
+    assert penalty(100, 20)(num_tokens) == pytest.approx(value)
+    twice = penalty(100, 20, overlong_buffer_penalty_factor=2.0)
+    assert twice(num_tokens) == pytest.approx(2 * value)
 
 
 def test_overlong_penalty_is_part_of_the_reward_and_a_component():
     scored = score_rollouts(
-        [rollout(0, num_tokens=9)], Scorer([Result(1.0)]), overlong_penalty=OverlongPenalty(10, 4)
+        [rollout(0, num_tokens=9)], Scorer([Result(1.0)]), overlong_penalty=penalty(10, 4)
     )
     assert scored[0].reward == pytest.approx(0.25)
     assert scored[0].components == {"overlong": pytest.approx(-0.75)}
@@ -77,8 +86,8 @@ def test_overlong_penalty_is_part_of_the_reward_and_a_component():
 
 @pytest.mark.parametrize("buffer", [0, 101])
 def test_a_buffer_outside_the_budget_is_refused(buffer):
-    with pytest.raises(ValueError, match="overlong_buffer_len"):
-        OverlongPenalty(100, buffer)
+    with pytest.raises(ConfigError, match="overlong_buffer_len"):
+        penalty(100, buffer)
 
 
 def replying(text):
@@ -122,7 +131,6 @@ def test_a_broken_function_is_not_tried_for_every_sample():
 
 
 def test_accuracy_is_taken_before_the_length_shaping():
-    penalty = OverlongPenalty(max_tokens=2, buffer_tokens=2)
-    (scored,) = score_rollouts([replying("a")], Fragile(), overlong_penalty=penalty)
+    (scored,) = score_rollouts([replying("a")], Fragile(), overlong_penalty=penalty(2, 2))
     assert scored.reward < 1.0
     assert scored.accuracy == 1.0

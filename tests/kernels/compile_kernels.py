@@ -99,22 +99,12 @@ def constants_of(kernel, config, *, is_full: bool) -> dict[str, object]:
 
 def main() -> None:
     for target, capability in ((80, (8, 0)), (90, (9, 0)), (100, (10, 0))):
-        plain = triton_launch.forward_tiles(capability, is_half=True)
+        plain = triton_launch.plain_tiles(capability, is_half=True)
         cases = [
             (triton_kernels.forward_partials, plain, "bf16", False),
             (triton_kernels.forward_partials, plain, "bf16", True),
-            (
-                triton_kernels.grad_products,
-                triton_launch.gradient_tiles(capability, is_half=True),
-                "bf16",
-                False,
-            ),
-            (
-                triton_kernels.grad_products,
-                triton_launch.gradient_tiles(capability, is_half=True),
-                "bf16",
-                True,
-            ),
+            (triton_kernels.grad_products, plain, "bf16", False),
+            (triton_kernels.grad_products, plain, "bf16", True),
         ]
         for is_full in (False, True):
             version = triton_launch.triton_version()

@@ -49,8 +49,9 @@ def receive(broadcaster: BucketBroadcaster, source, add_local=None) -> dict[str,
     """What a consumer assembles; NaN where nothing was written."""
     received = {}
     whole = set()
-    for filled in broadcaster.gather(source, add_local=add_local):
-        for piece in filled.pieces:
+    arrived = broadcaster.gather(source, add_local=add_local)
+    for bucket, pieces in zip(broadcaster.layout.buckets, arrived, strict=True):
+        for piece in pieces:
             numel = torch.Size(piece.shape).numel()
             flat = received.setdefault(piece.name, torch.full((numel,), float("nan")))
             part = flat[piece.start : piece.start + piece.tensor.numel()]
@@ -58,7 +59,7 @@ def receive(broadcaster: BucketBroadcaster, source, add_local=None) -> dict[str,
             part.copy_(piece.tensor)
             if piece.tensor.numel() == numel:
                 whole.add(piece.name)
-        for segment in filled.bucket.segments:
+        for segment in bucket.segments:
             # A tensor wholly inside one bucket must come as one piece.
             assert not segment.is_whole or segment.name in whole
     return received

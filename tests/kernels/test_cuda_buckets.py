@@ -160,9 +160,9 @@ def test_buckets_are_not_overwritten_while_their_consumer_is_late(buffers):
         name: torch.zeros(t.numel(), dtype=torch.bfloat16, device="cuda")
         for name, t in tensors.items()
     }
-    for filled in broadcaster.gather(lambda name: tensors[name].view(-1)):
+    for pieces in broadcaster.gather(lambda name: tensors[name].view(-1)):
         torch.cuda._sleep(20_000_000)  # the consumer's stream is late
-        for piece in filled.pieces:
+        for piece in pieces:
             received[piece.name][piece.start : piece.start + piece.tensor.numel()].copy_(
                 piece.tensor
             )

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lightrft.config import TrainConfig
+from lightrft.models.loading import load_causal_lm
 from lightrft.strategy.testing import run_multiprocess
 
 peft = pytest.importorskip("peft", reason="package peft is not installed")
@@ -15,9 +17,10 @@ RANK, ALPHA = 3, 12.0
 
 
 def lora_actor(path, **options):
-    from lightrft.models.lora import LoraActor, LoraSettings
+    from lightrft.models.lora import LoraActor
 
-    return LoraActor.from_pretrained(path, lora=LoraSettings(RANK, ALPHA, **options))
+    config = TrainConfig(**{"lora_rank": RANK, "lora_alpha": ALPHA, **options})
+    return LoraActor(load_causal_lm(path), config)
 
 
 def randomise_second_factors(actor):
@@ -74,7 +77,7 @@ def test_only_adapters_are_trained_and_dropout_only_acts_in_training(checkpoint)
     # All 7 linear layers of both blocks, and no output projection.
     assert len(trained) == 2 * 7 * 2
     ids, mask = tokens()
-    noisy = lora_actor(checkpoint, dropout=0.5)
+    noisy = lora_actor(checkpoint, lora_dropout=0.5)
     randomise_second_factors(noisy)
     assert not torch.equal(noisy(ids, mask).logprobs, noisy(ids, mask).logprobs)
     noisy.eval()
@@ -96,9 +99,7 @@ def test_a_target_that_binds_to_nothing_is_an_error(checkpoint):
     with pytest.raises(ValueError, match=r"called q_projection; the model has .*q_proj"):
         lora_actor(checkpoint, target_modules=("q_proj", "q_projection"))
     with pytest.raises(ValueError, match="lora_rank >= 1"):
-        from lightrft.models.lora import LoraSettings
-
-        LoraSettings(0)
+        lora_actor(checkpoint, lora_rank=0)
 
 
 def test_seed_fixes_the_factors_and_leaves_the_generator_alone(checkpoint):

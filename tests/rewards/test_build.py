@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lightrft.config import TrainConfig
 from lightrft.config.registry import REWARDS
-from lightrft.rewards import CombinedReward, RewardResult, RewardSettings, build_reward
+from lightrft.rewards import CombinedReward, RewardResult, build_reward
 from lightrft.strategy.config import ConfigError
 
 
@@ -58,5 +59,5 @@ def test_wrong_choices(names, weights, message: str) -> None:
 
 
 def test_deadlines_must_be_positive() -> None:
-    with pytest.raises(ConfigError, match="must be positive"):
-        RewardSettings(timeout_seconds=0)
+    with pytest.raises(ConfigError, match="reward_timeout_seconds"):
+        TrainConfig(reward_timeout_seconds=0)

@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from lightrft.rewards import RewardError, RewardSettings, build_reward
+from lightrft.config import TrainConfig
+from lightrft.rewards import RewardError, build_reward
 from lightrft.strategy.config import ConfigError
 
 SOURCE = """
@@ -67,7 +68,8 @@ def file(tmp_path):
 
 
 def _score(file, name: str, responses=("a", "b"), columns=None, seconds: float = 60.0):
-    with build_reward([f"{file}:{name}"], settings=RewardSettings(timeout_seconds=seconds)) as f:
+    config = TrainConfig(reward_timeout_seconds=seconds)
+    with build_reward([f"{file}:{name}"], config=config) as f:
         return f.score(["p"] * len(responses), list(responses), ["a", "c"], columns or {})
 
 
@@ -129,8 +131,8 @@ def test_a_traceback_starts_in_the_users_file(file) -> None:
 
 
 def test_a_hanging_call_ends_at_its_deadline_and_the_next_call_works(file) -> None:
-    settings = RewardSettings(timeout_seconds=1.0)
-    with build_reward([f"{file}:hangs"], settings=settings) as reward:
+    config = TrainConfig(reward_timeout_seconds=1.0)
+    with build_reward([f"{file}:hangs"], config=config) as reward:
         start = time.monotonic()
         with pytest.raises(RewardError, match="did not return within 1 s for 1 responses"):
             reward.score(["p"], ["hang"], [None], {})

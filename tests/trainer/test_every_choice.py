@@ -20,7 +20,7 @@ from lightrft.models.types import ActorOutput
 from lightrft.strategy import get_fake_strategy
 from lightrft.trainer.training.algorithm import check_algorithm, decide
 from lightrft.trainer.training.metrics import StepMetrics
-from lightrft.trainer.training.updates import Objective, TrainedModel, policy_update
+from lightrft.trainer.training.updates import TrainedModel, Update
 
 VOCAB = 31
 BASE = {
@@ -119,18 +119,15 @@ def step(changes):
     )  # fmt: skip
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
     before = policy.table.detach().clone()
-    policy_update(
-        batch,
-        TrainedModel("actor", policy, optimizer, None),
-        strategy=strategy,
-        objective=Objective(
-            options,
-            algorithm.policy_loss,
-            algorithm.corrections,
-            kl_coef=0.3 if options.use_kl_loss else 0.0,
-        ),
-        metrics=StepMetrics(),
+    update = Update(
+        options,
+        algorithm.policy_loss,
+        strategy,
+        StepMetrics(),
+        algorithm.corrections,
+        kl_coef=0.3 if options.use_kl_loss else 0.0,
     )
+    update.policy_step(batch, TrainedModel("actor", policy, optimizer, None))
     return policy.table.detach() - before
 
 

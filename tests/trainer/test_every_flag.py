@@ -15,7 +15,8 @@ from lightrft.cli.main import main
 from lightrft.cli.options import available_options
 from lightrft.cli.unavailable import UNAVAILABLE
 from lightrft.config import TrainConfig
-from lightrft.experience.sampling import overlong_penalty, training_params
+from lightrft.experience.sampling import training_params
+from lightrft.experience.scoring import overlong_penalty
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.engine.session import engine_config
 from lightrft.trainer.runs.assembly import first_rank_loggers, pretrain_mix
@@ -245,7 +246,7 @@ def eval_prompts(config):
 
 
 def recipes(config):
-    from lightrft.trainer.runs.rewards import reward_recipes
+    from lightrft.trainer.runs.models import reward_recipes
 
     return reward_recipes(config, []).column
 
@@ -274,6 +275,11 @@ def bucket(config):
         return strategy.broadcast_manager.bucket_bytes
 
 
+def longest(config):
+    """What is added to the reward of a response that ends at the limit."""
+    return overlong_penalty(config)(config.generate_max_len)
+
+
 # Another value, what shows its effect, and what else has to be set.
 OBSERVED = {
     "seed": (7, training_params, {}),
@@ -283,7 +289,7 @@ OBSERVED = {
     "n_samples_per_prompt": (4, training_params, {}),
     "generate_max_len": (9, training_params, {}),
     "packing_samples": (True, micro_tokens, {}),
-    "overlong_buffer_penalty_factor": (0.5, overlong_penalty, {"overlong_buffer": True}),
+    "overlong_buffer_penalty_factor": (0.5, longest, {"overlong_buffer": True}),
     "eps_clip": (0.3, policy_loss, {}),
     "eps_clip_low": (0.3, policy_loss, {}),
     "eps_clip_high": (0.3, policy_loss, {}),

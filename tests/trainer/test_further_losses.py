@@ -15,7 +15,7 @@ from lightrft.models.types import ActorOutput
 from lightrft.strategy import get_fake_strategy
 from lightrft.trainer.training.metrics import StepMetrics
 from lightrft.trainer.training.pretrain_mix import PretrainMix
-from lightrft.trainer.training.updates import Objective, TrainedModel, policy_update
+from lightrft.trainer.training.updates import TrainedModel, Update
 
 VOCAB = 131
 
@@ -61,13 +61,12 @@ def test_mixed_texts_are_the_mean_over_all_their_tokens(world_size, micro):
     losses, counts = [], []
     for rank in range(world_size):
         metrics = StepMetrics()
-        shares = mix.shares(
-            policy, 4, strategy=Rank(rank, world_size), micro_batch_size=micro, metrics=metrics
-        )
+        config = TrainConfig(micro_train_batch_size=micro)
+        shares = mix.shares(policy, 4, Rank(rank, world_size), config, metrics)
         counts.append(len(shares))
         for share in shares:
             share().backward()
-        losses.append(float(metrics._values["ptx_loss/total", "sum"]))
+        losses.append(sum(float(x) for x in metrics._values["ptx_loss/total", "sum"]))
     assert len(set(counts)) == 1
     torch.testing.assert_close(policy.table.grad, gradient, rtol=1e-12, atol=1e-14)
     assert sum(losses) == pytest.approx(float(expected), rel=1e-12)
@@ -155,18 +154,11 @@ def test_balancing_experts_is_exact_for_any_micro_batch(micro):
     zeros = torch.zeros_like(rollouts.rollout_logprobs)
     batch = ExperienceBatch(rollouts, PolicyOutputs(None, None, None, None), zeros, zeros)
     metrics = StepMetrics()
-    policy_update(
-        batch,
-        TrainedModel("actor", actor, optimizer, None),
-        strategy=strategy,
-        objective=Objective(
-            TrainConfig(
-                loss_agg_mode="token-mean", micro_train_batch_size=micro, aux_loss_coef=0.5
-            ),
-            POLICY_LOSSES.load("ppo"),
-        ),
-        metrics=metrics,
+    config = TrainConfig(
+        loss_agg_mode="token-mean", micro_train_batch_size=micro, aux_loss_coef=0.5
     )
+    update = Update(config, POLICY_LOSSES.load("ppo"), strategy, metrics)
+    update.policy_step(batch, TrainedModel("actor", actor, optimizer, None))
     assert metrics.reduce(strategy)["aux_loss"] == pytest.approx(float(expected), rel=1e-6)
     found = [before[n] - p.detach() for n, p in actor.model.named_parameters()]
     assert [n for n, _ in actor.model.named_parameters()] == names

@@ -19,7 +19,7 @@ from lightrft.models.types import ActorOutput
 from lightrft.strategy import get_fake_strategy
 from lightrft.trainer.training.algorithm import decide
 from lightrft.trainer.training.metrics import StepMetrics
-from lightrft.trainer.training.updates import Objective, TrainedModel, policy_update
+from lightrft.trainer.training.updates import TrainedModel, Update
 
 VOCAB, ROWS = 23, 12
 
@@ -86,13 +86,8 @@ def loss_of(*flags):
     strategy, policy, metrics = get_fake_strategy(config), TablePolicy(), StepMetrics()
     batch, new = experience(policy)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    policy_update(
-        batch,
-        TrainedModel("actor", policy, optimizer, None),
-        strategy=strategy,
-        objective=Objective(config, algorithm.policy_loss, algorithm.corrections),
-        metrics=metrics,
-    )
+    update = Update(config, algorithm.policy_loss, strategy, metrics, algorithm.corrections)
+    update.policy_step(batch, TrainedModel("actor", policy, optimizer, None))
     inputs = (new, batch.outputs.old_logprobs, batch.advantages, batch.rollouts.response_mask)
     return metrics.reduce(strategy)["policy_loss"], [x.numpy() for x in inputs]
 

@@ -11,8 +11,8 @@ import pytest
 from lightrft.config import TrainConfig
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.runs.files import write_start
-from lightrft.trainer.runs.lock import sole_writer
 from lightrft.trainer.runs.plan import describe_inputs, input_files, plan_run
+from lightrft.trainer.runs.start import sole_writer
 
 
 @pytest.fixture
@@ -140,7 +140,8 @@ def test_credentials_are_not_saved_and_do_not_look_like_a_change(config, tmp_pat
 
 def test_a_folder_has_one_writer(tmp_path):
     holder = (
-        "import sys; from pathlib import Path; from lightrft.trainer.runs.lock import sole_writer\n"
+        "import sys; from pathlib import Path\n"
+        "from lightrft.trainer.runs.start import sole_writer\n"
         "with sole_writer(Path(sys.argv[1])):\n    print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

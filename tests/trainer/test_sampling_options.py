@@ -6,7 +6,7 @@ import torch
 
 from lightrft.engines.types import SamplingParams
 from lightrft.experience.fire import generate_fire
-from lightrft.experience.rollouts import build_requests
+from lightrft.experience.sampling import build_requests
 from lightrft.rewards.types import RewardResult
 
 
@@ -82,9 +82,7 @@ def test_a_solved_task_is_no_reason_to_fail_and_moves_nothing(build_world, capsy
 def fire(world, *, max_tokens, first, n=3, temperature=0.7):
     requests = build_requests(world.prompts[:2], [10, 11])
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, n=n, seed=5)
-    completions = generate_fire(
-        world.strategy, params, requests, first_token_temperature=first, sleep_engine=True
-    )
+    completions = generate_fire(world.strategy, params, requests, first_token_temperature=first)
     assert [(c.request_id, c.sample_index) for c in completions] == [
         (r, i) for r in (10, 11) for i in range(n)
     ]

@@ -7,10 +7,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightrft.config import TrainConfig
 from lightrft.models import Actor
 from lightrft.models.presets import PRESETS
 from lightrft.strategy import get_fake_strategy
-from lightrft.trainer.training.throughput import Utilisation, peak_tflops, training_flops
+from lightrft.trainer.training.throughput import (
+    TrainingFlops,
+    peak_tflops,
+    training_flops,
+    utilisation,
+)
 
 
 def tiny_actor(preset):
@@ -63,12 +69,11 @@ def test_utilisation_is_the_share_of_all_devices_peak():
     class Table:
         lengths, response_lengths = np.array([4, 6]), np.array([1, 2])
 
-    from lightrft.trainer.training.throughput import TrainingFlops
-
     model = TrainingFlops(1e12, 1e11, 1e10)
     total = 2 * (10e12 + 3e11 + 52e10)
-    found = Utilisation((model,), 4, 2.0).metrics(Table(), num_epochs=2, seconds=5.0)
+    found = utilisation([model], Table(), num_epochs=2, seconds=5.0, num_devices=4, peak=2.0)
     assert found["train_tflops_per_second"] == pytest.approx(total / 5 / 4 / 1e12)
     assert found["mfu"] == pytest.approx(found["train_tflops_per_second"] / 2)
-    assert "mfu" not in Utilisation((model,), 4, None).metrics(Table(), num_epochs=1, seconds=1.0)
-    assert peak_tflops(3.0, uses_bf16=False) == 3.0
+    unknown = utilisation([model], Table(), num_epochs=1, seconds=1.0, num_devices=4, peak=None)
+    assert "mfu" not in unknown
+    assert peak_tflops(TrainConfig(peak_tflops=3.0)) == 3.0

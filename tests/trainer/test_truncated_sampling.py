@@ -12,7 +12,7 @@ from lightrft.config import TrainConfig
 from lightrft.engines import EngineConfig
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.types import SamplingParams
-from lightrft.experience.replay import replayed_support
+from lightrft.experience.maker import replayed_support
 from lightrft.models.support import SamplingSupport
 from lightrft.strategy.config import ConfigError
 from lightrft.trainer.reporting.sample_page import token_sample

@@ -11,10 +11,8 @@ from lightrft.models.types import ActorOutput
 from lightrft.strategy.optimizers import OptimizerStepResult
 from lightrft.trainer.training.metrics import StepMetrics
 from lightrft.trainer.training.updates import (
-    Objective,
     TrainedModel,
-    policy_update,
-    value_update,
+    Update,
 )
 
 ROWS, SEQ, VOCAB = 8, 9, 11
@@ -186,17 +184,14 @@ def test_gradient_and_loss_equal_the_definition_for_any_split(mode, world_size, 
     )
     loss.backward()
 
-    objective = Objective(
-        TrainConfig(
-            loss_agg_mode=mode,
-            generate_max_len=constant,
-            micro_train_batch_size=micro,
-            kl_estimator="k3",
-            entropy_coef=0.2,
-        ),
-        bind(POLICY_LOSSES.load("ppo"), {"clip_low": 0.2, "clip_high": 0.28}, owner="test"),
-        kl_coef=0.3,
+    config = TrainConfig(
+        loss_agg_mode=mode,
+        generate_max_len=constant,
+        micro_train_batch_size=micro,
+        kl_estimator="k3",
+        entropy_coef=0.2,
     )
+    ppo = bind(POLICY_LOSSES.load("ppo"), {"clip_low": 0.2, "clip_high": 0.28}, owner="test")
     z = torch.tensor(float(slow_normalizer(mode, batch, constant)), dtype=torch.float64)
     policy = TablePolicy()
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
@@ -205,12 +200,9 @@ def test_gradient_and_loss_equal_the_definition_for_any_split(mode, world_size, 
     for rank in range(world_size):
         strategy = ManyRanks(world_size, z)
         metrics = StepMetrics()
-        policy_update(
+        Update(config, ppo, strategy, metrics, kl_coef=0.3).policy_step(
             rows_of(batch, slice(rank * share, (rank + 1) * share)),
             TrainedModel("actor", policy, optimizer, None),
-            strategy=strategy,
-            objective=objective,
-            metrics=metrics,
         )
         assert strategy.calls.index("all_reduce") < strategy.calls.index("backward")
         assert strategy.calls.count("all_reduce") == 1
@@ -247,18 +239,11 @@ def test_value_gradient_equals_the_definition(clip):
     total.backward()
 
     critic = TableCritic()
-    objective = Objective(
-        TrainConfig(loss_agg_mode="token-mean", micro_train_batch_size=3, value_clip=clip),
-        POLICY_LOSSES.load("ppo"),
-    )
+    config = TrainConfig(loss_agg_mode="token-mean", micro_train_batch_size=3, value_clip=clip)
     strategy = ManyRanks(1, batch.rollouts.response_mask.sum().double())
     metrics = StepMetrics()
-    value_update(
-        batch,
-        TrainedModel("critic", critic, torch.optim.SGD(critic.parameters(), lr=0.1), None),
-        strategy=strategy,
-        objective=objective,
-        metrics=metrics,
+    Update(config, POLICY_LOSSES.load("ppo"), strategy, metrics).value_step(
+        batch, TrainedModel("critic", critic, torch.optim.SGD(critic.parameters(), lr=0.1), None)
     )
     assert metrics.reduce(strategy)["critic_loss"] == pytest.approx(float(total), rel=1e-9)
     torch.testing.assert_close(critic.table.grad, reference.table.grad, rtol=1e-9, atol=1e-12)
@@ -269,16 +254,9 @@ def test_ratio_metrics_count_tokens():
     policy = TablePolicy()
     strategy = ManyRanks(1, batch.rollouts.response_mask.sum().double())
     metrics = StepMetrics()
-    objective = Objective(
-        TrainConfig(loss_agg_mode="token-mean", micro_train_batch_size=2),
-        POLICY_LOSSES.load("ppo"),
-    )
-    policy_update(
-        batch,
-        TrainedModel("actor", policy, torch.optim.SGD(policy.parameters(), lr=0.1), None),
-        strategy=strategy,
-        objective=objective,
-        metrics=metrics,
+    config = TrainConfig(loss_agg_mode="token-mean", micro_train_batch_size=2)
+    Update(config, POLICY_LOSSES.load("ppo"), strategy, metrics).policy_step(
+        batch, TrainedModel("actor", policy, torch.optim.SGD(policy.parameters(), lr=0.1), None)
     )
     ratios, low, high = [], 0, 0
     for row in range(ROWS):

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
 
+from lightrft.config.run_options import RunOptions
 from lightrft.config.sources import has_splits, probability_problem, split_sources
 from lightrft.engines.truncation import has_known_order
-
-if TYPE_CHECKING:
-    from lightrft.config.train_config import TrainConfig
 
 # The {} right after a letter, as in \\boxed{}, is not the place of the prompt.
 PROMPT_SLOT = re.compile(r"(?<![A-Za-z])\{\}")
@@ -19,26 +16,26 @@ UNKNOWN_ORDER = (
     "off_policy_correction cannot tell which tokens the {engine} engine kept with top_p and top_k "
     "together: leave one of the two out, or take engine_type vllm or hf"
 )
-Rule = Callable[["TrainConfig"], object]
+Rule = Callable[[RunOptions], object]
 """A sentence on what is wrong with the values together; a falsy answer is nothing."""
 
 
-def _truncates(c: TrainConfig) -> bool:
+def _truncates(c: RunOptions) -> bool:
     return c.top_p < 1 or c.top_k != -1
 
 
-def has_alarm(c: TrainConfig) -> bool:
+def has_alarm(c: RunOptions) -> bool:
     """Whether any bound of a metric is set."""
     bounds = (c.alarm_kl, c.alarm_entropy, c.alarm_length, c.alarm_reward_std)
     return any(bound is not None for bound in bounds)
 
 
-def _num_rewards(c: TrainConfig) -> int:
+def _num_rewards(c: RunOptions) -> int:
     urls = c.remote_rm_url or ()
     return len(c.reward_fn) + (1 if isinstance(urls, str) else len(urls)) + len(c.reward_pretrain)
 
 
-def _named_losses(c: TrainConfig) -> dict[str, str]:
+def _named_losses(c: RunOptions) -> dict[str, str]:
     """The policy loss by each option that names one."""
     named = {
         "use_gspo": "gspo" if c.use_gspo else None,
@@ -54,7 +51,7 @@ def _nonzero(name: str) -> Rule:
     )
 
 
-def _excludes(switch: str, cause: str, is_set: Callable[[TrainConfig], bool]) -> Rule:
+def _excludes(switch: str, cause: str, is_set: Callable[[RunOptions], bool]) -> Rule:
     return lambda c: (
         getattr(c, switch) and is_set(c) and (f"{switch} excludes {cause}; leave one of them out")
     )
@@ -153,7 +150,7 @@ class _UnreadableError(Exception):
 class _Readable:
     """A configuration whose wrong fields cannot be read, so that rules about them are left out."""
 
-    def __init__(self, config: TrainConfig, wrong: Collection[str]) -> None:
+    def __init__(self, config: RunOptions, wrong: Collection[str]) -> None:
         self._config, self._wrong = config, wrong
 
     def __getattr__(self, name: str) -> object:
@@ -162,7 +159,7 @@ class _Readable:
         return getattr(self._config, name)
 
 
-def broken_rules(config: TrainConfig, *, wrong: Collection[str]) -> list[str]:
+def broken_rules(config: RunOptions, *, wrong: Collection[str]) -> list[str]:
     """Values that are legal alone but not together, one line each.
 
     Args:
@@ -180,7 +177,7 @@ def broken_rules(config: TrainConfig, *, wrong: Collection[str]) -> list[str]:
     return found
 
 
-def unused_by_rules(c: TrainConfig) -> list[str]:
+def unused_by_rules(c: RunOptions) -> list[str]:
     """Options that were changed and act only with something `acts_with` cannot say."""
     rules = (
         ("prompt_split", "a folder or data set in prompt_data", has_splits(c.prompt_data)),
@@ -194,7 +191,7 @@ def unused_by_rules(c: TrainConfig) -> list[str]:
     ]
 
 
-def batch_problems(config: TrainConfig, world_size: int) -> list[str]:
+def batch_problems(config: RunOptions, world_size: int) -> list[str]:
     """How sizes fail to fit together on `world_size` processes, one line per rule.
 
     A step samples rollout_batch_size * n_samples_per_prompt responses and updates once per

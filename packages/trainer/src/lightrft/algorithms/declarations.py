@@ -83,7 +83,7 @@ def advantage_traits(function: Callable[..., object]) -> AdvantageTraits:
 
 
 def _traits(function: Callable[..., object], default: Traits) -> Traits:
-    while isinstance(function, partial):
+    while isinstance(function, partial) and "lightrft_traits" not in vars(function):
         function = function.func
     found = getattr(function, "lightrft_traits", default)
     if not isinstance(found, type(default)):

@@ -25,68 +25,34 @@ from torch import Tensor
 
 from lightrft.algorithms.lookup import lookup
 from lightrft.algorithms.masking import mask_out
-from lightrft.algorithms.ratios import log_ratio, masked_difference
-
-KlEstimator = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None"], "Tensor"]
-"""(logprobs, ref_logprobs, response_mask, old_logprobs or None) -> [batch, seq]."""
+from lightrft.algorithms.ratios import MAX_LOG_RATIO, log_ratio, masked_difference
 
 MAX_K3 = 10.0
 
 
-def k1_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, _: Tensor | None = None) -> Tensor:
-    """k1 = d."""
-    return masked_difference(logprobs, ref_logprobs, mask)
-
-
-def abs_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, _: Tensor | None = None) -> Tensor:
-    """|d|; its gradient is the sign of d, whatever its size."""
-    return masked_difference(logprobs, ref_logprobs, mask).abs()
-
-
-def k2_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, _: Tensor | None = None) -> Tensor:
-    """k2 = d^2 / 2."""
-    return masked_difference(logprobs, ref_logprobs, mask).square() / 2
-
-
-def k3_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, _: Tensor | None = None) -> Tensor:
-    """k3 = exp(-d) - 1 + d, at most 10, without gradient beyond.
+def k3_kl(d: Tensor) -> Tensor:
+    """k3 = exp(-d) - 1 + d, d held within +-20, at most 10; without gradient beyond.
 
     d = -11 would weigh 6e4 and d = -20 4.9e8: one token would own the step. The same bound holds
     in verl, OpenRLHF, slime, AReaL, NeMo-RL, SkyRL and ROLL; TRL has none (`k3_unclamped`).
     """
-    return k3_unclamped_kl(logprobs, ref_logprobs, mask).clamp(max=MAX_K3)
+    return k3_unclamped_kl(d).clamp(max=MAX_K3)
 
 
-def k3_unclamped_kl(
-    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, _: Tensor | None = None
-) -> Tensor:
+def k3_unclamped_kl(d: Tensor) -> Tensor:
     """k3 with d within +-20 as its only bound."""
-    d = log_ratio(logprobs, ref_logprobs, mask).values
+    d = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1, not exp - 1: near d = 0 the value is d^2/2, far below the rounding of exp(-d).
     return (-d).expm1() + d
 
 
-def k3_is_kl(
-    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, old_logprobs: Tensor | None
-) -> Tensor:
-    """exp(logprobs - old_logprobs) k3, unclamped: its gradient is only the ratio times d.
-
-    Raises:
-        ValueError: `old_logprobs` is missing.
-    """
-    if old_logprobs is None:
-        raise ValueError("KL estimator 'k3_is' needs old_logprobs, the policy that was sampled")
-    ratio = log_ratio(logprobs, old_logprobs, mask).values.exp()
-    return ratio * k3_unclamped_kl(logprobs, ref_logprobs, mask)
-
-
-KL_ESTIMATORS: dict[str, KlEstimator] = {
-    "k1": k1_kl,
-    "abs": abs_kl,
-    "k2": k2_kl,
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d: d,
+    "abs": lambda d: d.abs(),
+    "k2": lambda d: d.square() / 2,
     "k3": k3_kl,
     "k3_unclamped": k3_unclamped_kl,
-    "k3_is": k3_is_kl,
+    "k3_is": k3_unclamped_kl,  # multiplied by the ratio to the policy that was sampled
 }
 
 
@@ -116,28 +82,18 @@ def estimate_kl(
         ValueError: unknown estimator, or k3_is without `old_logprobs`.
     """
     function = lookup(KL_ESTIMATORS, estimator, kind="KL estimator")
-    return mask_out(function(logprobs, ref_logprobs, response_mask, old_logprobs), response_mask)
+    kl = function(masked_difference(logprobs, ref_logprobs, response_mask))
+    if estimator == "k3_is":
+        if old_logprobs is None:
+            raise ValueError("KL estimator 'k3_is' needs old_logprobs, the policy that was sampled")
+        # Through the unclamped k3: its gradient is only the ratio times d.
+        kl = log_ratio(logprobs, old_logprobs, response_mask).values.exp() * kl
+    return mask_out(kl, response_mask)
 
 
 @dataclass(frozen=True, slots=True)
-class FixedKlController:
-    """A constant weight of the KL term.
-
-    Args:
-        coef: The weight.
-    """
-
-    coef: float
-
-    def update(self, kl: float, *, num_samples: int) -> FixedKlController:
-        """Itself, whatever was measured."""
-        del kl, num_samples
-        return self
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptiveKlController:
-    """A weight that follows a target KL.
+class KlController:
+    """The weight of the KL term: constant, or following a target KL.
 
     coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon)
 
@@ -145,7 +101,8 @@ class AdaptiveKlController:
 
     Args:
         coef: The present weight.
-        target: The KL to hold, in the unit of the measured one (per token or per sequence).
+        target: The KL to hold, in the unit of the measured one (per token or per sequence); None
+            keeps the weight.
         horizon: In samples: over this many, the weight changes by about 20 % at most.
 
     Raises:
@@ -153,17 +110,17 @@ class AdaptiveKlController:
     """
 
     coef: float
-    target: float
+    target: float | None = None
     horizon: float = 10000.0
 
     def __post_init__(self) -> None:
-        if not self.target > 0 or not self.horizon > 0:
+        if self.target is not None and not (self.target > 0 and self.horizon > 0):
             raise ValueError(
                 "target and horizon of the adaptive KL controller must be positive: got "
                 f"{self.target} and {self.horizon}"
             )
 
-    def update(self, kl: float, *, num_samples: int) -> AdaptiveKlController:
+    def update(self, kl: float, *, num_samples: int) -> KlController:
         """The controller after one step.
 
         Args:
@@ -173,10 +130,9 @@ class AdaptiveKlController:
         Raises:
             ValueError: `kl` is not finite.
         """
+        if self.target is None:
+            return self
         if not math.isfinite(kl):
             raise ValueError(f"measured KL must be finite: got {kl}")
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         return replace(self, coef=self.coef * (1 + error * num_samples / self.horizon))
-
-
-KlController = FixedKlController | AdaptiveKlController

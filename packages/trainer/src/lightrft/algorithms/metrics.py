@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from lightrft.algorithms.masking import mask_out
 
 
-@dataclass(frozen=True, slots=True)
-class ExplainedVariance:
-    """1 - Var(returns - values) / Var(returns), from sums.
-
-    Blind to a constant offset of the values.
-
-    Args:
-        sums: [5] float64: count, sum and sum of squares of returns, the same of the errors.
-            All-reduce by summation.
-    """
-
-    sums: Tensor
-
-    @property
-    def value(self) -> float | None:
-        """The share; None where the returns are constant, so that there is nothing to explain."""
-        count, returns, squares, errors, error_squares = self.sums.tolist()
-        if count < 1:
-            return None
-        variance = squares / count - (returns / count) ** 2
-        # Below the rounding of the sums a variance is not told from 0.
-        if variance <= 1e-12 * max(squares / count, 1e-30):
-            return None
-        return float(1.0 - (error_squares / count - (errors / count) ** 2) / variance)
-
-
 @torch.no_grad()
-def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> ExplainedVariance:
-    """How well the critic's values predict the returns, over response tokens.
+def explained_variance_sums(values: Tensor, returns: Tensor, response_mask: Tensor) -> Tensor:
+    """[5] float64: count, sum and sum of squares of returns, the same of the critic's errors.
+
+    All-reduce by summation.
 
     Args:
         values, returns: [batch, seq].
@@ -48,7 +22,23 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
     error = mask_out(returns.double() - values.double(), response_mask)
     count = response_mask.sum().double()
     sums = [count, target.sum(), target.square().sum(), error.sum(), error.square().sum()]
-    return ExplainedVariance(torch.stack(sums))
+    return torch.stack(sums)
+
+
+def explained_variance(sums: Tensor) -> float | None:
+    """1 - Var(returns - values) / Var(returns) of `explained_variance_sums`.
+
+    Blind to a constant offset of the values. None where the returns are constant, so that there
+    is nothing to explain.
+    """
+    count, returns, squares, errors, error_squares = sums.tolist()
+    if count < 1:
+        return None
+    variance = squares / count - (returns / count) ** 2
+    # Below the rounding of the sums a variance is not told from 0.
+    if variance <= 1e-12 * max(squares / count, 1e-30):
+        return None
+    return float(1.0 - (error_squares / count - (errors / count) ** 2) / variance)
 
 
 @torch.no_grad()

@@ -7,33 +7,6 @@ from torch import Tensor
 from lightrft.algorithms.moments import Moments
 
 
-def overlong_penalty(
-    lengths: Tensor, *, max_response_tokens: int, buffer_tokens: int, factor: float = 1.0
-) -> Tensor:
-    """Soft punishment of long responses: [rows] float32, between -factor and 0.
-
-    0 up to max - buffer tokens, then linear down to -factor at max_response_tokens and beyond.
-
-    Source: DAPO, arXiv:2503.14476.
-
-    Args:
-        lengths: [rows], response tokens, the end token included.
-        max_response_tokens: Response budget.
-        buffer_tokens: Width of the slope.
-        factor: Size of the full penalty.
-
-    Raises:
-        ValueError: not 0 < buffer_tokens <= max_response_tokens, or factor < 0.
-    """
-    if not 0 < buffer_tokens <= max_response_tokens or factor < 0:
-        raise ValueError(
-            "expected 0 < buffer_tokens <= max_response_tokens and factor >= 0: got "
-            f"{buffer_tokens}, {max_response_tokens}, {factor}"
-        )
-    excess = (lengths - (max_response_tokens - buffer_tokens)).float() / buffer_tokens
-    return -factor * excess.clamp(0.0, 1.0)
-
-
 def clip_rewards(rewards: Tensor, *, limit: float) -> tuple[Tensor, Tensor]:
     """Rewards held within +-limit, and which were changed: [rows], [rows] bool.
 

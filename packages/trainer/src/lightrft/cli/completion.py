@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
 
 def build_parser() -> Parser:
     """The parser of `lightrft completion`."""
-    parser = Parser(prog="lightrft completion", description=DESCRIPTION, allow_abbrev=False)
+    parser = Parser("completion", DESCRIPTION)
     parser.add_argument("shell", metavar="SHELL", help=f"{', '.join(SHELLS)}.")
     return parser
 

@@ -7,9 +7,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.options import Parser, add_options, available_options, read_options
-from lightrft.config import TrainConfig
+from lightrft.cli.errors import ExitCode, UsageError, refuse
+from lightrft.cli.options import Parser, add_options, available_options, parse_options
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import did_you_mean
 from lightrft.config.toml import format_toml, without_secrets
 from lightrft.trainer.runs.files import CONFIG_FILE
@@ -39,8 +39,8 @@ def run(argv: Sequence[str]) -> int:
 def build_parsers() -> list[Parser]:
     """The parsers of the three actions."""
     show_parser = Parser(
-        prog="lightrft config show",
-        description="Print the options that lightrft train would run with, as TOML, the changed "
+        "config show",
+        "Print the options that lightrft train would run with, as TOML, the changed "
         "ones marked; secrets are left out.",
         argument_default=argparse.SUPPRESS,
     )
@@ -48,14 +48,8 @@ def build_parsers() -> list[Parser]:
         "--changed", action="store_true", default=False, help="Only what differs from the default."
     )
     add_options(show_parser)
-    schema_parser = Parser(
-        prog="lightrft config schema",
-        description="Print a JSON schema of the TOML files, for editors.",
-    )
-    diff_parser = Parser(
-        prog="lightrft config diff",
-        description="Print the options in which two files or runs differ.",
-    )
+    schema_parser = Parser("config schema", "Print a JSON schema of the TOML files, for editors.")
+    diff_parser = Parser("config diff", "Print the options in which two files or runs differ.")
     for name in ("left", "right"):
         diff_parser.add_argument(
             name, metavar=name.upper(), help="A TOML file, or the --output_dir of a run."
@@ -65,7 +59,8 @@ def build_parsers() -> list[Parser]:
 
 def show(argv: Sequence[str]) -> str:
     """The options as TOML."""
-    config, parsed = read_options(build_parsers()[0], argv)
+    config, parsed, problems = parse_options(build_parsers()[0], argv)
+    refuse(problems, ConfigError)
     values = without_secrets(config)
     lines: list[str] = []
     group = ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lightrft.cli.data_gold import GoldScore
 from lightrft.cli.data_report import show_check, show_gold, show_layout, show_samples
-from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.errors import ExitCode, UsageError, refuse
 from lightrft.cli.options import Parser, add_options, command_options, parse_options
 from lightrft.cli.preflight import PlainTokenizer, model_problems
 from lightrft.config import ConfigError, TrainConfig
@@ -95,8 +95,7 @@ def parse(argv: Sequence[str]) -> Request:
     config, parsed, problems = parse_options(build_parser(), argv)
     if config.pretrain is not None:
         problems += model_problems("--pretrain", config.pretrain)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    refuse(problems, ConfigError)
     source = parsed.source or config.prompt_data
     if source is None:
         raise UsageError("give a file, a folder or the name of a data set to check")
@@ -107,11 +106,7 @@ def parse(argv: Sequence[str]) -> Request:
 
 def build_parser() -> Parser:
     """The parser of `lightrft data check`."""
-    parser = Parser(
-        prog="lightrft data check",
-        description=DESCRIPTION,
-        argument_default=argparse.SUPPRESS,
-    )
+    parser = Parser("data check", DESCRIPTION, argument_default=argparse.SUPPRESS)
     parser.add_argument(
         "source", nargs="?", default=None, metavar="SOURCE",
         help="File, folder or name of a data set; several separated by commas. "
@@ -126,23 +121,23 @@ def propose_keys_of(request: Request, rows: Sequence[Row]) -> TrainConfig:
     config = request.config
     columns: Mapping[str, object] = rows[0].columns if rows else {}
     proposal = propose_keys(columns)
-    input_key, label_key = config.input_key, config.label_key
-    flags = []
-    if "input_key" not in request.given and input_key not in columns and proposal.input_key:
-        input_key = proposal.input_key
-        flags.append(f"--input_key {input_key}")
-    if "label_key" not in request.given and label_key not in columns and proposal.label_key:
-        label_key = proposal.label_key
-        flags.append(f"--label_key {label_key}")
-    applies_template = config.apply_chat_template
-    if proposal.holds_messages and not applies_template and input_key == proposal.input_key:
-        applies_template = True
+    keys = {"input_key": proposal.input_key, "label_key": proposal.label_key}
+    proposed: dict[str, object] = {
+        name: key
+        for name, key in keys.items()
+        if key and name not in request.given and vars(config)[name] not in columns
+    }
+    flags = [f"--{name} {key}" for name, key in proposed.items()]
+    input_key = proposed.get("input_key", config.input_key)
+    if (
+        proposal.holds_messages
+        and not config.apply_chat_template
+        and input_key == keys["input_key"]
+    ):
+        proposed["apply_chat_template"] = True
         flags.append("--apply_chat_template")
-    shown = " ".join(flags)
-    print(f"proposed options: {shown}" if flags else "proposed options: none, the keys fit")
-    return config.replaced(
-        {"input_key": input_key, "label_key": label_key, "apply_chat_template": applies_template}
-    )
+    print(f"proposed options: {' '.join(flags) or 'none, the keys fit'}")
+    return config.replaced(proposed)
 
 
 def load_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase | None:
@@ -166,6 +161,5 @@ def score_gold(config: TrainConfig, found: DataCheck) -> GoldScore | None:
     if not config.reward_fn or not found.rows:
         return None
     from lightrft.cli.data_gold import score_labels
-    from lightrft.rewards.build import reward_settings
 
-    return score_labels(config.reward_fn, found.rows, settings=reward_settings(config))
+    return score_labels(found.rows, config)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
+from lightrft.config import TrainConfig
 from lightrft.config.registry import REWARDS
 from lightrft.datasets.check import CheckedRow
-from lightrft.rewards import CombinedReward, RewardSettings, build_reward
+from lightrft.rewards import CombinedReward, build_reward
 from lightrft.rewards.errors import RewardError
 
 MAX_ROWS = 500
@@ -37,21 +39,18 @@ class GoldScore:
     problems: tuple[str, ...]
 
 
-def score_labels(
-    names: Sequence[str], rows: Sequence[CheckedRow], *, settings: RewardSettings
-) -> GoldScore:
+def score_labels(rows: Sequence[CheckedRow], config: TrainConfig) -> GoldScore:
     """Scores the reference answers of the first rows in the forms of `FORMS`.
 
     Args:
-        names: Rewards, as in `reward_fn`.
         rows: With or without reference answers.
-        settings: Deadlines, and arguments of own functions.
+        config: Rewards, their deadlines, and arguments of own functions.
 
     Raises:
         ConfigError, RewardError: A reward that cannot be loaded.
     """
-    chosen = rows[:MAX_ROWS]
-    with build_reward(names, settings=settings) as reward:
+    names, chosen = config.reward_fn, rows[:MAX_ROWS]
+    with build_reward(names, config=config) as reward:
         by_form = {form: _score(reward, chosen, text) for form, text in FORMS.items()}
     knows_right = all(REWARDS.is_built_in(name) for name in names)
     problems = []
@@ -66,9 +65,12 @@ def score_labels(
                 f"{row.location}: the reference answer {str(row.label)[:60]!r} gets {best:g} from "
                 f"{' + '.join(names)}: expected 1"
             )
-    means = {form: _mean(scores) for form, scores in by_form.items()}
-    found = {form: mean for form, mean in means.items() if mean is not None}
-    return GoldScore(tuple(names), len(chosen), found, tuple(problems))
+    means = {
+        form: fmean(numbers)
+        for form, scores in by_form.items()
+        if (numbers := [score for score in scores if not isinstance(score, str)])
+    }
+    return GoldScore(tuple(names), len(chosen), means, tuple(problems))
 
 
 def _score(reward: CombinedReward, rows: Sequence[CheckedRow], form: str) -> list[float | str]:
@@ -94,8 +96,3 @@ def _call(reward: CombinedReward, rows: Sequence[CheckedRow], form: str) -> list
         {name: [row.columns.get(name) for row in rows] for name in names},
     )
     return [result.reward for result in results]
-
-
-def _mean(scores: Sequence[float | str]) -> float | None:
-    numbers = [score for score in scores if isinstance(score, float | int)]
-    return sum(numbers) / len(numbers) if numbers else None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lightrft.cli.console import hide_progress_bars
 from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.options import Parser, at_least
+from lightrft.cli.options import Parser, add_number
 from lightrft.trainer.invariance.cells import Deviations
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def run(argv: Sequence[str]) -> int:
 def build_parser() -> Parser:
     """The parser of `lightrft doctor`."""
     parser = Parser(
-        prog="lightrft doctor",
-        description="Carry out one training step of a model in many ways - micro-batches, packed "
+        "doctor",
+        "Carry out one training step of a model in many ways - micro-batches, packed "
         "samples, divided sequences, recomputed activations, FSDP2, ZeRO - and compare losses, "
         "gradients and weights in float32. Exit code 8 if any of them differs.",
     )
@@ -62,9 +62,7 @@ def build_parser() -> Parser:
         choices=(1, 2, 4, 8),
         help="Processes. Default: 2 on a CPU; one per GPU, at most 2.",
     )
-    parser.add_argument(
-        "--timeout_minutes", type=at_least(1), default=30, metavar="N", help="Default: 30."
-    )
+    add_number(parser, "--timeout_minutes", "Deadline.", default=30)
     return parser
 
 

@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from lightrft.cli.memory_advice import is_out_of_memory, memory_report
@@ -51,6 +51,12 @@ class WorkerError(Exception):
         super().__init__(message)
 
 
+def refuse(problems: Sequence[str], error: type[Exception]) -> None:
+    """Raise the error with all problems, one a line, if there are any."""
+    if problems:
+        raise error("\n".join(problems))
+
+
 # An error of a class can only be raised once its module is loaded, so nothing is imported here.
 _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.cli.errors", "UsageError", ExitCode.USAGE),
@@ -65,6 +71,7 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.trainer.training.parity", "ParityError", ExitCode.VERIFICATION),
     ("lightrft.trainer.runs.export", "ExportError", ExitCode.VERIFICATION),
     ("lightrft.trainer.reporting.trackers", "TrackerError", ExitCode.PREFLIGHT),
+    ("lightrft.trainer.reporting.inputs", "NotARunError", ExitCode.USAGE),
     ("lightrft.trainer.training.stopping", "RunStoppedError", ExitCode.STOPPED),
 )
 LAUNCHED_BY_LIGHTRFT = "LIGHTRFT_LAUNCHED"

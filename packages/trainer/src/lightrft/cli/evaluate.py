@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightrft.cli.console import hide_progress_bars, share_processors
-from lightrft.cli.errors import ExitCode, PreflightError, run_guarded
+from lightrft.cli.errors import ExitCode, PreflightError, refuse, run_guarded
 from lightrft.cli.init_model import require_empty
 from lightrft.cli.launch import become_only_process, end_with_launcher, is_worker, launch
 from lightrft.cli.machine import device_problems, engine_problems
 from lightrft.cli.options import (
     Parser,
+    add_number,
     add_options,
     at_least,
     command_options,
@@ -53,8 +54,7 @@ def run(argv: Sequence[str]) -> int:
     else:
         require_empty(Path(config.output_dir))
         missing = engine_problems(config.engine_type) + device_problems(nproc_per_node)
-        if missing:
-            raise PreflightError("\n".join(missing))
+        refuse(missing, PreflightError)
         check_data(config)
         if nproc_per_node > 1:
             return launch("lightrft.cli.evaluate", argv, nproc_per_node=nproc_per_node)
@@ -96,8 +96,7 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
         problems.append("--eval_data is missing: give a JSONL, JSON or Parquet file")
     if not config.reward_fn and not config.remote_rm_url:
         problems.append("--reward_fn is missing: give boxed_math, gsm8k or FILE.py:FUNCTION")
-    if problems:
-        raise ConfigError("\n".join(problems))
+    refuse(problems, ConfigError)
     config.prompt_data = None  # only the evaluation's prompts are read
     # Nothing is trained: sizes that fit any number of processes.
     world_size = int(os.environ.get("WORLD_SIZE", processes))
@@ -107,17 +106,10 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
 
 def build_parser() -> Parser:
     """The parser of `lightrft eval`; options that are not given leave no trace."""
-    parser = Parser(
-        prog="lightrft eval",
-        description=DESCRIPTION,
-        argument_default=argparse.SUPPRESS,
-    )
+    parser = Parser("eval", DESCRIPTION, argument_default=argparse.SUPPRESS)
     parser.add_argument("model", metavar="MODEL", help="Model directory, or folder of a run.")
     start = parser.add_argument_group("start")
-    start.add_argument(
-        "--nproc_per_node", default=1, type=at_least(1), metavar="N",
-        help="Processes to start on this machine. Default: 1.",
-    )  # fmt: skip
+    add_number(start, "--nproc_per_node", "Processes to start on this machine.", default=1)
     start.add_argument(
         "--output_dir", default=DEFAULT_DIRECTORY, metavar="DIR",
         help=f"New or empty folder of the results. Default: {DEFAULT_DIRECTORY}.",
@@ -131,15 +123,12 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     """How many samples are drawn and what counts; how they are drawn are options of a run."""
     group = parser.add_argument_group("samples")
     default = EvalSettings()
-    for flag, value, kind, metavar, text in (
-        ("--num_samples", default.num_samples, at_least(0), "N", "Samples of each prompt; 0 "
-         "draws none, greedy answers only."),
-        ("--threshold", default.threshold, float, "X", "A response is right from this accuracy "
-         "on."),
-    ):  # fmt: skip
-        group.add_argument(
-            flag, default=value, type=kind, metavar=metavar, help=f"{text} Default: {value}."
-        )
+    text = "Samples of each prompt; 0 draws none, greedy answers only."
+    add_number(group, "--num_samples", text, default=default.num_samples, lowest=0)
+    group.add_argument(
+        "--threshold", default=default.threshold, type=float, metavar="X",
+        help=f"A response is right from this accuracy on. Default: {default.threshold}.",
+    )  # fmt: skip
     group.add_argument(
         "--pass_k", nargs="+", default=(), type=at_least(1), metavar="K",
         help="The k of pass@k. Default: 1, 2, 4 ... up to num_samples.",

@@ -15,7 +15,8 @@ def run(argv: Sequence[str]) -> int:
     """Run the command; see `lightrft export --help`.
 
     Raises:
-        UsageError: No final model, or the target is not empty.
+        UsageError: No such folder, or the target is not empty.
+        NotARunError: No final model.
     """
     options = build_parser().parse_args(argv)
     folder, directory = Path(options.run), Path(options.directory)
@@ -23,14 +24,10 @@ def run(argv: Sequence[str]) -> int:
     if not folder.is_dir():
         raise UsageError(f"no run at {folder}: expected the --output_dir of lightrft train")
 
-    from lightrft.trainer.reporting.inputs import NotARunError
     from lightrft.trainer.runs.export import export_model
 
     hide_progress_bars()
-    try:
-        report = export_model(folder, directory)
-    except NotARunError as err:
-        raise UsageError(str(err)) from err
+    report = export_model(folder, directory)
     print(
         f"wrote {report.num_parameters} {report.dtype} parameters to {report.directory}; read "
         f"back: weights equal, logits of one prompt within {report.max_logit_difference:.2g}"
@@ -41,8 +38,8 @@ def run(argv: Sequence[str]) -> int:
 def build_parser() -> Parser:
     """The parser of `lightrft export`."""
     parser = Parser(
-        prog="lightrft export",
-        description="Write the final model of a run as a Hugging Face checkpoint (safetensors, "
+        "export",
+        "Write the final model of a run as a Hugging Face checkpoint (safetensors, "
         "tokenizer, model card), read it back, and compare weights and logits.",
     )
     parser.add_argument("run", metavar="RUN", help="The --output_dir of a run that has ended.")

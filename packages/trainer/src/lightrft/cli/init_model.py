@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightrft.cli.console import hide_progress_bars
 from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.options import Parser, at_least
+from lightrft.cli.options import Parser, add_number
 from lightrft.config.options import did_you_mean
 
 PRESETS = ("tiny-qwen3", "tiny-llama")
@@ -48,15 +48,13 @@ def require_empty(directory: Path) -> None:
 def build_parser() -> Parser:
     """The parser of `lightrft init-model`."""
     parser = Parser(
-        prog="lightrft init-model",
-        description="Write a Hugging Face checkpoint of a tiny model with random weights, "
+        "init-model",
+        "Write a Hugging Face checkpoint of a tiny model with random weights, "
         "a byte-level tokenizer and a chat template.",
     )
     parser.add_argument("directory", metavar="DIR", help="Where to write it: new or empty.")
     parser.add_argument(
         "--preset", default=PRESETS[0], help=f"{' or '.join(PRESETS)}. Default: {PRESETS[0]}."
     )
-    parser.add_argument(
-        "--seed", default=0, type=at_least(0), help="Fixes the weights. Default: 0."
-    )
+    add_number(parser, "--seed", "Fixes the weights.", default=0, lowest=0)
     return parser

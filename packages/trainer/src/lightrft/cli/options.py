@@ -10,17 +10,28 @@ from typing import NoReturn
 
 from lightrft.cli.errors import UsageError
 from lightrft.cli.unavailable import UNAVAILABLE
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import TrainConfig
 from lightrft.config.options import OptionInfo, did_you_mean, from_text, options_of, type_hints
 from lightrft.config.toml import read_toml
 from lightrft.utils.arguments import add_arguments
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises instead of leaving the process, and abbreviates nothing."""
+    """An argument parser that raises instead of leaving the process, and abbreviates nothing.
 
-    def __init__(self, **settings: object) -> None:
-        super().__init__(**{"allow_abbrev": False, **settings})  # type: ignore[arg-type]
+    Args:
+        command: The words after `lightrft`.
+        description: What the command does.
+        settings: As argparse takes them.
+    """
+
+    def __init__(self, command: str, description: str, **settings: object) -> None:
+        super().__init__(
+            f"lightrft {command}",
+            description=description,
+            allow_abbrev=False,
+            **settings,  # type: ignore[arg-type]
+        )
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse complains about."""
@@ -38,6 +49,35 @@ class at_least:  # noqa: N801 - a type of argument reads like a function
         if text.lstrip("+-").isdigit() and int(text) >= self.lowest:
             return int(text)
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number >= {self.lowest}")
+
+
+def add_number(
+    parser: argparse._ActionsContainer,
+    flag: str,
+    text: str,
+    *,
+    default: int,
+    lowest: int = 1,
+    dest: str | None = None,
+) -> None:
+    """Add a flag that takes a whole number.
+
+    Args:
+        parser: The parser, or one of its groups.
+        flag: With its dashes.
+        text: The help, to which the default is added.
+        default: Its value where it is not given.
+        lowest: The smallest number that is taken.
+        dest: Its name among the parsed arguments; None takes that of the flag.
+    """
+    parser.add_argument(
+        flag,
+        dest=dest,
+        default=default,
+        type=at_least(lowest),
+        metavar="N",
+        help=f"{text} Default: {default}.",
+    )
 
 
 def available_options() -> dict[str, OptionInfo]:
@@ -80,16 +120,6 @@ def parse_options(
     flags = {name: value for name, value in vars(parsed).items() if name in known}
     config, problems = merge_options([Path(name) for name in parsed.config], flags)
     return config, parsed, unknown_flags(unknown) + problems
-
-
-def read_options(
-    parser: argparse.ArgumentParser, argv: Sequence[str]
-) -> tuple[TrainConfig, argparse.Namespace]:
-    """As `parse_options`; problems are a ConfigError that lists them."""
-    config, parsed, problems = parse_options(parser, argv)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return config, parsed
 
 
 def merge_options(

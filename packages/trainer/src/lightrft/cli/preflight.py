@@ -70,7 +70,9 @@ def check_algorithm(config: TrainConfig) -> None:
 
     problems = algorithm_problems(config)
     if config.strict and not problems:
-        problems = unused_algorithm_options(config, build_algorithm(config))
+        problems = unused_algorithm_options(
+            config, build_algorithm(config), has_reference=config.init_kl_coef > 0
+        )
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -106,16 +108,12 @@ def check_reward(config: TrainConfig, columns: frozenset[str]) -> None:
         ConfigError: An unknown function or file.
         RewardError: A file that cannot be loaded, or a function that cannot be called.
     """
-    from lightrft.rewards.build import build_reward, reward_settings, reward_urls
+    from lightrft.rewards.build import build_reward, reward_urls
 
     urls = reward_urls(config)
     if not config.reward_fn and not urls:
         return  # reward models alone
-    with build_reward(
-        config.reward_fn,
-        urls=urls,
-        settings=reward_settings(config),
-    ) as reward:
+    with build_reward(config.reward_fn, urls=urls, config=config) as reward:
         reward.check_columns(columns)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.errors import ExitCode
 from lightrft.cli.options import Parser
-from lightrft.trainer.reporting.inputs import NotARunError
 from lightrft.trainer.reporting.page import write_report
 
 
@@ -15,13 +14,9 @@ def run(argv: Sequence[str]) -> int:
     """Run the command; see `lightrft report --help`.
 
     Raises:
-        UsageError: The folder holds no run.
+        NotARunError: The folder holds no run.
     """
-    folder = Path(build_parser().parse_args(argv).run)
-    try:
-        path = write_report(folder)
-    except NotARunError as err:
-        raise UsageError(str(err)) from err
+    path = write_report(Path(build_parser().parse_args(argv).run))
     print(f"wrote {path}")
     return ExitCode.OK
 
@@ -29,8 +24,8 @@ def run(argv: Sequence[str]) -> int:
 def build_parser() -> Parser:
     """The parser of `lightrft report`."""
     parser = Parser(
-        prog="lightrft report",
-        description="Write RUN/report.html: one page with curves, times, samples and options, "
+        "report",
+        "Write RUN/report.html: one page with curves, times, samples and options, "
         "which opens from disk without a network. A run that has not ended is fine.",
     )
     parser.add_argument("run", metavar="RUN", help="The --output_dir of a run.")

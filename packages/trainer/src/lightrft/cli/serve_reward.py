@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightrft.cli.errors import ExitCode
-from lightrft.cli.options import Parser, at_least
+from lightrft.cli.options import Parser, add_number
+from lightrft.config import TrainConfig
 
 EXAMPLE_PORT = 8008
 
@@ -18,12 +19,12 @@ def run(argv: Sequence[str]) -> int:
         RewardError: A reward function that cannot be loaded.
     """
     options = build_parser().parse_args(argv)
-    from lightrft.rewards import RewardSettings, build_reward
+    from lightrft.rewards import build_reward
     from lightrft.rewards.service import RewardServer
 
-    settings = RewardSettings(timeout_seconds=float(options.timeout_seconds))
+    config = TrainConfig(reward_timeout_seconds=float(options.timeout_seconds))
     with (
-        build_reward(options.reward_fn, settings=settings) as reward,
+        build_reward(options.reward_fn, config=config) as reward,
         RewardServer(reward, host=options.host, port=options.port) as server,
     ):
         print(f"serving {reward.name} at http://{options.host}:{server.server_port}", flush=True)
@@ -34,20 +35,14 @@ def run(argv: Sequence[str]) -> int:
 def build_parser() -> Parser:
     """The parser of `lightrft serve-reward`."""
     parser = Parser(
-        prog="lightrft serve-reward",
-        description="Serve a reward function over HTTP, for lightrft train --remote_rm_url.",
+        "serve-reward", "Serve a reward function over HTTP, for lightrft train --remote_rm_url."
     )
     parser.add_argument(
         "--reward_fn", nargs="+", required=True, metavar="NAME",
         help="Rewards, summed: boxed_math, gsm8k or FILE.py:FUNCTION.",
     )  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="Address. Default: 127.0.0.1.")
-    parser.add_argument(
-        "--port", type=at_least(0), default=EXAMPLE_PORT, metavar="N",
-        help=f"Port; 0 takes a free one. Default: {EXAMPLE_PORT}.",
-    )  # fmt: skip
-    parser.add_argument(
-        "--timeout_seconds", type=at_least(1), default=120, metavar="N",
-        help="Deadline of one call of a reward function. Default: 120.",
-    )  # fmt: skip
+    add_number(parser, "--port", "Port; 0 takes a free one.", default=EXAMPLE_PORT, lowest=0)
+    text = "Deadline of one call of a reward function."
+    add_number(parser, "--timeout_seconds", text, default=120)
     return parser

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.options import Parser, at_least, parse_options
+from lightrft.cli.errors import ExitCode, UsageError, refuse
+from lightrft.cli.options import Parser, add_number, parse_options
 from lightrft.cli.train import build_parser as build_train_parser
 from lightrft.config.rules import batch_problems
 from lightrft.strategy.config import ConfigError
@@ -71,15 +71,14 @@ def _check(arguments: Sequence[str], *, world_size: int) -> None:
         problems.append("nproc_per_node: leave it out, the script starts one process per GPU")
     if not problems:
         problems += batch_problems(config, world_size)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    refuse(problems, ConfigError)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `lightrft launch slurm`, without the options of the run."""
     parser = Parser(
-        prog="lightrft launch slurm",
-        description=DESCRIPTION,
+        "launch slurm",
+        DESCRIPTION,
         usage="lightrft launch slurm --print [OPTIONS] -- [OPTIONS OF lightrft train]",
     )
     parser.add_argument("--print", action="store_true", help="Print the script (the only way).")
@@ -89,9 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("--cpus_per_task", 8, "CPU cores of a process."),
         ("--grace_seconds", 600, "Seconds before the end at which the run is asked to stop."),
     ):
-        parser.add_argument(
-            flag, default=default, type=at_least(1), metavar="N", help=f"{text} Default: {default}."
-        )
+        add_number(parser, flag, text, default=default)
     parser.add_argument("--time", default="24:00:00", help="Limit of the job. Default: 24:00:00.")
     parser.add_argument("--job_name", default="lightrft", help="Default: lightrft.")
     parser.add_argument("--partition", help="Where to queue.")

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 
 from lightrft.cli.console import hide_progress_bars, share_processors
-from lightrft.cli.errors import ExitCode, MemoryExhaustedError, PreflightError, run_guarded
+from lightrft.cli.errors import ExitCode, MemoryExhaustedError, PreflightError, refuse, run_guarded
 from lightrft.cli.memory_advice import is_out_of_memory, memory_report
 from lightrft.cli.options import (
     Parser,
+    add_number,
     add_options,
-    at_least,
     available_options,
     normalise,
     parse_options,
@@ -51,18 +51,14 @@ def run(argv: Sequence[str]) -> int:
     from lightrft.cli.machine import environment_problems, machine_problems
     from lightrft.cli.preflight import check_algorithm, check_data, check_reward
 
-    missing = environment_problems()
-    if missing:
-        raise PreflightError("\n".join(missing))
+    refuse(environment_problems(), PreflightError)
     if is_worker():
         end_with_launcher()
         # Before the imports that take seconds: a signal must not end a rank alone.
         return _train_stoppably(argv)
     config, nproc_per_node = parse(argv)
     share_processors()
-    missing = machine_problems(config, nproc_per_node)
-    if missing:
-        raise PreflightError("\n".join(missing))
+    refuse(machine_problems(config, nproc_per_node), PreflightError)
     check_reward(config, check_data(config))
     check_algorithm(config)
     if nproc_per_node > 1:
@@ -109,8 +105,7 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:
         problems += batch_problems(config, int(os.environ.get("WORLD_SIZE", processes)))
         problems += check_paths(config)
         problems += config.unused_options() if config.strict else []
-    if problems:
-        raise ConfigError("\n".join(problems))
+    refuse(problems, ConfigError)
     return config, processes
 
 
@@ -121,26 +116,14 @@ def build_parser(*, lists_all: bool = True) -> Parser:
         lists_all: Otherwise it has only the options that most runs set.
     """
     parser = Parser(
-        prog="lightrft train",
-        description="Fine-tune a language model by reinforcement learning.",
+        "train",
+        "Fine-tune a language model by reinforcement learning.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument(
-        "--help_all",
-        "--help-all",
-        action="help",
-        default=argparse.SUPPRESS,
-        help="List all options.",
-    )
-    parser.add_argument(
-        "--nproc_per_node",
-        default=1,
-        type=at_least(1),
-        metavar="N",
-        help="Processes to start on this machine. Default: 1.",
-    )
+    parser.add_argument("--help_all", "--help-all", action="help", help="List all options.")
+    add_number(parser, "--nproc_per_node", "Processes to start on this machine.", default=1)
     options = available_options()
     add_options(parser, [name for name, info in options.items() if lists_all or info.common])
     return parser

@@ -31,7 +31,6 @@ class LoadReport:
         too_long_examples: Places of the first of them.
         num_without_label: Prompts kept that have no reference answer.
         max_prompt_tokens: Longest prompt kept, in tokens.
-        columns: Column names of the first row.
     """
 
     path: str
@@ -41,7 +40,6 @@ class LoadReport:
     too_long_examples: tuple[str, ...]
     num_without_label: int
     max_prompt_tokens: int
-    columns: tuple[str, ...]
 
     def summary(self) -> str:
         """One line for a log."""
@@ -188,7 +186,6 @@ def _build(
         too_long_examples=tuple(too_long[:_MAX_EXAMPLES]),
         num_without_label=sum(prompt.label is None for prompt in prompts),
         max_prompt_tokens=max(len(prompt.token_ids) for prompt in prompts),
-        columns=tuple(rows[0].columns),
     )
     return PromptDataset(prompts, report=report)
 

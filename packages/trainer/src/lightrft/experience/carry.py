@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Self, cast
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Self
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion, FinishReason, LogprobsMode
@@ -119,69 +119,46 @@ class PartialRolloutState:
         )
         return replace(self, groups=groups, weights_version=weights_version - 1)
 
-    def to_json(self) -> dict[str, object]:
-        """Plain values for a checkpoint."""
-        return {
-            "num_calls": self.num_calls,
-            "weights_version": self.weights_version,
-            "groups": [
-                {
-                    "request_id": group.request_id,
-                    "prompt": {
-                        "id": group.prompt.id,
-                        "text": group.prompt.text,
-                        "token_ids": list(group.prompt.token_ids),
-                        "label": group.prompt.label,
-                        "columns": dict(group.prompt.columns),
-                    },
-                    "samples": [
-                        [list(s.token_ids), list(s.logprobs), list(s.versions), s.finish_reason]
-                        for s in group.samples
-                    ],
-                }
-                for group in self.groups
-            ],
-        }
+    def to_json(self) -> str:
+        """Text for a checkpoint."""
+        return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, values: Mapping[str, object]) -> Self:
+    def from_json(cls, text: object) -> Self:
         """What `to_json` gave.
 
         Raises:
-            ValueError: The values are none of ours.
+            ValueError: The text is none of ours.
         """
         try:
-            groups = [_group(item) for item in cast("Sequence[_Values]", values["groups"])]
-            return cls(
-                tuple(groups),
-                cast("int", values["num_calls"]),
-                cast("int", values["weights_version"]),
-            )
+            values = json.loads(str(text))
+            groups = [
+                InFlightGroup(
+                    group["request_id"],
+                    # Prompts with images are never carried.
+                    Prompt(
+                        prompt["id"],
+                        prompt["text"],
+                        tuple(prompt["token_ids"]),
+                        prompt["label"],
+                        prompt["columns"],
+                    ),
+                    tuple(
+                        OpenSample(
+                            tuple(sample["token_ids"]),
+                            tuple(sample["logprobs"]),
+                            tuple(sample["versions"]),
+                            sample["finish_reason"],
+                        )
+                        for sample in group["samples"]
+                    ),
+                )
+                for group in values["groups"]
+                for prompt in (group["prompt"],)
+            ]
+            return cls(tuple(groups), values["num_calls"], values["weights_version"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"the checkpoint's unfinished responses cannot be read: {error!r}; start anew, or "
                 "load it with load_module_only"
             ) from error
-
-
-_Values = Mapping[str, object]
-_Sample = tuple[list[int], list[float], list[int], FinishReason | None]
-
-
-def _group(values: _Values) -> InFlightGroup:
-    prompt = cast("_Values", values["prompt"])
-    samples = cast("Sequence[_Sample]", values["samples"])
-    return InFlightGroup(
-        cast("int", values["request_id"]),
-        Prompt(
-            cast("int", prompt["id"]),
-            cast("str", prompt["text"]),
-            tuple(cast("list[int]", prompt["token_ids"])),
-            cast("str | None", prompt["label"]),
-            cast("_Values", prompt["columns"]),
-        ),
-        tuple(
-            OpenSample(tuple(tokens), tuple(logprobs), tuple(versions), reason)
-            for tokens, logprobs, versions, reason in samples
-        ),
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import torch
@@ -35,8 +35,8 @@ def collate(
         temperature: At which all rows were sampled.
         device: Where the tensors go.
         num_uncompared_tokens: First response tokens that were drawn at another temperature.
-        version: Of the trainer's weights: tokens of other versions cannot be compared with them.
-            None takes all tokens as sampled by the weights of the step.
+        version: Of the trainer's weights: tokens of other versions, where the table knows them,
+            cannot be compared with them.
         support: What the sampling excluded; None if nothing, or if it cannot be replayed.
     """
     prompt_lengths = torch.from_numpy(table.prompt_lengths)[:, None]  # [batch, 1]
@@ -46,13 +46,13 @@ def collate(
     attention_mask = positions < lengths
     is_response = attention_mask & (positions >= prompt_lengths)
     token_ids = torch.full((len(table), width), pad_token_id, dtype=torch.int64)
-    token_ids[attention_mask] = torch.from_numpy(table.token_ids)
+    token_ids[attention_mask] = torch.from_numpy(table.token_ids).long()
     logprobs = torch.zeros((len(table), width), dtype=torch.float32)
     logprobs[is_response] = torch.from_numpy(table.rollout_logprobs)
     is_kept = torch.from_numpy(~table.is_masked)[:, None]
     is_compared = is_kept & torch.from_numpy(table.is_untruncated == (support is None))[:, None]
     is_compared = is_compared & is_response & (positions >= prompt_lengths + num_uncompared_tokens)
-    if version is not None:
+    if table.token_versions is not None:
         is_current = torch.zeros_like(is_response)
         is_current[is_response] = torch.from_numpy(table.token_versions == version)
         is_compared = is_compared & is_current
@@ -99,23 +99,11 @@ def select_experience(batch: ExperienceBatch, rows: slice) -> ExperienceBatch:
     return ExperienceBatch(
         rollouts=rollouts,
         outputs=PolicyOutputs(
-            old_logprobs=narrow(batch.outputs.old_logprobs),
-            ref_logprobs=narrow(batch.outputs.ref_logprobs),
-            values=narrow(batch.outputs.values),
-            entropy=narrow(batch.outputs.entropy),
-            log_kept_mass=narrow(batch.outputs.log_kept_mass),
+            *(narrow(getattr(batch.outputs, field.name)) for field in fields(PolicyOutputs))
         ),
         advantages=batch.advantages[rows, :width],
         returns=batch.returns[rows, :width],
     )
-
-
-def micro_slices(start: int, stop: int, micro_batch_size: int) -> Sequence[slice]:
-    """Consecutive slices of at most `micro_batch_size` rows that cover [start, stop)."""
-    return [
-        slice(first, min(first + micro_batch_size, stop))
-        for first in range(start, stop, micro_batch_size)
-    ]
 
 
 def join_micro_batches(pieces: Sequence[Tensor], width: int) -> Tensor:

@@ -7,7 +7,7 @@ Rewards, groups and lengths are therefore global, and any rank can build any tra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import numpy as np
@@ -27,7 +27,7 @@ class SampleTable:
     Args:
         sample_ids, group_ids: [rows] int64.
         prompt_lengths, response_lengths: [rows] int64, in tokens.
-        token_ids: [sum of lengths] int64; prompt then response, row after row.
+        token_ids: [sum of lengths] int32; prompt then response, row after row.
         rollout_logprobs: [sum of response lengths] float32, from the engine.
         rewards: [rows] float64, shaping included.
         accuracies: [rows] float64, what tells a right from a wrong response: the component
@@ -38,14 +38,15 @@ class SampleTable:
         is_masked: [rows] bool; excluded from the loss.
         is_untruncated: [rows] bool; no token was excluded from what `rollout_logprobs` measure.
         weights_versions: [rows] int64 of the weights that sampled the end of the row.
-        token_versions: [sum of response lengths] int64 of the weights that sampled each token.
+        token_versions: [sum of response lengths] int32 of the weights that sampled each token;
+            None without partial rollouts: those of the row's end.
     """
 
     sample_ids: NDArray[np.int64]
     group_ids: NDArray[np.int64]
     prompt_lengths: NDArray[np.int64]
     response_lengths: NDArray[np.int64]
-    token_ids: NDArray[np.int64]
+    token_ids: NDArray[np.int32]
     rollout_logprobs: NDArray[np.float32]
     rewards: NDArray[np.float64]
     accuracies: NDArray[np.float64]
@@ -55,7 +56,7 @@ class SampleTable:
     is_masked: NDArray[np.bool_]
     is_untruncated: NDArray[np.bool_]
     weights_versions: NDArray[np.int64]
-    token_versions: NDArray[np.int64]
+    token_versions: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -67,23 +68,24 @@ class SampleTable:
 
     def take(self, rows: NDArray[np.int64]) -> SampleTable:
         """The given rows, in the given order."""
-        return SampleTable(
-            sample_ids=self.sample_ids[rows],
-            group_ids=self.group_ids[rows],
-            prompt_lengths=self.prompt_lengths[rows],
-            response_lengths=self.response_lengths[rows],
+        versions = self.token_versions
+        if versions is not None:
+            versions = _take_segments(versions, self.response_lengths, rows)
+        return replace(
+            self,
+            **{name: getattr(self, name)[rows] for name in ROW_COLUMNS},
             token_ids=_take_segments(self.token_ids, self.lengths, rows),
             rollout_logprobs=_take_segments(self.rollout_logprobs, self.response_lengths, rows),
-            rewards=self.rewards[rows],
-            accuracies=self.accuracies[rows],
-            component_names=self.component_names,
-            components=self.components[rows],
-            is_truncated=self.is_truncated[rows],
-            is_masked=self.is_masked[rows],
-            is_untruncated=self.is_untruncated[rows],
-            weights_versions=self.weights_versions[rows],
-            token_versions=_take_segments(self.token_versions, self.response_lengths, rows),
+            token_versions=versions,
         )
+
+
+TOKEN_COLUMNS = ("token_ids", "rollout_logprobs")
+ROW_COLUMNS = tuple(
+    field.name
+    for field in fields(SampleTable)
+    if field.name not in (*TOKEN_COLUMNS, "token_versions", "component_names")
+)
 
 
 def tabulate(scored: Sequence[ScoredRollout]) -> SampleTable:
@@ -97,7 +99,7 @@ def tabulate(scored: Sequence[ScoredRollout]) -> SampleTable:
         group_ids=np.array([item.rollout.group_id for item in scored], dtype=np.int64),
         prompt_lengths=np.array([len(c.prompt_token_ids) for c in completions], dtype=np.int64),
         response_lengths=np.array([len(c.output_token_ids) for c in completions], dtype=np.int64),
-        token_ids=np.array(tokens, dtype=np.int64),
+        token_ids=np.array(tokens, dtype=np.int32),
         rollout_logprobs=np.array(
             [value for c in completions for value in c.output_logprobs], dtype=np.float32
         ),
@@ -109,15 +111,17 @@ def tabulate(scored: Sequence[ScoredRollout]) -> SampleTable:
         is_masked=np.array([item.is_masked for item in scored], dtype=np.bool_),
         is_untruncated=np.array([c.logprobs_mode == "temperature" for c in completions], np.bool_),
         weights_versions=np.array([c.weights_version for c in completions], dtype=np.int64),
-        token_versions=np.array([v for item in scored for v in _versions(item)], dtype=np.int64),
+        token_versions=_token_versions(scored),
     )
 
 
-def _versions(item: ScoredRollout) -> tuple[int, ...]:
-    completion = item.rollout.completion
-    if item.rollout.token_versions is not None:
-        return item.rollout.token_versions
-    return (completion.weights_version,) * len(completion.output_token_ids)
+def _token_versions(scored: Sequence[ScoredRollout]) -> NDArray[np.int32] | None:
+    versions: list[int] = []
+    for item in scored:
+        if item.rollout.token_versions is None:
+            return None
+        versions += item.rollout.token_versions
+    return np.array(versions, dtype=np.int32)
 
 
 def merge(tables: Sequence[SampleTable]) -> SampleTable:
@@ -127,22 +131,18 @@ def merge(tables: Sequence[SampleTable]) -> SampleTable:
         ValueError: A sample id occurs twice.
     """
     names = tuple(sorted({name for table in tables for name in table.component_names}))
+    aligned = [
+        replace(t, component_names=names, components=_components_under(names, t)) for t in tables
+    ]
+    columns = {
+        name: np.concatenate([getattr(table, name) for table in aligned])
+        for name in (*ROW_COLUMNS, *TOKEN_COLUMNS)
+    }
+    versions = [table.token_versions for table in tables if table.token_versions is not None]
     joined = SampleTable(
-        sample_ids=np.concatenate([t.sample_ids for t in tables]),
-        group_ids=np.concatenate([t.group_ids for t in tables]),
-        prompt_lengths=np.concatenate([t.prompt_lengths for t in tables]),
-        response_lengths=np.concatenate([t.response_lengths for t in tables]),
-        token_ids=np.concatenate([t.token_ids for t in tables]),
-        rollout_logprobs=np.concatenate([t.rollout_logprobs for t in tables]),
-        rewards=np.concatenate([t.rewards for t in tables]),
-        accuracies=np.concatenate([t.accuracies for t in tables]),
+        **columns,
         component_names=names,
-        components=np.concatenate([_components_under(names, t) for t in tables]),
-        is_truncated=np.concatenate([t.is_truncated for t in tables]),
-        is_masked=np.concatenate([t.is_masked for t in tables]),
-        is_untruncated=np.concatenate([t.is_untruncated for t in tables]),
-        weights_versions=np.concatenate([t.weights_versions for t in tables]),
-        token_versions=np.concatenate([t.token_versions for t in tables]),
+        token_versions=np.concatenate(versions) if len(versions) == len(tables) else None,
     )
     order = np.argsort(joined.sample_ids, kind="stable").astype(np.int64)
     ordered = joined.take(order)

@@ -26,9 +26,8 @@ def generate_fire(
     requests: Sequence[GenerationRequest],
     *,
     first_token_temperature: float,
-    sleep_engine: bool,
 ) -> list[Completion]:
-    """Completions of this rank's requests, prompt-major; collective.
+    """Completions of this rank's requests, prompt-major; collective. The engine stays awake.
 
     A response whose first token ends it is complete after the first call.
 
@@ -37,7 +36,6 @@ def generate_fire(
         sampling_params: Of all tokens but the first; n completions per request.
         requests: This rank's requests.
         first_token_temperature: Of the first token.
-        sleep_engine: Put the engine to sleep after the second call.
 
     Raises:
         ValueError: There are stop strings, which could begin in the first token.
@@ -45,17 +43,14 @@ def generate_fire(
     """
     if sampling_params.stop:
         raise ValueError("FIRE sampling knows no stop strings: use stop_token_ids")
-    has_rest = sampling_params.max_tokens > 1
     opening = replace(
         sampling_params,
         temperature=first_token_temperature,
         max_tokens=1,
         min_tokens=min(1, sampling_params.min_tokens),
     )
-    firsts = strategy.gather_and_generate(
-        opening, requests, sleep_engine=sleep_engine and not has_rest
-    )
-    if not has_rest:
+    firsts = strategy.gather_and_generate(opening, requests, sleep_engine=False)
+    if sampling_params.max_tokens == 1:
         return firsts
     open_positions = [i for i, first in enumerate(firsts) if first.finish_reason == "length"]
     rest = replace(
@@ -69,7 +64,7 @@ def generate_fire(
     continuations = strategy.gather_and_generate(
         rest,
         [_continuation(firsts[i], sampling_params.n) for i in open_positions],
-        sleep_engine=sleep_engine,
+        sleep_engine=False,
     )
     completions = list(firsts)
     for position, continuation in zip(open_positions, continuations, strict=True):

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lightrft.config import TrainConfig
+
 
 @dataclass(frozen=True, slots=True)
 class MinibatchPlan:
@@ -29,9 +31,14 @@ class MinibatchPlan:
         """Optimizer batches of one epoch."""
         return len(self.rows)
 
-    def rows_of(self, rank: int) -> tuple[int, ...]:
+    def row_index(self, rank: int) -> NDArray[np.int64]:
         """All rows of one rank, optimizer batch after optimizer batch."""
-        return tuple(row for minibatch in self.rows for row in minibatch[rank])
+        return np.array([row for batch in self.rows for row in batch[rank]], dtype=np.int64)
+
+    def places(self, index: int) -> slice:
+        """Where the rows of an optimizer batch stand among all rows of a rank."""
+        size = len(self.rows[index][0])
+        return slice(index * size, (index + 1) * size)
 
     def micro_slices(
         self,
@@ -39,29 +46,45 @@ class MinibatchPlan:
         *,
         index: int,
         rank: int,
-        max_tokens: int,
-        packs_samples: bool = False,
-    ) -> tuple[slice, ...]:
+        micro_batch_size: int,
+        config: TrainConfig,
+    ) -> Sequence[slice]:
         """Micro batches of one optimizer batch: consecutive rows of one rank's share.
 
         Args:
             lengths: [rows] tokens of each sample.
             index: Of the optimizer batch.
             rank: Whose share.
-            max_tokens: Bound of the tokens of a micro batch; a longer row stands alone.
-            packs_samples: Count the rows' tokens; else rows * longest row, padding included.
+            micro_batch_size: Rows of a micro batch, where the options do not count tokens.
+            config: Bound of the tokens of a micro batch, padding included unless samples are
+                packed; a longer row stands alone.
 
         Returns:
             Slices that cover the share; every rank gets equally many.
         """
-        shares = [[int(lengths[row]) for row in rows] for rows in self.rows[index]]
-        cut = _cut_stream if packs_samples else _cut
-        count = max(len(cut(share, max_tokens)) for share in shares)
-        return tuple(_split(cut(shares[rank], max_tokens), count))
+        max_tokens = config.max_micro_tokens(micro_batch_size)
+        if max_tokens is None:
+            return micro_slices(0, len(self.rows[index][rank]), micro_batch_size)
+        cuts = [
+            _cut([int(lengths[row]) for row in rows], max_tokens, config.packing_samples)
+            for rows in self.rows[index]
+        ]
+        return _split(cuts[rank], max(len(cut) for cut in cuts))
 
-    def row_index(self, rank: int) -> NDArray[np.int64]:
-        """`rows_of` as an array."""
-        return np.array(self.rows_of(rank), dtype=np.int64)
+    def forward_slices(
+        self, lengths: NDArray[np.int64], *, rank: int, config: TrainConfig
+    ) -> Sequence[slice]:
+        """Rows of each forward pass over all rows of one rank; every rank has equally many."""
+        size = config.micro_rollout_batch_size
+        if config.max_micro_tokens(size) is None:
+            return micro_slices(0, len(self.row_index(rank)), size)
+        return [
+            slice(self.places(index).start + part.start, self.places(index).start + part.stop)
+            for index in range(self.num_minibatches)
+            for part in self.micro_slices(
+                lengths, index=index, rank=rank, micro_batch_size=size, config=config
+            )
+        ]
 
 
 def plan_minibatches(
@@ -103,26 +126,24 @@ def epoch_order(num_minibatches: int, *, seed: int, step: int, epoch: int) -> tu
     return tuple(int(index) for index in order)
 
 
-def _cut(lengths: Sequence[int], max_tokens: int) -> list[slice]:
-    slices: list[slice] = []
-    start, width = 0, 0
-    for row, length in enumerate(lengths):
-        wider = max(width, length)
-        if row > start and wider * (row + 1 - start) > max_tokens:
-            slices.append(slice(start, row))
-            start, wider = row, length
-        width = wider
-    return [*slices, slice(start, len(lengths))]
+def micro_slices(start: int, stop: int, micro_batch_size: int) -> Sequence[slice]:
+    """Consecutive slices of at most `micro_batch_size` rows that cover [start, stop)."""
+    return [
+        slice(first, min(first + micro_batch_size, stop))
+        for first in range(start, stop, micro_batch_size)
+    ]
 
 
-def _cut_stream(lengths: Sequence[int], max_tokens: int) -> list[slice]:
+def _cut(lengths: Sequence[int], max_tokens: int, packs_samples: bool) -> list[slice]:
+    """Consecutive rows of at most `max_tokens` tokens, padding included unless packed."""
     slices: list[slice] = []
-    start, num_tokens = 0, 0
+    start, longest, total = 0, 0, 0
     for row, length in enumerate(lengths):
-        if row > start and num_tokens + length > max_tokens:
+        longest, total = max(longest, length), total + length
+        num_tokens = total if packs_samples else longest * (row + 1 - start)
+        if row > start and num_tokens > max_tokens:
             slices.append(slice(start, row))
-            start, num_tokens = row, 0
-        num_tokens += length
+            start, longest, total = row, length, length
     return [*slices, slice(start, len(lengths))]
 
 

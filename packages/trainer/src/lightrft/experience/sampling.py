@@ -4,39 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from lightrft.algorithms.declarations import advantage_traits
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
-from lightrft.engines.types import SamplingParams
-from lightrft.experience.assemble import AdvantageSettings
+from lightrft.engines.types import Completion, GenerationRequest, MultiModalInputs, SamplingParams
 from lightrft.experience.carry import InFlightGroup, PartialRolloutState
-from lightrft.experience.dynamic import (
-    Selection,
-    apply_selection,
-    mixed_groups,
-    select_groups,
-)
+from lightrft.experience.dynamic import Selection, apply_selection, mixed_groups, select_groups
 from lightrft.experience.exchange import SampleTable, exchange, merge
 from lightrft.experience.fire import generate_fire
 from lightrft.experience.model_rewards import ModelRewards
-from lightrft.experience.partial import (
-    PartialReport,
-    finish_groups,
-    open_groups,
-)
-from lightrft.experience.rollouts import (
-    Decoder,
-    build_requests,
-    global_positions,
-    pair_completions,
-)
-from lightrft.experience.scoring import OverlongPenalty, score_rollouts
+from lightrft.experience.partial import PartialReport, finish_groups, open_groups
+from lightrft.experience.scoring import overlong_penalty, score_rollouts
 from lightrft.experience.stages import StageMeter
 from lightrft.experience.types import Rollout, ScoredRollout
 from lightrft.rewards.errors import RewardError
 from lightrft.rewards.types import RewardFunction
 from lightrft.strategy.strategy_base import StrategyBase
+
+NOTHING_CARRIED = PartialRolloutState()
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that turns sampled ids into text."""
+
+    pad_token_id: int | None
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of the ids."""
+        ...
 
 
 def training_params(config: TrainConfig) -> SamplingParams:
@@ -51,95 +47,139 @@ def training_params(config: TrainConfig) -> SamplingParams:
     )
 
 
-def overlong_penalty(config: TrainConfig) -> OverlongPenalty | None:
-    """The soft punishment of long responses, or None."""
-    if not config.overlong_buffer:
-        return None
-    return OverlongPenalty(
-        max_tokens=config.generate_max_len,
-        buffer_tokens=config.overlong_buffer_len,
-        factor=config.overlong_buffer_penalty_factor,
-    )
+def greedy_params(config: TrainConfig) -> SamplingParams:
+    """One completion by the most likely token at every position, under the stops of training."""
+    return replace(training_params(config), temperature=0.0, top_p=1.0, top_k=-1, n=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples of one or several batches of prompts: this rank's, and the tables of all ranks."""
+    """Samples of one or several batches of prompts.
 
-    scored: list[ScoredRollout]
+    Args:
+        scored: This rank's own rollouts.
+        table: The samples of all ranks that are trained on.
+        meter: Duration and memory of each stage on this rank.
+        num_prompts: Prompts that were rolled out, over all ranks.
+        num_rounds: Batches of prompts among them.
+        greedy: The greedy completions of all ranks, or None where the estimator needs none.
+        selection: What dynamic sampling did, or None.
+        partial: What partial rollouts did, or None.
+    """
+
+    scored: Sequence[ScoredRollout]
     table: SampleTable
-    baseline: SampleTable | None
+    meter: StageMeter
     num_prompts: int
     num_rounds: int = 1
+    greedy: SampleTable | None = None
     selection: Selection | None = None
     partial: PartialReport | None = None
 
 
 class RolloutSampler:
-    """Generates and scores the samples of a step, over all ranks.
+    """Generates and scores samples over all ranks, for training and for evaluation.
 
     Args:
         strategy: Generates, and exchanges objects between ranks.
         reward_function: Scores responses.
+        model_rewards: Reward models, or None.
         decoder: Turns sampled ids into text.
         config: How.
-        model_rewards: Reward models, or None.
+        needs_greedy: Every step samples greedy completions, too.
     """
 
     def __init__(
         self,
         strategy: StrategyBase,
         reward_function: RewardFunction,
+        model_rewards: ModelRewards | None,
         *,
         decoder: Decoder,
         config: TrainConfig,
-        model_rewards: ModelRewards | None = None,
+        needs_greedy: bool = False,
     ) -> None:
         self._strategy = strategy
         self._reward_function = reward_function
+        self._model_rewards = model_rewards
         self._decoder = decoder
         self._config = config
-        self._params = training_params(config)
-        self._overlong_penalty = overlong_penalty(config)
-        self._model_rewards = model_rewards
+        self._needs_greedy = needs_greedy
 
     def collect(
         self,
         prompts: Sequence[Prompt],
+        *,
         first_request_id: int,
-        advantage: AdvantageSettings,
-        next_prompts: Callable[[], Sequence[Prompt]] | None,
-        meter: StageMeter,
-        carry: PartialRolloutState,
+        next_prompts: Callable[[], Sequence[Prompt]] | None = None,
+        carry: PartialRolloutState = NOTHING_CARRIED,
     ) -> Samples:
-        """All samples of the step; with dynamic sampling as many batches as it takes."""
+        """All samples of one step.
+
+        Args:
+            prompts: This rank's prompts; every rank passes equally many.
+            first_request_id: Request id of the first prompt of the step over all ranks. Prompts
+                that are rolled out with the same id and seed get the same random numbers.
+            next_prompts: This rank's share of further prompts, for dynamic sampling and partial
+                rollouts; None if there are none.
+            carry: Responses that the step before left unfinished.
+        """
         if self._config.partial_rollout:
-            return self._collect_partial(prompts, first_request_id, next_prompts, meter, carry)
-        is_dynamic = self._config.dynamic_sampling
-        num_wanted = len(prompts) * self._strategy.world_size
-        draws_more = is_dynamic and next_prompts is not None
-        max_rounds = self._config.max_num_gen_batches if draws_more else 1
-        rounds: list[Samples] = []
-        num_mixed = 0
-        # Every rank sees the same table, so all take the same number of rounds.
-        while len(rounds) < max_rounds and num_mixed < num_wanted:
-            if rounds and next_prompts is not None:
-                prompts = next_prompts()
-            offset = sum(item.num_prompts for item in rounds)
-            rounds.append(self._sample_round(prompts, first_request_id, offset, advantage, meter))
-            num_mixed += len(mixed_groups(rounds[-1].table))
-        samples = _join_rounds(rounds)
-        _check_any_scored(samples.table)
-        if not is_dynamic:
+            samples = self._collect_partial(prompts, first_request_id, next_prompts, carry)
+        else:
+            samples = self._collect_rounds(prompts, first_request_id, next_prompts)
+        if samples.table.is_masked.all():
+            raise RewardError(
+                f"the reward failed for all {len(samples.table)} samples of the step: there is "
+                "nothing to train on; run with reward_failure=raise to see the cause"
+            )
+        if not self._config.dynamic_sampling:
             return samples
-        selection = select_groups(samples.table, num_wanted)
+        selection = select_groups(samples.table, len(prompts) * self._strategy.world_size)
         table = apply_selection(samples.table, selection)
         kept = set(table.group_ids.tolist())
-        return replace(
-            samples,
-            table=table,
-            scored=[item for item in samples.scored if item.rollout.group_id in kept],
-            selection=selection,
+        scored = [item for item in samples.scored if item.rollout.group_id in kept]
+        return replace(samples, table=table, scored=scored, selection=selection)
+
+    def _collect_rounds(
+        self,
+        prompts: Sequence[Prompt],
+        first_request_id: int,
+        next_prompts: Callable[[], Sequence[Prompt]] | None,
+    ) -> Samples:
+        """One batch of prompts; with dynamic sampling as many as it takes."""
+        config, meter = self._config, StageMeter()
+        num_wanted = len(prompts) * self._strategy.world_size
+        draws_more = config.dynamic_sampling and next_prompts is not None
+        max_rounds = config.max_num_gen_batches if draws_more else 1
+        scored: list[ScoredRollout] = []
+        tables: list[SampleTable] = []
+        greedy: list[SampleTable] = []
+        num_prompts, num_mixed = 0, 0
+        # Every rank sees the same table, so all take the same number of rounds.
+        while len(tables) < max_rounds and num_mixed < num_wanted:
+            if tables and next_prompts is not None:
+                prompts = next_prompts()
+            _check_text_only(prompts)
+            num_new = len(prompts) * self._strategy.world_size
+            positions = own_positions(self._strategy, num_new, first=num_prompts)
+            if self._needs_greedy:
+                params = greedy_params(config)
+                greedy.append(self._sample(prompts, positions, first_request_id, params, meter)[1])
+            own, table = self._sample(
+                prompts, positions, first_request_id, training_params(config), meter
+            )
+            scored += own
+            tables.append(table)
+            num_prompts += num_new
+            num_mixed += len(mixed_groups(table))
+        return Samples(
+            scored=scored,
+            table=merge(tables),
+            meter=meter,
+            num_prompts=num_prompts,
+            num_rounds=len(tables),
+            greedy=merge(greedy) if greedy else None,
         )
 
     def _collect_partial(
@@ -147,11 +187,11 @@ class RolloutSampler:
         prompts: Sequence[Prompt],
         first_request_id: int,
         next_prompts: Callable[[], Sequence[Prompt]] | None,
-        meter: StageMeter,
         carry: PartialRolloutState,
     ) -> Samples:
         """The groups that are finished first, and what goes on in the next step."""
-        config, strategy, params = self._config, self._strategy, self._params
+        config, strategy, params = self._config, self._strategy, training_params(self._config)
+        meter = StageMeter()
         num_wanted, num_prompts = len(prompts) * strategy.world_size, 0
         groups = list(carry.groups)
         while True:
@@ -172,17 +212,16 @@ class RolloutSampler:
                 sampling_params=params,
                 strategy=strategy,
             )
-            own = range(strategy.get_rank(), num_wanted, strategy.world_size)
+            own = own_positions(strategy, num_wanted)
             rollouts = [item for i in own for item in self._group_rollouts(chosen[i], i)]
         scored, table = self._score(rollouts, meter)
-        _check_any_scored(table)
-        return Samples(scored, table, None, num_prompts, partial=report)
+        return Samples(scored, table, meter, num_prompts, partial=report)
 
     def _group_rollouts(self, group: InFlightGroup, group_id: int) -> list[Rollout]:
         rollouts = pair_completions(
             [group.prompt],
             [group.request_id],
-            group.completions(self._params.logprobs_mode),
+            group.completions(training_params(self._config).logprobs_mode),
             group_ids=[group_id],
             group_size=len(group.samples),
             decoder=self._decoder,
@@ -192,38 +231,59 @@ class RolloutSampler:
             for item, sample in zip(rollouts, group.samples, strict=True)
         ]
 
-    def _sample_round(
-        self,
-        prompts: Sequence[Prompt],
-        first_request_id: int,
-        offset: int,
-        advantage: AdvantageSettings,
-        meter: StageMeter,
-    ) -> Samples:
-        """The samples of one batch of prompts, the first of which has number `offset`."""
-        sampling_params = self._params
-        baseline: SampleTable | None = None
-        if advantage_traits(advantage.estimator).needs_greedy_rewards:
-            greedy = greedy_params(sampling_params)
-            _, baseline = self._sample(prompts, first_request_id, offset, greedy, meter)
-        scored, table = self._sample(prompts, first_request_id, offset, sampling_params, meter)
-        return Samples(scored, table, baseline, len(prompts) * self._strategy.world_size)
+    def sample_all(self, prompts: Sequence[Prompt], params: SamplingParams) -> SampleTable:
+        """Completions of all prompts with their rewards, for an evaluation; collective.
+
+        Rank r of W completes the prompts r, r + W, ...; shares may be unequal or empty. The length
+        of a response does not change its reward.
+
+        Args:
+            prompts: All prompts, the same list on every rank.
+            params: With n completions of each prompt.
+
+        Returns:
+            The same table on every rank; group i holds the n rows of prompt i.
+        """
+        positions = own_positions(self._strategy, len(prompts))
+        own = [prompts[position] for position in positions]
+        return self._sample(own, positions, 0, params, StageMeter(), shapes_rewards=False)[1]
 
     def _sample(
         self,
         prompts: Sequence[Prompt],
+        positions: Sequence[int],
         first_request_id: int,
-        offset: int,
-        sampling_params: SamplingParams,
+        params: SamplingParams,
         meter: StageMeter,
+        *,
+        shapes_rewards: bool = True,
     ) -> tuple[list[ScoredRollout], SampleTable]:
-        """This rank's scored rollouts and the table of all ranks."""
+        """This rank's scored rollouts and the table of all ranks.
+
+        The engine stays awake: the caller lets it sleep after the last of several generations.
+        """
+        request_ids = [first_request_id + position for position in positions]
+        requests = build_requests(prompts, request_ids)
         with meter.stage("rollout"):
-            rollouts = self._generate(prompts, first_request_id, offset, sampling_params)
-        return self._score(rollouts, meter)
+            if self._config.use_fire and not params.is_greedy:
+                completions = generate_fire(
+                    self._strategy,
+                    params,
+                    requests,
+                    first_token_temperature=self._config.first_token_temperature,
+                )
+            else:
+                completions = self._strategy.gather_and_generate(
+                    params, requests, sleep_engine=False
+                )
+            rollouts = pair_completions(
+                prompts, request_ids, completions, group_ids=positions, decoder=self._decoder,
+                group_size=params.n,
+            )  # fmt: skip
+        return self._score(rollouts, meter, shapes_rewards=shapes_rewards)
 
     def _score(
-        self, rollouts: Sequence[Rollout], meter: StageMeter
+        self, rollouts: Sequence[Rollout], meter: StageMeter, *, shapes_rewards: bool = True
     ) -> tuple[list[ScoredRollout], SampleTable]:
         scored: list[ScoredRollout] = []
         problem: Exception | None = None
@@ -234,7 +294,7 @@ class RolloutSampler:
                 scored = score_rollouts(
                     rollouts,
                     self._reward_function,
-                    overlong_penalty=self._overlong_penalty,
+                    overlong_penalty=overlong_penalty(self._config) if shapes_rewards else None,
                     masks_failures=self._config.reward_failure == "mask",
                     model_results=models,
                 )
@@ -243,41 +303,79 @@ class RolloutSampler:
         with meter.stage("exchange"):
             return scored, exchange(problem or scored, self._strategy)
 
-    def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        first_request_id: int,
-        offset: int,
-        sampling_params: SamplingParams,
-    ) -> list[Rollout]:
-        _check_text_only(prompts)
-        positions = global_positions(
-            len(prompts), rank=self._strategy.get_rank(), world_size=self._strategy.world_size
+
+def own_positions(strategy: StrategyBase, num_total: int, *, first: int = 0) -> range:
+    """Positions of this rank's prompts among `num_total` of all ranks, counted from `first`.
+
+    A distributed sampler gives consecutive prompts to consecutive ranks, so the positions (and
+    with them the random numbers of a prompt) do not depend on the number of ranks.
+    """
+    return range(first + strategy.get_rank(), first + num_total, strategy.world_size)
+
+
+def build_requests(
+    prompts: Sequence[Prompt], request_ids: Sequence[int]
+) -> list[GenerationRequest]:
+    """One request a prompt; the request id fixes its random numbers."""
+    return [
+        GenerationRequest(
+            prompt_token_ids=prompt.token_ids,
+            request_id=request_id,
+            prompt_text=prompt.text,
+            multi_modal=MultiModalInputs(images=prompt.images, videos=prompt.videos),
         )
-        positions = tuple(offset + position for position in positions)
-        request_ids = [first_request_id + position for position in positions]
-        requests = build_requests(prompts, request_ids)
-        # The trainer releases the engine, after the last of several generations.
-        if not self._config.use_fire or sampling_params.is_greedy:
-            completions = self._strategy.gather_and_generate(
-                sampling_params, requests, sleep_engine=False
-            )
-        else:
-            completions = generate_fire(
-                self._strategy,
-                sampling_params,
-                requests,
-                first_token_temperature=self._config.first_token_temperature,
-                sleep_engine=False,
-            )
-        return pair_completions(
-            prompts,
-            request_ids,
-            completions,
-            group_ids=positions,
-            group_size=sampling_params.n,
-            decoder=self._decoder,
+        for prompt, request_id in zip(prompts, request_ids, strict=True)
+    ]
+
+
+def pair_completions(
+    prompts: Sequence[Prompt],
+    request_ids: Sequence[int],
+    completions: Sequence[Completion],
+    *,
+    group_ids: Sequence[int],
+    group_size: int,
+    decoder: Decoder,
+) -> list[Rollout]:
+    """Completions with the prompts they answer, prompt-major.
+
+    Raises:
+        RuntimeError: The engine returned another number or order of completions than asked for,
+            or gave a completion up.
+    """
+    expected = [(request_id, index) for request_id in request_ids for index in range(group_size)]
+    received = [(item.request_id, item.sample_index) for item in completions]
+    if received != expected:
+        raise RuntimeError(
+            f"the engine must return {group_size} completions for each of {len(prompts)} prompts, "
+            f"prompt after prompt: got {len(received)} completions, first difference at "
+            f"{_first_difference(received, expected)}"
         )
+    aborted = [item.request_id for item in completions if item.finish_reason == "abort"]
+    if aborted:
+        raise RuntimeError(
+            f"the engine aborted {len(aborted)} completions (requests {aborted[:10]}); an aborted "
+            "completion is not a sample of the policy. Look for the cause in the engine's output"
+        )
+    return [
+        Rollout(
+            prompt=prompts[position // group_size],
+            completion=completion,
+            group_id=group_ids[position // group_size],
+            sample_id=group_ids[position // group_size] * group_size + completion.sample_index,
+            response_text=decoder.decode(completion.output_token_ids, skip_special_tokens=True),
+        )
+        for position, completion in enumerate(completions)
+    ]
+
+
+def _first_difference(
+    received: Sequence[tuple[int, int]], expected: Sequence[tuple[int, int]]
+) -> str:
+    for position, (got, wanted) in enumerate(zip(received, expected, strict=False)):
+        if got != wanted:
+            return f"position {position}: got (request, sample) {got}, expected {wanted}"
+    return f"position {min(len(received), len(expected))}: one of the lists ends"
 
 
 def _check_text_only(prompts: Sequence[Prompt]) -> None:
@@ -287,29 +385,3 @@ def _check_text_only(prompts: Sequence[Prompt]) -> None:
             f"prompts with images or videos cannot be trained on: got rows {with_images[:10]}; "
             "remove those columns or rows"
         )
-
-
-def _join_rounds(rounds: Sequence[Samples]) -> Samples:
-    if len(rounds) == 1:
-        return rounds[0]
-    baselines = [item.baseline for item in rounds if item.baseline is not None]
-    return Samples(
-        scored=[scored for item in rounds for scored in item.scored],
-        table=merge([item.table for item in rounds]),
-        baseline=merge(baselines) if baselines else None,
-        num_prompts=sum(item.num_prompts for item in rounds),
-        num_rounds=len(rounds),
-    )
-
-
-def _check_any_scored(table: SampleTable) -> None:
-    if table.is_masked.all():
-        raise RewardError(
-            f"the reward failed for all {len(table)} samples of the step: there is nothing to "
-            "train on; run with reward_failure=raise to see the cause"
-        )
-
-
-def greedy_params(sampling_params: SamplingParams) -> SamplingParams:
-    """One completion by the most likely token at every position, under the same stops."""
-    return replace(sampling_params, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, n=1)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
+from lightrft.config import TrainConfig
 from lightrft.experience.types import Rollout, ScoredRollout
 from lightrft.rewards.errors import RewardError
 from lightrft.rewards.types import RewardFunction, RewardResult
@@ -14,37 +14,29 @@ MAX_FAILURES_IN_A_ROW = 3
 """So many failures of single samples mean that the function itself is broken."""
 
 
-@dataclass(frozen=True, slots=True)
-class OverlongPenalty:
-    """Soft punishment of long responses.
+def overlong_penalty(config: TrainConfig) -> Callable[[int], float] | None:
+    """What is added to the reward of a response by its number of tokens, at most 0; or None.
 
     0 up to max_tokens - buffer_tokens, then linear, -factor at max_tokens and beyond.
 
     Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13.
     """
+    if not config.overlong_buffer:
+        return None
+    size, factor = config.overlong_buffer_len, config.overlong_buffer_penalty_factor
 
-    max_tokens: int
-    buffer_tokens: int
-    factor: float = 1.0
+    def penalty(num_tokens: int) -> float:
+        excess = num_tokens - (config.generate_max_len - size)
+        return -factor * min(max(excess / size, 0.0), 1.0)
 
-    def __post_init__(self) -> None:
-        if not 0 < self.buffer_tokens <= self.max_tokens:
-            raise ValueError(
-                "overlong_buffer_len must be positive and at most generate_max_len: got "
-                f"{self.buffer_tokens} and {self.max_tokens}"
-            )
-
-    def __call__(self, num_tokens: int) -> float:
-        """The value added to the reward of a response of `num_tokens` tokens; at most 0."""
-        excess = num_tokens - (self.max_tokens - self.buffer_tokens)
-        return -self.factor * min(max(excess / self.buffer_tokens, 0.0), 1.0)
+    return penalty
 
 
 def score_rollouts(
     rollouts: Sequence[Rollout],
     reward_function: RewardFunction,
     *,
-    overlong_penalty: OverlongPenalty | None = None,
+    overlong_penalty: Callable[[int], float] | None = None,
     masks_failures: bool = False,
     model_results: Sequence[RewardResult] | None = None,
 ) -> list[ScoredRollout]:

@@ -15,10 +15,7 @@ if TYPE_CHECKING:
     from lightrft.models.loading import load_config as load_config
     from lightrft.models.loading import load_tokenizer as load_tokenizer
     from lightrft.models.loading import load_trunk as load_trunk
-    from lightrft.models.logprobs import entropy_from_logits as entropy_from_logits
-    from lightrft.models.logprobs import logprobs_from_logits as logprobs_from_logits
     from lightrft.models.lora import LoraActor as LoraActor
-    from lightrft.models.lora import LoraSettings as LoraSettings
     from lightrft.models.presets import byte_level_tokenizer as byte_level_tokenizer
     from lightrft.models.presets import write_tiny_model as write_tiny_model
     from lightrft.models.reward_model import RewardModel as RewardModel

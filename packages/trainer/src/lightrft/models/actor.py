@@ -79,12 +79,11 @@ class Actor(SequenceModel):
         path: str,
         *,
         dtype: str = "float32",
-        attn_implementation: str = "sdpa",
         fused_linear_logprob: bool = False,
         chunk_size: int | None = None,
     ) -> Actor:
         """Loads a checkpoint; errors as for `lightrft.models.loading.load_causal_lm`."""
-        model = load_causal_lm(path, dtype=dtype, attn_implementation=attn_implementation)
+        model = load_causal_lm(path, dtype=dtype)
         return cls(model, fused_linear_logprob=fused_linear_logprob, chunk_size=chunk_size)
 
     def forward(

@@ -54,11 +54,9 @@ class Critic(SequenceModel):
             self.value_head = ValueHead(hidden_size, trunk.dtype)
 
     @classmethod
-    def from_pretrained(
-        cls, path: str, *, dtype: str = "float32", attn_implementation: str = "sdpa"
-    ) -> Critic:
+    def from_pretrained(cls, path: str, *, dtype: str = "float32") -> Critic:
         """Loads the trunk of any checkpoint, and the value head if it was saved beside it."""
-        critic = cls(load_trunk(path, dtype=dtype, attn_implementation=attn_implementation))
+        critic = cls(load_trunk(path, dtype=dtype))
         head_file = Path(path) / HEAD_FILE
         if head_file.is_file():
             critic.value_head.load_state_dict(load_file(head_file))

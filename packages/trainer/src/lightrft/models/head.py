@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -101,26 +101,13 @@ class LinearLogprobHead(nn.Module):
         self.weight = projection.weight
         self.register_parameter("bias", projection.bias)
         self.transform = transform
+        self.fuse(chunk_size)
         self.is_fused = is_fused
-        self._workspace = Workspace() if chunk_size is None else Workspace(chunk_size)
 
     def fuse(self, chunk_size: int | None) -> None:
         """Compute logprobs together with the projection, in chunks of the vocabulary."""
         self.is_fused = True
         self._workspace = Workspace() if chunk_size is None else Workspace(chunk_size)
-
-    @overload
-    def forward(self, hidden: Tensor) -> Tensor: ...
-    @overload
-    def forward(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        *,
-        temperature: float = 1.0,
-        entropy: EntropyMode = "none",
-        support: SamplingSupport | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
 
     def forward(
         self,

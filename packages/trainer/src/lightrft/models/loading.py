@@ -40,13 +40,8 @@ def load_config(path: str) -> PretrainedConfig:
     Raises:
         ModelLoadError: There is no config.json, or it names an unknown architecture.
     """
-    _require(path, ("config.json",), "configuration")
-    try:
-        return AutoConfig.from_pretrained(path)
-    except _UNREADABLE as err:
-        raise ModelLoadError(
-            f"cannot read the configuration of {path!r}: {_first_line(err)}"
-        ) from err
+    config: PretrainedConfig = _read(AutoConfig, path, ("config.json",), "configuration")
+    return config
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -55,35 +50,41 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     Raises:
         ModelLoadError: It is missing or unreadable.
     """
-    _require(path, ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"), "tokenizer")
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    tokenizer: PreTrainedTokenizerBase = _read(AutoTokenizer, path, files, "tokenizer")
+    return tokenizer
+
+
+def _read(
+    auto_class: type[AutoConfig] | type[AutoTokenizer],
+    path: str,
+    patterns: tuple[str, ...],
+    what: str,
+) -> object:
+    _require(path, patterns, what)
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return auto_class.from_pretrained(path)
     except _UNREADABLE as err:
-        raise ModelLoadError(f"cannot read the tokenizer of {path!r}: {_first_line(err)}") from err
+        raise ModelLoadError(f"cannot read the {what} of {path!r}: {_first_line(err)}") from err
 
 
-def load_causal_lm(
-    path: str, *, dtype: str = "float32", attn_implementation: str = "sdpa"
-) -> PreTrainedModel:
+def load_causal_lm(path: str, *, dtype: str = "float32") -> PreTrainedModel:
     """A language model with its output projection.
 
     Args:
         path: Directory of a checkpoint, or a model id of the Hugging Face hub.
         dtype: A key of `DTYPES`.
-        attn_implementation: A name transformers knows, e.g. "sdpa" or "eager".
 
     Raises:
         ModelLoadError: Configuration or weights are missing or unreadable.
         ValueError: The dtype is unknown.
     """
-    return _load(AutoModelForCausalLM, path, dtype, attn_implementation)
+    return _load(AutoModelForCausalLM, path, dtype)
 
 
-def load_trunk(
-    path: str, *, dtype: str = "float32", attn_implementation: str = "sdpa"
-) -> PreTrainedModel:
+def load_trunk(path: str, *, dtype: str = "float32") -> PreTrainedModel:
     """A model up to its last hidden states; arguments and errors as for `load_causal_lm`."""
-    return _load(AutoModel, path, dtype, attn_implementation)
+    return _load(AutoModel, path, dtype)
 
 
 def save_pretrained(
@@ -103,23 +104,16 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def _load(
-    auto_class: type[AutoModel] | type[AutoModelForCausalLM],
-    path: str,
-    dtype: str,
-    attn_implementation: str,
+    auto_class: type[AutoModel] | type[AutoModelForCausalLM], path: str, dtype: str
 ) -> PreTrainedModel:
-    torch_dtype = parse_dtype(dtype)
+    options = {"dtype": parse_dtype(dtype), "attn_implementation": "sdpa"}
     config = load_config(path)
     _require(path, WEIGHT_PATTERNS, "weights")
     if is_building_on_meta():
         # The strategy reads the weights from the configuration's directory, shard by shard.
-        return auto_class.from_config(
-            config, dtype=torch_dtype, attn_implementation=attn_implementation
-        )
+        return auto_class.from_config(config, **options)
     try:
-        return auto_class.from_pretrained(
-            path, dtype=torch_dtype, attn_implementation=attn_implementation
-        )
+        return auto_class.from_pretrained(path, **options)
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as err:
         raise ModelLoadError(f"cannot load the model {path!r}: {_first_line(err)}") from err
 

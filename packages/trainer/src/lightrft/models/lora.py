@@ -11,15 +11,15 @@ Source: Hu et al. 2021, arXiv:2106.09685, eq. 3.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightrft.config import TrainConfig
 from lightrft.models.actor import Actor
-from lightrft.models.loading import load_causal_lm
 from lightrft.strategy.weight_sync.parameter_source import (
     ModuleSource,
     ParameterSource,
@@ -36,102 +36,42 @@ BASE = ".base_layer"
 FIRST, SECOND = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 
 
-@dataclass(frozen=True, slots=True)
-class LoraSettings:
-    """Which layers get adapters, and of what size.
-
-    Args:
-        rank: Columns of B.
-        alpha: The product B A is multiplied by alpha / rank.
-        dropout: Probability with which an input of A is left out in training.
-        target_modules: Last parts of the names of linear layers, or ("all-linear",).
-        seed: Fixes A; every rank draws the same.
-
-    Raises:
-        ValueError: A number is out of range, or there are no targets.
-    """
-
-    rank: int
-    alpha: float = 16.0
-    dropout: float = 0.0
-    target_modules: tuple[str, ...] = (ALL_LINEAR,)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        is_legal = self.rank >= 1 and self.alpha > 0 and 0 <= self.dropout < 1
-        if not is_legal or not self.target_modules:
-            raise ValueError(
-                "adapters need lora_rank >= 1, lora_alpha > 0, 0 <= lora_dropout < 1 and "
-                f"target_modules: got {self.rank}, {self.alpha}, {self.dropout} and "
-                f"{self.target_modules}"
-            )
-
-
 class LoraActor(Actor):
     """An actor whose linear layers are frozen and carry trained adapters; see `Actor`.
 
     Args:
         model: A causal language model of transformers; it is changed in place.
-        lora: Which layers, and of what size.
-        fused_linear_logprob, chunk_size: As for `Actor`.
+        config: Its options `lora_rank`, `lora_alpha`, `lora_dropout` and `target_modules` say which
+            layers get adapters, and of what size; `seed` fixes the first factors, on every rank.
 
     Raises:
         ImportError: peft is not installed.
-        ValueError: A target names no linear layer of the model.
+        ValueError: A target names no linear layer of the model, or `lora_rank` is 0.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        lora: LoraSettings,
-        fused_linear_logprob: bool = False,
-        chunk_size: int | None = None,
-    ) -> None:
-        super().__init__(model, fused_linear_logprob=fused_linear_logprob, chunk_size=chunk_size)
-        self.lora = lora
-        _inject(model, lora)
-
-    @classmethod
-    def from_pretrained(  # type: ignore[override]
-        cls,
-        path: str,
-        *,
-        lora: LoraSettings,
-        dtype: str = "float32",
-        attn_implementation: str = "sdpa",
-        fused_linear_logprob: bool = False,
-        chunk_size: int | None = None,
-    ) -> LoraActor:
-        """Loads a checkpoint and puts adapters on it; errors as for `Actor.from_pretrained`."""
-        model = load_causal_lm(path, dtype=dtype, attn_implementation=attn_implementation)
-        return cls(
-            model, lora=lora, fused_linear_logprob=fused_linear_logprob, chunk_size=chunk_size
-        )
+    def __init__(self, model: PreTrainedModel, config: TrainConfig) -> None:
+        super().__init__(model)
+        if config.lora_rank < 1:
+            raise ValueError(f"adapters need lora_rank >= 1: got {config.lora_rank}")
+        self.scale = config.lora_alpha / config.lora_rank
+        _inject(model, config)
 
     def gradient_checkpointing_enable(self) -> None:
         """See `Actor`; the inputs of the first block must carry gradients to its adapters."""
         super().gradient_checkpointing_enable()
         self.model.enable_input_require_grads()
 
-    @property
-    def scale(self) -> float:
-        """What the product of the two factors is multiplied by."""
-        return self.lora.alpha / self.lora.rank
-
     def merged_source(self, source: ParameterSource) -> ParameterSource:
         """See strategy's `AdaptedModel`; one collective for all adapters."""
         entries = source.parameters()
         factors = _gather([entry for entry in entries if _is_factor(entry.checkpoint_name)], source)
         adapted = {name.removesuffix(FIRST) for name in factors if name.endswith(FIRST)}
-        scale = self.scale
 
         def add_local(name: str, start: int, values: Tensor) -> None:
             layer = name.removesuffix(".weight")
             if layer in adapted:
-                add_product(
-                    values, start, factors[layer + FIRST], factors[layer + SECOND], scale=scale
-                )
+                first, second = factors[layer + FIRST], factors[layer + SECOND]
+                add_product(values, start, first, second, scale=self.scale)
 
         merged = tuple(
             replace(
@@ -188,25 +128,25 @@ def add_product(values: Tensor, start: int, first: Tensor, second: Tensor, *, sc
     values.copy_(product.view(-1)[offset : offset + values.numel()].add_(values))
 
 
-def _inject(model: PreTrainedModel, lora: LoraSettings) -> None:
+def _inject(model: PreTrainedModel, config: TrainConfig) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ImportError(
             "lora_rank > 0 needs the package peft: install it, or leave lora_rank out"
         ) from error
-    names = target_layers(model, lora.target_modules)
+    names = target_layers(model, config.target_modules)
     model.requires_grad_(False)
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
+    adapters = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
         target_modules=names,
         bias="none",
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(lora.seed)
-        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+        torch.manual_seed(config.seed)
+        inject_adapter_in_model(adapters, model, adapter_name=ADAPTER)
     bound = [name for name, _ in model.named_parameters() if name.endswith(FIRST)]
     if len(bound) != len(names):
         raise ValueError(

@@ -96,11 +96,8 @@ def packed_attention(  # noqa: PLR0913 - what transformers passes
     group = sequence_bounds.group
     if group is not None:
         query, key, value = gather_sequence(query, key, value, group)
-    arguments = (dropout, scaling, sliding_window)
-    if has_varlen_kernel(query, key, value):
-        attended = _attend_varlen(query, key, value, sequence_bounds, *arguments)
-    else:
-        attended = _attend_each(query, key, value, sequence_bounds, *arguments)
+    attend = _attend_varlen if has_varlen_kernel(query, key, value) else _attend_each
+    attended = attend(query, key, value, sequence_bounds, dropout, scaling, sliding_window)
     if group is not None:
         attended = scatter_sequence(attended, group)
     return attended.transpose(1, 2).contiguous(), None

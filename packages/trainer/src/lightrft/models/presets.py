@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -70,16 +70,42 @@ def byte_level_tokenizer() -> PreTrainedTokenizerBase:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(list(SPECIAL_TOKENS))
+    return chat_tokenizer(core, [USER, ASSISTANT, SYSTEM])
+
+
+def chat_tokenizer(
+    core: Tokenizer, roles: Sequence[str], *, unk_token: str | None = None
+) -> PreTrainedTokenizerBase:
+    """A tokenizer with `CHAT_TEMPLATE`, whose vocabulary has its marks.
+
+    Args:
+        core: Splits and joins texts.
+        roles: Marks of the roles.
+        unk_token: Stands for what is not in the vocabulary.
+    """
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,
         eos_token=END,
-        additional_special_tokens=[USER, ASSISTANT, SYSTEM],
+        unk_token=unk_token,
+        additional_special_tokens=list(roles),
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def random_model(
+    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> PreTrainedModel:
+    """A causal language model in float32 with random weights, which knows the tokenizer's marks."""
+    config.bos_token_id = None
+    config.eos_token_id = tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def write_tiny_model(
@@ -109,12 +135,7 @@ def write_tiny_model(
         raise ValueError(f"vocab_size must be at least {VOCAB_SIZE}: got {vocab_size}")
     tokenizer = byte_level_tokenizer()
     config = PRESETS[preset](vocab_size=vocab_size, initializer_range=initializer_range)
-    config.bos_token_id = None
-    config.eos_token_id = tokenizer.eos_token_id
-    config.pad_token_id = tokenizer.pad_token_id
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = random_model(config, tokenizer, seed)
     sample = f"{SYSTEM}é ü\n{USER}  What is 4+3?\t{ASSISTANT}\\boxed{{7}}{END}"
     save_checked(model, tokenizer, directory, sample=sample)
 

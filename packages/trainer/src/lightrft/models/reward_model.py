@@ -42,9 +42,7 @@ class RewardModel(nn.Module):
         self.model = model
 
     @classmethod
-    def from_pretrained(
-        cls, path: str, *, dtype: str = "float32", attn_implementation: str = "sdpa"
-    ) -> RewardModel:
+    def from_pretrained(cls, path: str, *, dtype: str = "float32") -> RewardModel:
         """Loads a sequence classifier.
 
         Raises:
@@ -61,7 +59,7 @@ class RewardModel(nn.Module):
             model, report = AutoModelForSequenceClassification.from_pretrained(
                 path,
                 dtype=parse_dtype(dtype),
-                attn_implementation=attn_implementation,
+                attn_implementation="sdpa",
                 output_loading_info=True,
             )
         except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as err:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lightrft.models.support import SamplingSupport
+from torch import Tensor
 
 EntropyMode = Literal["none", "value", "grad"]
 
@@ -42,31 +39,8 @@ class ActorOutput:
         return self.logprobs - self.log_kept_mass
 
 
-class PolicyModel(Protocol):
-    """The call every actor supports, wrapped by a strategy or not."""
-
-    def __call__(
-        self,
-        token_ids: Tensor,
-        attention_mask: Tensor,
-        *,
-        scored_mask: Tensor | None = None,
-        temperature: float = 1.0,
-        entropy: EntropyMode = "none",
-        model_inputs: Mapping[str, Tensor] | None = None,
-        support: SamplingSupport | None = None,
-    ) -> ActorOutput:
-        """Scores the marked tokens of padded rows; see `lightrft.models.actor.Actor.forward`."""
-
-
-class ValueModel(Protocol):
-    """The call every critic supports: [batch, seq] float32 values before each token."""
-
-    def __call__(
-        self,
-        token_ids: Tensor,
-        attention_mask: Tensor,
-        *,
-        model_inputs: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
-        """Values of padded rows; see `lightrft.models.critic.Critic.forward`."""
+PolicyModel = Callable[..., ActorOutput]
+"""What every actor is to its callers, wrapped by a strategy or not; see
+`lightrft.models.actor.Actor.forward`."""
+ValueModel = Callable[..., Tensor]
+"""What every critic is to its callers; see `lightrft.models.critic.Critic.forward`."""

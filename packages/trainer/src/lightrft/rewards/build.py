@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Self, cast
 
 from lightrft.config import TrainConfig
@@ -15,39 +14,8 @@ from lightrft.rewards.math_rules import MathReward, MathRule
 from lightrft.rewards.recipes import RewardRecipes
 from lightrft.rewards.remote import RemoteReward
 from lightrft.rewards.types import RewardFunction, RewardResult
-from lightrft.rewards.user import PlainReward, UserReward
+from lightrft.rewards.user import FunctionReward, PlainReward, UserReward
 from lightrft.strategy.config import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class RewardSettings:
-    """Deadlines and processes.
-
-    Args:
-        timeout_seconds: Deadline of one call of a user's function.
-        grading_seconds: Deadline of one comparison by math-verify.
-        num_workers: Processes for math-verify, at most.
-        arguments: Values of keyword-only arguments of a user's functions.
-    """
-
-    timeout_seconds: float = 120.0
-    grading_seconds: float = 10.0
-    num_workers: int = 2
-    arguments: Mapping[str, object] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if min(self.timeout_seconds, self.grading_seconds) <= 0 or self.num_workers < 1:
-            raise ConfigError(
-                "reward deadlines must be positive and num_workers at least 1: got "
-                f"{self.timeout_seconds}, {self.grading_seconds}, {self.num_workers}"
-            )
-
-
-def reward_settings(config: TrainConfig) -> RewardSettings:
-    """Deadlines, and arguments of own functions."""
-    return RewardSettings(
-        timeout_seconds=config.reward_timeout_seconds, arguments=config.reward_args or {}
-    )
 
 
 def reward_urls(config: TrainConfig) -> tuple[str, ...]:
@@ -129,7 +97,7 @@ class CombinedReward:
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise a RewardError if a user's function needs an argument that is no column."""
         for function in self._functions:
-            if isinstance(function, UserReward):
+            if isinstance(function, FunctionReward):
                 function.check_columns(columns)
 
     def close(self) -> None:
@@ -164,7 +132,7 @@ def build_reward(
     weights: Sequence[float] | None = None,
     recipes: RewardRecipes | None = None,
     has_models: bool = False,
-    settings: RewardSettings | None = None,
+    config: TrainConfig | None = None,
 ) -> CombinedReward:
     """Loads and checks reward functions, before any model exists.
 
@@ -174,7 +142,8 @@ def build_reward(
         weights: One factor per name and then per address; None means 1 each.
         recipes: Weights by row instead of `weights`, or None.
         has_models: Reward models score the responses too, so that there may be no names.
-        settings: Deadlines and processes.
+        config: Its options `reward_timeout_seconds` and `reward_args` count; None takes their
+            defaults.
 
     Returns:
         The sum; close it, or use it as a context manager.
@@ -192,22 +161,23 @@ def build_reward(
     if len({*names, *urls}) < count:
         raise ConfigError(f"reward functions must differ: got {', '.join((*names, *urls))}")
     with ExitStack() as opened:
-        settings = settings or RewardSettings()
+        config = config or TrainConfig()
         functions: list[RewardFunction] = []
         for name in names:
-            function = _build_one(name, settings)
+            function = _build_one(name, config)
             opened.callback(function.close)
             functions.append(function)
         for index, url in enumerate(urls):
             name = numbered("remote", index, len(urls))
-            functions.append(RemoteReward(url, name=name, timeout_seconds=settings.timeout_seconds))
+            seconds = config.reward_timeout_seconds
+            functions.append(RemoteReward(url, name=name, timeout_seconds=seconds))
         used = {
             option
             for function in functions
-            if isinstance(function, PlainReward | UserReward)
+            if isinstance(function, FunctionReward)
             for option in function.options
         }
-        unknown = sorted(set(settings.arguments) - used)
+        unknown = sorted(set(config.reward_args or {}) - used)
         if unknown:
             raise ConfigError(
                 f"reward_args: no reward function has a keyword-only argument {unknown[0]!r}"
@@ -221,24 +191,15 @@ def numbered(name: str, index: int, count: int) -> str:
     return name if count == 1 else f"{name}_{index}"
 
 
-def _build_one(name: str, settings: RewardSettings) -> RewardFunction:
+def _build_one(name: str, config: TrainConfig) -> RewardFunction:
     if REWARDS.is_built_in(name):
-        return MathReward(
-            cast("MathRule", REWARDS.load(name)),
-            grading_seconds=settings.grading_seconds,
-            num_workers=settings.num_workers,
-        )
+        return MathReward(cast("MathRule", REWARDS.load(name)))
     path, separator, function = name.rpartition(":")
     if separator and path.endswith(".py") and function.isidentifier():
-        return UserReward(
-            path,
-            function,
-            timeout_seconds=settings.timeout_seconds,
-            arguments=settings.arguments,
-        )
+        return UserReward(path, function, config)
     if name.endswith(".py"):
         raise ConfigError(f"reward function {name}: expected FILE.py:FUNCTION, say {name}:reward")
     found = REWARDS.load(name)
     if callable(getattr(found, "score", None)):
         return cast("RewardFunction", found)
-    return PlainReward(name, cast("Callable[..., object]", found), settings.arguments)
+    return PlainReward(name, cast("Callable[..., object]", found), config)

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
@@ -91,17 +91,10 @@ class WorkerProcess:
         self._process = process
         self._finalizer = weakref.finalize(self, _kill, process)
         self.num_starts += 1
-        setup = {
-            "path": sys.path,
-            "task": (self._task.module, self._task.factory),
-            "arguments": self._task.arguments,
-            "shown_file": self._task.shown_file,
-            "memory_bytes": self._task.memory_bytes,
-        }
+        seconds = self._task.start_seconds
         try:
-            return self._exchange(process, setup, self._task.start_seconds)
+            return self._exchange(process, {"path": sys.path, **asdict(self._task)}, seconds)
         except WorkerTimeoutError as err:
-            seconds = self._task.start_seconds
             raise WorkerFailedError(
                 f"the worker process was not ready within {seconds:g} s"
             ) from err

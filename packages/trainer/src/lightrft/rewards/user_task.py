@@ -9,12 +9,24 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, TypedDict, cast, runtime_checkable
 
 from lightrft.kernels.names import nearest_names
 from lightrft.rewards.worker import ReportedError
 
 MODULE_NAME = "lightrft_user_reward"
+
+
+CheckedResult = tuple[float | None, dict[str, float]]
+"""Reward, or None for the sum of the components, and components of one response."""
+
+
+class Parameter(TypedDict):
+    """One parameter of a user's function, with its kind by name as in `inspect`."""
+
+    name: str
+    kind: str
+    is_required: bool
 
 
 class MissingFunctionError(ReportedError):
@@ -41,26 +53,30 @@ class UserFunction:
     def __init__(self, path: str, name: str) -> None:
         self._name = name
         self._function = _load(Path(path), name)
-        self._parameters = list(inspect.signature(self._function).parameters.values())
 
     def describe(self) -> object:
         """Its parameters: name, whether it must be given, whether it takes all keywords."""
         if inspect.iscoroutinefunction(self._function):
             raise ReportedError(f"{self._name} is async: expected a plain function")
-        return [
-            {
-                "name": parameter.name,
-                "kind": parameter.kind.name,
-                "is_required": parameter.default is parameter.empty,
-            }
-            for parameter in self._parameters
-        ]
+        return describe_parameters(self._function)
 
     def __call__(self, request: object) -> object:
         """The results as [reward or null, components] pairs, checked."""
         arguments = cast("dict[str, object]", request)
         returned = self._function(**arguments)
         return checked_results(returned, len(cast("list[object]", arguments["responses"])))
+
+
+def describe_parameters(function: Callable[..., object]) -> list[Parameter]:
+    """The parameters of a function, as they can be sent between processes."""
+    return [
+        {
+            "name": parameter.name,
+            "kind": parameter.kind.name,
+            "is_required": parameter.default is parameter.empty,
+        }
+        for parameter in inspect.signature(function).parameters.values()
+    ]
 
 
 def _load(path: Path, name: str) -> Callable[..., object]:
@@ -85,9 +101,7 @@ def _load(path: Path, name: str) -> Callable[..., object]:
     return functions[name]
 
 
-def checked_results(
-    returned: object, num_responses: int
-) -> list[tuple[float | None, dict[str, float]]]:
+def checked_results(returned: object, num_responses: int) -> list[CheckedResult]:
     """What a function returned as (reward or None, components) of each response.
 
     Raises:
@@ -105,7 +119,7 @@ def checked_results(
     return [_checked_item(index, item) for index, item in enumerate(items)]
 
 
-def _checked_item(index: int, item: object) -> tuple[float | None, dict[str, float]]:
+def _checked_item(index: int, item: object) -> CheckedResult:
     if not isinstance(item, Mapping):
         return _number(f"result {index}", item), {}
     if not item:

@@ -2,10 +2,10 @@
 
 Messages on stdin and stdout are frames: 8 bytes of length, then the body. The parent sends
 pickles, since columns may hold any object; the worker answers in JSON, so that nothing which user
-code made is unpickled in the trainer. The first message is `{"path": ..., "task": (module, name),
-"arguments": ..., "memory_bytes": ...}`: the worker imports `module`, calls `name(*arguments)`,
-answers with what `describe` of the result says, and then answers every request with
-`handler(request)`.
+code made is unpickled in the trainer. The first message is `{"path": ..., "module": ...,
+"factory": ..., "arguments": ..., "memory_bytes": ...}`: the worker imports `module`, calls
+`factory(*arguments)`, answers with what `describe` of the result says, and then answers every
+request with `handler(request)`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _start(setup: dict[str, object]) -> Handler:
     memory_bytes = cast("int | None", setup["memory_bytes"])
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    module, name = cast("tuple[str, str]", setup["task"])
-    factory = getattr(importlib.import_module(module), name)
+    module = importlib.import_module(str(setup["module"]))
+    factory = getattr(module, str(setup["factory"]))
     return cast("Handler", factory(*cast("tuple[object, ...]", setup["arguments"])))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +17,10 @@ from lightrft.config import StrategyConfig, TrainConfig
 from lightrft.config.options import options_of
 from lightrft.datasets.types import Prompt
 from lightrft.experience.assemble import AdvantageSettings
-from lightrft.experience.collate import micro_slices
 from lightrft.experience.forward import ForwardModels, score_actor
-from lightrft.experience.maker import ExperienceMaker, StepExperience
+from lightrft.experience.maker import StepExperience, make_experience
 from lightrft.experience.model_rewards import ModelRewards
-from lightrft.experience.sampling import greedy_params, training_params
+from lightrft.experience.sampling import RolloutSampler
 from lightrft.experience.types import ExperienceBatch
 from lightrft.rewards.types import RewardFunction
 from lightrft.strategy.prepared import Arguments, PreparedModel
@@ -33,15 +33,12 @@ from lightrft.trainer.training.alarms import alarms
 from lightrft.trainer.training.algorithm import (
     check_algorithm,
     decide,
-    trainer_config,
     unused_algorithm_options,
 )
-from lightrft.trainer.training.best_model import keep_best
-from lightrft.trainer.training.checkpointing import CheckpointStore
+from lightrft.trainer.training.checkpointing import load_trainer, save_trainer
 from lightrft.trainer.training.construction import (
     build_trainer_rewards,
-    check_engine_group,
-    check_processor,
+    check_parts,
     configure_models,
     is_deterministic,
     load_actor_tokenizer,
@@ -51,14 +48,19 @@ from lightrft.trainer.training.evaluation import evaluate
 from lightrft.trainer.training.metrics import StepMetrics
 from lightrft.trainer.training.parity import ParityReport, check_parity
 from lightrft.trainer.training.pretrain_mix import PretrainMix
-from lightrft.trainer.training.state import initial_state
+from lightrft.trainer.training.state import BestModel, initial_state
 from lightrft.trainer.training.step_metrics import (
     finished_metrics,
     record_experience,
     record_stages,
 )
-from lightrft.trainer.training.throughput import UtilisationMeter
-from lightrft.trainer.training.updates import Objective, UpdateModels, update_models
+from lightrft.trainer.training.throughput import (
+    TrainingFlops,
+    peak_tflops,
+    training_flops,
+    utilisation,
+)
+from lightrft.trainer.training.updates import TrainedModels, Update
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,6 +128,10 @@ class SPMDPPOTrainerBase:
 
     is_vision = False
     """Whether the models take images, whatever `VLM` says."""
+    _stream: PromptStream | None = None
+    _experience: StepExperience | None = None
+    _stop_request: Callable[[], bool] | None = None
+    _is_first_step = True
 
     def __init__(
         self,
@@ -155,87 +161,78 @@ class SPMDPPOTrainerBase:
         trajectory_log: TrajectoryLog | None = None,
         **keywords: object,
     ) -> None:
-        check_processor(processor, is_needed=VLM or self.is_vision)
-        check_engine_group(strategy)
+        check_parts(strategy, processor, needs_processor=VLM or self.is_vision)
+        named = {"loss_agg_mode": loss_agg_mode, "use_gspo": use_gspo or None}
+        keywords |= {name: value for name, value in named.items() if value is not None}
+        config = TrainConfig.from_args(strategy.config).replaced(keywords)
+        self.config, self._algorithm = decide(config)
         self.strategy = strategy
-        self.config, self._algorithm = decide(
-            trainer_config(
-                strategy.config, keywords, loss_agg_mode=loss_agg_mode, use_gspo=use_gspo
-            )
-        )
-        self.config.check_world_size(strategy.world_size)
-        self._actor = trained_model("actor", actor, actor_optim, actor_scheduler)
-        self._critic = None
+        trained = trained_model("actor", actor, actor_optim, actor_scheduler)
+        self._models = TrainedModels(trained, None, ema_model)
         if critic is not None:
-            self._critic = trained_model("critic", critic, critic_optim, critic_scheduler)
-        uses_reference = initial_model is not None and self.config.init_kl_coef > 0
-        check_algorithm(
-            self.config,
-            self._algorithm,
-            has_critic=self._critic is not None,
-            has_reference=uses_reference,
-            engine_type=strategy.inference_engine_type,
-        )
-        self.initial_model = initial_model if uses_reference else None
-        configure_models(self.config, strategy, (self.actor, self.critic, self.initial_model))
-        self.ema_model, self.processor = ema_model, processor
+            trained = trained_model("critic", critic, critic_optim, critic_scheduler)
+            self._models = replace(self._models, critic=trained)
+        self.initial_model = initial_model if self.config.init_kl_coef > 0 else None
+        self._check_options()
         self.tokenizer = tokenizer or load_actor_tokenizer(strategy.config.pretrain)
-        self.reward_function, self._model_rewards = build_trainer_rewards(
-            reward_fn or reward_model, model_rewards, strategy, self.config
+        self.processor = processor
+        self._sampler = RolloutSampler(
+            strategy,
+            *build_trainer_rewards(reward_fn or reward_model, model_rewards, strategy, self.config),
+            decoder=self.tokenizer,
+            config=self.config,
+            needs_greedy=self._algorithm.estimator_traits.needs_greedy_rewards,
         )
-        self.eval_prompts = eval_prompts
+        self.eval_prompts, self._prompts_dataloader = eval_prompts, prompts_dataloader
         self.state = initial_state(self.config)
-        self._prompts_dataloader = prompts_dataloader
-        self._stream: PromptStream | None = None
-        self._experience: StepExperience | None = None
-        self._is_first_step = True
-        self._sample_log, self._trajectory_log = sample_log, trajectory_log
         self._pretrain = pretrain
-        self._stop_request: Callable[[], bool] | None = None
-        self._utilisation = UtilisationMeter(strategy, self.config.peak_tflops)
-        self._is_deterministic = is_deterministic(strategy.unwrap_model(self._actor.model))
+        self._costs: dict[str, TrainingFlops | None] = {}
+        self._sample_log, self._trajectory_log = sample_log, trajectory_log
         if loggers is None:
             loggers = [ConsoleLogger(strategy.print, every=self.config.logging_steps)]
         self._loggers = LoggerGroup(loggers if strategy.is_rank_0() else ())
-        self._maker = self._build_maker()
-        unused = unused_algorithm_options(self.config, self._algorithm)
-        if self.config.kl_target is not None and not uses_reference:
-            unused.append("kl_target acts only with a reference model and init_kl_coef > 0")
-        for text in unused:
-            strategy.print(f"warning: option without effect: {text}")
+
+    def _check_options(self) -> None:
+        """Checks and configures the models, and warns about options without effect."""
+        has_reference = self.initial_model is not None
+        self.config.check_world_size(self.strategy.world_size)
+        check_algorithm(
+            self.config,
+            self._algorithm,
+            has_critic=self.critic is not None,
+            has_reference=has_reference,
+            engine_type=self.strategy.inference_engine_type,
+        )
+        models = (self.actor, self.critic, self.initial_model)
+        configure_models(self.config, self.strategy, models)
+        for text in unused_algorithm_options(
+            self.config, self._algorithm, has_reference=has_reference
+        ):
+            self.strategy.print(f"warning: option without effect: {text}")
 
     @property
     def actor(self) -> nn.Module:
         """The policy as the strategy wrapped it."""
-        return self._actor.model
+        return self._models.actor.model
 
     @property
     def critic(self) -> nn.Module | None:
         """The value model as the strategy wrapped it, or None."""
-        return None if self._critic is None else self._critic.model
+        return None if self._models.critic is None else self._models.critic.model
+
+    @property
+    def ema_model(self) -> nn.Module | None:
+        """The actor's moving average, or None."""
+        return self._models.ema_model
 
     @property
     def actor_optim(self) -> Optimizer:
         """The actor's optimizer."""
-        return self._actor.optimizer
-
-    def _build_maker(self) -> ExperienceMaker:
-        return ExperienceMaker(
-            self.strategy,
-            ForwardModels(self.actor, self.initial_model, self.critic),
-            self.reward_function,
-            decoder=self.tokenizer,
-            config=self.config,
-            model_rewards=self._model_rewards,
-            release_engine=self._release_engine,
-        )
+        return self._models.actor.optimizer
 
     @property
     def _kl_coef(self) -> float:
         return 0.0 if self.initial_model is None else self.state.kl.coef
-
-    def _models(self) -> list[nn.Module]:
-        return [self.actor] if self.critic is None else [self.actor, self.critic]
 
     def make_experience(self, prompts: Sequence[Prompt] | None = None) -> ExperienceBatch:
         """Rolls out one batch of prompts and keeps the result for `ppo_train`.
@@ -257,27 +254,33 @@ class SPMDPPOTrainerBase:
             prompts = self._prompt_stream().next_batch()
         check_lengths(prompts, self.config.prompt_max_len)
         self._restore_engine_weights()
-        for model in self._models():
-            model.eval()
-        self._experience = self._maker.make(
+        for trained in self._models.trained:
+            trained.model.eval()
+        samples = self._sampler.collect(
             prompts,
-            step=self.state.num_steps,
             first_request_id=self.state.num_requests,
-            advantage=AdvantageSettings(
+            next_prompts=self._next_prompts(),
+            carry=self.state.carry,
+        )
+        self._release_engine()
+        self._experience = make_experience(
+            samples,
+            ForwardModels(self.actor, self.initial_model, self.critic),
+            strategy=self.strategy,
+            settings=AdvantageSettings(
                 self.config,
                 self._algorithm.estimator,
                 kl_coef=0.0 if self.config.use_kl_loss else self._kl_coef,
             ),
+            step=self.state.num_steps,
             moments=self.state.reward_moments,
-            next_prompts=self._next_prompts(),
             reuses_policy_logprobs=self._reuses_policy_logprobs(),
-            carry=self.state.carry,
         )
         if self._parity_is_due():
             self.check_parity()
         self._is_first_step = False
         if self._sample_log is not None and self.strategy.is_rank_0():
-            self._sample_log.log(self.state.num_steps + 1, self._experience.scored)
+            self._sample_log.log(self.state.num_steps + 1, samples.scored)
         if self._trajectory_log is not None and self.strategy.is_rank_0():
             self._trajectory_log.log(self.state.num_steps + 1, self._experience, self.tokenizer)
         return self._experience.batch
@@ -314,9 +317,11 @@ class SPMDPPOTrainerBase:
             return None
         rollouts = step.batch.rollouts
         logprobs = step.batch.outputs.sampling_logprobs
-        if logprobs is None or step.use_rollout_logprobs:
-            rows = micro_slices(0, len(rollouts.rewards), self.config.micro_rollout_batch_size)
-            with step.meter.stage("forward"):
+        if logprobs is None or self.config.use_rollout_logprobs:
+            rows = step.plan.forward_slices(
+                step.table.lengths, rank=self.strategy.data_rank, config=self.config
+            )
+            with step.samples.meter.stage("forward"):
                 logprobs = score_actor(rollouts, self.actor, slices=rows)
         report = check_parity(
             rollouts,
@@ -338,7 +343,7 @@ class SPMDPPOTrainerBase:
             self.config.max_epochs == 1
             and not self.config.high_entropy_token_ratio
             and not self._algorithm.corrections
-            and self._is_deterministic
+            and is_deterministic(self.strategy.unwrap_model(self.actor))
             and self._trains_actor
             and not has_kl_reward
             and not is_logged
@@ -367,82 +372,79 @@ class SPMDPPOTrainerBase:
                 "ppo_train has nothing to train on: call make_experience() before each ppo_train()"
             )
         metrics = StepMetrics()
-        record_experience(step, metrics, kl_estimator=self.config.kl_estimator)
+        record_experience(step, metrics, self.config)
         if self.initial_model is not None:
             metrics.add_max("kl_coef", self._kl_coef)
-        with step.meter.stage("train"):
-            self._move_optimizers(self.strategy.maybe_load_optimizer)
-            for model in self._models():
-                model.train()
+        with step.samples.meter.stage("train"):
+            for trained in self._models.trained:
+                self.strategy.maybe_load_optimizer(trained.optimizer)
+                trained.model.train()
             self._update(step, metrics)
-            self._move_optimizers(self.strategy.maybe_offload_optimizer)
-        with step.meter.stage("weight_sync"):
+            for trained in self._models.trained:
+                self.strategy.maybe_offload_optimizer(trained.optimizer)
+        with step.samples.meter.stage("weight_sync"):
             self.strategy.update_engine_weights(self.actor)
-        record_stages(step.meter, metrics)
-        models = [m for m in self._models() if self._trains_actor or m is not self.actor]
+        record_stages(step.samples.meter, metrics)
         reduced = metrics.reduce(self.strategy)
+        reduced |= self._utilisation(step, reduced["train_seconds"])
         self._experience = None
         self.state = self.state.after_step(
             step,
-            num_prompts=step.num_prompts,
             stream=self._stream,
             kl=reduced.get("kl_per_response"),
         )
         reduced["global_step"] = global_steps
         return finished_metrics(
-            step,
-            reduced,
-            self.strategy.last_weight_sync,
+            step, reduced, self.strategy.last_weight_sync, num_epochs=self.config.max_epochs
+        )
+
+    def _utilisation(self, step: StepExperience, seconds: float) -> dict[str, float]:
+        """Speed of the update, which took so long; {} where nothing was trained."""
+        selection, strategy = step.samples.selection, self.strategy
+        if selection is not None and selection.is_empty:
+            return {}
+        for trained in self._models.trained:
+            if trained.name not in self._costs:
+                self._costs[trained.name] = training_flops(trained.model, strategy)
+        names = [name for name in self._costs if self._trains_actor or name != "actor"]
+        return utilisation(
+            [cost for name in names if (cost := self._costs[name]) is not None],
+            step.table,
             num_epochs=self.config.max_epochs,
-            utilisation=self._utilisation.of(models),
+            seconds=seconds,
+            num_devices=strategy.world_size,
+            peak=peak_tflops(self.config),
         )
 
     def _update(self, step: StepExperience, metrics: StepMetrics) -> None:
         """All optimizer steps; none where dynamic sampling found nothing to learn from."""
-        if step.selection is not None and step.selection.is_empty:
+        selection = step.samples.selection
+        if selection is not None and selection.is_empty:
             self.strategy.print(
                 f"warning: no update in step {self.state.num_steps + 1}: in all "
-                f"{step.selection.num_groups} groups the responses are equally accurate; the "
+                f"{selection.num_groups} groups the responses are equally accurate; the "
                 "prompts are solved or out of reach"
             )
             return
-        update_models(
-            step,
-            UpdateModels(
-                self._actor, self._critic, self.ema_model, trains_actor=self._trains_actor
-            ),
-            strategy=self.strategy,
-            objective=Objective(
-                self.config,
-                self._algorithm.policy_loss,
-                self._algorithm.corrections,
-                kl_coef=self._kl_coef if self.config.use_kl_loss else 0.0,
-            ),
-            step_number=self.state.num_steps,
-            metrics=metrics,
-            pretrain=self._pretrain,
+        update = Update(
+            self.config,
+            self._algorithm.policy_loss,
+            self.strategy,
+            metrics,
+            self._algorithm.corrections,
+            kl_coef=self._kl_coef if self.config.use_kl_loss else 0.0,
         )
-
-    def _move_optimizers(self, move: Callable[[Optimizer], Optimizer]) -> None:
-        for trained in (self._actor, self._critic):
-            if trained is not None:
-                move(trained.optimizer)
+        number = self.state.num_steps
+        update.train(step, self._models, step_number=number, pretrain=self._pretrain)
 
     def evaluate(self) -> dict[str, float]:
         """Mean reward of one greedy completion per held-out prompt; {} without such prompts."""
         self._restore_engine_weights()
         begin = time.perf_counter()
-        metrics = evaluate(
-            self.eval_prompts,
-            strategy=self.strategy,
-            reward_function=self.reward_function,
-            decoder=self.tokenizer,
-            sampling_params=greedy_params(training_params(self.config)),
-            sleep_engine=self.config.enable_engine_sleep,
-            masks_failures=self.config.reward_failure == "mask",
-            model_rewards=self._model_rewards,
-        )
+        metrics = evaluate(self.eval_prompts, self._sampler, self.config)
         if metrics:
+            if self.config.enable_engine_sleep:
+                self.strategy.maybe_sleep_inference_engine()
             metrics["eval/seconds"] = time.perf_counter() - begin
         return metrics
 
@@ -450,7 +452,7 @@ class SPMDPPOTrainerBase:
         """Sends the weights again if the engine dropped them and no update brought new ones."""
         engine = self.strategy.inference_engine
         if engine is not None and engine.weights_version >= 0 and engine.weights_were_dropped:
-            self.strategy.update_engine_weights(self._actor.model)
+            self.strategy.update_engine_weights(self.actor)
 
     def _next_prompts(self) -> Callable[[], Sequence[Prompt]] | None:
         has_loader = self._prompts_dataloader is not None
@@ -498,7 +500,9 @@ class SPMDPPOTrainerBase:
         if prompts_dataloader is not None:
             self._prompts_dataloader, self._stream = prompts_dataloader, None
         if consumed_samples:
-            self.state = self.state.after_prompts(consumed_samples)
+            self.state = replace(
+                self.state, num_episode_prompts=consumed_samples, num_requests=consumed_samples
+            )
         num_steps = planned_steps(
             self._prompts_dataloader,
             self.config,
@@ -561,21 +565,37 @@ class SPMDPPOTrainerBase:
         return self.strategy.all_reduce(int(self._stop_request()), op="max") > 0
 
     def keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Saves the actor in `ckpt_path`/best if `best_metric` was never better; collective."""
-        metric, folder = self.config.best_metric, self.config.ckpt_path
-        if metric is None or folder is None:
+        """Saves the actor in `ckpt_path`/best if `best_metric` was never better; collective.
+
+        Raises:
+            ValueError: The evaluation has no such metric; the message lists those it has.
+        """
+        metric, best = self.config.best_metric, self.state.best
+        if metric is None or self.config.ckpt_path is None or not metrics:
             return
-        best = keep_best(
-            self.state.best,
-            metrics,
-            metric=metric,
-            step=step,
-            actor=self._actor.model,
-            tokenizer=self.tokenizer,
-            folder=Path(folder) / BEST_FOLDER,
-            strategy=self.strategy,
+        if metric not in metrics:
+            raise ValueError(
+                f"best_metric: the evaluation has no {metric!r}, it has "
+                f"{', '.join(sorted(metrics))}"
+            )
+        value = metrics[metric]
+        if best is not None and not value > best.value:
+            return
+        folder = Path(self.config.ckpt_path) / BEST_FOLDER
+        partial, former = (folder.with_name(f"best.{kind}") for kind in ("partial", "former"))
+        self.strategy.save_model(self.actor, self.tokenizer, str(partial))
+        if self.strategy.is_rank_0():
+            # The former best stays in place until the new one is complete.
+            shutil.rmtree(former, ignore_errors=True)
+            if folder.exists():
+                folder.rename(former)
+            partial.rename(folder)
+            shutil.rmtree(former, ignore_errors=True)
+        self.strategy.barrier()
+        self.strategy.print(
+            f"best {metric} so far: {value:.6g} after step {step}, saved in {folder}"
         )
-        self.state = replace(self.state, best=best)
+        self.state = replace(self.state, best=BestModel(value, step))
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hands metrics to the loggers, on the first rank."""
@@ -583,9 +603,8 @@ class SPMDPPOTrainerBase:
 
     def save_checkpoint(self) -> None:
         """Writes all that a run needs to continue; does nothing without `ckpt_path`."""
-        store = self._checkpoints()
-        if store is not None:
-            store.save(self.state, self._actor, self._critic)
+        if self.config.ckpt_path is not None:
+            save_trainer(self.strategy, self.config, self.state, self._models)
 
     def load_checkpoint(self) -> bool:
         """Continues from the newest complete checkpoint under `ckpt_path`, if there is one.
@@ -595,15 +614,17 @@ class SPMDPPOTrainerBase:
         Returns:
             Whether there was a checkpoint.
         """
-        store = self._checkpoints()
-        restored = None if store is None else store.load(self.state, self._actor, self._critic)
+        if self.config.ckpt_path is None:
+            return False
+        restored = load_trainer(self.strategy, self.config, self.state, self._models)
         if restored is None:
             return False
         self.state, self._stream = restored, None
-        self.strategy.update_engine_weights(self._actor.model)
+        self.strategy.update_engine_weights(self.actor)
         engine = self.strategy.inference_engine
         if engine is not None:
-            self.state = self.state.with_engine_version(engine.weights_version)
+            carry = self.state.carry.rebased(engine.weights_version)
+            self.state = replace(self.state, carry=carry)
         return True
 
     def close(self) -> None:
@@ -612,17 +633,6 @@ class SPMDPPOTrainerBase:
         for log in (self._sample_log, self._trajectory_log):
             if log is not None:
                 log.close()
-
-    def _checkpoints(self) -> CheckpointStore | None:
-        if self.config.ckpt_path is None:
-            return None
-        return CheckpointStore(
-            self.strategy,
-            Path(self.config.ckpt_path),
-            max_num=self.config.max_ckpt_num,
-            max_mem=self.config.max_ckpt_mem,
-            average=self.ema_model,
-        )
 
     def _prompt_stream(self) -> PromptStream:
         if self._stream is None:

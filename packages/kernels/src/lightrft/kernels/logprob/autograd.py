@@ -30,11 +30,7 @@ from lightrft.kernels.logprob.types import (
     VocabShard,
     accumulation_dtype,
 )
-
-try:
-    from torch.distributed import all_gather_single as _all_gather
-except ImportError:  # torch < 2.13
-    from torch.distributed import all_gather_into_tensor as _all_gather
+from lightrft.kernels.weight_bucket.broadcaster import all_gather_single
 
 
 class LogprobEngine(Protocol):
@@ -97,17 +93,24 @@ def engine_logprob(
     return LogprobOutput(logprobs, None if options.entropy == "none" else entropies)
 
 
-class _Context(Protocol):
+class AutogradContext(Protocol):
     """The part of autograd's context that is used here."""
 
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, ...]
-    has_bias: bool
-    options: LogprobOptions
 
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
-    def set_materialize_grads(self, value: bool) -> None: ...
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Keeps tensors for the backward pass."""
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        """Outputs without gradient."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Whether a missing upstream gradient comes as zeros."""
+
+
+class _Context(AutogradContext, Protocol):
+    options: LogprobOptions
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -128,7 +131,6 @@ class _LinearLogprob(torch.autograd.Function):
             rows = merge_over_ranks(rows, options.shard.group)
         entropy = rows.entropy
         ctx.options = options
-        ctx.has_bias = bias is not None
         ctx.set_materialize_grads(False)
         biases = () if bias is None else (bias,)
         logprobs = rows.logprobs
@@ -236,7 +238,7 @@ def merge_over_ranks(rows: RowStatistics, group: dist.ProcessGroup | None) -> Ro
     part = torch.stack((rows.maximum, rows.exp_sum, rows.weighted_sum, rows.target_logits))
     world_size = dist.get_world_size(group)
     parts = part.new_empty((world_size, *part.shape))
-    _all_gather(parts.view(-1), part.view(-1), group=group)
+    all_gather_single(parts.view(-1), part.view(-1), group=group)
     merged = RowStatistics(*parts[0].unbind())
     for other in parts[1:]:
         merged = merged.merge(RowStatistics(*other.unbind()))

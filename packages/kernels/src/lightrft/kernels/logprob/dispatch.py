@@ -68,38 +68,31 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
     validation.validate_workspace(workspace, weight)
     if impl == "reference":
         validation.refuse_with_reference(precision, deterministic, tp, workspace)
-    workspace = workspace or _default_workspace(hidden)
+    # Chunks of a CPU should fit its caches; on a GPU each one costs a pass over dL/dhidden.
+    workspace = workspace or (Workspace(16384) if hidden.is_cuda else Workspace())
     active = (targets != ignore_index).nonzero().squeeze(1)
     num_tokens = len(targets)
     if len(active) < num_tokens:
         hidden, targets = hidden[active], targets[active]
     validation.validate_targets(targets, len(weight) if tp is None else tp.vocab_size, ignore_index)
     layer = OutputLayer(weight, bias, LogitsTransform.of(temperature, softcap))
-    shape = (entropy != "none", softcap is not None, workspace.chunk_columns)
-    request = Request(impl, precision, deterministic, *shape)
+    columns = workspace.chunk_columns
+    request = Request(impl, precision, deterministic, entropy, softcap is not None, columns)
     with torch.autocast(hidden.device.type, enabled=False):
-        output = _compute(hidden, layer, targets, entropy, request, workspace, tp)
+        output = _compute(hidden, layer, targets, request, workspace, tp)
     return output if len(active) == num_tokens else _spread(output, active, num_tokens)
-
-
-def _default_workspace(hidden: Tensor) -> Workspace:
-    # Chunks of a CPU should fit its caches; on a GPU each one costs a pass over dL/dhidden.
-    return Workspace(16384) if hidden.is_cuda else Workspace()
 
 
 def _compute(
     hidden: Tensor,
     layer: OutputLayer,
     targets: Tensor,
-    entropy: EntropyMode,
     request: Request,
     workspace: Workspace,
     tp: VocabShard | None,
 ) -> LogprobOutput:
     if request.impl == "reference":
-        return reference_logprob(
-            hidden, layer.weight, layer.bias, targets, transform=layer.transform, entropy=entropy
-        )
+        return reference_logprob(hidden, layer, targets, entropy=request.entropy)
     weight, bias = layer.weight, layer.bias
     if weight.stride(1) != 1:
         weight = weight.contiguous()
@@ -110,10 +103,9 @@ def _compute(
     engines = select_engines(request, hidden, weight)
     engine = engines[0]
     if len(engines) > 1:
-        engine = _fastest(
-            engines, hidden, OutputLayer(weight, bias, layer.transform), targets, entropy
-        )
-    options = LogprobOptions(engine, layer.transform, entropy, tp, workspace.grad_weight)
+        part = OutputLayer(weight, bias, layer.transform)
+        engine = _fastest(engines, hidden, part, targets, needs_entropy=request.needs_entropy)
+    options = LogprobOptions(engine, layer.transform, request.entropy, tp, workspace.grad_weight)
     return engine_logprob(hidden, weight, bias, targets, options)
 
 
@@ -122,10 +114,11 @@ def _fastest(
     hidden: Tensor,
     layer: OutputLayer,
     targets: Tensor,
-    entropy: EntropyMode,
+    *,
+    needs_entropy: bool,
 ) -> LogprobEngine:
     # Tokens are binned to a power of two.
-    key = (len(hidden).bit_length(), *layer.weight.shape, hidden.dtype, entropy != "none")
+    key = (len(hidden).bit_length(), *layer.weight.shape, hidden.dtype, needs_entropy)
 
     @torch.no_grad()
     def measure(engine: LogprobEngine) -> float:
@@ -134,7 +127,7 @@ def _fastest(
             begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             begin.record()
-            engine.statistics(hidden, layer, targets, needs_entropy=entropy != "none")
+            engine.statistics(hidden, layer, targets, needs_entropy=needs_entropy)
             end.record()
             end.synchronize()
         return float(begin.elapsed_time(end)) / 1000

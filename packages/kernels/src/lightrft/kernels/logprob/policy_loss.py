@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightrft.kernels.logprob import validation
-from lightrft.kernels.logprob.autograd import chunks
+from lightrft.kernels.logprob.autograd import AutogradContext, chunks
 from lightrft.kernels.logprob.product_engine import ProductEngine, target_products
 from lightrft.kernels.logprob.products import add_product_, full_precision_reductions
 from lightrft.kernels.logprob.rows import GradRows, RowStatistics, finish_target_logits
@@ -108,7 +108,7 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
         raise ValueError(f"logits_budget_bytes must not be negative: got {logits_budget_bytes}")
     active = (targets != ignore_index).nonzero().squeeze(1)
     validation.validate_targets(targets[active], len(weight), ignore_index)
-    request = Request("auto", precision, True, True, softcap is not None, DEFAULT_CHUNK_COLUMNS)
+    request = Request("auto", precision, True, "value", softcap is not None, DEFAULT_CHUNK_COLUMNS)
     options = PolicyLossOptions(
         engine=select_product_engine(request, hidden, weight),
         token_loss=token_loss,
@@ -152,14 +152,8 @@ class _Totals:
     grad_bias: Tensor | None
 
 
-class _Context(Protocol):
-    needs_input_grad: tuple[bool, ...]
-    saved_tensors: tuple[Tensor, ...]
+class _Context(AutogradContext, Protocol):
     is_present: tuple[bool, ...]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
-    def set_materialize_grads(self, value: bool) -> None: ...
 
 
 class LinearPolicyLoss(torch.autograd.Function):

@@ -7,35 +7,27 @@ from torch import Tensor
 
 from lightrft.kernels.logprob.types import (
     EntropyMode,
-    LogitsTransform,
     LogprobOutput,
+    OutputLayer,
     accumulation_dtype,
-    compute_logits,
+    apply_transform,
 )
 
 
 def reference_logprob(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    *,
-    transform: LogitsTransform,
-    entropy: EntropyMode,
+    hidden: Tensor, layer: OutputLayer, targets: Tensor, *, entropy: EntropyMode
 ) -> LogprobOutput:
     """Logprobs and entropy from the full [tokens, vocab] logits; no row is ignored.
 
     Args:
         hidden: [tokens, hidden].
-        weight: [vocab, hidden].
-        bias: [vocab] or None.
+        layer: Of the whole vocabulary.
         targets: [tokens] int64, in range.
-        transform: Softcap and temperature.
         entropy: Whether to compute the entropy, and whether gradients flow through it.
     """
-    dtype = accumulation_dtype(hidden, weight, bias)
-    wide_bias = None if bias is None else bias.to(dtype)
-    logits = compute_logits(hidden.to(dtype), weight.to(dtype), wide_bias, transform)
+    dtype = accumulation_dtype(hidden, layer.weight, layer.bias)
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    logits = apply_transform(hidden.to(dtype) @ layer.weight.to(dtype).T, bias, layer.transform)
     log_probabilities = torch.log_softmax(logits, dim=-1)
     logprobs = log_probabilities.gather(1, targets[:, None]).squeeze(1)
     if entropy == "none":

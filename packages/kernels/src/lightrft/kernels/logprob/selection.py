@@ -16,6 +16,7 @@ from lightrft.kernels.logprob.autograd import LogprobEngine
 from lightrft.kernels.logprob.product_engine import ChunkedEngine, ProductEngine
 from lightrft.kernels.logprob.types import (
     Determinism,
+    EntropyMode,
     LogitsTransform,
     LogprobImplementation,
     OutputLayer,
@@ -42,7 +43,7 @@ class Request:
 
     Args:
         impl, precision, deterministic: The arguments of `linear_logprob`.
-        has_entropy: Whether the entropy is computed.
+        entropy: Likewise.
         has_softcap: Whether logits are capped.
         chunk_columns: Columns of one chunk.
     """
@@ -50,9 +51,14 @@ class Request:
     impl: LogprobImplementation
     precision: Precision
     deterministic: Determinism
-    has_entropy: bool
+    entropy: EntropyMode
     has_softcap: bool
     chunk_columns: int
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the entropy is computed."""
+        return self.entropy != "none"
 
 
 _chosen: dict[Hashable, int] = {}
@@ -220,13 +226,10 @@ def _triton_engine(request: Request, hidden: Tensor, weight: Tensor) -> LogprobE
     )
     bulk = None
     if is_half and is_aligned and capability >= (9, 0):
-        is_plain = not request.has_entropy and not request.has_softcap
+        is_plain = not request.needs_entropy and not request.has_softcap
         bulk = working_bulk_tiles(hidden.device, hidden.dtype, is_plain)
-    return triton_launch.TritonEngine(
-        request.chunk_columns,
-        bulk or triton_launch.forward_tiles(capability, is_half=is_half),
-        triton_launch.gradient_tiles(capability, is_half=is_half),
-    )
+    tiles = triton_launch.plain_tiles(capability, is_half=is_half)
+    return triton_launch.TritonEngine(request.chunk_columns, bulk or tiles, tiles)
 
 
 @cache
@@ -251,7 +254,7 @@ def working_bulk_tiles(
     for tiles in triton_launch.bulk_tiles(
         capability, triton_launch.triton_version(), is_plain=is_plain
     ):
-        engine = triton_launch.TritonEngine(_TEST_COLUMNS, tiles, triton_launch.GRADIENT_SM90)
+        engine = triton_launch.TritonEngine(_TEST_COLUMNS, tiles, triton_launch.PLAIN_SM90)
         try:
             rows = engine.statistics(hidden, layer, targets, needs_entropy=not is_plain)
             largest = float((rows.logprobs.double() - expected).abs().max())

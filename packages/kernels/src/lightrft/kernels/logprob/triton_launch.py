@@ -43,24 +43,22 @@ class TileConfig:
     is_specialized: bool = False
 
 
-FORWARD_SM80 = TileConfig(128, 128, 32, 8, 3)
-FORWARD_SM90 = TileConfig(128, 128, 64, 8, 3)
+PLAIN_SM80 = TileConfig(128, 128, 32, 8, 3)
+PLAIN_SM90 = TileConfig(128, 128, 64, 8, 3)
+# Float32 operands take twice the memory on the chip.
+FLOAT32 = TileConfig(64, 64, 32, 8, 2)
 FORWARD_TMA = TileConfig(128, 256, 64, 8, 4, tiles_per_split=1, group=16, uses_tma=True)
 FORWARD_TMA_NARROW = TileConfig(128, 128, 64, 8, 4, tiles_per_split=1, group=16, uses_tma=True)
 FORWARD_SPECIALIZED = TileConfig(
     128, 256, 64, 4, 4, tiles_per_split=1, group=16, uses_tma=True, is_specialized=True
 )
-GRADIENT_SM80 = TileConfig(128, 128, 32, 8, 3)
-GRADIENT_SM90 = TileConfig(128, 128, 64, 8, 3)
-# Float32 operands take twice the memory on the chip.
-FLOAT32 = TileConfig(64, 64, 32, 8, 2)
 
 
-def forward_tiles(capability: tuple[int, int], *, is_half: bool) -> TileConfig:
-    """Tiles of the forward product with plain loads on a GPU of this compute capability."""
+def plain_tiles(capability: tuple[int, int], *, is_half: bool) -> TileConfig:
+    """Tiles of a product with plain loads, forward or recomputed, on a GPU of this capability."""
     if not is_half:
         return FLOAT32
-    return FORWARD_SM90 if capability >= (9, 0) else FORWARD_SM80
+    return PLAIN_SM90 if capability >= (9, 0) else PLAIN_SM80
 
 
 def bulk_tiles(
@@ -80,13 +78,6 @@ def bulk_tiles(
     wide = FORWARD_TMA if is_plain and capability < (10, 0) else FORWARD_TMA_NARROW
     is_specialized = triton_version == (3, 6) and capability < (10, 0) and is_plain
     return (FORWARD_SPECIALIZED, wide) if is_specialized else (wide,)
-
-
-def gradient_tiles(capability: tuple[int, int], *, is_half: bool) -> TileConfig:
-    """Tiles of the recomputed product in the backward pass."""
-    if not is_half:
-        return FLOAT32
-    return GRADIENT_SM90 if capability >= (9, 0) else GRADIENT_SM80
 
 
 def triton_version() -> tuple[int, int]:

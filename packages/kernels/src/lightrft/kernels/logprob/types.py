@@ -113,23 +113,6 @@ def accumulation_dtype(*tensors: Tensor | None) -> torch.dtype:
     return torch.float64 if is_double else torch.float32
 
 
-def compute_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitsTransform
-) -> Tensor:
-    """Logits of some columns, all in the dtype of the inputs.
-
-    Args:
-        hidden: [tokens, hidden].
-        weight: [columns, hidden].
-        bias: [columns] or None.
-        transform: Softcap and temperature.
-
-    Returns:
-        [tokens, columns].
-    """
-    return apply_transform(hidden @ weight.T, bias, transform)
-
-
 def apply_transform(product: Tensor, bias: Tensor | None, transform: LogitsTransform) -> Tensor:
     """Logits from hidden @ weight.T: [tokens, columns], bias [columns] or None."""
     logits = product if bias is None else product + bias

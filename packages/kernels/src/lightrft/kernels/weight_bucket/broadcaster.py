@@ -18,9 +18,9 @@ ShardSource = Callable[[str], Tensor]
 AddLocal = Callable[[str, int, Tensor], None]
 
 try:
-    from torch.distributed import all_gather_single as _all_gather
+    from torch.distributed import all_gather_single as all_gather_single
 except ImportError:  # torch < 2.13
-    from torch.distributed import all_gather_into_tensor as _all_gather
+    from torch.distributed import all_gather_into_tensor as all_gather_single
 
 _ASSEMBLY_ALIGNMENT = 16
 
@@ -40,20 +40,6 @@ class BucketPiece:
     shape: tuple[int, ...]
     start: int
     tensor: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class FilledBucket:
-    """A bucket whose bytes have arrived.
-
-    Args:
-        bucket: Its plan.
-        pieces: What it holds, in the order of its segments. A tensor that lies wholly in the
-            bucket is one piece; of a split tensor there is one piece per rank that holds a part.
-    """
-
-    bucket: Bucket
-    pieces: tuple[BucketPiece, ...]
 
 
 @dataclass(slots=True)
@@ -146,8 +132,11 @@ class BucketBroadcaster:
 
     def gather(
         self, sources: ShardSource, *, add_local: AddLocal | None = None
-    ) -> Iterator[FilledBucket]:
-        """Yields every bucket of the layout, in order.
+    ) -> Iterator[tuple[BucketPiece, ...]]:
+        """Yields what every bucket of the layout holds, in order, once its bytes have arrived.
+
+        A tensor that lies wholly in a bucket is one piece; of a split tensor there is one piece per
+        rank that holds a part.
 
         Args:
             sources: Gives this rank's shard of a tensor, contiguous, in any floating dtype; the
@@ -170,14 +159,14 @@ class BucketBroadcaster:
 
     def _finish(
         self, in_flight: deque[_InFlight], slots: deque[_Slot], timeline: _Timeline
-    ) -> Iterator[FilledBucket]:
+    ) -> Iterator[tuple[BucketPiece, ...]]:
         flight = in_flight.popleft()
         with timeline.filling():
             if flight.work is not None:
                 flight.work.wait()
             pieces = _pieces(flight.bucket, flight.slot)
         timeline.hand_over()
-        yield FilledBucket(flight.bucket, pieces)
+        yield pieces
         slots.append(flight.slot)
 
     def _allocate(self) -> _Slot:
@@ -200,7 +189,7 @@ class BucketBroadcaster:
         work = None
         if bucket.kind == "gather":
             part = slot.packed[: bucket.bytes_per_rank]
-            work = _all_gather(full, part, group=self._group, async_op=True)
+            work = all_gather_single(full, part, group=self._group, async_op=True)
         elif bucket.kind == "broadcast":
             work = dist.broadcast(full, group=self._group, group_src=bucket.owner, async_op=True)
         self.num_payload_collectives += bucket.kind != "local"

@@ -33,6 +33,10 @@ class DeviceTable:
     segments: Tensor
     tile_segments: Tensor
 
+    def to(self, device: torch.device) -> DeviceTable:
+        """A copy on another device."""
+        return DeviceTable(self.segments.to(device), self.tile_segments.to(device))
+
 
 _tables: OrderedDict[tuple[object, ...], DeviceTable] = OrderedDict()
 
@@ -70,14 +74,7 @@ def run(
         return
     device = outs[0].device
     table = _table(rows, device, extension.device_tile_elements)
-    extension.launch_segments(
-        table.segments.data_ptr(),
-        table.tile_segments.data_ptr(),
-        table.tile_segments.numel(),
-        0 if hashes is None else hashes.data_ptr(),
-        device.index,
-        torch.cuda.current_stream(device).cuda_stream,
-    )
+    _launch(extension, table, hashes)
 
 
 def hash_flat(extension: Extension, tensor: Tensor, start: int) -> int:
@@ -88,13 +85,21 @@ def hash_flat(extension: Extension, tensor: Tensor, start: int) -> int:
         operation = _COPY_CODES[flat.dtype.itemsize]
         row = (flat.data_ptr(), 0, 1, flat.numel(), 0, 0, 0, start, operation, 0, 0, 0)
         # Not cached: temporary tensors would fill the cache.
-        table = build_table([row], extension.device_tile_elements)
-        segments, tiles = table.segments.to(flat.device), table.tile_segments.to(flat.device)
-        extension.launch_segments(
-            segments.data_ptr(), tiles.data_ptr(), tiles.numel(), hashes.data_ptr(),
-            flat.device.index, torch.cuda.current_stream(flat.device).cuda_stream,
-        )  # fmt: skip
+        table = build_table([row], extension.device_tile_elements).to(flat.device)
+        _launch(extension, table, hashes)
     return int(hashes.item())
+
+
+def _launch(extension: Extension, table: DeviceTable, hashes: Tensor | None) -> None:
+    device = table.segments.device
+    extension.launch_segments(
+        table.segments.data_ptr(),
+        table.tile_segments.data_ptr(),
+        table.tile_segments.numel(),
+        0 if hashes is None else hashes.data_ptr(),
+        device.index,
+        torch.cuda.current_stream(device).cuda_stream,
+    )
 
 
 def segment_rows(
@@ -134,9 +139,7 @@ def _table(rows: list[tuple[int, ...]], device: torch.device, tile_elements: int
     key = (device, *rows)
     table = _tables.get(key)
     if table is None:
-        host = build_table(rows, tile_elements)
-        table = DeviceTable(host.segments.to(device), host.tile_segments.to(device))
-        _tables[key] = table
+        table = _tables[key] = build_table(rows, tile_elements).to(device)
         if len(_tables) > _MAX_TABLES:
             _tables.popitem(last=False)
     else:

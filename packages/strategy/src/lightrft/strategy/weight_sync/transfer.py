@@ -106,7 +106,7 @@ def load_buckets(
         lambda name: pairs[name].source.local_shard, add_local=_add_local(pairs, source)
     )
     for bucket in filled:
-        pieces = [WeightPiece(p.name, p.shape, p.start, p.tensor) for p in bucket.pieces]
+        pieces = [WeightPiece(p.name, p.shape, p.start, p.tensor) for p in bucket]
         for piece in pieces:
             if not pairs[piece.name].target.verifiable:
                 transfer.note_handed_over(piece)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -67,58 +68,23 @@ def clipped_policy_loss(
     )
 
 
-@policy_loss(aggregation="token-mean")
-def dapo_policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual_clip: float | None = None,
-) -> TokenLoss:
-    """`clipped_policy_loss` with a higher upper bound, averaged over the tokens of the batch.
+dapo_policy_loss = policy_loss(aggregation="token-mean")(
+    partial(clipped_policy_loss, clip_high=0.28)
+)
+"""`clipped_policy_loss` with a higher upper bound, averaged over the tokens of the batch.
 
-    Source: Yu et al. 2025, arXiv:2503.14476, sections 3.1 and 3.3.
-    """
-    return clipped_policy_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        response_mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
+Source: Yu et al. 2025, arXiv:2503.14476, sections 3.1 and 3.3.
+"""
 
+dr_grpo_policy_loss = policy_loss(aggregation="seq-mean-token-sum-norm")(
+    partial(clipped_policy_loss)
+)
+"""`clipped_policy_loss`, summed over a row and divided by the response budget of the run.
 
-@policy_loss(aggregation="seq-mean-token-sum-norm")
-def dr_grpo_policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-) -> TokenLoss:
-    """`clipped_policy_loss`, summed over a row and divided by the response budget of the run.
+The divisor is the same for all rows, so that long wrong responses are not punished less.
 
-    The divisor is the same for all rows, so that long wrong responses are not punished less.
-
-    Source: Liu et al. 2025, arXiv:2503.20783.
-    """
-    return clipped_policy_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        response_mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
+Source: Liu et al. 2025, arXiv:2503.20783.
+"""
 
 
 def clipped_surrogate(

@@ -16,7 +16,7 @@ from lightrft.cli.console import hide_progress_bars, share_processors
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.init_model import require_empty
 from lightrft.cli.launch import become_only_process, is_worker
-from lightrft.cli.options import Parser, at_least
+from lightrft.cli.options import Parser, add_number
 from lightrft.cli.quickstart.addition import HELD_OUT_SEED, write_additions
 from lightrft.cli.quickstart.recipe import ESTIMATORS, STRATEGIES, Recipe, training_config
 from lightrft.config.options import did_you_mean
@@ -85,7 +85,7 @@ def parse(argv: Sequence[str]) -> tuple[Recipe, Path]:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `lightrft quickstart`."""
     default = Recipe()
-    parser = Parser(prog="lightrft quickstart", description=DESCRIPTION)
+    parser = Parser("quickstart", DESCRIPTION)
     names = ", ".join
     parser.add_argument(
         "--algorithm",
@@ -108,11 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("--eval_prompts", "num_eval_prompts", 1, "Held-out sums to judge by."),
         ("--threads", "num_threads", 1, "CPU threads."),
     ):
-        value = getattr(default, name)
-        parser.add_argument(
-            flag, dest=name, default=value, type=at_least(lowest), metavar="N",
-            help=f"{text} Default: {value}.",
-        )  # fmt: skip
+        add_number(parser, flag, text, default=getattr(default, name), lowest=lowest, dest=name)
     return parser
 
 

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    Qwen3ForCausalLM,
-)
 
 from lightrft.cli.quickstart.addition import demonstrate, draw_additions
-from lightrft.models.presets import ASSISTANT, CHAT_TEMPLATE, END, PAD, PRESETS, USER
+from lightrft.models.presets import (
+    ASSISTANT,
+    END,
+    PAD,
+    PRESETS,
+    USER,
+    chat_tokenizer,
+    random_model,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 WHOLE_TOKENS = ("<think>", "</think>", "\\boxed{")
 CHARACTERS = "\n !\"'()*+,-./0123456789:=>?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz{}"
@@ -37,17 +43,7 @@ def build_tokenizer() -> PreTrainedTokenizerBase:
         Regex(r"</?think>|\\boxed\{|[\s\S]"), behavior="isolated"
     )
     core.decoder = decoders.Fuse()  # without it, decoding puts spaces between tokens
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token="?",
-        additional_special_tokens=[USER, ASSISTANT],
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    return chat_tokenizer(core, [USER, ASSISTANT], unk_token="?")
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
@@ -59,12 +55,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedM
     config = PRESETS["tiny-qwen3"](
         vocab_size=(len(tokenizer) + 31) // 32 * 32, initializer_range=0.06
     )
-    config.bos_token_id = None
-    config.eos_token_id = tokenizer.eos_token_id
-    config.pad_token_id = tokenizer.pad_token_id
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config)
+    return random_model(config, tokenizer, seed)
 
 
 def imitate(

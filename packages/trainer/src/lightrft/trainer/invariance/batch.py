@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.aggregation import aggregate, local_normalizer
+from lightrft.algorithms.aggregation import aggregate
 from lightrft.models import ActorOutput
 
 NUM_ROWS = 8
@@ -39,19 +39,7 @@ class Rows:
     def select(self, rows: slice | list[int], device: torch.device) -> Rows:
         """Some rows, without the columns that are padding in all of them."""
         width = int(self.attention_mask[rows].sum(dim=1).max())
-        return Rows(
-            *(
-                tensor[rows, :width].to(device)
-                for tensor in (
-                    self.token_ids,
-                    self.attention_mask,
-                    self.response_mask,
-                    self.advantages,
-                    self.ref_logprobs,
-                    self.returns,
-                )
-            )
-        )
+        return Rows(*(getattr(self, field.name)[rows, :width].to(device) for field in fields(self)))
 
 
 def make_rows(vocab_size: int, *, seed: int = 0) -> Rows:
@@ -75,11 +63,6 @@ def make_rows(vocab_size: int, *, seed: int = 0) -> Rows:
         ref_logprobs=noise(0.5) - float(np.log(vocab_size)),
         returns=noise(1.0),
     )
-
-
-def normalizer_of(rows: Rows) -> Tensor:
-    """This rank's part of the loss's denominator: its response tokens."""
-    return local_normalizer(rows.response_mask, "token-mean", max_response_tokens=1)
 
 
 def policy_share(output: ActorOutput, rows: Rows, normalizer: Tensor) -> Tensor:

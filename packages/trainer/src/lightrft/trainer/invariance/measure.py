@@ -13,23 +13,26 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightrft.experience.collate import micro_slices
+from lightrft.algorithms.aggregation import local_normalizer
+from lightrft.experience.minibatches import micro_slices
 from lightrft.models import Actor, Critic
 from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.strategy.prepared import PreparedModel
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
+from lightrft.strategy.weight_sync.parameter_source import (
+    ParameterSource,
+    checkpoint_module,
+    local_rank_in,
+)
 from lightrft.trainer.invariance.batch import (
     NUM_ROWS,
     Rows,
     make_rows,
-    normalizer_of,
     policy_share,
     value_share,
 )
 from lightrft.trainer.invariance.cells import REFERENCE, Backend, Cell, Deviations, Role
-from lightrft.trainer.invariance.compare import deviation, local_values
 
 Look = Callable[[StrategyBase, PreparedModel, Cell], None]
 
@@ -37,6 +40,9 @@ ADAM_RATE = 1e-3
 SGD_MOVE = 1e3
 """How far the step of SGD moves the weights, over their norm: so far that the gradient can be read
 off them, whatever the strategy keeps of it."""
+
+SMALLEST_TENSOR = 1e-4
+"""Tensors below this share of the whole norm are judged with the whole only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,8 @@ def take_step(strategy: StrategyBase, ready: PreparedModel, cell: Cell, rows: Ro
         raise ValueError("a step needs a model and its optimizer")
     own = list(range(strategy.data_rank, NUM_ROWS, strategy.num_data_ranks))
     device = strategy.device
-    normalizer = strategy.reduce_over_data(normalizer_of(rows.select(own, device)), "sum")
+    num_tokens = local_normalizer(rows.select(own, device).response_mask, "token-mean")
+    normalizer = strategy.reduce_over_data(num_tokens, "sum")
     outputs = torch.zeros_like(rows.advantages)
     slices = micro_slices(0, len(own), cell.micro_batch_size)
     loss = 0.0
@@ -201,9 +208,9 @@ def measure(
     before = local_values(strategy.parameter_source(ready))
     step = take_step(strategy, ready, cell, rows_of(path)[0])
     after = local_values(strategy.parameter_source(ready))
-    weights = _compare(strategy, ready, after, expected, "weights")
+    weights = deviation(strategy, ready, after, expected, "weights")
     read_off = {name: (before[name] - value) / rate for name, value in after.items()}
-    gradient = _compare(strategy, ready, read_off, expected, "gradient")
+    gradient = deviation(strategy, ready, read_off, expected, "gradient")
     del ready
     update = _adam_update(strategy, cell, path, expected, look)
     difference = (step.outputs - expected["outputs"])[step.rows].abs().max()
@@ -233,19 +240,7 @@ def _adam_update(
     moved = {name: value - before[name] for name, value in after.items()}
     if look is not None:
         look(strategy, ready, cell)
-    return _compare(strategy, ready, moved, expected, "update")[0]
-
-
-def _compare(
-    strategy: StrategyBase,
-    ready: PreparedModel,
-    found: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    kind: str,
-) -> tuple[float, float]:
-    prefix = f"{kind}/"
-    wanted = {n.removeprefix(prefix): t for n, t in expected.items() if n.startswith(prefix)}
-    return deviation(found, wanted, strategy.parameter_source(ready), strategy)
+    return deviation(strategy, ready, moved, expected, "update")[0]
 
 
 def _named(strategy: StrategyBase, ready: PreparedModel) -> dict[str, Tensor]:
@@ -288,3 +283,48 @@ def measure_cells(
         except LayoutRefusedError as refusal:  # by all ranks alike
             results.append(str(refusal))
     return results
+
+
+def local_values(source: ParameterSource) -> dict[str, Tensor]:
+    """Copies of this rank's shards in float32, by checkpoint name."""
+    return {
+        entry.checkpoint_name: entry.local_shard.detach().float().clone()
+        for entry in source.parameters()
+    }
+
+
+def deviation(
+    strategy: StrategyBase,
+    ready: PreparedModel,
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    kind: str,
+) -> tuple[float, float]:
+    """||found - expected|| / ||expected||, over all parameters and for the worst one. Collective.
+
+    Args:
+        strategy: Sums over ranks.
+        ready: The model, which says which range of a parameter this rank holds.
+        found: This rank's flat shard of each parameter.
+        expected: Whole parameters, of any shape; the same on every rank.
+        kind: Which of those in `expected`.
+    """
+    source = strategy.parameter_source(ready)
+    rank = local_rank_in(source.group)
+    sizes, sums = [], []
+    for entry in source.parameters():
+        start, stop = entry.shards[rank] if entry.is_sharded else (0, entry.numel)
+        own = expected[f"{kind}/{entry.checkpoint_name}"].flatten()[start:stop]
+        own = own.to(entry.local_shard.device)
+        difference = found[entry.checkpoint_name] - own
+        squares = [difference.double().square().sum(), own.double().square().sum()]
+        sizes.append(entry.numel)
+        sums.append(torch.stack([*squares, squares[0].new_tensor(float(own.numel()))]).cpu())
+    total = strategy.all_reduce(torch.stack(sums), "sum")  # [parameters, 3]
+    # Ranks that hold the same values are counted once.
+    copies = total[:, 2] / torch.tensor(sizes, dtype=torch.float64).clamp(min=1)
+    differences, norms = (total[:, 0] / copies).sqrt(), (total[:, 1] / copies).sqrt()
+    whole = float(torch.linalg.vector_norm(norms))
+    deviation_of_all = float(torch.linalg.vector_norm(differences)) / whole
+    is_judged = norms > SMALLEST_TENSOR * whole
+    return deviation_of_all, float((differences / norms)[is_judged].max())

@@ -106,23 +106,16 @@ class JsonLinesFile:
             self._file = None
 
 
-class JsonLinesLogger:
+class JsonLinesLogger(JsonLinesFile):
     """Appends one JSON object a step: {"step": 3, "policy_loss": ...}.
 
     Numbers that JSON does not have (NaN, infinity) become null.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._lines = JsonLinesFile(path)
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the line of a step."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._lines.append({"step": step, **values})
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._lines.close()
+        self.append({"step": step, **values})
 
 
 class LoggerGroup:

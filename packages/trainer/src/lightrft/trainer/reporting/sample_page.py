@@ -6,9 +6,8 @@ import html
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from lightrft.trainer.reporting.charts import format_number
 from lightrft.trainer.runs.files import SAMPLES_FILE, TRAJECTORIES_FILE, JsonLines
@@ -27,24 +26,12 @@ QUANTITIES: Mapping[str, str] = {
 }
 """What tokens can be shaded by, and what it means."""
 
-T = TypeVar("T")
+Sample = dict[str, object]
+"""What the page shows of one sample, by name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One sample as text that any terminal or browser shows as it is."""
-
-    prompt: str
-    response: str
-    label: str
-    reward: str
-    components: str
-    length: str
-    is_truncated: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Choice(Generic[T]):
+class Choice:
     """What is shown of a file of samples.
 
     Args:
@@ -53,26 +40,24 @@ class Choice(Generic[T]):
         num_unreadable: Lines left out.
     """
 
-    steps: Mapping[int, Sequence[T]]
+    steps: Mapping[int, Sequence[Sample]]
     num_steps: int
     num_unreadable: int
 
 
-def choose_samples(folder: Path) -> Choice[Sample]:
+def choose_samples(folder: Path) -> Choice:
     """Samples of up to 24 steps, lowest reward first, the last step always among them."""
     return _choose(
         JsonLines(folder / SAMPLES_FILE),
         lambda entries: [_as_text(entry) for entry in sorted(entries, key=_reward)],
-        lambda samples: len(
-            html.escape(json.dumps([*map(asdict, samples)], ensure_ascii=False)).encode()
-        ),
+        lambda samples: len(html.escape(json.dumps(samples, ensure_ascii=False)).encode()),
         max_steps=24,
         max_samples=8,
         budget=BYTE_BUDGET,
     )
 
 
-def choose_tokens(folder: Path) -> Choice[dict[str, object]]:
+def choose_tokens(folder: Path) -> Choice:
     """Samples of up to 12 steps token by token, the last step always among them."""
     return _choose(
         JsonLines(folder / TRAJECTORIES_FILE),
@@ -84,7 +69,7 @@ def choose_tokens(folder: Path) -> Choice[dict[str, object]]:
     )
 
 
-def token_sample(entry: Mapping[str, object]) -> dict[str, object] | None:
+def token_sample(entry: Mapping[str, object]) -> Sample | None:
     """One line of trajectories.jsonl for the page; None if it holds no tokens.
 
     Returns:
@@ -105,7 +90,7 @@ def token_sample(entry: Mapping[str, object]) -> dict[str, object] | None:
         ],
         "entropy": _numbers(entry, "entropy"),
     }
-    sample: dict[str, object] = {
+    sample: Sample = {
         "prompt": readable(str(entry.get("prompt", "")), max_characters=MAX_PROMPT_CHARACTERS),
         "reward": _rounded(entry.get("reward")),
         "truncated": entry.get("truncated") is True,
@@ -128,13 +113,13 @@ def readable(text: str, *, max_characters: int = MAX_CHARACTERS) -> str:
 
 def _choose(
     lines: JsonLines,
-    convert: Callable[[list[dict[str, object]]], list[T]],
-    num_bytes: Callable[[list[T]], int],
+    convert: Callable[[list[dict[str, object]]], list[Sample]],
+    num_bytes: Callable[[list[Sample]], int],
     *,
     max_steps: int,
     max_samples: int,
     budget: int,
-) -> Choice[T]:
+) -> Choice:
     """The newest of some steps, evenly spaced, whose samples fit into the budget.
 
     The file is read twice, line by line: it may be larger than memory.
@@ -146,7 +131,7 @@ def _choose(
     for step, entry in lines:
         if step in entries and len(entries[step]) < max_samples:
             entries[step].append(entry)
-    shown: dict[int, list[T]] = {}
+    shown: dict[int, list[Sample]] = {}
     for step, found in entries.items():
         samples = convert(found)
         budget -= num_bytes(samples)
@@ -163,17 +148,15 @@ def _reward(entry: Mapping[str, object]) -> float:
 
 
 def _as_text(entry: Mapping[str, object]) -> Sample:
+    """One sample as text that any terminal or browser shows as it is."""
     components = entry.get("components")
     pairs = components.items() if isinstance(components, Mapping) else ()
-    return Sample(
-        prompt=_text(entry.get("prompt")),
-        response=_text(entry.get("response")),
-        label=_text(entry.get("label")),
-        reward=_text(entry.get("reward")),
-        components="\n".join(f"{_text(name)} {_text(value)}" for name, value in pairs),
-        length=_text(entry.get("response_length")),
-        is_truncated=entry.get("truncated") is True,
-    )
+    names = ("prompt", "response", "label", "reward", "response_length")
+    return {
+        **{name: _text(entry.get(name)) for name in names},
+        "components": "\n".join(f"{_text(name)} {_text(value)}" for name, value in pairs),
+        "is_truncated": entry.get("truncated") is True,
+    }
 
 
 def _text(value: object) -> str:

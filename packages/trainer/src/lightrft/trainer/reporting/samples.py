@@ -9,7 +9,7 @@ from lightrft.experience.types import ScoredRollout
 from lightrft.trainer.reporting.loggers import JsonLinesFile
 
 
-class SampleLog:
+class SampleLog(JsonLinesFile):
     """Appends the first samples of each step to a JSONL file.
 
     Each line has step, prompt_id, prompt, response, label, reward, components, response_length
@@ -21,17 +21,13 @@ class SampleLog:
     """
 
     def __init__(self, path: Path, *, num_samples: int = 8) -> None:
-        self._lines = JsonLinesFile(path)
+        super().__init__(path)
         self._num_samples = num_samples
 
     def log(self, step: int, scored: Sequence[ScoredRollout]) -> None:
         """Writes the samples of a step."""
         for item in scored[: self._num_samples]:
-            self._lines.append(_as_line(step, item))
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._lines.close()
+            self.append(_as_line(step, item))
 
 
 def _as_line(step: int, item: ScoredRollout) -> dict[str, object]:

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightrft.experience.rollouts import Decoder
 from lightrft.trainer.reporting.loggers import JsonLinesFile
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lightrft.experience.maker import StepExperience
+    from lightrft.experience.sampling import Decoder
 
 
-class TrajectoryLog:
+class TrajectoryLog(JsonLinesFile):
     """Appends samples of each step to a JSONL file, with one value per response token.
 
     Each line has step, sample_id, group_id, prompt, response, reward (as the estimator saw it),
@@ -32,7 +32,7 @@ class TrajectoryLog:
     """
 
     def __init__(self, path: Path, *, num_samples: int = 10, every: int = 1) -> None:
-        self._lines = JsonLinesFile(path)
+        super().__init__(path)
         self._num_samples = num_samples
         self._every = max(1, every)
 
@@ -47,11 +47,7 @@ class TrajectoryLog:
         ids = experience.batch.rollouts.sample_ids.tolist()
         order = sorted(range(len(ids)), key=lambda row: ids[row])
         for row in order[: self._num_samples]:
-            self._lines.append(_as_line(step, experience, row, decoder))
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._lines.close()
+            self.append(_as_line(step, experience, row, decoder))
 
 
 def _as_line(

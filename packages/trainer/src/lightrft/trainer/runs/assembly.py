@@ -5,24 +5,30 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrft.datasets import collate_prompts, load_prompts
-from lightrft.datasets.prompts import load_texts
-from lightrft.models import load_tokenizer
-from lightrft.strategy import get_strategy
-from lightrft.strategy.distributed.deadlines import phase
-from lightrft.trainer.training.algorithm import algorithm_problems
-from lightrft.trainer.reporting.loggers import JsonLinesLogger, own_loggers
+from torch.utils.data import DataLoader
+
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.toml import write_whole
-from lightrft.trainer.training.pretrain_mix import PretrainMix
+from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
+from lightrft.datasets.prompts import load_texts
+from lightrft.models import load_tokenizer
+from lightrft.rewards import CombinedReward
+from lightrft.rewards.recipes import RewardRecipes
+from lightrft.strategy import get_strategy
+from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.trainer.reporting.loggers import JsonLinesLogger, MetricsLogger, own_loggers
 from lightrft.trainer.reporting.progress import build_console, rank_log
-from lightrft.trainer.runs.prompts import planned_steps
+from lightrft.trainer.reporting.samples import SampleLog
+from lightrft.trainer.reporting.trackers import build_trackers
+from lightrft.trainer.reporting.trajectories import TrajectoryLog
 from lightrft.trainer.runs.files import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -30,24 +36,19 @@ from lightrft.trainer.runs.files import (
     SUMMARY_FILE,
     TRAJECTORIES_FILE,
 )
-from lightrft.trainer.runs.lock import sole_writer
-from lightrft.trainer.runs.models import build_models
+from lightrft.trainer.runs.models import (
+    build_model_rewards,
+    build_models,
+    build_run_reward,
+    reward_recipes,
+)
 from lightrft.trainer.runs.plan import plan_run
-from lightrft.trainer.runs.rewards import build_model_rewards, build_run_reward, reward_recipes
-from lightrft.trainer.runs.start import end_run, start_run
-from lightrft.trainer.reporting.samples import SampleLog
-from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
+from lightrft.trainer.runs.prompts import planned_steps
+from lightrft.trainer.runs.start import end_run, sole_writer, start_run
+from lightrft.trainer.spmd_ppo_trainer import LoopResult, SPMDPPOTrainer
+from lightrft.trainer.training.algorithm import algorithm_problems
+from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.stopping import RunStoppedError
-from lightrft.trainer.reporting.trackers import build_trackers
-from lightrft.trainer.reporting.trajectories import TrajectoryLog
-from collections.abc import Callable, Sequence
-from lightrft.datasets import Prompt, PromptDataset
-from lightrft.rewards import CombinedReward
-from lightrft.rewards.recipes import RewardRecipes
-from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.trainer.reporting.loggers import MetricsLogger
-from lightrft.trainer.spmd_ppo_trainer import LoopResult
-from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -305,13 +306,10 @@ def _summarise(
     return RunSummary(
         output_dir=config.output_dir,
         model_dir=str(config.model_dir),
-        num_steps=result.num_steps,
         num_resumed_steps=num_resumed,
         world_size=strategy.world_size,
         strategy=type(strategy).__name__,
         engine=strategy.inference_engine_type or "",
         seconds=time.perf_counter() - started,
-        first_eval=result.first_eval,
-        last_eval=result.last_eval,
-        last_metrics=result.last_metrics,
+        **{name: value for name, value in asdict(result).items() if name != "was_stopped"},
     )

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from lightrft.config import TrainConfig
+from lightrft.datasets import Prompt
 from lightrft.engines.types import SamplingParams
-from lightrft.experience.sampling import greedy_params, training_params
+from lightrft.experience.exchange import SampleTable
+from lightrft.experience.sampling import Decoder, RolloutSampler, greedy_params, training_params
 from lightrft.models import Actor, load_tokenizer
 from lightrft.strategy import get_strategy
-from lightrft.trainer.runs.assembly import load_run_prompts
-from lightrft.trainer.training.evaluation import sample_and_score
 from lightrft.trainer.reporting.loggers import JsonLinesFile
-from lightrft.trainer.training.pass_at_k import default_k, pass_at_k
-from lightrft.trainer.runs.rewards import (
+from lightrft.trainer.runs.assembly import load_run_prompts
+from lightrft.trainer.runs.models import (
     build_model_rewards,
     build_run_reward,
     prepare_reward_models,
     reward_recipes,
 )
-from collections.abc import Sequence
-from lightrft.datasets import Prompt
-from lightrft.experience.exchange import SampleTable
-from lightrft.experience.rollouts import Decoder
-from lightrft.config import TrainConfig
-
 
 RESULT_FILE = "eval.json"
 RESPONSES_FILE = "responses.jsonl"
@@ -107,13 +103,11 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         )
         strategy.setup_inference_engine(config, config.engine_type, actor=model)
         strategy.update_engine_weights(model)
+        sampler = RolloutSampler(strategy, reward, models, decoder=tokenizer, config=config)
         metrics: dict[str, float] = {}
         tables = {}
         for name, params in sampling(config, settings).items():
-            tables[name] = sample_and_score(
-                prompts, strategy=strategy, reward_function=reward, decoder=tokenizer,
-                sampling_params=params, sleep_engine=False, model_rewards=models,
-            )  # fmt: skip
+            tables[name] = sampler.sample_all(prompts, params)
             metrics |= summarise(name, tables[name], settings, params.n)
         result = EvalResult(len(prompts), metrics)
         if strategy.is_rank_0():
@@ -125,10 +119,9 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
 
 def sampling(config: TrainConfig, settings: EvalSettings) -> dict[str, SamplingParams]:
     """The passes over the prompts: greedy, and with samples "sampled"."""
-    params = training_params(config)
-    passes = {"greedy": greedy_params(params)}
+    passes = {"greedy": greedy_params(config)}
     if settings.num_samples:
-        passes["sampled"] = replace(params, n=settings.num_samples)
+        passes["sampled"] = replace(training_params(config), n=settings.num_samples)
     return passes
 
 
@@ -204,3 +197,39 @@ def write_responses(
                 }
             )
     lines.close()
+
+
+def pass_at_k(num_correct: NDArray[np.int64], *, num_samples: int, k: int) -> NDArray[np.float64]:
+    """Unbiased estimate of pass@k of every prompt.
+
+    1 - C(n - c, k) / C(n, k) = 1 - prod_{i = n - c + 1 .. n} (1 - k / i), for c right samples of n
+
+    Source: Chen et al. 2021, arXiv:2107.03374, eq. 1 and fig. 3.
+
+    Args:
+        num_correct: [prompts] int64, each in [0, num_samples].
+        num_samples: n, samples of each prompt.
+        k: In [1, num_samples].
+
+    Returns:
+        [prompts] float64.
+
+    Raises:
+        ValueError: k or a count is out of range.
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k must be in [1, {num_samples}], the number of samples: got {k}")
+    if len(num_correct) and not 0 <= num_correct.min() <= num_correct.max() <= num_samples:
+        raise ValueError(f"num_correct must be in [0, {num_samples}]: got {num_correct.tolist()}")
+    places = np.arange(1, num_samples + 1)
+    # A factor below 0 belongs to i < k, where fewer than k samples are wrong: the product is 0.
+    factors = np.maximum(0.0, 1.0 - k / places)
+    is_counted = places[None, :] > num_samples - num_correct[:, None]
+    missing: NDArray[np.float64] = np.where(is_counted, factors[None, :], 1.0).prod(axis=1)
+    return 1.0 - missing
+
+
+def default_k(num_samples: int) -> tuple[int, ...]:
+    """1, 2, 4 ... up to and including the number of samples."""
+    powers = [2**i for i in range(num_samples.bit_length())]
+    return tuple(sorted({*(power for power in powers if power <= num_samples), num_samples}))

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-
-from lightrft.models.loading import load_causal_lm, load_config, load_tokenizer, save_pretrained
-from lightrft.config.toml import read_toml
-from lightrft.trainer.runs.model_card import model_card
-from lightrft.trainer.reporting.inputs import NotARunError, read_run
-from lightrft.trainer.runs.files import CONFIG_FILE, SAMPLES_FILE, JsonLines
-from collections.abc import Mapping
 from torch import Tensor
+
+from lightrft.config import TrainConfig
+from lightrft.config.options import options_of
+from lightrft.config.toml import read_toml
+from lightrft.models.loading import load_causal_lm, load_config, load_tokenizer, save_pretrained
+from lightrft.trainer.reporting.inputs import NotARunError, RunData, read_run
+from lightrft.trainer.runs.files import CONFIG_FILE, SAMPLES_FILE, JsonLines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PROMPT = "The quick brown fox"
 MAX_PROMPT_TOKENS = 256
+SHOWN_GROUPS = ("algorithm", "rollout", "training")  # of options, in the README
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 
 
 class ExportError(RuntimeError):
@@ -179,3 +184,61 @@ def _logits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: 
     token_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"][:MAX_PROMPT_TOKENS]
     logits: Tensor = model(input_ids=torch.tensor([token_ids])).logits[0].float()
     return logits
+
+
+def model_card(run: RunData, *, base_model: str | None, is_local: bool) -> str:
+    """Markdown with the metadata that model hubs read; it holds no path of this machine.
+
+    Args:
+        run: What is known about the run.
+        base_model: Path or hub id of the model that the run started from.
+        is_local: It is a path.
+    """
+    head = ["library_name: transformers", "pipeline_tag: text-generation"]
+    if base_model is not None and not is_local and HUB_ID.match(base_model):
+        head.append(f"base_model: {json.dumps(base_model)}")
+    head += ["tags:", "- reinforcement-learning", "- lightrft"]
+    known = options_of(TrainConfig)
+    options = [
+        f"| `{option.name}` | `{option.value}` |"
+        for option in run.options
+        if option.name in known and known[option.name][1].group in SHOWN_GROUPS
+        and (known[option.name][1].common or not option.is_default)
+    ]  # fmt: skip
+    versions = [f"| {name} | {text} |" for name, text in run.versions.items()]
+    return "\n".join(
+        [
+            "---",
+            *head,
+            "---",
+            "",
+            "# Model fine-tuned by reinforcement learning",
+            "",
+            f"Trained with lightrft for {run.last_step} steps.",
+            *(_sentences(run)),
+            "",
+            "```python",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            'model = AutoModelForCausalLM.from_pretrained("this directory")',
+            'tokenizer = AutoTokenizer.from_pretrained("this directory")',
+            "```",
+            *_table(("option", "value"), options),
+            *_table(("package", "version"), versions),
+            "",
+        ]
+    )
+
+
+def _sentences(run: RunData) -> list[str]:
+    """First and last value of the evaluation and of the training reward."""
+    sentences = []
+    for name, words in (("eval/reward", "evaluation reward"), ("reward", "training reward")):
+        values = [value for _, value in run.points(name) if value is not None]
+        if values:
+            sentences.append(f"Mean {words}: {values[0]:.3f} at first, {values[-1]:.3f} at last.")
+    return sentences
+
+
+def _table(head: tuple[str, str], rows: list[str]) -> list[str]:
+    return ["", f"| {head[0]} | {head[1]} |", "|---|---|", *rows] if rows else []

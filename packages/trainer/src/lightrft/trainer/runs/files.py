@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from lightrft.config.toml import write_whole
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from lightrft.config.toml import write_whole
 
 CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"

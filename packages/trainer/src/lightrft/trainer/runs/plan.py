@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lightrft.config import ConfigError
-from lightrft.config import TrainConfig
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import options_of
 from lightrft.config.registry import REGISTRIES, split_reference
 from lightrft.config.toml import without_secrets
@@ -19,10 +18,6 @@ from lightrft.trainer.runs.files import (
     SUMMARY_FILE,
     read_json,
 )
-from collections.abc import Mapping
-
-
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +154,8 @@ def input_files(config: TrainConfig) -> list[Path]:
 
 def sha256_of(path: Path) -> str:
     """Hex digest of a file."""
-    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def has_complete_checkpoint(folder: Path) -> bool:

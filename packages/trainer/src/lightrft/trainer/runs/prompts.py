@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
-from lightrft.strategy.sampler import DistributedSampler
-from collections.abc import Iterable, Iterator, Sequence
-from lightrft.datasets.types import Prompt
 from lightrft.config import TrainConfig
+from lightrft.datasets.types import Prompt
+from lightrft.strategy.sampler import DistributedSampler
 
 PromptBatches = DataLoader[Prompt] | Iterable[Sequence[Prompt]]
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from lightrft.config import TrainConfig
+from lightrft.strategy.config import ConfigError
+from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.reporting.loggers import drop_steps_after
-from lightrft.trainer.runs.resume_banner import resume_rows, resume_table
 from lightrft.trainer.runs.files import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -18,12 +25,10 @@ from lightrft.trainer.runs.files import (
     write_event,
     write_start,
 )
-from lightrft.trainer.runs.plan import describe_inputs
-from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.config import TrainConfig
-from lightrft.trainer.runs.plan import RunPlan
+from lightrft.trainer.runs.plan import Change, RunPlan, describe_inputs
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
+LOCK_FILE = ".lock"
 
 
 def start_run(config: TrainConfig, trainer: SPMDPPOTrainer, plan: RunPlan) -> int:
@@ -66,3 +71,68 @@ def end_run(config: TrainConfig, strategy: StrategyBase, event: str, num_steps: 
     if strategy.is_rank_0():
         write_event(Path(config.output_dir), event, step=num_steps, details={})
     strategy.barrier()
+
+
+def resume_rows(
+    config: TrainConfig, trainer: SPMDPPOTrainer, changes: Sequence[Change]
+) -> list[tuple[str, str]]:
+    """Name and state of everything that a checkpoint brought back."""
+    state, strategy = trainer.state, trainer.strategy
+    folder = config.checkpoint_dir / "_actor" / f"global_step{state.num_steps}"
+    num_files = sum(path.is_file() for path in folder.rglob("*"))
+    num_generators = len(list((folder / "rng").glob("*.json")))
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))
+    models = "actor" if trainer.critic is None else "actor and critic"
+    moments = state.reward_moments
+    sync = strategy.last_weight_sync
+    rows = [
+        ("checkpoint", f"{folder}: complete, {num_files} files, written {written}"),
+        ("weights", f"{models}, hashes of all files as written"),
+        ("optimizer", f"{models}, with learning rate schedule"),
+        ("generators", f"{min(num_generators, strategy.world_size)} of {strategy.world_size} "
+         "processes"),
+        ("data", f"pass {state.episode + 1}, {state.num_episode_prompts} of its prompts used"),
+        ("kl_coef", f"{state.kl.coef:g}"),
+        ("reward moments", "not used" if moments is None else f"of {moments.count} rewards"),
+        ("engine", "holds the restored weights" + (
+            f", version {sync.weights_version}" if sync is not None else "")),
+    ]  # fmt: skip
+    for change in changes:
+        kind = "changed" if change.is_free else "changed, exactness lost"
+        rows.append((kind, str(change)))
+    return rows
+
+
+def resume_table(config: TrainConfig, num_steps: int, rows: Sequence[tuple[str, str]]) -> str:
+    """The rows below a headline."""
+    width = max(len(name) for name, _ in rows)
+    lines = [f"  {name:{width}}  {text}" for name, text in rows]
+    return "\n".join([f"continuing {config.output_dir} after step {num_steps}", *lines])
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Holds the folder; the system lets go of it when the process ends, however it does.
+
+    A file system without locks is taken as it is.
+
+    Raises:
+        ConfigError: Another process holds it; the message names that process.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK_FILE).open("a+", encoding="utf-8") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.seek(0)
+            raise ConfigError(
+                f"--output_dir: {folder} is being written by {stream.read().strip()}: wait for "
+                "that run to end, or give another folder"
+            ) from None
+        except OSError:  # network file systems may know no locks
+            yield
+            return
+        stream.truncate(0)
+        stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        stream.flush()
+        yield

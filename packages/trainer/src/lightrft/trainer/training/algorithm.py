@@ -24,7 +24,7 @@ from lightrft.algorithms.declarations import (
     policy_loss_traits,
 )
 from lightrft.algorithms.types import AdvantageFunction, PolicyLossFunction
-from lightrft.config import ConfigError, StrategyConfig, TrainConfig
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import CRITIC, options_of
 from lightrft.config.registry import (
     ADVANTAGE_ESTIMATORS,
@@ -173,7 +173,9 @@ def requirement_problems(config: TrainConfig, algorithm: Algorithm) -> list[str]
     return [text for is_broken, text in rules if is_broken]
 
 
-def unused_algorithm_options(config: TrainConfig, algorithm: Algorithm) -> list[str]:
+def unused_algorithm_options(
+    config: TrainConfig, algorithm: Algorithm, *, has_reference: bool = True
+) -> list[str]:
     """Options that were changed and that this algorithm does not use, one sentence each."""
     found = [
         f"{name} acts only with an advantage_estimator that has a critic"
@@ -182,6 +184,8 @@ def unused_algorithm_options(config: TrainConfig, algorithm: Algorithm) -> list[
         and not algorithm.estimator_traits.needs_critic
         and config.__dict__[name] != entry.default
     ]
+    if config.kl_target is not None and not has_reference:
+        found.append("kl_target acts only with a reference model and init_kl_coef > 0")
     if algorithm.loss_traits.couples_rows:
         found.append(
             f"policy_loss {config.policy_loss_name} couples the rows of a micro-batch: the step "
@@ -240,27 +244,6 @@ def check_algorithm(
         raise ConfigError("\n".join(found))
 
 
-def trainer_config(
-    config: StrategyConfig,
-    keywords: dict[str, object],
-    *,
-    loss_agg_mode: str | None = None,
-    use_gspo: bool = False,
-) -> TrainConfig:
-    """The record of a trainer: keywords first, then the strategy's configuration and its extras.
-
-    Raises:
-        TypeError: A keyword is no option; the message names the nearest.
-        ConfigError: Values that do not go together.
-    """
-    given = dict(keywords)
-    if loss_agg_mode is not None:
-        given["loss_agg_mode"] = loss_agg_mode
-    if use_gspo:
-        given["use_gspo"] = True
-    return TrainConfig.from_args(config).replaced(given)
-
-
 def _common_options(
     config: TrainConfig, function: Callable[..., object], *, owner: str
 ) -> dict[str, object]:
@@ -296,15 +279,8 @@ def _with_token_loss(function: Callable[..., object]) -> PolicyLossFunction:
                 f"its loss has the shape {list(found.shape)} for tensors of the shape "
                 f"{list(response_mask.shape)}"
             )
-        never = torch.zeros_like(response_mask)
         difference = torch.where(response_mask, logprobs.detach() - old_logprobs, 0.0)
-        return TokenLoss(
-            loss=torch.where(response_mask, found, 0.0),
-            ratio=torch.where(response_mask, difference.clamp(-20, 20).exp(), 0.0),
-            is_clipped_low=never,
-            is_clipped_high=never,
-            is_clamped=never,
-        )
+        return TokenLoss.unclipped(found, difference.clamp(-20, 20).exp(), response_mask)
 
     return policy_loss(**asdict(policy_loss_traits(function)))(loss)
 

@@ -24,17 +24,13 @@ if TYPE_CHECKING:
     RewardSource = RewardFunction | nn.Module | Sequence[RewardFunction | nn.Module]
 
 
-def check_processor(processor: object | None, *, is_needed: bool) -> None:
-    """Raises an AssertionError if a processor is needed and missing."""
-    if is_needed and processor is None:
+def check_parts(strategy: StrategyBase, processor: object | None, *, needs_processor: bool) -> None:
+    """Raises an AssertionError without a needed processor, or without a group for an engine."""
+    if needs_processor and processor is None:
         raise AssertionError(
             "a vision-language trainer needs processor=: got None; pass the model's processor "
             "(transformers.AutoProcessor)"
         )
-
-
-def check_engine_group(strategy: StrategyBase) -> None:
-    """Raises an AssertionError if no rank group of positive size hosts an engine."""
     size = strategy.config.engine_tp_size
     if size <= 0:
         raise AssertionError(
@@ -89,12 +85,9 @@ def trained_model(
     Raises:
         ValueError: The model or its optimizer is missing.
     """
-    module: nn.Module | None
+    module = model.model if isinstance(model, PreparedModel) else model
     if isinstance(model, PreparedModel):
-        module = model.model
         optimizer, scheduler = optimizer or model.optimizer, scheduler or model.scheduler
-    else:
-        module = model
     if module is None or optimizer is None:
         missing = "model" if module is None else "optimizer"
         raise ValueError(
@@ -154,16 +147,14 @@ def build_trainer_rewards(
         TypeError: One cannot score.
     """
     given = list(source) if isinstance(source, list | tuple) else [source] if source else []
-    modules = [
-        item
-        for item in given
-        if isinstance(item, nn.Module) and not callable(getattr(item, "score", None))
-    ]
+    modules: list[nn.Module] = []
     functions: list[RewardFunction] = []
     for item in given:
         if callable(getattr(item, "score", None)):
             functions.append(cast("RewardFunction", item))
-        elif not isinstance(item, nn.Module):
+        elif isinstance(item, nn.Module):
+            modules.append(item)
+        else:
             raise TypeError(
                 f"a reward must be an nn.Module or have score(prompts, responses, labels, columns)"
                 f": got {type(item).__name__}; see lightrft.rewards.RewardFunction"

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightrft.config import TrainConfig
 from lightrft.experience.collate import pad_rows
 from lightrft.models.types import ActorOutput
 from lightrft.strategy.strategy_base import StrategyBase
@@ -56,9 +57,8 @@ class PretrainMix:
         self,
         actor: nn.Module,
         position: int,
-        *,
         strategy: StrategyBase,
-        micro_batch_size: int,
+        config: TrainConfig,
         metrics: StepMetrics,
     ) -> list[Callable[[], Tensor]]:
         """This rank's micro batches; every rank gets equally many, empty ones included.
@@ -67,24 +67,24 @@ class PretrainMix:
             actor: Scores the texts.
             position: Optimizer steps of the actor before this one.
             strategy: Gives data-parallel rank, number of those, and device.
-            micro_batch_size: Rows of one forward and backward pass.
+            config: Rows of one forward and backward pass.
             metrics: Receives `ptx_loss`.
         """
         rows, num_ranks = self.rows(position), strategy.num_data_ranks
         num_tokens = sum(len(self.texts[row]) - 1 for row in rows)
         own = rows[strategy.data_rank :: num_ranks]
-        num_rows = -(-len(rows) // num_ranks)
+        num_rows, size = -(-len(rows) // num_ranks), config.micro_train_batch_size
         metrics.add_mean("ptx_loss", 0.0, 1.0 / num_ranks)
         return [
             partial(
                 self._share,
                 actor,
-                own[start : start + micro_batch_size],
+                own[start : start + size],
                 num_tokens,
                 strategy.device,
                 metrics,
             )
-            for start in range(0, num_rows, micro_batch_size)
+            for start in range(0, num_rows, size)
         ]
 
     def _share(

@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from lightrft.algorithms.kl import AdaptiveKlController, FixedKlController, KlController
+from lightrft.algorithms.kl import KlController
 from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
 from lightrft.experience.carry import PartialRolloutState
 from lightrft.experience.maker import StepExperience
 from lightrft.trainer.runs.prompts import PromptStream
-from lightrft.trainer.training.best_model import BestModel
+
+
+@dataclass(frozen=True, slots=True)
+class BestModel:
+    """The best evaluation so far.
+
+    Args:
+        value: Of the metric; larger is better.
+        step: After which it was reached; 0 is before training.
+    """
+
+    value: float
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +70,6 @@ class TrainerState:
         self,
         step: StepExperience,
         *,
-        num_prompts: int,
         stream: PromptStream | None,
         kl: float | None,
     ) -> TrainerState:
@@ -66,28 +77,20 @@ class TrainerState:
 
         Args:
             step: What was trained on.
-            num_prompts: Its prompts, over all ranks.
             stream: Where they came from, or None if the caller passed them.
             kl: Mean KL to the reference model of a response, or None without one.
         """
+        partial = step.samples.partial
         return TrainerState(
             kl=self.kl if kl is None else self.kl.update(kl, num_samples=len(step.table)),
             reward_moments=step.rewards.moments,
             num_steps=self.num_steps + 1,
-            num_requests=self.num_requests + num_prompts,
+            num_requests=self.num_requests + step.samples.num_prompts,
             episode=self.episode if stream is None else stream.episode,
             num_episode_prompts=self.num_episode_prompts if stream is None else stream.num_consumed,
-            carry=self.carry if step.partial is None else step.partial.carry,
+            carry=self.carry if partial is None else partial.carry,
             best=self.best,
         )
-
-    def with_engine_version(self, weights_version: int) -> TrainerState:
-        """This state for an engine that has just received these weights and counts its own way."""
-        return replace(self, carry=self.carry.rebased(weights_version))
-
-    def after_prompts(self, consumed_samples: int) -> TrainerState:
-        """This state with a position in the first pass over the prompts."""
-        return replace(self, num_episode_prompts=consumed_samples, num_requests=consumed_samples)
 
     def restored(self, client_state: Mapping[str, object]) -> TrainerState:
         """This state with the progress of a checkpoint; how to adapt and shape stays as it is.
@@ -108,7 +111,7 @@ class TrainerState:
                 episode=int(_number(client_state["episode"])),
                 num_episode_prompts=int(_number(client_state["consumed_samples"])),
                 best=_best(client_state["best"]),
-                carry=PartialRolloutState.from_json(_mapping(client_state["carry"])),
+                carry=PartialRolloutState.from_json(client_state["carry"]),
             )
         except KeyError as error:
             raise ValueError(
@@ -119,9 +122,7 @@ class TrainerState:
 
 def initial_state(config: TrainConfig) -> TrainerState:
     """The state before the first step."""
-    kl: KlController = FixedKlController(config.init_kl_coef)
-    if config.kl_target is not None:
-        kl = AdaptiveKlController(config.init_kl_coef, config.kl_target, config.kl_horizon)
+    kl = KlController(config.init_kl_coef, config.kl_target, config.kl_horizon)
     return TrainerState(kl, Moments() if config.reward_running_norm else None)
 
 
@@ -129,12 +130,6 @@ def _best(value: object) -> BestModel | None:
     if not isinstance(value, list):
         return None
     return BestModel(_number(value[0]), int(_number(value[1])))
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    if not isinstance(value, dict):
-        raise ValueError(f"expected an object in the checkpoint's client state, got {value!r}")
-    return value
 
 
 def _number(value: object) -> float:

@@ -11,18 +11,17 @@ from torch import Tensor
 
 from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.types import TokenLoss
-from lightrft.experience.dynamic import Selection
+from lightrft.config import TrainConfig
 from lightrft.experience.exchange import SampleTable
 from lightrft.experience.maker import StepExperience
-from lightrft.experience.partial import PartialReport
+from lightrft.experience.sampling import Samples
 from lightrft.experience.stages import StageMeter
-from lightrft.experience.types import RolloutBatch
+from lightrft.experience.types import PolicyOutputs, RolloutBatch
 from lightrft.strategy.optimizers import OptimizerStepResult
 from lightrft.strategy.weight_sync.sync import WeightSyncReport
 from lightrft.trainer.reporting.metric_table import STAGES
 from lightrft.trainer.training.metrics import StepMetrics
 from lightrft.trainer.training.mismatch import record_mismatch
-from lightrft.trainer.training.throughput import Utilisation
 
 GIGABYTE = 2**30
 
@@ -66,7 +65,6 @@ def finished_metrics(
     report: WeightSyncReport | None,
     *,
     num_epochs: int = 1,
-    utilisation: Utilisation | None = None,
 ) -> dict[str, float]:
     """The metrics of a step, names sorted.
 
@@ -75,20 +73,12 @@ def finished_metrics(
         reduced: Metrics over all ranks.
         report: What the weight sync did, or None without an engine.
         num_epochs: Passes of the update over the samples.
-        utilisation: What an update costs on which hardware, or None.
     """
     metrics = {**reduced, **table_metrics(step.table)}
-    if step.selection is not None:
-        metrics |= selection_metrics(step.selection, num_rounds=step.num_rounds)
-    if step.partial is not None:
-        metrics |= partial_metrics(step.table, step.partial)
+    metrics |= selection_metrics(step.samples) | partial_metrics(step.samples)
     metrics["step_seconds"] = sum(metrics[f"{stage}_seconds"] for stage in STAGES)
     metrics["tokens_per_second"] = float(step.table.lengths.sum()) / metrics["step_seconds"]
     metrics |= _stage_speeds(step, metrics, num_epochs)
-    if utilisation is not None and not (step.selection is not None and step.selection.is_empty):
-        metrics |= utilisation.metrics(
-            step.table, num_epochs=num_epochs, seconds=metrics["train_seconds"]
-        )
     if report is not None:
         metrics["weights_version"] = report.weights_version
         metrics["engine_hash"] = report.engine_hash
@@ -101,10 +91,9 @@ def _stage_speeds(
     """Tokens per second of rollout (sampled tokens), forward and update (all tokens)."""
     outputs, num_tokens = step.batch.outputs, float(step.table.lengths.sum())
     sampled = float(step.table.response_lengths.sum())
-    if step.selection is not None:
-        sampled = float(step.selection.num_sampled_tokens)
-    if step.partial is not None:
-        sampled = float(step.partial.num_sampled_tokens)
+    for report in (step.samples.selection, step.samples.partial):
+        if report is not None:
+            sampled = float(report.num_sampled_tokens)
     speeds = {
         "train_tokens_per_second": num_epochs * num_tokens / metrics["train_seconds"],
         "rollout_tokens_per_second": sampled / metrics["rollout_seconds"],
@@ -117,11 +106,14 @@ def _stage_speeds(
     return speeds
 
 
-def selection_metrics(selection: Selection, *, num_rounds: int) -> dict[str, float]:
+def selection_metrics(samples: Samples) -> dict[str, float]:
     """What dynamic sampling sampled and did not train on."""
+    selection = samples.selection
+    if selection is None:
+        return {}
     num_groups = selection.num_groups
     return {
-        "dynamic/num_gen_batches": float(num_rounds),
+        "dynamic/num_gen_batches": float(samples.num_rounds),
         "dynamic/num_groups": float(num_groups),
         "dynamic/constant_share": selection.num_constant / num_groups,
         "dynamic/solved_share": selection.num_solved / num_groups,
@@ -131,9 +123,12 @@ def selection_metrics(selection: Selection, *, num_rounds: int) -> dict[str, flo
     }
 
 
-def partial_metrics(table: SampleTable, report: PartialReport) -> dict[str, float]:
+def partial_metrics(samples: Samples) -> dict[str, float]:
     """How old the tokens are that are trained on, and what goes on in the next step."""
-    staleness = report.version - table.token_versions
+    report, versions = samples.partial, samples.table.token_versions
+    if report is None or versions is None:
+        return {}
+    staleness = report.version - versions
     return {
         "partial/num_chunks": float(report.num_chunks),
         "partial/sampled_tokens": float(report.num_sampled_tokens),
@@ -158,23 +153,15 @@ def group_reward_std(table: SampleTable) -> float:
     return float(np.mean([table.rewards[table.group_ids == group].std() for group in groups]))
 
 
-def record_experience(step: StepExperience, metrics: StepMetrics, *, kl_estimator: str) -> None:
+def record_experience(step: StepExperience, metrics: StepMetrics, config: TrainConfig) -> None:
     """Adds what this rank's rows say: advantages, values and, where the actor was asked, policy."""
     batch, rollouts = step.batch, step.batch.rollouts
     mask = rollouts.response_mask
-    if step.use_rollout_logprobs:
+    if config.use_rollout_logprobs:
         # Compared with themselves they would look perfect.
         rollouts = replace(rollouts, compared_mask=None)
     if batch.outputs.old_logprobs is not None:
-        record_policy(
-            batch.outputs.old_logprobs,
-            batch.outputs.entropy,
-            rollouts,
-            batch.outputs.ref_logprobs,
-            metrics,
-            kl_estimator=kl_estimator,
-            log_kept_mass=batch.outputs.log_kept_mass,
-        )
+        record_policy(rollouts, batch.outputs, metrics, kl_estimator=config.kl_estimator)
     metrics.add_masked_mean("advantage_mean", batch.advantages, mask)
     metrics.add_masked_mean("advantage_abs", batch.advantages.abs(), mask)
     metrics.add_mean("reward_clipped_share", float(step.rewards.is_clipped.sum()), len(step.table))
@@ -184,7 +171,7 @@ def record_experience(step: StepExperience, metrics: StepMetrics, *, kl_estimato
         metrics.add_explained_variance(
             "explained_variance", batch.outputs.values, batch.returns, mask
         )
-    for item in step.scored:
+    for item in step.samples.scored:
         shares = repeated_share(item.rollout.completion.output_token_ids)
         metrics.add_mean("repeated_share", shares, 1.0)
     metrics.add_mean("repeated_share", 0.0, 0.0)
@@ -209,14 +196,7 @@ def repeated_share(token_ids: Sequence[int], *, size: int = 4) -> float:
 
 @torch.no_grad()
 def record_policy(
-    old_logprobs: Tensor,
-    entropy: Tensor | None,
-    rollouts: RolloutBatch,
-    ref_logprobs: Tensor | None,
-    metrics: StepMetrics,
-    *,
-    kl_estimator: str,
-    log_kept_mass: Tensor | None = None,
+    rollouts: RolloutBatch, outputs: PolicyOutputs, metrics: StepMetrics, *, kl_estimator: str
 ) -> None:
     """Adds what the policy at the start of the step says: entropy, KL, and the engine's logprobs.
 
@@ -224,22 +204,18 @@ def record_policy(
     distribution in engine and trainer.
 
     Args:
-        old_logprobs, entropy, ref_logprobs: [batch, seq]; None where there is none.
         rollouts: The rows.
+        outputs: What the models say about them; the old logprobs are there.
         metrics: Receives the numbers.
         kl_estimator: Of the KL to the reference model.
-        log_kept_mass: [batch, seq] of the truncated distribution the rows were drawn from, or None.
     """
-    mask = rollouts.response_mask
-    if entropy is not None:
-        metrics.add_masked_mean("entropy", entropy, mask)
-    if rollouts.compared_mask is not None:
-        own = old_logprobs if log_kept_mass is None else old_logprobs - log_kept_mass
-        record_mismatch(rollouts.rollout_logprobs, own, rollouts.compared_mask, metrics)
-    if ref_logprobs is not None:
-        kl = estimate_kl(
-            old_logprobs, ref_logprobs, mask, estimator=kl_estimator, old_logprobs=old_logprobs
-        )
+    mask, old, sampling = rollouts.response_mask, outputs.old_logprobs, outputs.sampling_logprobs
+    if outputs.entropy is not None:
+        metrics.add_masked_mean("entropy", outputs.entropy, mask)
+    if rollouts.compared_mask is not None and sampling is not None:
+        record_mismatch(rollouts.rollout_logprobs, sampling, rollouts.compared_mask, metrics)
+    if outputs.ref_logprobs is not None and old is not None:
+        kl = estimate_kl(old, outputs.ref_logprobs, mask, estimator=kl_estimator, old_logprobs=old)
         metrics.add_masked_mean("kl", kl, mask)
         metrics.add_mean("kl_per_response", kl.double().sum(), mask.any(dim=1).sum())
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from lightrft.config import TrainConfig
 from lightrft.experience.exchange import SampleTable
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
@@ -91,70 +92,47 @@ def training_flops(model: nn.Module, strategy: StrategyBase) -> TrainingFlops | 
         elif is_matrix:
             layers += cost * (share if ".experts." in entry.checkpoint_name else 1.0)
     text = pretrained.config.get_text_config()
-    width = text.num_attention_heads * _head_size(text)
+    num_heads = text.num_attention_heads
+    width = num_heads * int(text.to_dict().get("head_dim") or text.hidden_size // num_heads)
     return TrainingFlops(layers, head, 6.0 * text.num_hidden_layers * width)
 
 
-def peak_tflops(given: float | None, *, uses_bf16: bool) -> float | None:
+def peak_tflops(config: TrainConfig) -> float | None:
     """The device's peak in 1e12 operations per second: as given, or of a known GPU in bfloat16."""
-    if given is not None:
-        return given
-    if not torch.cuda.is_available() or not uses_bf16:
+    has_gpu = torch.cuda.is_available()
+    if config.peak_tflops is not None:
+        return config.peak_tflops
+    if not has_gpu or not config.computes_in_bf16(has_gpu=has_gpu):
         return None
     device = torch.cuda.get_device_name()
     return next((peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Utilisation:
-    """What an update costs, and on which hardware.
+def utilisation(
+    costs: Sequence[TrainingFlops],
+    table: SampleTable,
+    *,
+    num_epochs: int,
+    seconds: float,
+    num_devices: int,
+    peak: float | None,
+) -> dict[str, float]:
+    """`train_tflops_per_second` of each device and, where the peak is known, its share `mfu`.
 
     Args:
-        models: Of each model that is trained.
+        costs: Of each model that is trained; {} is returned without any.
+        table: The samples of all ranks.
+        num_epochs: Passes over them.
+        seconds: Duration of the update.
         num_devices: That share the work.
         peak: Of one device, in 1e12 operations per second; None is not known.
     """
-
-    models: tuple[TrainingFlops, ...]
-    num_devices: int
-    peak: float | None
-
-    def metrics(self, table: SampleTable, *, num_epochs: int, seconds: float) -> dict[str, float]:
-        """`train_tflops_per_second` of each device and, where the peak is known, its share `mfu`.
-
-        Args:
-            table: The samples of all ranks.
-            num_epochs: Passes over them.
-            seconds: Duration of the update.
-        """
-        lengths, responses = table.lengths, table.response_lengths
-        flops = num_epochs * sum(model.total(lengths, responses) for model in self.models)
-        achieved = flops / seconds / self.num_devices / 1e12
-        found = {"train_tflops_per_second": achieved}
-        return found if self.peak is None else {**found, "mfu": achieved / self.peak}
-
-
-class UtilisationMeter:
-    """Counts each model once.
-
-    Args:
-        strategy: Holds the models.
-        given_peak: Of a device, in 1e12 operations per second; None looks the device up.
-    """
-
-    def __init__(self, strategy: StrategyBase, given_peak: float | None) -> None:
-        self._strategy = strategy
-        uses_bf16 = strategy.config.computes_in_bf16(has_gpu=torch.cuda.is_available())
-        self._peak = peak_tflops(given_peak, uses_bf16=uses_bf16)
-        self._counts: dict[nn.Module, TrainingFlops | None] = {}
-
-    def of(self, models: Sequence[nn.Module]) -> Utilisation | None:
-        """The cost of an update of these models; None if none of them can be counted."""
-        for model in models:
-            if model not in self._counts:
-                self._counts[model] = training_flops(model, self._strategy)
-        found = tuple(count for m in models if (count := self._counts[m]) is not None)
-        return Utilisation(found, self._strategy.world_size, self._peak) if found else None
+    if not costs:
+        return {}
+    flops = num_epochs * sum(cost.total(table.lengths, table.response_lengths) for cost in costs)
+    achieved = flops / seconds / num_devices / 1e12
+    found = {"train_tflops_per_second": achieved}
+    return found if peak is None else {**found, "mfu": achieved / peak}
 
 
 def _inner(root: nn.Module) -> PreTrainedModel | None:
@@ -162,12 +140,6 @@ def _inner(root: nn.Module) -> PreTrainedModel | None:
 
     found = [child for child in root.children() if isinstance(child, PreTrainedModel)]
     return found[0] if found else None
-
-
-def _head_size(config: PretrainedConfig) -> int:
-    values = config.to_dict()
-    size = values.get("head_dim")
-    return int(size or config.hidden_size // config.num_attention_heads)
 
 
 def _active_share(config: PretrainedConfig) -> float:

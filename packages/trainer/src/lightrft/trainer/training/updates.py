@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,14 +14,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightrft.algorithms.aggregation import aggregate, local_normalizer
 from lightrft.algorithms.balance import balance_share
 from lightrft.algorithms.correction_terms import CorrectionTerm
+from lightrft.algorithms.corrections import correction_weights
+from lightrft.algorithms.entropy import (
+    entropy_threshold,
+    high_entropy_mask,
+    high_entropy_mask_per_sequence,
+)
 from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.types import PolicyLossFunction
 from lightrft.algorithms.value import clipped_value_loss
 from lightrft.config import TrainConfig
-from lightrft.experience.collate import micro_slices, select_experience
+from lightrft.experience.collate import select_experience
 from lightrft.experience.forward import scoring_temperature
 from lightrft.experience.maker import StepExperience
-from lightrft.experience.minibatches import epoch_order
+from lightrft.experience.minibatches import epoch_order, micro_slices
 from lightrft.experience.types import ExperienceBatch
 from lightrft.models.support import SamplingSupport
 from lightrft.models.types import ActorOutput, EntropyMode
@@ -29,7 +35,6 @@ from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.training.metrics import StepMetrics
 from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.step_metrics import record_policy, record_ratios, record_step
-from lightrft.trainer.training.token_weights import token_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,233 +48,321 @@ class TrainedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
-    """What an update minimises.
+class TrainedModels:
+    """What a run trains.
+
+    Args:
+        actor, critic: The models; None is absent.
+        ema_model: The moving average of the actor, which follows it; or None.
+    """
+
+    actor: TrainedModel
+    critic: TrainedModel | None = None
+    ema_model: nn.Module | None = None
+
+    @property
+    def trained(self) -> tuple[TrainedModel, ...]:
+        """Actor and critic."""
+        return (self.actor,) if self.critic is None else (self.actor, self.critic)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The optimizer steps of one step of a run: what they minimise, where, and their metrics.
 
     Args:
         config: Coefficients and sizes, `loss_agg_mode` decided.
         policy_loss: One loss value per token.
+        strategy: Trains over ranks.
+        metrics: Receives the numbers.
         corrections: Terms for the difference between engine and trainer; () is none.
         kl_coef: Weight of the KL to the reference model in the loss; 0 is off.
     """
 
     config: TrainConfig
     policy_loss: PolicyLossFunction
+    strategy: StrategyBase
+    metrics: StepMetrics
     corrections: tuple[CorrectionTerm, ...] = ()
     kl_coef: float = 0.0
 
-    @property
-    def aggregation(self) -> str:
-        """How the losses of tokens become one number."""
-        return str(self.config.loss_agg_mode)
+    def train(
+        self,
+        step: StepExperience,
+        models: TrainedModels,
+        *,
+        step_number: int,
+        pretrain: PretrainMix | None = None,
+    ) -> None:
+        """All optimizer steps of one experience; every rank takes equally many.
 
-
-@dataclass(frozen=True, slots=True)
-class UpdateModels:
-    """What one step trains, and the moving average that follows the actor.
-
-    Args:
-        actor, critic: The models; None is absent.
-        ema_model: The moving average of the actor.
-        trains_actor: False leaves the actor as it is, while the critic learns.
-    """
-
-    actor: TrainedModel
-    critic: TrainedModel | None = None
-    ema_model: nn.Module | None = None
-    trains_actor: bool = True
-
-
-def update_models(
-    step: StepExperience,
-    models: UpdateModels,
-    *,
-    strategy: StrategyBase,
-    objective: Objective,
-    step_number: int,
-    metrics: StepMetrics,
-    pretrain: PretrainMix | None = None,
-) -> None:
-    """All optimizer steps of one experience; every rank takes equally many.
-
-    Args:
-        step: What to train on.
-        models: What is trained.
-        strategy, objective, metrics: How, and where numbers go.
-        step_number: Of the step in the run; fixes the order of the optimizer batches.
-        pretrain: Texts whose loss is mixed in, or None.
-    """
-    config, num_batches = objective.config, step.plan.num_minibatches
-    position = step_number * config.max_epochs * num_batches
-    for epoch in range(config.max_epochs):
-        for index in epoch_order(num_batches, seed=config.seed, step=step_number, epoch=epoch):
-            batch = select_experience(step.batch, step.rows_of_minibatch(index))
-            slices = _token_slices(step, index, strategy, config)
-            if models.trains_actor:
-                policy_update(
-                    batch,
-                    models.actor,
-                    strategy=strategy,
-                    objective=objective,
-                    metrics=metrics,
-                    slices=slices,
-                    extra_losses=()
-                    if pretrain is None
-                    else pretrain.shares(
-                        models.actor.model,
-                        position,
-                        strategy=strategy,
-                        micro_batch_size=config.micro_train_batch_size,
-                        metrics=metrics,
-                    ),
+        Args:
+            step: What to train on.
+            models: What is trained.
+            step_number: Of the step in the run; fixes the order of the optimizer batches.
+            pretrain: Texts whose loss is mixed in, or None.
+        """
+        config, plan, strategy = self.config, step.plan, self.strategy
+        trains_actor = step_number >= config.freezing_actor_steps
+        position = step_number * config.max_epochs * plan.num_minibatches
+        for epoch in range(config.max_epochs):
+            for index in epoch_order(
+                plan.num_minibatches, seed=config.seed, step=step_number, epoch=epoch
+            ):
+                batch = select_experience(step.batch, plan.places(index))
+                slices = plan.micro_slices(
+                    step.table.lengths,
+                    index=index,
+                    rank=strategy.data_rank,
+                    micro_batch_size=config.micro_train_batch_size,
+                    config=config,
                 )
-            position += 1
-            if models.critic is not None:
-                value_update(
-                    batch,
-                    models.critic,
-                    strategy=strategy,
-                    objective=objective,
-                    metrics=metrics,
-                    slices=slices,
+                if trains_actor:
+                    texts: Sequence[Callable[[], Tensor]] = ()
+                    if pretrain is not None:
+                        actor = models.actor.model
+                        texts = pretrain.shares(actor, position, strategy, config, self.metrics)
+                    self.policy_step(batch, models.actor, slices=slices, extra_losses=texts)
+                position += 1
+                if models.critic is not None:
+                    self.value_step(batch, models.critic, slices=slices)
+                if models.ema_model is not None and trains_actor:
+                    actor = models.actor.model
+                    strategy.moving_average(actor, models.ema_model, beta=config.ema_beta)
+
+    def policy_step(
+        self,
+        batch: ExperienceBatch,
+        actor: TrainedModel,
+        *,
+        slices: Sequence[slice] = (),
+        extra_losses: Sequence[Callable[[], Tensor]] = (),
+    ) -> None:
+        """One optimizer step of the actor.
+
+        loss = policy + kl_coef KL - entropy_coef H + aux_loss_coef balance + further terms. The
+        first three are aggregated with the same Z, which is summed over ranks before the first
+        backward: the step does not depend on micro batches.
+
+        Args:
+            batch: This rank's rows of the optimizer batch.
+            actor: What is updated.
+            slices: Micro batches; none cuts by rows.
+            extra_losses: Micro batches of other data; each gives its share of the loss. Every rank
+                has equally many.
+        """
+        slices = slices or self._row_slices(batch)
+        weights, sums = self.token_weights(batch), None
+        if self.config.aux_loss_coef > 0:
+            sums = self._router_sums(batch, actor.model, slices)
+        normalizer = self._normalizer(batch)
+        shares = [
+            partial(self._policy_share, batch, rows, actor.model, normalizer, weights, sums)
+            for rows in slices
+        ]
+        self._optimize(actor, [*shares, *extra_losses])
+        self.metrics.add_mean("policy_loss", 0.0, 1.0 / self.strategy.num_data_ranks)
+        if sums is not None:
+            self.metrics.add_mean("aux_loss", 0.0, 1.0 / self.strategy.num_data_ranks)
+
+    def value_step(
+        self, batch: ExperienceBatch, critic: TrainedModel, *, slices: Sequence[slice] = ()
+    ) -> None:
+        """One optimizer step of the critic, aggregated like the policy's."""
+        normalizer = self._normalizer(batch)
+        shares = [
+            partial(self._value_share, select_experience(batch, rows), critic.model, normalizer)
+            for rows in slices or self._row_slices(batch)
+        ]
+        self._optimize(critic, shares)
+        self.metrics.add_mean("critic_loss", 0.0, 1.0 / self.strategy.num_data_ranks)
+
+    def _optimize(self, trained: TrainedModel, shares: Sequence[Callable[[], Tensor]]) -> None:
+        """One optimizer step from the losses of its micro batches, each computed in its turn."""
+        strategy, model, optimizer = self.strategy, trained.model, trained.optimizer
+        result = None
+        with strategy.accumulation(len(shares), optimizer):
+            for share in shares:
+                strategy.backward(share(), model, optimizer)
+                result = strategy.optimizer_step(
+                    optimizer, model, trained.scheduler, name=trained.name
                 )
-            if models.ema_model is not None and models.trains_actor:
-                strategy.moving_average(models.actor.model, models.ema_model, beta=config.ema_beta)
+        record_step(trained.name, result, self.metrics)
 
+    def _row_slices(self, batch: ExperienceBatch) -> Sequence[slice]:
+        return micro_slices(0, len(batch.advantages), self.config.micro_train_batch_size)
 
-def _token_slices(
-    step: StepExperience, index: int, strategy: StrategyBase, config: TrainConfig
-) -> tuple[slice, ...]:
-    """Micro batches of one optimizer batch by tokens; () where they are cut by rows."""
-    max_tokens = config.max_micro_tokens(config.micro_train_batch_size)
-    if max_tokens is None:
-        return ()
-    return step.plan.micro_slices(
-        step.table.lengths,
-        index=index,
-        rank=strategy.data_rank,
-        max_tokens=max_tokens,
-        packs_samples=config.packing_samples,
-    )
+    def _normalizer(self, batch: ExperienceBatch) -> Tensor:
+        local = local_normalizer(
+            batch.rollouts.response_mask,
+            str(self.config.loss_agg_mode),
+            max_response_tokens=self.config.generate_max_len,
+        )
+        return self.strategy.reduce_over_data(local, "sum")
 
+    def token_weights(self, batch: ExperienceBatch) -> Tensor | None:
+        """How much the policy loss counts each token: [batch, seq], or None where all are 1.
 
-def _row_slices(batch: ExperienceBatch, config: TrainConfig) -> Sequence[slice]:
-    return micro_slices(0, len(batch.advantages), config.micro_train_batch_size)
+        The weights multiply the numerator of the loss only: Z still counts every response token.
+        Collective: every rank calls it.
 
+        Args:
+            batch: This rank's rows of the optimizer batch.
 
-def policy_update(
-    batch: ExperienceBatch,
-    actor: TrainedModel,
-    *,
-    strategy: StrategyBase,
-    objective: Objective,
-    metrics: StepMetrics,
-    slices: Sequence[slice] = (),
-    extra_losses: Sequence[Callable[[], Tensor]] = (),
-) -> None:
-    """One optimizer step of the actor.
+        Raises:
+            RuntimeError: The experience lacks logprobs or entropies from before the update.
+        """
+        weights: Tensor | None = None
+        if self.config.high_entropy_token_ratio > 0:
+            weights = self._entropy_mask(batch).float()
+        if self.corrections:
+            factors = self._correction(batch)
+            weights = factors if weights is None else weights * factors
+        return weights
 
-    loss = policy + kl_coef KL - entropy_coef H + aux_loss_coef balance + further terms. The
-    first three are aggregated with the same Z, which is summed over ranks before the first
-    backward: the step does not depend on micro batches.
-
-    Args:
-        batch: This rank's rows of the optimizer batch.
-        actor: What is updated.
-        strategy, objective, metrics: As for `update_models`.
-        slices: Micro batches; none cuts by rows.
-        extra_losses: Micro batches of other data; each gives its share of the loss. Every rank has
-            equally many.
-    """
-    slices = slices or _row_slices(batch, objective.config)
-    whole = _whole_batch(batch, actor.model, slices, strategy, objective, metrics)
-    micros: list[Callable[[], Tensor]] = [
-        partial(_micro_batch_loss, batch, rows, whole, actor.model, objective, metrics)
-        for rows in slices
-    ]
-    result = None
-    with strategy.accumulation(len(slices) + len(extra_losses), actor.optimizer):
-        for share in (*micros, *extra_losses):
-            strategy.backward(share(), actor.model, actor.optimizer)
-            result = strategy.optimizer_step(
-                actor.optimizer, actor.model, actor.scheduler, name=actor.name
+    def _entropy_mask(self, batch: ExperienceBatch) -> Tensor:
+        """The tokens where the policy at the start of the step is least certain."""
+        entropy, mask = batch.outputs.entropy, batch.rollouts.response_mask
+        if entropy is None:
+            raise RuntimeError("choosing tokens by entropy needs the entropies before the update")
+        ratio = self.config.high_entropy_token_ratio
+        if self.config.high_entropy_scope == "sequence":
+            kept = high_entropy_mask_per_sequence(entropy, mask, ratio=ratio)
+        else:
+            shares: list[list[float]] = self.strategy.gather_objects(
+                entropy[mask].tolist(), self.strategy.dp_group
             )
-    metrics.add_mean("policy_loss", 0.0, 1.0 / strategy.num_data_ranks)
-    if whole.router_sums is not None:
-        metrics.add_mean("aux_loss", 0.0, 1.0 / strategy.num_data_ranks)
-    record_step(actor.name, result, metrics)
+            everyone = torch.tensor([value for share in shares for value in share])
+            threshold = entropy_threshold(everyone, everyone.isfinite(), ratio=ratio)
+            kept = high_entropy_mask(entropy, mask, threshold=threshold.to(entropy.device))
+        self.metrics.add_masked_mean("high_entropy_share", kept, mask)
+        return kept
 
-
-def value_update(
-    batch: ExperienceBatch,
-    critic: TrainedModel,
-    *,
-    strategy: StrategyBase,
-    objective: Objective,
-    metrics: StepMetrics,
-    slices: Sequence[slice] = (),
-) -> None:
-    """One optimizer step of the critic, aggregated like the policy's."""
-    normalizer = _normalizer(batch, strategy, objective)
-    slices = slices or _row_slices(batch, objective.config)
-    result = None
-    with strategy.accumulation(len(slices), critic.optimizer):
-        for rows in slices:
-            micro = select_experience(batch, rows)
-            loss = _value_share(micro, critic.model, normalizer, objective, metrics)
-            strategy.backward(loss, critic.model, critic.optimizer)
-            result = strategy.optimizer_step(
-                critic.optimizer, critic.model, critic.scheduler, name=critic.name
+    def _correction(self, batch: ExperienceBatch) -> Tensor:
+        rollouts, mask, metrics = batch.rollouts, batch.rollouts.response_mask, self.metrics
+        trainer_logprobs = batch.outputs.sampling_logprobs
+        if trainer_logprobs is None:
+            raise RuntimeError("an off-policy correction needs the logprobs before the update")
+        if rollouts.support is not None and batch.outputs.log_kept_mass is None:
+            raise RuntimeError(
+                "an off-policy correction of truncated samples needs their kept mass"
             )
-    metrics.add_mean("critic_loss", 0.0, 1.0 / strategy.num_data_ranks)
-    record_step(critic.name, result, metrics)
+        found = correction_weights(
+            trainer_logprobs,
+            rollouts.rollout_logprobs,
+            mask,
+            terms=self.corrections,
+            advantages=batch.advantages,
+        )
+        if any(term.mean_one for term in self.corrections):
+            found = found.normalized(self.strategy.reduce_over_data(found.sums, "sum"))
+        metrics.add_masked_mean("correction_weight", found.weights, mask)
+        metrics.add_masked_mean("correction_raw_weight", found.raw, mask)
+        metrics.add_max("correction_raw_weight_max", found.raw.where(mask, -torch.inf).max())
+        metrics.add_masked_mean("correction_capped_share", found.is_capped, mask)
+        metrics.add_masked_mean("correction_rejected_share", found.is_rejected, mask)
+        metrics.add_masked_mean("correction_invalid_share", found.is_invalid, mask)
+        metrics.add_effective_samples("correction_effective_share", found.weights, mask)
+        return found.weights
 
+    def _router_sums(
+        self, batch: ExperienceBatch, actor: nn.Module, slices: Sequence[slice]
+    ) -> Tensor:
+        """[2, experts] over all tokens of the optimizer batch: one more forward pass.
 
-def _normalizer(batch: ExperienceBatch, strategy: StrategyBase, objective: Objective) -> Tensor:
-    local = local_normalizer(
-        batch.rollouts.response_mask,
-        objective.aggregation,
-        max_response_tokens=objective.config.generate_max_len,
-    )
-    return strategy.reduce_over_data(local, "sum")
-
-
-@dataclass(frozen=True, slots=True)
-class _WholeBatch:
-    """What a micro batch must know of its optimizer batch over all ranks.
-
-    Args:
-        normalizer: Z.
-        weights: [batch, seq] of this rank's tokens, or None where all are 1.
-        router_sums: [2, experts] of all tokens, or None without balancing.
-    """
-
-    normalizer: Tensor
-    weights: Tensor | None
-    router_sums: Tensor | None
-
-
-def _whole_batch(
-    batch: ExperienceBatch,
-    actor: nn.Module,
-    slices: Sequence[slice],
-    strategy: StrategyBase,
-    objective: Objective,
-    metrics: StepMetrics,
-) -> _WholeBatch:
-    weights: Tensor | None = None
-    if objective.config.high_entropy_token_ratio > 0 or objective.corrections:
-        weights = token_weights(batch, objective.config, objective.corrections, strategy, metrics)
-    sums: Tensor | None = None
-    if objective.config.aux_loss_coef > 0:
-        # The load of the experts is known only after all micro batches: one more forward pass.
+        The load of the experts is known only after all micro batches.
+        """
         with torch.no_grad():
             parts = [
                 _router_sums(_forward(select_experience(batch, rows), actor, entropy="none"))
                 for rows in slices
             ]
-        sums = strategy.reduce_over_data(torch.stack(parts).sum(dim=0), "sum")
-    return _WholeBatch(_normalizer(batch, strategy, objective), weights, sums)
+        return self.strategy.reduce_over_data(torch.stack(parts).sum(dim=0), "sum")
+
+    def _policy_share(
+        self,
+        batch: ExperienceBatch,
+        rows: slice,
+        actor: nn.Module,
+        normalizer: Tensor,
+        weights: Tensor | None,
+        router_sums: Tensor | None,
+    ) -> Tensor:
+        """The loss of one micro batch.
+
+        Args:
+            batch, rows: The micro batch.
+            actor: The policy.
+            normalizer: Z of the optimizer batch over all ranks.
+            weights: [batch, seq] of this rank's tokens, or None where all are 1.
+            router_sums: [2, experts] of all tokens, or None without balancing.
+        """
+        config, micro, metrics = self.config, select_experience(batch, rows), self.metrics
+        mask, ref_logprobs = micro.rollouts.response_mask, micro.outputs.ref_logprobs
+        output, old_logprobs = self._score(micro, actor)
+
+        def share_of(token_loss: Tensor) -> Tensor:
+            return aggregate(token_loss, mask, str(config.loss_agg_mode), normalizer)
+
+        token_loss = self.policy_loss(output.logprobs, old_logprobs, micro.advantages, mask)
+        record_ratios(token_loss, output.logprobs, old_logprobs, mask, metrics)
+        if weights is not None:
+            token_loss = token_loss.weighted(weights[rows, : mask.shape[1]])
+        share = share_of(token_loss.loss)
+        metrics.add_mean("policy_loss", share, 0.0)
+        if self.kl_coef > 0 and ref_logprobs is not None:
+            kl = estimate_kl(
+                output.logprobs,
+                ref_logprobs,
+                mask,
+                estimator=config.kl_estimator,
+                old_logprobs=old_logprobs,
+            )
+            share = share + self.kl_coef * share_of(kl)
+        if config.entropy_coef > 0 and output.entropy is not None:
+            share = share - config.entropy_coef * share_of(output.entropy)
+        if router_sums is not None:
+            balance = balance_share(_router_sums(output), router_sums)
+            metrics.add_mean("aux_loss", balance, 0.0)
+            share = share + config.aux_loss_coef * balance
+        return share
+
+    def _score(self, micro: ExperienceBatch, actor: nn.Module) -> tuple[ActorOutput, Tensor]:
+        """What the actor says about a micro batch, and the old logprobs: its own if it is first."""
+        rollouts, old_logprobs = micro.rollouts, micro.outputs.old_logprobs
+        is_first = old_logprobs is None
+        entropy: EntropyMode = "value" if is_first else "none"
+        output = _forward(
+            micro,
+            actor,
+            entropy="grad" if self.config.entropy_coef > 0 else entropy,
+            support=rollouts.support if is_first else None,
+        )
+        if old_logprobs is not None:
+            return output, old_logprobs
+        old_logprobs = output.logprobs.detach()
+        seen = replace(
+            micro.outputs,
+            old_logprobs=old_logprobs,
+            entropy=output.entropy,
+            log_kept_mass=output.log_kept_mass,
+        )
+        record_policy(rollouts, seen, self.metrics, kl_estimator=self.config.kl_estimator)
+        return output, old_logprobs
+
+    def _value_share(self, micro: ExperienceBatch, critic: nn.Module, normalizer: Tensor) -> Tensor:
+        rollouts, mask = micro.rollouts, micro.rollouts.response_mask
+        values: Tensor = critic(
+            rollouts.token_ids, rollouts.attention_mask, model_inputs=rollouts.model_inputs
+        )
+        old_values = micro.outputs.values
+        if old_values is None:
+            raise RuntimeError("the critic's values are missing from the experience")
+        clip = self.config.value_clip or None
+        loss = clipped_value_loss(values, old_values, micro.returns, mask, clip=clip)
+        share = aggregate(loss, mask, str(self.config.loss_agg_mode), normalizer)
+        self.metrics.add_mean("critic_loss", share, 0.0)
+        return share
 
 
 def _forward(
@@ -296,81 +389,3 @@ def _router_sums(output: ActorOutput) -> Tensor:
     if output.router_sums is None:
         raise RuntimeError("balancing experts needs an actor with enable_router_sums()")
     return output.router_sums
-
-
-def _micro_batch_loss(
-    batch: ExperienceBatch,
-    rows: slice,
-    whole: _WholeBatch,
-    actor: nn.Module,
-    objective: Objective,
-    metrics: StepMetrics,
-) -> Tensor:
-    micro = select_experience(batch, rows)
-    normalizer = whole.normalizer
-    rollouts, mask = micro.rollouts, micro.rollouts.response_mask
-    computes_old_logprobs = micro.outputs.old_logprobs is None
-    entropy: EntropyMode = "value" if computes_old_logprobs else "none"
-    output = _forward(
-        micro,
-        actor,
-        entropy="grad" if objective.config.entropy_coef > 0 else entropy,
-        support=rollouts.support if computes_old_logprobs else None,
-    )
-    old_logprobs = micro.outputs.old_logprobs
-    if old_logprobs is None:
-        old_logprobs = output.logprobs.detach()
-        record_policy(
-            old_logprobs,
-            output.entropy,
-            rollouts,
-            micro.outputs.ref_logprobs,
-            metrics,
-            kl_estimator=objective.config.kl_estimator,
-            log_kept_mass=output.log_kept_mass,
-        )
-    token_loss = objective.policy_loss(output.logprobs, old_logprobs, micro.advantages, mask)
-    record_ratios(token_loss, output.logprobs, old_logprobs, mask, metrics)
-    if whole.weights is not None:
-        token_loss = token_loss.weighted(whole.weights[rows, : mask.shape[1]])
-    share = aggregate(token_loss.loss, mask, objective.aggregation, normalizer)
-    metrics.add_mean("policy_loss", share, 0.0)
-    if objective.kl_coef > 0 and micro.outputs.ref_logprobs is not None:
-        kl = estimate_kl(
-            output.logprobs,
-            micro.outputs.ref_logprobs,
-            mask,
-            estimator=objective.config.kl_estimator,
-            old_logprobs=old_logprobs,
-        )
-        kl_share = aggregate(kl, mask, objective.aggregation, normalizer)
-        share = share + objective.kl_coef * kl_share
-    if objective.config.entropy_coef > 0 and output.entropy is not None:
-        entropy_share = aggregate(output.entropy, mask, objective.aggregation, normalizer)
-        share = share - objective.config.entropy_coef * entropy_share
-    if whole.router_sums is not None:
-        balance = balance_share(_router_sums(output), whole.router_sums)
-        metrics.add_mean("aux_loss", balance, 0.0)
-        share = share + objective.config.aux_loss_coef * balance
-    return share
-
-
-def _value_share(
-    micro: ExperienceBatch,
-    critic: nn.Module,
-    normalizer: Tensor,
-    objective: Objective,
-    metrics: StepMetrics,
-) -> Tensor:
-    rollouts, mask = micro.rollouts, micro.rollouts.response_mask
-    values: Tensor = critic(
-        rollouts.token_ids, rollouts.attention_mask, model_inputs=rollouts.model_inputs
-    )
-    old_values = micro.outputs.values
-    if old_values is None:
-        raise RuntimeError("the critic's values are missing from the experience")
-    clip = objective.config.value_clip or None
-    loss = clipped_value_loss(values, old_values, micro.returns, mask, clip=clip)
-    share = aggregate(loss, mask, objective.aggregation, normalizer)
-    metrics.add_mean("critic_loss", share, 0.0)
-    return share

@@ -1,0 +1,101 @@
+"""What an option declares is what is checked, shown, saved and hidden."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.options import check_value, looks_secret, option, options_of
+from lightrft.config.strategy_config import StrategyConfig
+
+
+@dataclass
+class Example:
+    share: float = option(0.5, "A share.", group="data", at_least=0, at_most=1)
+    limit: float = option(1.0, "A limit.", group="data", above=0, finite=False)
+    names: tuple[str, ...] = option((), "Names.", group="data", choices=("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint", "value", "message"),
+    [
+        ("share", float, 0.3, None),
+        ("share", float, 1.5, "<= 1"),
+        ("share", float, math.nan, "a finite number"),
+        ("share", float, math.inf, "a finite number"),
+        ("share", float, "half", "expected float"),
+        ("limit", float, math.inf, None),
+        ("limit", float, math.nan, "a number"),
+        ("limit", float, 0.0, "> 0"),
+        ("names", tuple[str, ...], ("a", "b"), None),
+        ("names", tuple[str, ...], ("a", "c"), "got 'c', expected one of"),
+    ],
+)
+def test_a_value_is_right_or_named_with_what_is_expected(name, hint, value, message):
+    found = check_value(name, value, hint, options_of(Example)[name][1])
+    assert found is None if message is None else message in found
+
+
+def test_every_number_of_the_record_refuses_nan():
+    for name, (_, info) in options_of(TrainConfig).items():
+        hint = TrainConfig.__annotations__.get(name, "")
+        if "float" in str(hint) and "tuple" not in str(hint):
+            assert check_value(name, math.nan, float, info) is not None, name
+
+
+def test_an_option_that_acts_with_another_names_it():
+    assert TrainConfig(fsdp=True, zpg=2).unused_options()[0] == "zpg acts only without fsdp"
+    assert TrainConfig(ema_beta=0.5).unused_options() == ["ema_beta acts only with enable_ema"]
+    assert TrainConfig(ema_beta=0.5, enable_ema=True).unused_options() == []
+    constant = TrainConfig(lr_scheduler="constant", min_lr_ratio=0.5)
+    assert constant.unused_options() == [
+        "min_lr_ratio acts only with lr_scheduler cosine_with_min_lr"
+    ]
+
+
+def test_conditions_name_options_that_exist():
+    known = options_of(TrainConfig)
+    for name, (_, info) in known.items():
+        condition = (info.acts_with or name).removeprefix("not ").split(" ")[0]
+        assert condition in known or info.acts_with == "a critic", name
+
+
+@pytest.mark.parametrize("name", ["hf_token", "wandb_api_key", "db_password", "aws_secret", "KEY"])
+def test_names_of_secrets_are_recognised(name):
+    assert looks_secret(name)
+
+
+def test_no_option_of_the_record_is_taken_for_a_secret_by_its_name():
+    secret = {name for name, (_, info) in options_of(TrainConfig).items() if info.secret}
+    assert secret == {"use_wandb"}
+    assert not any(map(looks_secret, ("input_key", "label_key", "images_key", "max_new_tokens")))
+
+
+def test_a_strategys_configuration_becomes_the_record_of_a_run_and_keeps_what_it_does_not_know():
+    strategy = StrategyConfig.from_args({"temperature": 0.5, "seed": 7, "my_own": 3})
+    config = TrainConfig.from_args(strategy)
+    assert (config.temperature, config.seed, config.extra_args) == (0.5, 7, {"my_own": 3})
+    assert TrainConfig.from_args(config) == config
+    assert StrategyConfig.from_args(config) is not config
+
+
+def test_replaced_checks_names_and_values():
+    config = TrainConfig(seed=3)
+    assert config.replaced({"gamma": 0.5}).gamma == 0.5
+    assert config.gamma == 1.0
+    with pytest.raises(TypeError, match="no option 'gama'; did you mean gamma"):
+        config.replaced({"gama": 0.5})
+    with pytest.raises(ConfigError, match="gamma: got 2"):
+        config.replaced({"gamma": 2})
+
+
+def test_unset_is_told_apart_from_a_value_that_equals_a_default():
+    from lightrft.trainer.training.algorithm import decide
+
+    unset, _ = decide(TrainConfig(policy_loss="gspo"))
+    given, algorithm = decide(TrainConfig(policy_loss="gspo", eps_clip=0.2))
+    assert (unset.eps_clip, given.eps_clip) == (None, 0.2)
+    assert algorithm.policy_loss.keywords == {"clip_low": 0.2, "clip_high": 0.2}
