@@ -104,7 +104,7 @@ def test_a_module_gives_names_values_and_ties(tiny_model):
 
 
 def test_unknown_options_and_stop_strings_are_refused():
-    with pytest.raises(ValueError, match="unknown options of the fake engine: speed"):
+    with pytest.raises(ValueError, match="unusable options of the fake engine: speed"):
         FakeEngine(EngineConfig("fake", "", options={"speed": 1}))
     with pytest.raises(ValueError, match="no tokenizer"):
         FakeEngine(CONFIG).generate([REQUEST], SamplingParams(stop=("x",)))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from lightrft.kernels.names import nearest_names
 
+MAX_LISTED = 8
 _PLAIN_TYPES: Mapping[str, type] = {
     "bool": bool,
     "int": int,
@@ -21,7 +22,7 @@ def check_options(
     options: Mapping[str, object],
     known: Iterable[str],
     *,
-    reserved: Mapping[str, str],
+    reserved: Mapping[str, str] | None = None,
     engine_name: str,
 ) -> None:
     """Refuses names that a backend does not know or that are set elsewhere.
@@ -38,13 +39,16 @@ def check_options(
     names = sorted(known)
     problems = []
     for name in options:
-        if name in reserved:
+        if reserved and name in reserved:
             problems.append(f"{name} (set by {reserved[name]})")
         elif name not in names:
             hint = nearest_names(name, names) or " (no option has a similar name)"
             problems.append(f"{name}{hint}")
     if problems:
-        raise ValueError(f"unusable options of the {engine_name} engine: {', '.join(problems)}")
+        listed = f"; known: {', '.join(names)}" if len(names) <= MAX_LISTED else ""
+        raise ValueError(
+            f"unusable options of the {engine_name} engine: {', '.join(problems)}{listed}"
+        )
 
 
 def parse_options(

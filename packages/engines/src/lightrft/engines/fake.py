@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from lightrft.engines.backend_options import check_options
 from lightrft.engines.base import RolloutEngine
 from lightrft.engines.hf.random import mix64, row_keys, uniforms
 from lightrft.engines.hf.sampling import draw_tokens, sampling_logprobs
@@ -56,12 +57,7 @@ class FakeEngine(RolloutEngine):
         parameters: Mapping[str, torch.Tensor] | None = None,
         unwritten: Iterable[str] = (),
     ) -> None:
-        unknown = sorted(set(config.options) - {"vocab_size", "eos_token_id"})
-        if unknown:
-            raise ValueError(
-                f"unknown options of the fake engine: {', '.join(unknown)}; "
-                "known: eos_token_id, vocab_size"
-            )
+        check_options(config.options, ("vocab_size", "eos_token_id"), engine_name=self.name)
         given = _default_parameters(config) if parameters is None else parameters
         super().__init__(config)
         self._weights: ParameterStore = ParameterStore(_own_copies(given), self.name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,22 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from lightrft.engines.backend_options import check_options
 from lightrft.engines.hf.attention import use_attention
 from lightrft.engines.parameter_store import is_full_tensor
 from lightrft.engines.types import EngineConfig
 
-_OPTIONS = ("attn_implementation", "device")
 
-
-@dataclass(frozen=True, slots=True)
-class BuiltModel:
-    """A model in eval mode and the parameters of it that hold no weights yet."""
-
-    model: PreTrainedModel
-    unwritten: frozenset[str]
-
-
-def build_model(config: EngineConfig, module: nn.Module | None) -> BuiltModel:
+def build_model(config: EngineConfig, module: nn.Module | None) -> tuple[PreTrainedModel, set[str]]:
     """Loads the checkpoint at `config.model_path`, or rebuilds `module` with storage of its own.
 
     Neither the global random state nor the default dtype is changed.
@@ -39,30 +29,29 @@ def build_model(config: EngineConfig, module: nn.Module | None) -> BuiltModel:
         module: A transformers model. Parameters that it holds in full are copied; sharded ones
             stay unwritten until the first weight update.
 
+    Returns:
+        The model in eval mode, and its parameters that hold no weights yet.
+
     Raises:
         ValueError: An option or dtype is unknown, or the checkpoint lacks weights.
         TypeError: `module` is not a transformers model.
         FileNotFoundError: `config.model_path` is not a directory.
     """
-    unknown = sorted(set(config.options) - set(_OPTIONS))
-    if unknown:
-        raise ValueError(
-            f"unknown options of the hf engine: {', '.join(unknown)}; known: {', '.join(_OPTIONS)}"
-        )
+    check_options(config.options, ("attn_implementation", "device"), engine_name="hf")
     dtype: torch.dtype = config.torch_dtype
     attention = config.options.get("attn_implementation")
     device = _device(config, module)
     # The model is built on the host: with the default, fork_rng would open every GPU.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         if module is None:
-            model, unwritten = _load(config.model_path, dtype), frozenset[str]()
+            model, unwritten = _load(config.model_path, dtype), set[str]()
         else:
             model = _rebuild(module, dtype)
             unwritten = _copy_weights(module, model)
     use_attention(model, None if attention is None else str(attention))
     model.requires_grad_(False)
     model.eval()
-    return BuiltModel(model.to(device), unwritten)
+    return model.to(device), unwritten
 
 
 def _device(config: EngineConfig, module: nn.Module | None) -> torch.device:
@@ -126,10 +115,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(previous)
 
 
-def _copy_weights(source: nn.Module, target: nn.Module) -> frozenset[str]:
+def _copy_weights(source: nn.Module, target: nn.Module) -> set[str]:
     """Copies what the source holds in full; returns the names of the parameters it does not."""
     sources = dict(source.named_parameters(remove_duplicate=False))
-    unwritten = set()
+    unwritten: set[str] = set()
     for name, parameter in target.named_parameters():
         given = sources.get(name)
         if given is not None and is_full_tensor(given, parameter.shape):
@@ -140,4 +129,4 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> frozenset[str]:
     for name, buffer in target.named_buffers():
         if name in buffers and buffers[name].shape == buffer.shape:
             buffer.copy_(buffers[name])
-    return frozenset(unwritten)
+    return unwritten

@@ -42,17 +42,16 @@ class HFEngine(RolloutEngine):
 
     def __init__(self, config: EngineConfig, *, module: nn.Module | None = None) -> None:
         super().__init__(config)
-        built = build_model(config, module)
-        parameters = dict(built.model.named_parameters(remove_duplicate=False))
+        self._model, unwritten = build_model(config, module)
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
         self._weights = ParameterStore(parameters, self.name)
-        self._weights.unwritten.update(built.unwritten)
+        self._weights.unwritten.update(unwritten)
         if config.tensor_parallel_size > 1:
             _logger.info(
                 "the hf engine generates on each rank by itself; tensor_parallel_size=%d only "
                 "forms groups",
                 config.tensor_parallel_size,
             )
-        self._model = built.model
         self._traits = ModelTraits(self._model)
         self._read_limits(self._model.config, self._model.generation_config)
 

@@ -17,10 +17,6 @@ def has_media(media: Media | None) -> bool:
     return any(inner is not None for item in media for inner in _as_group(item))
 
 
-def _is_group(item: object) -> bool:
-    return isinstance(item, list | tuple)
-
-
 def _as_group(item: object) -> Media:
     return item if isinstance(item, list | tuple) else [item]
 
@@ -72,7 +68,7 @@ def group_media(
         if counts is not None and any(counts):
             raise ValueError(f"{kind}_num asks for {sum(counts)} {kind}, but none were given")
         return [[] for _ in range(num_prompts)]
-    if counts is None or any(_is_group(item) for item in media):
+    if counts is None or any(isinstance(item, list | tuple) for item in media):
         return _grouped(media, counts, num_prompts, kind)
     if sum(counts) != len(media):
         if len(media) == num_prompts:
