@@ -16,7 +16,8 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import lightrft.strategy
-from lightrft.engines.types import SamplingParams
+from lightrft.engines.fake import FakeEngine
+from lightrft.engines.types import EngineConfig, SamplingParams
 from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.strategy.engine.generation import as_sampling_params
 from lightrft.strategy.prepared import NO_MODEL
@@ -142,13 +143,14 @@ class Foreign:
 
 
 def test_every_engine_takes_sampling_parameters_in_the_form_of_another():
+    engine = FakeEngine(EngineConfig("fake", ""))
     given = Foreign(temperature=0.5, max_tokens=3, n=2, stop="x")
     expected = SamplingParams(temperature=0.5, max_tokens=3, n=2, stop=("x",))
-    assert as_sampling_params(given) == expected
+    assert as_sampling_params(given, engine) == expected
     sglang = SimpleNamespace(temperature=0.5, max_new_tokens=3, sampling_seed=7)
     expected = SamplingParams(temperature=0.5, max_tokens=3, seed=7)
-    assert as_sampling_params(sglang) == expected
+    assert as_sampling_params(sglang, engine) == expected
     with pytest.raises(ValueError, match=r"repetition_penalty=1\.3"):
-        as_sampling_params(Foreign(repetition_penalty=1.3))
+        as_sampling_params(Foreign(repetition_penalty=1.3), engine)
     with pytest.raises(TypeError, match="SamplingParams or a mapping"):
-        as_sampling_params(object())
+        as_sampling_params(object(), engine)

@@ -11,6 +11,7 @@ from torch import nn
 from lightrft.engines.engine_weights import EngineWeights, StaleEngineError as StaleEngineError
 from lightrft.engines.hf.stopping import end_of_sequence_ids
 from lightrft.engines.hf.text import Text
+from lightrft.engines.native_params import params_of_native
 from lightrft.engines.parameter_store import is_full_tensor
 from lightrft.engines.raw_completions import RawCompletion, completion_of
 from lightrft.engines.requests import Limits, Row, rows_of_requests
@@ -68,6 +69,14 @@ class RolloutEngine(ABC):
     @abstractmethod
     def native(self) -> object:
         """The backend's own object (a vLLM `LLM`, a transformers model, ...)."""
+
+    def params_of_native(self, native: object) -> SamplingParams | None:
+        """Our parameters from a backend's own object; None if it is no such object.
+
+        Raises:
+            ValueError: It sets what our completions cannot honour; the message names all of it.
+        """
+        return params_of_native(native)
 
     @abstractmethod
     def score(self, token_ids: Sequence[int]) -> list[float]:

@@ -875,7 +875,7 @@ class StrategyBase:
             raise ValueError(
                 "Both prompt_token_ids and multi_modal_inputs can not be provided at the same time."
             )
-        params = generation.as_sampling_params(sampling_params)
+        params = generation.as_sampling_params(sampling_params, self.session.running)
         if multi_modal_inputs is not None:
             requests = generation.multimodal_requests(multi_modal_inputs, 0)
         else:

@@ -12,7 +12,6 @@ from torch import nn
 
 from lightrft.engines.base import RolloutEngine
 from lightrft.engines.factory import ENGINES, build_engine, resolve_engine_type
-from lightrft.engines.native_params import params_of_native
 from lightrft.engines.types import (
     EngineConfig,
     GenerationRequest,
@@ -77,7 +76,7 @@ def rollout_engine(args: Arguments, engine_type: str) -> RolloutEngine:
     return build_engine(engine_config(config, engine_type, has_gpu=has_gpu, module=None))
 
 
-def as_sampling_params(given: object) -> SamplingParams:
+def as_sampling_params(given: object, engine: RolloutEngine) -> SamplingParams:
     """Our `SamplingParams` from itself, a mapping of its field names or the engine's own object.
 
     Raises:
@@ -87,7 +86,7 @@ def as_sampling_params(given: object) -> SamplingParams:
     if isinstance(given, SamplingParams):
         return given
     if not isinstance(given, Mapping):
-        converted = params_of_native(given)
+        converted = engine.params_of_native(given)
         if converted is not None:
             return converted
         raise TypeError(

@@ -202,7 +202,7 @@ class EngineSession:
             world = self._ranks.world_group
 
             def check() -> tuple[int, bool]:
-                as_sampling_params(sampling_params)
+                as_sampling_params(sampling_params, self.running)
                 return len(batch), batch.is_multimodal
 
             everyone = run_together(check, world, what=GENERATION_FAILED)
@@ -213,7 +213,7 @@ class EngineSession:
             completions: list[Completion] = []
 
             def generate() -> None:
-                params = as_sampling_params(sampling_params)
+                params = as_sampling_params(sampling_params, self.running)
                 completions.extend(
                     self._generate(batch, params, first_id, is_multimodal=is_multimodal)
                 )
