@@ -246,7 +246,7 @@ def eval_prompts(config):
 
 
 def recipes(config):
-    from lightrft.trainer.runs.rewards import reward_recipes
+    from lightrft.trainer.runs.models import reward_recipes
 
     return reward_recipes(config, []).column
 

@@ -10,7 +10,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.registry import POLICY_LOSSES, bind
 from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.trainer.training.metrics import StepMetrics
-from lightrft.trainer.training.token_weights import token_weights
+from lightrft.trainer.training.updates import Update
 
 
 class OneRank:
@@ -60,7 +60,14 @@ def batch(seed, rows=6, seq=10):
 
 def weights_of(rows, strategy, metrics=None, *, correction=None, high=None, **options):
     terms = () if correction is None else parse_correction(correction, high=high)
-    return token_weights(rows, TrainConfig(**options), terms, strategy, metrics or StepMetrics())
+    update = Update(
+        TrainConfig(**options),
+        POLICY_LOSSES.load("ppo"),
+        strategy,
+        metrics or StepMetrics(),
+        terms,
+    )
+    return update.token_weights(rows)
 
 
 def test_batch_scope_keeps_the_upper_share_over_all_ranks():

@@ -17,10 +17,7 @@ def lookup(registry: Mapping[str, Entry], name: str, *, kind: str) -> Entry:
     """
     if name in registry:
         return registry[name]
-    raise ValueError(f"unknown {kind} {name!r}: expected one of {_listing(registry, name)}")
-
-
-def _listing(names: Mapping[str, object], name: str) -> str:
-    nearest = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(name.lower(), list(registry), n=1, cutoff=0.5)
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-    return ", ".join(sorted(names)) + hint
+    known = ", ".join(sorted(registry))
+    raise ValueError(f"unknown {kind} {name!r}: expected one of {known}{hint}")

@@ -31,6 +31,16 @@ class TokenLoss:
     is_clipped_high: Tensor
     is_clamped: Tensor
 
+    @classmethod
+    def unclipped(
+        cls, loss: Tensor, ratio: Tensor, response_mask: Tensor, is_clamped: Tensor | None = None
+    ) -> TokenLoss:
+        """A loss without clipping; `loss` and `ratio` count inside the mask only."""
+        never = response_mask & ~response_mask
+        ratio = ratio.detach().masked_fill(~response_mask, 0.0)
+        loss = loss.masked_fill(~response_mask, 0.0)
+        return cls(loss, ratio, never, never, never if is_clamped is None else is_clamped)
+
     def weighted(self, weights: Tensor) -> TokenLoss:
         """The same loss times detached [batch, seq] weights: off-policy corrections, keep-masks.
 

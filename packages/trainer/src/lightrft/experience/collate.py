@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import torch
@@ -99,11 +99,7 @@ def select_experience(batch: ExperienceBatch, rows: slice) -> ExperienceBatch:
     return ExperienceBatch(
         rollouts=rollouts,
         outputs=PolicyOutputs(
-            old_logprobs=narrow(batch.outputs.old_logprobs),
-            ref_logprobs=narrow(batch.outputs.ref_logprobs),
-            values=narrow(batch.outputs.values),
-            entropy=narrow(batch.outputs.entropy),
-            log_kept_mass=narrow(batch.outputs.log_kept_mass),
+            *(narrow(getattr(batch.outputs, field.name)) for field in fields(PolicyOutputs))
         ),
         advantages=batch.advantages[rows, :width],
         returns=batch.returns[rows, :width],

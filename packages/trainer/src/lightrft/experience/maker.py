@@ -61,8 +61,7 @@ def make_experience(
         settings: How rewards become advantages in this step.
         step: Fixes the optimizer batches, together with the seed.
         moments: Of all rewards before this step, or None without running normalisation.
-        reuses_policy_logprobs: Leave old logprobs and entropies to the update if the step has
-            one optimizer batch.
+        reuses_policy_logprobs: Leave old logprobs to the update if the step has one batch.
     """
     config, table, rank = settings.config, samples.table, strategy.data_rank
     params = training_params(config)
@@ -83,14 +82,11 @@ def make_experience(
         version=None if samples.partial is None else samples.partial.version,
         support=replayed_support(params, strategy.inference_engine_type),
     )
+    slices = plan.forward_slices(table.lengths, rank=rank, config=config)
+    is_reused = reuses_policy_logprobs and plan.num_minibatches == 1
+    scores_actor = not config.use_rollout_logprobs and not is_reused
     with samples.meter.stage("forward"):
-        outputs = compute_outputs(
-            batch,
-            models,
-            slices=plan.forward_slices(table.lengths, rank=rank, config=config),
-            scores_actor=not config.use_rollout_logprobs
-            and not (reuses_policy_logprobs and plan.num_minibatches == 1),
-        )
+        outputs = compute_outputs(batch, models, slices=slices, scores_actor=scores_actor)
     if config.use_rollout_logprobs:
         sampled = torch.where(batch.response_mask, batch.rollout_logprobs, 0.0)
         outputs = replace(outputs, old_logprobs=sampled)

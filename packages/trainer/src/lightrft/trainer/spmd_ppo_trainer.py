@@ -128,6 +128,10 @@ class SPMDPPOTrainerBase:
 
     is_vision = False
     """Whether the models take images, whatever `VLM` says."""
+    _stream: PromptStream | None = None
+    _experience: StepExperience | None = None
+    _stop_request: Callable[[], bool] | None = None
+    _is_first_step = True
 
     def __init__(
         self,
@@ -160,17 +164,14 @@ class SPMDPPOTrainerBase:
         check_parts(strategy, processor, needs_processor=VLM or self.is_vision)
         named = {"loss_agg_mode": loss_agg_mode, "use_gspo": use_gspo or None}
         keywords |= {name: value for name, value in named.items() if value is not None}
-        self.config, self._algorithm = decide(
-            TrainConfig.from_args(strategy.config).replaced(keywords)
-        )
+        config = TrainConfig.from_args(strategy.config).replaced(keywords)
+        self.config, self._algorithm = decide(config)
         self.strategy = strategy
-        self._models = TrainedModels(
-            trained_model("actor", actor, actor_optim, actor_scheduler),
-            None
-            if critic is None
-            else trained_model("critic", critic, critic_optim, critic_scheduler),
-            ema_model,
-        )
+        trained = trained_model("actor", actor, actor_optim, actor_scheduler)
+        self._models = TrainedModels(trained, None, ema_model)
+        if critic is not None:
+            trained = trained_model("critic", critic, critic_optim, critic_scheduler)
+            self._models = replace(self._models, critic=trained)
         self.initial_model = initial_model if self.config.init_kl_coef > 0 else None
         self._check_options()
         self.tokenizer = tokenizer or load_actor_tokenizer(strategy.config.pretrain)
@@ -184,11 +185,7 @@ class SPMDPPOTrainerBase:
         )
         self.eval_prompts, self._prompts_dataloader = eval_prompts, prompts_dataloader
         self.state = initial_state(self.config)
-        self._stream: PromptStream | None = None
-        self._experience: StepExperience | None = None
-        self._is_first_step = True
         self._pretrain = pretrain
-        self._stop_request: Callable[[], bool] | None = None
         self._costs: dict[str, TrainingFlops | None] = {}
         self._sample_log, self._trajectory_log = sample_log, trajectory_log
         if loggers is None:

@@ -37,14 +37,9 @@ class Groups:
         return self.counts[self.index].clamp(min=1)
 
     @property
-    def mean_per_row(self) -> Tensor:
-        """[rows] float64, mean reward of each row's group."""
-        return self.sum_per_row(self.rewards) / self.count_per_row
-
-    @property
     def centred(self) -> Tensor:
         """[rows] float64, rewards less the mean of their group."""
-        return self.rewards - self.mean_per_row
+        return self.rewards - self.sum_per_row(self.rewards) / self.count_per_row
 
     @property
     def has_signal(self) -> Tensor:

@@ -111,14 +111,8 @@ def kl_cov_policy_loss(
     is_held = is_held.view_as(response_mask) & response_mask
     distance = masked_difference(logprobs, old_logprobs, response_mask).abs()
     weights = delta.values.exp()
-    never = torch.zeros_like(response_mask)
-    return TokenLoss(
-        loss=mask_out(-weights * advantages + kl_coef * mask_out(distance, is_held), response_mask),
-        ratio=mask_out(weights.detach(), response_mask),
-        is_clipped_low=never,
-        is_clipped_high=never,
-        is_clamped=delta.is_clamped,
-    )
+    loss = -weights * advantages + kl_coef * mask_out(distance, is_held)
+    return TokenLoss.unclipped(loss, weights, response_mask, delta.is_clamped)
 
 
 @torch.no_grad()

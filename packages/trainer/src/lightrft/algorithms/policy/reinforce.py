@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lightrft.algorithms.declarations import policy_loss
@@ -32,11 +31,6 @@ def reinforce_policy_loss(
     delta = log_ratio(logprobs, old_logprobs, response_mask)
     advantages = mask_like(advantages, logprobs, response_mask)
     inside = mask_out(at_least_float32(logprobs), response_mask)
-    never = torch.zeros_like(response_mask)
-    return TokenLoss(
-        loss=mask_out(-advantages * inside, response_mask),
-        ratio=mask_out(delta.values.detach().exp(), response_mask),
-        is_clipped_low=never,
-        is_clipped_high=never,
-        is_clamped=delta.is_clamped,
+    return TokenLoss.unclipped(
+        -advantages * inside, delta.values.exp(), response_mask, delta.is_clamped
     )

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.declarations import policy_loss
-from lightrft.algorithms.masking import mask_out
 from lightrft.algorithms.ratios import log_ratio, mask_like
 from lightrft.algorithms.types import TokenLoss
 
@@ -49,11 +48,4 @@ def sapo_policy_loss(
     tau = torch.full_like(advantages, temperature_negative)
     tau = tau.masked_fill(advantages > 0, temperature_positive)
     loss = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
-    never = torch.zeros_like(response_mask)
-    return TokenLoss(
-        loss=mask_out(loss, response_mask),
-        ratio=mask_out(ratio.detach(), response_mask),
-        is_clipped_low=never,
-        is_clipped_high=never,
-        is_clamped=delta.is_clamped,
-    )
+    return TokenLoss.unclipped(loss, ratio, response_mask, delta.is_clamped)

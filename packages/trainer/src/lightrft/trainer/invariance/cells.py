@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 Backend = Literal["fake", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
@@ -101,27 +101,10 @@ def doctor_cells(world_size: int, *, has_deepspeed: bool) -> tuple[Cell, ...]:
         Cell(micro_batch_size=4, recomputes=True, is_fused=True),
     ]
     if world_size > 1:
-        cells += [
-            Cell(backend="fsdp", world_size=world_size, micro_batch_size=2),
-            Cell(backend="fsdp", world_size=world_size, micro_batch_size=4, packs_samples=True),
-            Cell(
-                backend="fsdp",
-                world_size=world_size,
-                micro_batch_size=4,
-                packs_samples=True,
-                sp_size=world_size,
-                recomputes=True,
-            ),
-        ]
-    if world_size > 1 and has_deepspeed:
-        cells += [
-            Cell(backend="zero2", world_size=world_size, micro_batch_size=2),
-            Cell(
-                backend="zero3",
-                world_size=world_size,
-                micro_batch_size=4,
-                packs_samples=True,
-                is_fused=True,
-            ),
-        ]
+        packed = Cell(backend="fsdp", world_size=world_size, micro_batch_size=4, packs_samples=True)
+        padded = replace(packed, micro_batch_size=2, packs_samples=False)
+        cells += [padded, packed, replace(packed, sp_size=world_size, recomputes=True)]
+        if has_deepspeed:
+            fused = replace(packed, backend="zero3", is_fused=True)
+            cells += [replace(padded, backend="zero2"), fused]
     return tuple(cells)

@@ -36,10 +36,14 @@ from lightrft.trainer.runs.files import (
     SUMMARY_FILE,
     TRAJECTORIES_FILE,
 )
-from lightrft.trainer.runs.models import build_models
+from lightrft.trainer.runs.models import (
+    build_model_rewards,
+    build_models,
+    build_run_reward,
+    reward_recipes,
+)
 from lightrft.trainer.runs.plan import plan_run
 from lightrft.trainer.runs.prompts import planned_steps
-from lightrft.trainer.runs.rewards import build_model_rewards, build_run_reward, reward_recipes
 from lightrft.trainer.runs.start import end_run, sole_writer, start_run
 from lightrft.trainer.spmd_ppo_trainer import LoopResult, SPMDPPOTrainer
 from lightrft.trainer.training.algorithm import algorithm_problems
@@ -302,13 +306,10 @@ def _summarise(
     return RunSummary(
         output_dir=config.output_dir,
         model_dir=str(config.model_dir),
-        num_steps=result.num_steps,
         num_resumed_steps=num_resumed,
         world_size=strategy.world_size,
         strategy=type(strategy).__name__,
         engine=strategy.inference_engine_type or "",
         seconds=time.perf_counter() - started,
-        first_eval=result.first_eval,
-        last_eval=result.last_eval,
-        last_metrics=result.last_metrics,
+        **{name: value for name, value in asdict(result).items() if name != "was_stopped"},
     )

@@ -1,19 +1,111 @@
-"""The models of a run, loaded and prepared."""
+"""The rewards of a run: functions, services and models, with their weights."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from lightrft.algorithms.declarations import advantage_traits
 from lightrft.config import TrainConfig
-from lightrft.models import Actor, Critic, LoraActor, load_causal_lm
+from lightrft.datasets import Prompt
+from lightrft.experience.model_rewards import ModelRewards, ScoringModel
+from lightrft.models import Actor, Critic, LoraActor, RewardModel, load_causal_lm, load_tokenizer
+from lightrft.rewards import CombinedReward, build_reward
+from lightrft.rewards.build import numbered, reward_urls
+from lightrft.rewards.recipes import RewardRecipes, load_recipes
 from lightrft.strategy.prepared import PreparedModel
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.trainer.runs.rewards import prepare_reward_models
 from lightrft.trainer.training.algorithm import build_estimator
 from lightrft.trainer.training.construction import configure_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def build_run_reward(
+    config: TrainConfig, *, recipes: RewardRecipes | None = None
+) -> CombinedReward:
+    """The reward function of the options; a context manager that ends its processes."""
+    return build_reward(
+        config.reward_fn,
+        urls=reward_urls(config),
+        weights=config.reward_weights[: num_functions(config)] or None,
+        recipes=recipes,
+        has_models=bool(config.reward_pretrain),
+        config=config,
+    )
+
+
+def num_functions(config: TrainConfig) -> int:
+    """Rewards that are not models of this run."""
+    return len(config.reward_fn) + len(reward_urls(config))
+
+
+def reward_recipes(config: TrainConfig, prompts: Sequence[Prompt]) -> RewardRecipes | None:
+    """The weights by row, or None without `reward_recipe`.
+
+    Raises:
+        ConfigError: The file is unusable.
+        RewardError: A prompt has no recipe.
+    """
+    if config.reward_recipe is None:
+        return None
+    urls, models = reward_urls(config), config.reward_pretrain
+    names = [
+        *(name.rpartition(":")[2] for name in config.reward_fn),
+        *(numbered("remote", i, len(urls)) for i in range(len(urls))),
+        *(numbered("model", i, len(models)) for i in range(len(models))),
+    ]
+    recipes = load_recipes(config.reward_recipe, column=config.reward_recipe_column, names=names)
+    # At the start: in a step it would be one rank's error between collectives.
+    for prompt in prompts:
+        recipes.weights_of(prompt.columns.get(recipes.column))
+    return recipes
+
+
+def prepare_reward_models(config: TrainConfig, strategy: StrategyBase) -> tuple[nn.Module, ...]:
+    """Loads the reward models and shards each over at most 8 ranks."""
+    with strategy.init_model_context():
+        models = [RewardModel.from_pretrained(path) for path in config.reward_pretrain]
+    # Not by prepare_models_and_optimizers, which leaves them alone beside a remote reward.
+    return tuple(strategy.prepare_model(model, shard_size=8) for model in models)
+
+
+def build_model_rewards(
+    config: TrainConfig,
+    strategy: StrategyBase,
+    models: Sequence[nn.Module],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    recipes: RewardRecipes | None,
+) -> ModelRewards | None:
+    """The reward models of a run, or None without any.
+
+    Args:
+        config: Paths, weights and the rows of a forward pass.
+        strategy: Prepared the models.
+        models: In the order of `reward_pretrain`.
+        tokenizer: Of the actor; a model with its vocabulary reads the sampled ids themselves.
+        recipes: Weights by row, or None.
+    """
+    if not models:
+        return None
+    weights = config.reward_weights[num_functions(config) :] or (1.0,) * len(models)
+    entries = []
+    for index, (path, model) in enumerate(zip(config.reward_pretrain, models, strict=True)):
+        own = load_tokenizer(path)
+        is_same = own.get_vocab() == tokenizer.get_vocab()
+        name = numbered("model", index, len(models))
+        entries.append(ScoringModel(name, model, None if is_same else own, weights[index]))
+    return ModelRewards(
+        strategy,
+        entries,
+        micro_batch_size=config.micro_rollout_batch_size,
+        recipes=recipes,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,6 @@ from lightrft.trainer.runs.files import (
     read_json,
 )
 
-_CHUNK_BYTES = 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -156,11 +154,8 @@ def input_files(config: TrainConfig) -> list[Path]:
 
 def sha256_of(path: Path) -> str:
     """Hex digest of a file."""
-    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def has_complete_checkpoint(folder: Path) -> bool:

@@ -279,15 +279,8 @@ def _with_token_loss(function: Callable[..., object]) -> PolicyLossFunction:
                 f"its loss has the shape {list(found.shape)} for tensors of the shape "
                 f"{list(response_mask.shape)}"
             )
-        never = torch.zeros_like(response_mask)
         difference = torch.where(response_mask, logprobs.detach() - old_logprobs, 0.0)
-        return TokenLoss(
-            loss=torch.where(response_mask, found, 0.0),
-            ratio=torch.where(response_mask, difference.clamp(-20, 20).exp(), 0.0),
-            is_clipped_low=never,
-            is_clipped_high=never,
-            is_clamped=never,
-        )
+        return TokenLoss.unclipped(found, difference.clamp(-20, 20).exp(), response_mask)
 
     return policy_loss(**asdict(policy_loss_traits(function)))(loss)
 

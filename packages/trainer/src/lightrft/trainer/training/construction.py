@@ -85,12 +85,9 @@ def trained_model(
     Raises:
         ValueError: The model or its optimizer is missing.
     """
-    module: nn.Module | None
+    module = model.model if isinstance(model, PreparedModel) else model
     if isinstance(model, PreparedModel):
-        module = model.model
         optimizer, scheduler = optimizer or model.optimizer, scheduler or model.scheduler
-    else:
-        module = model
     if module is None or optimizer is None:
         missing = "model" if module is None else "optimizer"
         raise ValueError(
@@ -150,16 +147,14 @@ def build_trainer_rewards(
         TypeError: One cannot score.
     """
     given = list(source) if isinstance(source, list | tuple) else [source] if source else []
-    modules = [
-        item
-        for item in given
-        if isinstance(item, nn.Module) and not callable(getattr(item, "score", None))
-    ]
+    modules: list[nn.Module] = []
     functions: list[RewardFunction] = []
     for item in given:
         if callable(getattr(item, "score", None)):
             functions.append(cast("RewardFunction", item))
-        elif not isinstance(item, nn.Module):
+        elif isinstance(item, nn.Module):
+            modules.append(item)
+        else:
             raise TypeError(
                 f"a reward must be an nn.Module or have score(prompts, responses, labels, columns)"
                 f": got {type(item).__name__}; see lightrft.rewards.RewardFunction"

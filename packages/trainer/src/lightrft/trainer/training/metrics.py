@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import torch
@@ -35,7 +35,7 @@ class StepMetrics:
     """
 
     def __init__(self) -> None:
-        self._values: dict[tuple[str, Reduction], float | Tensor] = {}
+        self._values: dict[tuple[str, Reduction], list[float | Tensor]] = {}
         self._means: set[str] = set()
         self._derived: dict[str, tuple[int, Callable[[Tensor], float | None]]] = {}
 
@@ -71,17 +71,11 @@ class StepMetrics:
 
     def add_max(self, name: str, value: float | Tensor) -> None:
         """The largest value over micro batches, optimizer steps and ranks; -inf means no value."""
-        key: tuple[str, Reduction] = (name, "max")
-        known = self._values.get(key)
-        value = _detached(value)
-        self._values[key] = value if known is None else _larger(known, value)
+        self._add(name, value, "max")
 
     def add_min(self, name: str, value: float | Tensor) -> None:
         """The smallest value over micro batches, optimizer steps and ranks; inf means no value."""
-        key: tuple[str, Reduction] = (name, "min")
-        known = self._values.get(key)
-        value = _detached(value)
-        self._values[key] = value if known is None else -_larger(-known, -value)
+        self._add(name, value, "min")
 
     def reduce(self, strategy: StrategyBase) -> dict[str, float]:
         """Joins the metrics of all ranks with one collective.
@@ -90,9 +84,11 @@ class StepMetrics:
             Name -> value, the same on every rank, names sorted.
         """
         keys = sorted(self._values)
-        local = torch.tensor([float(self._values[key]) for key in keys], dtype=torch.float64)
+        local = torch.stack([_joined(map(float, self._values[key]), key[1]) for key in keys])
         rows = strategy.all_gather(local).reshape(-1, len(keys))  # [ranks, keys]
-        joined = {key: float(_JOINS[key[1]](rows[:, column])) for column, key in enumerate(keys)}
+        joined = {
+            key: float(_joined(rows[:, column].tolist(), key[1])) for column, key in enumerate(keys)
+        }
         metrics = {
             name: value
             for (name, kind), value in joined.items()
@@ -112,17 +108,12 @@ class StepMetrics:
                 metrics[name] = value
         return {name: metrics[name] for name in sorted(metrics)}
 
-    def _add(self, name: str, value: float | Tensor) -> None:
-        key: tuple[str, Reduction] = (name, "sum")
-        self._values[key] = self._values.get(key, 0.0) + _detached(value)
+    def _add(self, name: str, value: float | Tensor, join: Reduction = "sum") -> None:
+        # Kept as a tensor: reading it here would wait for the device once per metric and micro
+        # batch.
+        kept = value.detach() if isinstance(value, torch.Tensor) else value
+        self._values.setdefault((name, join), []).append(kept)
 
 
-def _detached(value: float | Tensor) -> float | Tensor:
-    # Kept as a tensor: reading it here would wait for the device once per metric and micro batch.
-    return value.detach().double() if isinstance(value, torch.Tensor) else value
-
-
-def _larger(left: float | Tensor, right: float | Tensor) -> float | Tensor:
-    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
-        return torch.maximum(torch.as_tensor(left), torch.as_tensor(right))
-    return max(left, right)
+def _joined(values: Iterable[float], join: Reduction) -> Tensor:
+    return _JOINS[join](torch.tensor(list(values), dtype=torch.float64))

@@ -92,7 +92,8 @@ def training_flops(model: nn.Module, strategy: StrategyBase) -> TrainingFlops | 
         elif is_matrix:
             layers += cost * (share if ".experts." in entry.checkpoint_name else 1.0)
     text = pretrained.config.get_text_config()
-    width = text.num_attention_heads * _head_size(text)
+    num_heads = text.num_attention_heads
+    width = num_heads * int(text.to_dict().get("head_dim") or text.hidden_size // num_heads)
     return TrainingFlops(layers, head, 6.0 * text.num_hidden_layers * width)
 
 
@@ -139,12 +140,6 @@ def _inner(root: nn.Module) -> PreTrainedModel | None:
 
     found = [child for child in root.children() if isinstance(child, PreTrainedModel)]
     return found[0] if found else None
-
-
-def _head_size(config: PretrainedConfig) -> int:
-    values = config.to_dict()
-    size = values.get("head_dim")
-    return int(size or config.hidden_size // config.num_attention_heads)
 
 
 def _active_share(config: PretrainedConfig) -> float:

@@ -14,6 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightrft.algorithms.aggregation import aggregate, local_normalizer
 from lightrft.algorithms.balance import balance_share
 from lightrft.algorithms.correction_terms import CorrectionTerm
+from lightrft.algorithms.corrections import correction_weights
+from lightrft.algorithms.entropy import (
+    entropy_threshold,
+    high_entropy_mask,
+    high_entropy_mask_per_sequence,
+)
 from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.types import PolicyLossFunction
 from lightrft.algorithms.value import clipped_value_loss
@@ -29,7 +35,6 @@ from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.training.metrics import StepMetrics
 from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.step_metrics import record_policy, record_ratios, record_step
-from lightrft.trainer.training.token_weights import token_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +152,7 @@ class Update:
                 has equally many.
         """
         slices = slices or self._row_slices(batch)
-        weights: Tensor | None = None
-        if self.config.high_entropy_token_ratio > 0 or self.corrections:
-            weights = token_weights(
-                batch, self.config, self.corrections, self.strategy, self.metrics
-            )
-        sums = None
+        weights, sums = self.token_weights(batch), None
         if self.config.aux_loss_coef > 0:
             sums = self._router_sums(batch, actor.model, slices)
         normalizer = self._normalizer(batch)
@@ -199,6 +199,71 @@ class Update:
             max_response_tokens=self.config.generate_max_len,
         )
         return self.strategy.reduce_over_data(local, "sum")
+
+    def token_weights(self, batch: ExperienceBatch) -> Tensor | None:
+        """How much the policy loss counts each token: [batch, seq], or None where all are 1.
+
+        The weights multiply the numerator of the loss only: Z still counts every response token.
+        Collective: every rank calls it.
+
+        Args:
+            batch: This rank's rows of the optimizer batch.
+
+        Raises:
+            RuntimeError: The experience lacks logprobs or entropies from before the update.
+        """
+        weights: Tensor | None = None
+        if self.config.high_entropy_token_ratio > 0:
+            weights = self._entropy_mask(batch).float()
+        if self.corrections:
+            factors = self._correction(batch)
+            weights = factors if weights is None else weights * factors
+        return weights
+
+    def _entropy_mask(self, batch: ExperienceBatch) -> Tensor:
+        """The tokens where the policy at the start of the step is least certain."""
+        entropy, mask = batch.outputs.entropy, batch.rollouts.response_mask
+        if entropy is None:
+            raise RuntimeError("choosing tokens by entropy needs the entropies before the update")
+        ratio = self.config.high_entropy_token_ratio
+        if self.config.high_entropy_scope == "sequence":
+            kept = high_entropy_mask_per_sequence(entropy, mask, ratio=ratio)
+        else:
+            shares: list[list[float]] = self.strategy.gather_objects(
+                entropy[mask].tolist(), self.strategy.dp_group
+            )
+            everyone = torch.tensor([value for share in shares for value in share])
+            threshold = entropy_threshold(everyone, everyone.isfinite(), ratio=ratio)
+            kept = high_entropy_mask(entropy, mask, threshold=threshold.to(entropy.device))
+        self.metrics.add_masked_mean("high_entropy_share", kept, mask)
+        return kept
+
+    def _correction(self, batch: ExperienceBatch) -> Tensor:
+        rollouts, mask, metrics = batch.rollouts, batch.rollouts.response_mask, self.metrics
+        trainer_logprobs = batch.outputs.sampling_logprobs
+        if trainer_logprobs is None:
+            raise RuntimeError("an off-policy correction needs the logprobs before the update")
+        if rollouts.support is not None and batch.outputs.log_kept_mass is None:
+            raise RuntimeError(
+                "an off-policy correction of truncated samples needs their kept mass"
+            )
+        found = correction_weights(
+            trainer_logprobs,
+            rollouts.rollout_logprobs,
+            mask,
+            terms=self.corrections,
+            advantages=batch.advantages,
+        )
+        if any(term.mean_one for term in self.corrections):
+            found = found.normalized(self.strategy.reduce_over_data(found.sums, "sum"))
+        metrics.add_masked_mean("correction_weight", found.weights, mask)
+        metrics.add_masked_mean("correction_raw_weight", found.raw, mask)
+        metrics.add_max("correction_raw_weight_max", found.raw.where(mask, -torch.inf).max())
+        metrics.add_masked_mean("correction_capped_share", found.is_capped, mask)
+        metrics.add_masked_mean("correction_rejected_share", found.is_rejected, mask)
+        metrics.add_masked_mean("correction_invalid_share", found.is_invalid, mask)
+        metrics.add_effective_samples("correction_effective_share", found.weights, mask)
+        return found.weights
 
     def _router_sums(
         self, batch: ExperienceBatch, actor: nn.Module, slices: Sequence[slice]
