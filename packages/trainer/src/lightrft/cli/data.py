@@ -47,7 +47,7 @@ class GoldScore:
             1 in every form from a reward that knows right from wrong.
     """
 
-    names: tuple[str, ...]
+    names: Sequence[str]
     num_rows: int
     means: dict[str, float]
     problems: tuple[str, ...]
@@ -84,7 +84,7 @@ def score_labels(rows: Sequence[CheckedRow], config: TrainConfig) -> GoldScore:
         for form, scores in by_form.items()
         if (numbers := [score for score in scores if not isinstance(score, str)])
     }
-    return GoldScore(tuple(names), len(chosen), means, tuple(problems))
+    return GoldScore(names, len(chosen), means, tuple(problems))
 
 
 def _score(reward: CombinedReward, rows: Sequence[CheckedRow], form: str) -> list[float | str]:
