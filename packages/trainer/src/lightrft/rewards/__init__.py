@@ -14,8 +14,8 @@ from lightrft.kernels.lazy import lazy_names
 if TYPE_CHECKING:
     from lightrft.rewards.build import CombinedReward as CombinedReward
     from lightrft.rewards.build import build_reward as build_reward
-    from lightrft.rewards.errors import RewardError as RewardError
     from lightrft.rewards.math_rules import MathReward as MathReward
+    from lightrft.rewards.types import RewardError as RewardError
     from lightrft.rewards.types import RewardFunction as RewardFunction
     from lightrft.rewards.types import RewardResult as RewardResult
 
