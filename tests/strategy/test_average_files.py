@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lightrft.strategy import get_fake_strategy
-from lightrft.strategy.checkpoints import average_files
-from lightrft.strategy.checkpoints.average_files import load_average, save_average
+from lightrft.strategy.checkpoints import moving_averages
 from lightrft.strategy.checkpoints.client_state import CheckpointError
-from lightrft.strategy.checkpoints.file_writers import DirectWriter
+from lightrft.strategy.checkpoints.file_writers import FileWriter
 from lightrft.strategy.checkpoints.moving_averages import MovingAverages
 from lightrft.strategy.deepspeed.source import partition_ranges
 from lightrft.strategy.weight_sync.parameter_source import ModuleSource, SourceParameter
@@ -26,24 +26,31 @@ def source_of(rank, num_ranks, values, dtype=torch.float32):
     return ModuleSource(torch.nn.Module(), tuple(entries))
 
 
+def master_of(averages, average, folder):
+    """What is averaged, as it is saved."""
+    averages.save(folder, average, FileWriter(), rank=0)
+    return load_file(folder / "average" / "rank_00000.safetensors")["w"]
+
+
 @pytest.mark.parametrize(("num_writers", "num_readers"), [(1, 1), (1, 3), (3, 2), (4, 1)])
 def test_ranges_of_any_number_of_ranks(tmp_path, monkeypatch, num_writers, num_readers):
     values = {"a": torch.randn(3, 5), "b": torch.randn(2), "whole": torch.randn(4)}
     rank_now = [0]
-    monkeypatch.setattr(average_files, "local_rank_in", lambda group: rank_now[0])
+    monkeypatch.setattr(moving_averages, "local_rank_in", lambda group: rank_now[0])
     for rank_now[0] in range(num_writers):
         source = source_of(rank_now[0], num_writers, values)
-        shards = {entry.checkpoint_name: entry.local_shard for entry in source.parameters()}
-        save_average(tmp_path, source, shards, DirectWriter(), rank=rank_now[0])
+        MovingAverages().save(tmp_path, source, FileWriter(), rank=rank_now[0])
     for rank_now[0] in range(num_readers):
         source = source_of(rank_now[0], num_readers, values)
-        found = load_average(tmp_path, source)
-        for entry in source.parameters():
-            assert found[entry.checkpoint_name].equal(entry.local_shard)
+        zeros = {name: torch.zeros_like(value) for name, value in values.items()}
+        found = source_of(rank_now[0], num_readers, zeros)
+        MovingAverages().load(tmp_path, found)
+        for read, expected in zip(found.parameters(), source.parameters(), strict=True):
+            assert read.local_shard.equal(expected.local_shard)
     (tmp_path / "average" / f"rank_{num_writers - 1:05d}.safetensors").unlink()
     rank_now[0] = num_readers - 1
-    with pytest.raises(CheckpointError, match=r"holds no moving|lacks elements|has shape"):
-        load_average(tmp_path, source_of(rank_now[0], num_readers, values))
+    with pytest.raises(CheckpointError, match=r"no shards in|lacks"):
+        MovingAverages().load(tmp_path, source_of(rank_now[0], num_readers, values))
 
 
 def test_masters_of_a_bfloat16_average_continue_bit_for_bit(tmp_path):
@@ -52,18 +59,22 @@ def test_masters_of_a_bfloat16_average_continue_bit_for_bit(tmp_path):
     average = source_of(0, 1, weights, torch.bfloat16)
     averages = MovingAverages()
     averages.update(model, average, beta=0.999)
-    save_average(tmp_path, average, averages.values(average), DirectWriter(), rank=0)
+    averages.save(tmp_path, average, FileWriter(), rank=0)
     other, resumed = source_of(0, 1, {"w": torch.zeros(64)}, torch.bfloat16), MovingAverages()
-    resumed.restore(other, load_average(tmp_path, other))
+    resumed.load(tmp_path, other)
     rounded_only = MovingAverages()
     third = source_of(0, 1, {"w": average.entries[0].local_shard.float()}, torch.bfloat16)
     for _ in range(3):
         averages.update(model, average, beta=0.999)
         resumed.update(model, other, beta=0.999)
         rounded_only.update(model, third, beta=0.999)
-    assert resumed.values(other)["w"].equal(averages.values(average)["w"])
+    average, other, third = (
+        master_of(*pair, tmp_path)
+        for pair in ((averages, average), (resumed, other), (rounded_only, third))
+    )
+    assert other.equal(average)
     # Without the masters the average would not continue where it was.
-    assert not rounded_only.values(third)["w"].equal(averages.values(average)["w"])
+    assert not third.equal(average)
 
 
 def test_a_checkpoint_without_an_average_says_so(tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.checkpoints.client_state import CheckpointError
-from lightrft.strategy.checkpoints.file_writers import DirectWriter, StagedWriter
+from lightrft.strategy.checkpoints.file_writers import FileWriter, StagedWriter
 from lightrft.strategy.checkpoints.folders import SaveRequest
 from lightrft.strategy.checkpoints.manifest import list_checkpoints
 from lightrft.strategy.checkpoints.rank_group import RankGroup
@@ -64,16 +64,7 @@ def test_the_files_are_those_of_a_direct_save(tmp_path):
         manifests[is_async] = found.manifest
         strategy.close()
     direct, background = manifests[False], manifests[True]
-    assert [e.path for e in direct.files] == [e.path for e in background.files]
-    differing = {d.path for d, b in zip(direct.files, background.files, strict=True) if d != b}
-    # Archives of torch.save bear the name they were saved under; their contents are compared.
-    assert differing <= {"optimizer.pt", "scheduler.pt"}
-    for name in differing:
-        left, right = (
-            torch.load(tmp_path / str(is_async) / "global_step1" / name, weights_only=True)
-            for is_async in (False, True)
-        )
-        torch.testing.assert_close(left, right, rtol=0, atol=0)
+    assert direct.files == background.files
 
 
 def test_an_old_checkpoint_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
@@ -131,7 +122,7 @@ def test_what_was_saved_after_a_failed_save_is_not_published(tmp_path):
 
 def test_tensors_with_shared_storage_are_written_apart(tmp_path):
     whole = torch.arange(6.0)
-    for writer in (DirectWriter(), StagedWriter()):
+    for writer in (FileWriter(), StagedWriter()):
         file = tmp_path / f"{type(writer).__name__}.safetensors"
         writer.tensors(file, {"whole": whole, "part": whole[2:4], "turned": whole.view(2, 3).T})
         if isinstance(writer, StagedWriter):

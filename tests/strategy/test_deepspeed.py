@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from lightrft.strategy.checkpoints.folders import SaveRequest, write_checkpoint
+from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.deepspeed.engine_config import (
-    ZeroSettings,
+    check_stage,
     inference_config,
     training_config,
 )
@@ -298,29 +299,40 @@ def test_pickled_code_in_a_checkpoint_is_not_run(one_rank):
     assert one_rank["control"]
 
 
+def first_start(rank: int, world_size: int, extensions: str) -> list[str]:
+    from lightrft.strategy.deepspeed.strategy import DeepspeedStrategy
+
+    os.environ["TORCH_EXTENSIONS_DIR"] = extensions
+    with DeepspeedStrategy(args=SETTINGS, train_batch_size=world_size) as strategy:
+        model = torch.nn.Linear(2, 2)
+        ready = strategy.prepare((model, strategy.create_optimizer(model), None))
+        strategy.backward(ready.model(torch.ones(1, 2)).sum(), ready.model, ready.optimizer)
+        strategy.optimizer_step(ready.optimizer, ready.model, None)
+    return os.listdir(extensions)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.deepspeed
+def test_the_first_start_on_a_cpu_compiles_nothing(tmp_path):
+    assert run_multiprocess(first_start, 1, args=(str(tmp_path),)) == [[]]
+
+
 def test_accumulation_and_schedule_stay_with_the_strategy():
-    config = training_config(ZeroSettings(stage=2, uses_bf16=True, max_norm=0.5))
+    options = StrategyConfig(zero_stage=2, max_norm=0.5)
+    config = training_config(options, uses_bf16=True, has_gpu=False)
     assert config["gradient_accumulation_steps"] == 1
     assert config["gradient_clipping"] == 0.5
     assert config["communication_data_type"] == "fp32"
     assert config["zero_force_ds_cpu_optimizer"] is False
     assert "scheduler" not in config
-    assert (
-        inference_config(ZeroSettings(stage=3, uses_bf16=False))["zero_optimization"]["stage"] == 3
-    )
+    assert inference_config(options, uses_bf16=False)["zero_optimization"]["stage"] == 3
 
 
 def test_every_option_reaches_deepspeed():
-    settings = ZeroSettings(
-        stage=3,
-        uses_bf16=True,
-        offloads_adam=True,
-        pins_memory=True,
-        zpg=4,
-        grad_accum_dtype="fp32",
-        overlap_comm=True,
+    options = StrategyConfig(
+        zero_stage=3, adam_offload=True, zpg=4, grad_accum_dtype="fp32", overlap_comm=True
     )
-    config = training_config(settings)
+    config = training_config(options, uses_bf16=True, has_gpu=True)
     zero = config["zero_optimization"]
     assert zero["stage"] == 3
     assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
@@ -330,14 +342,14 @@ def test_every_option_reaches_deepspeed():
 
 
 def test_no_model_gets_a_buffer_larger_than_itself():
-    settings = ZeroSettings(stage=2, uses_bf16=True)
+    options = StrategyConfig(zero_stage=2)
     for num_elements, expected in ((1000, 1000), (10**10, 50_000_000)):
-        zero = training_config(settings, num_elements=num_elements)["zero_optimization"]
-        assert zero["reduce_bucket_size"] == expected
+        config = training_config(options, uses_bf16=True, has_gpu=False, num_elements=num_elements)
+        assert config["zero_optimization"]["reduce_bucket_size"] == expected
 
 
 def test_stage_0_is_refused_where_deepspeed_gets_it_wrong():
     with pytest.raises(ValueError, match="zero_stage 1"):
-        ZeroSettings(stage=0, uses_bf16=True)
+        check_stage(StrategyConfig(zero_stage=0), uses_bf16=True)
     with pytest.raises(ValueError, match="adam_offload needs"):
-        ZeroSettings(stage=0, uses_bf16=False, offloads_adam=True)
+        check_stage(StrategyConfig(zero_stage=0, adam_offload=True), uses_bf16=False)

@@ -27,20 +27,35 @@ def test_cosine_equals_the_worked_example_and_stays_at_the_floor():
     assert found == pytest.approx(expected, abs=1e-6)
 
 
+def cosine(step, num_warmup, max_steps):
+    progress = min(1.0, (step - num_warmup) / max(1, max_steps - num_warmup))
+    return 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2
+
+
+def linear(step, num_warmup, max_steps):
+    return max(0.0, (max_steps - step) / max(1, max_steps - num_warmup))
+
+
+def constant(step, num_warmup, max_steps):
+    del step, num_warmup, max_steps
+    return 1.0
+
+
 @pytest.mark.parametrize(("max_steps", "ratio"), [(10, 0.11), (100, 0.03), (7, 0.0), (1, 1.0)])
-def test_schedule_of_an_optimizer(max_steps, ratio):
+@pytest.mark.parametrize(
+    ("name", "after_rise"),
+    [("cosine_with_min_lr", cosine), ("linear", linear), ("constant", constant)],
+)
+def test_schedule_of_an_optimizer_at_every_step(name, after_rise, max_steps, ratio):
     parameter = nn.Parameter(torch.ones(2, 2))
     optimizer = torch.optim.SGD([parameter], lr=4.0)
     schedule = learning_rate_schedule(
-        "cosine_with_min_lr", optimizer, max_steps=max_steps, warmup_ratio=ratio
+        name, optimizer, max_steps=max_steps, warmup_ratio=ratio, min_lr_ratio=0.1
     )
     num_warmup = math.ceil(max_steps * ratio)
     for step in range(max_steps + 3):
-        if step < num_warmup:
-            factor = step / num_warmup
-        else:
-            progress = min(1.0, (step - num_warmup) / max(1, max_steps - num_warmup))
-            factor = 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2
+        is_rising = step < num_warmup
+        factor = step / num_warmup if is_rising else after_rise(step, num_warmup, max_steps)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(4.0 * factor)
         optimizer.step()
         schedule.step()
@@ -104,7 +119,7 @@ def test_clipping_is_by_the_global_norm(max_norm):
     clip_gradients(parameters, norm, max_norm)
     after = torch.cat([p.grad.reshape(-1).double() for p in parameters])
     expected = before.norm()
-    assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert norm == pytest.approx(expected.item(), rel=1e-6)
     scale = min(1.0, max_norm / expected.item()) if max_norm else 1.0
     torch.testing.assert_close(after, before * scale, rtol=1e-5, atol=0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from datetime import timedelta
 
 import pytest
 import torch
@@ -221,9 +222,11 @@ def zero_rank(rank: int, world_size: int, stages: tuple[int, ...]) -> dict[str, 
     import deepspeed
     import torch.distributed as dist
 
+    from lightrft.strategy.deepspeed import runtime
     from lightrft.strategy.deepspeed.source import zero_parameter_source
 
     dist.init_process_group("gloo")
+    runtime.start(timedelta(minutes=2))
 
     def start(module: nn.Module, stage: int):
         config = {

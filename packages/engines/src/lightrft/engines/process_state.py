@@ -41,15 +41,30 @@ def preserved_process_state() -> Iterator[None]:
 
 
 @contextmanager
-def environment(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Variables for the body alone; those that the user has set stay."""
-    added = [name for name in defaults if name not in os.environ]
-    os.environ.update({name: defaults[name] for name in added})
+def replaced_environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Variables for the body alone; None hides one."""
+    before = {name: os.environ.get(name) for name in values}
+    _set_environment(values)
     try:
         yield
     finally:
-        for name in added:
+        _set_environment(before)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
             os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextmanager
+def environment(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Variables for the body alone; those that the user has set stay."""
+    absent = {name: value for name, value in defaults.items() if name not in os.environ}
+    with replaced_environment(absent):
+        yield
 
 
 def require_functions(needed: Mapping[str, Sequence[str]], package: str, remedy: str) -> None:

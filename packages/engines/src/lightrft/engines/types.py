@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -191,10 +192,7 @@ class EngineParameter:
     @property
     def numel(self) -> int:
         """Number of elements of the full parameter."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +215,7 @@ class WeightPiece:
     @property
     def is_whole(self) -> bool:
         """Whether the piece holds every element of its parameter."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return self.start == 0 and self.tensor.numel() == count
+        return self.start == 0 and self.tensor.numel() == math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightrft.strategy.checkpoints import training_state
 from lightrft.strategy.checkpoints.file_writers import FileWriter
 from lightrft.strategy.checkpoints.manifest import Checkpoint
+from lightrft.strategy.checkpoints.shard_files import full_value
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.optimizers import (
@@ -23,7 +26,7 @@ from lightrft.strategy.optimizers import (
     optimizer_parameters,
     parameter_groups,
 )
-from lightrft.strategy.prepared import AnyModel, PreparedModel, wrapped_module
+from lightrft.strategy.prepared import AnyModel, PreparedModel, inner_module, wrapped_module
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource
 
 
@@ -118,13 +121,18 @@ class Backend(ABC):
             The global norm before clipping, equal on all ranks; not finite if nothing was changed.
         """
         del model
+        self.load_optimizer(optimizer, None)
         parameters = optimizer_parameters(optimizer)
-        norm = gradient_norm(parameters)
-        if torch.isfinite(norm):
+        norm = self.global_norm(parameters)
+        if math.isfinite(norm):
             clip_gradients(parameters, norm, self.config.max_norm)
             optimizer.step()
         optimizer.zero_grad()
-        return float(norm)
+        return norm
+
+    def global_norm(self, parameters: Iterable[Tensor]) -> float:
+        """The norm of all gradients, the same on all ranks."""
+        return gradient_norm(parameters)
 
     def discard_gradients(self, optimizer: Optimizer) -> None:
         """Drops the gradients of an optimizer step that was given up."""
@@ -134,34 +142,40 @@ class Backend(ABC):
     def parameter_source(self, model: AnyModel) -> ParameterSource:
         """See `StrategyBase.parameter_source`."""
 
-    @abstractmethod
-    def gather_weights(
-        self, module: nn.Module, dtype: torch.dtype, *, keeps: bool
-    ) -> dict[str, Tensor]:
-        """Full CPU values by name, tied ones once. Collective.
+    def full_values(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and saved buffers in full, one in flight at a time; tied ones once.
+
+        Collective: every rank must take them all.
 
         Args:
             module: The module inside the wrapper.
-            dtype: Of the floating point values returned.
-            keeps: Whether this rank wants them; the others return {}.
         """
+        for name, value in training_state.module_state(module).items():
+            yield name, full_value(value)
 
-    @abstractmethod
     def load_weights(self, module: nn.Module, path: Path, *, strict: bool) -> None:
         """Reads full weights in safetensors format."""
+        training_state.load_full_weights(path, module, strict=strict)
 
     @property
     def checkpoint_details(self) -> Mapping[str, int | str]:
         """What must be the same in a run that loads a checkpoint of this one."""
         return {}
 
-    @abstractmethod
     def write_state(self, folder: Path, found: PreparedModel, files: FileWriter) -> None:
-        """Writes this rank's part of model, optimizer and schedule. May be collective."""
+        """Writes this rank's part of model and optimizer. May be collective."""
+        module, rank = inner_module(found), self.ranks.rank
+        training_state.save_module(folder, module, files, rank=rank)
+        if found.optimizer is not None:
+            training_state.save_optimizer(folder, module, found.optimizer, files, rank=rank)
 
-    @abstractmethod
     def read_state(self, checkpoint: Checkpoint, found: PreparedModel, wanted: WantedState) -> None:
-        """Reads what `write_state` wrote. May be collective."""
+        """Reads what `write_state` wrote, here with any number of ranks. May be collective."""
+        module = inner_module(found)
+        training_state.load_module(checkpoint.path, module, strict=wanted.strict)
+        if wanted.optimizer and found.optimizer is not None:
+            self.load_optimizer(found.optimizer, None)
+            training_state.load_optimizer(checkpoint.path, module, found.optimizer)
 
     def offload_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - nothing to move
         """See `StrategyBase.maybe_offload_optimizer`."""

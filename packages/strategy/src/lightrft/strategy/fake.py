@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.strategy.backend import Backend, WantedState
-from lightrft.strategy.checkpoints.file_writers import FileWriter
-from lightrft.strategy.checkpoints.gathered_model import WeightFiles, as_saved, check_names
-from lightrft.strategy.checkpoints.manifest import Checkpoint
+from lightrft.strategy.backend import Backend
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import ALONE
 from lightrft.strategy.distributed.process_groups import resolve_shard_size
@@ -23,12 +17,7 @@ from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
     module_parameter_source,
-    tied_parameter_names,
 )
-
-MODEL_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer.pt"
-SCHEDULER_FILE = "scheduler.pt"
 
 
 class PlainBackend(Backend):
@@ -65,53 +54,6 @@ class PlainBackend(Backend):
     def parameter_source(self, model: AnyModel) -> ParameterSource:
         """Every parameter, whole."""
         return module_parameter_source(inner_module(model))
-
-    def write_state(self, folder: Path, found: PreparedModel, files: FileWriter) -> None:
-        """One file each for model, optimizer and schedule."""
-        files.tensors(folder / MODEL_FILE, inner_module(found).state_dict())
-        if found.optimizer is not None:
-            files.pickled(folder / OPTIMIZER_FILE, found.optimizer.state_dict())
-        if found.scheduler is not None:
-            files.pickled(folder / SCHEDULER_FILE, found.scheduler.state_dict())
-
-    def read_state(self, checkpoint: Checkpoint, found: PreparedModel, wanted: WantedState) -> None:
-        """Reads those files; absent ones that are wanted are an error."""
-        folder = checkpoint.path
-        tensors = load_file(folder / MODEL_FILE)
-        inner_module(found).load_state_dict(tensors, strict=wanted.strict)
-        for is_wanted, file, target in (
-            (wanted.optimizer, OPTIMIZER_FILE, found.optimizer),
-            (wanted.scheduler, SCHEDULER_FILE, found.scheduler),
-        ):
-            if is_wanted and target is not None:
-                if not (folder / file).is_file():
-                    raise FileNotFoundError(
-                        f"{folder} has no {file}: it was saved without; load it with "
-                        "load_module_only=True"
-                    )
-                target.load_state_dict(torch.load(folder / file, weights_only=True))
-
-    def gather_weights(
-        self, module: nn.Module, dtype: torch.dtype, *, keeps: bool
-    ) -> dict[str, Tensor]:
-        """Copies on the host; tied parameters once."""
-        tied = tied_parameter_names(module) if keeps else {}
-        return {
-            name: as_saved(value, dtype)
-            for name, value in module.state_dict().items()
-            if keeps and name not in tied
-        }
-
-    def load_weights(self, module: nn.Module, path: Path, *, strict: bool) -> None:
-        """Copies full weights into the model."""
-        files = WeightFiles(path, module)
-        state = module.state_dict()
-        names, note = check_names(set(state), files.names, source=str(path), strict=strict)
-        if note is not None:
-            self.ranks.print(f"warning: {note}")
-        for name in names:
-            target = state[name]
-            target.copy_(files.rows(name, 0, target.shape[0] if target.dim() else 0))
 
 
 class FakeStrategy(StrategyBase):

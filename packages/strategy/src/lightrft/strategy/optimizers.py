@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -107,7 +108,7 @@ def learning_rate_schedule(
     *,
     max_steps: int,
     warmup_ratio: float,
-    min_lr_ratio: float = 0.1,
+    min_lr_ratio: float,
 ) -> LambdaLR:
     """The named schedule with a linear warm-up over ceil(max_steps * warmup_ratio) steps.
 
@@ -141,7 +142,7 @@ def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+def gradient_norm(parameters: Iterable[Tensor]) -> float:
     """Global 2-norm of local gradients in float32.
 
     Returns:
@@ -153,19 +154,19 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
         if p.grad is not None
     ]
     if not norms:
-        return torch.zeros(())
-    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
-    return total
+        return 0.0
+    return float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])))
 
 
-def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scales gradients by min(1, max_norm / norm); max_norm 0 leaves them alone."""
-    if max_norm <= 0:
+def clip_gradients(parameters: Iterable[Tensor], norm: float, max_norm: float) -> None:
+    """Scales gradients, sharded or whole, to a global norm of at most `max_norm`; 0 never does."""
+    factor = max_norm / (norm + 1e-6)
+    if max_norm <= 0 or factor >= 1:
         return
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad.mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
+            gradient = parameter.grad
+            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ class StrategyBase:
         args: Arguments | None = None,
         *,
         backend: Callable[[DistributedContext, StrategyConfig], Backend],
-        overrides: Mapping[str, object] | None = None,
+        **overrides: bool | int | None,
     ) -> None:
         self.args = args
         self.seed = seed
@@ -124,7 +124,7 @@ class StrategyBase:
             micro_train_batch_size=micro_train_batch_size,
             train_batch_size=train_batch_size,
         )
-        for name, value in (overrides or {}).items():
+        for name, value in overrides.items():
             if value is not None:
                 setattr(config, name, value)
         idle = config.unused_options()

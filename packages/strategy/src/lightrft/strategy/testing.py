@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
+from lightrft.engines.process_state import replaced_environment
+
 # Imported once, in the process that ranks are forked from: each rank would take five seconds.
 _PRELOADED = ["torch.distributed.tensor", "transformers.modeling_utils"]
 
@@ -56,15 +58,8 @@ def _fork_server() -> ForkServerContext:
     """Starts ranks by forking a process that has imported torch and never started a thread."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    num_threads = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # read while libraries are imported
-    try:
+    with replaced_environment({"OMP_NUM_THREADS": "1"}):  # read while libraries are imported
         forkserver.ensure_running()
-    finally:
-        if num_threads is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = num_threads
     return context
 
 

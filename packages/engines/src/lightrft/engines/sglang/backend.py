@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from lightrft.engines.process_state import (
     environment,
     preserved_process_state,
+    replaced_environment,
     require_functions,
 )
 from lightrft.engines.requests import Limits
@@ -87,7 +87,7 @@ def start_engine(config: EngineConfig, model_path: str, limits: Limits) -> Engin
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
         # The sampler is compiled at its first call otherwise, for half a minute.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    with preserved_process_state(), _without_launcher():
+    with preserved_process_state(), replaced_environment(_hidden_variables()):
         require_functions(_NEEDED, "SGLang", f"sglang=={KNOWN_VERSIONS}")
         arguments = engine_arguments(
             config,
@@ -176,17 +176,10 @@ def _free_ports() -> tuple[int, int]:
         return int(first.getsockname()[1]), int(second.getsockname()[1])
 
 
-@contextmanager
-def _without_launcher() -> Iterator[None]:
-    """Hides the launcher's variables from the processes that are started meanwhile."""
-    hidden = {
-        name: value
-        for name, value in os.environ.items()
+def _hidden_variables() -> dict[str, None]:
+    """The launcher's variables, which the processes of SGLang must not see."""
+    return {
+        name: None
+        for name in os.environ
         if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES)
     }
-    for name in hidden:
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.strategy.checkpoints.file_writers import DirectWriter, FileWriter
+from lightrft.strategy.checkpoints.file_writers import FileWriter
 
 
 class CheckpointError(RuntimeError):
@@ -44,7 +44,7 @@ def save_state(path: Path, state: Mapping[str, object], *, files: FileWriter | N
     """
     tensors: dict[str, torch.Tensor] = {}
     encoded = _encode(state, place="state", tensors=tensors)
-    files = files if files is not None else DirectWriter()
+    files = files if files is not None else FileWriter()
     if tensors:
         files.tensors(path.with_name(path.name + ".safetensors"), tensors)
     files.text(path.with_name(path.name + ".json"), json.dumps(encoded))

@@ -27,7 +27,7 @@ from lightrft.strategy.checkpoints.client_state import (
     capture_rng_state,
     save_state,
 )
-from lightrft.strategy.checkpoints.file_writers import DirectWriter, FileWriter
+from lightrft.strategy.checkpoints.file_writers import FileWriter
 from lightrft.strategy.checkpoints.manifest import (
     CLIENT_STATE_NAME,
     MANIFEST_NAME,
@@ -38,7 +38,7 @@ from lightrft.strategy.checkpoints.manifest import (
     list_checkpoints,
     rng_file,
 )
-from lightrft.strategy.checkpoints.rank_group import RankGroup
+from lightrft.strategy.checkpoints.rank_group import ONE_RANK, RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def write_checkpoint(
     request: SaveRequest,
     write: Callable[[Path], None],
     *,
-    ranks: RankGroup | None = None,
+    ranks: RankGroup = ONE_RANK,
     files: FileWriter | None = None,
 ) -> Checkpoint:
     """Write one checkpoint, then rotate older ones; collective over `ranks`.
@@ -132,12 +132,11 @@ def begin_checkpoint(
     request: SaveRequest,
     write: Callable[[Path], None],
     *,
-    ranks: RankGroup | None = None,
+    ranks: RankGroup = ONE_RANK,
     files: FileWriter | None = None,
 ) -> OpenCheckpoint:
     """The first half of `write_checkpoint`: everything that reads the state of the run."""
-    ranks = ranks if ranks is not None else RankGroup()
-    files = files if files is not None else DirectWriter()
+    files = files if files is not None else FileWriter()
     # The generators are read first: writing may draw random numbers.
     rng_state = capture_rng_state()
     opened = ranks.on_first(lambda: _begin(request))
@@ -153,7 +152,7 @@ def begin_checkpoint(
 def complete_checkpoint(
     opened: OpenCheckpoint,
     *,
-    ranks: RankGroup | None = None,
+    ranks: RankGroup = ONE_RANK,
     flush: Callable[[], None] | None = None,
 ) -> Checkpoint:
     """The second half: flush and hash the files, publish the folder, rotate older ones.
@@ -166,7 +165,6 @@ def complete_checkpoint(
     Raises:
         CheckpointError: It failed on some rank (named in the message); nothing was changed.
     """
-    ranks = ranks if ranks is not None else RankGroup()
     request, folder = opened.request, opened.folder
     try:
         if flush is not None:
@@ -254,7 +252,7 @@ def _publish(folder: Path, request: SaveRequest, manifest: Manifest) -> None:
 
 
 def find_checkpoint(
-    load_dir: Path, tag: str | None = None, *, ranks: RankGroup | None = None
+    load_dir: Path, tag: str | None = None, *, ranks: RankGroup = ONE_RANK
 ) -> Checkpoint:
     """The checkpoint to load, with all its files verified; collective over `ranks`.
 
@@ -265,7 +263,6 @@ def find_checkpoint(
         FileNotFoundError: There is no checkpoint (with this tag).
         CheckpointError: The one with this tag, or every one there is, is damaged.
     """
-    ranks = ranks if ranks is not None else RankGroup()
     candidates = ranks.on_first(lambda: _candidates(load_dir, tag))
     if not candidates:
         what = "checkpoint" if tag is None else f"checkpoint with tag {tag!r}"

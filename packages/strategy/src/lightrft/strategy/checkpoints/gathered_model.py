@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from lightrft.strategy.weight_sync.adapted_model import exported_state
 from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
+logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -162,8 +163,18 @@ class WeightFiles:
             found: Tensor = part[start:stop] if part.get_shape() else stream.get_tensor(stored_name)
             return found
 
-    def read_rows(self, name: str, start: int, stop: int, target: Tensor) -> None:
-        """Copy rows [start, stop) into `target`, in pieces of at most `PIECE_BYTES`."""
+    def read_into(
+        self, name: str, target: Tensor, start: int, stop: int, shape: tuple[int, ...]
+    ) -> None:
+        """Copy rows [start, stop) into `target`, in pieces of at most `PIECE_BYTES`.
+
+        Raises:
+            RuntimeError: The tensor has not this shape.
+        """
+        if self.shape(name) != shape:
+            raise RuntimeError(
+                f"{name} has shape {self.shape(name)} in {self._files[name][0]}, expected {shape}"
+            )
         if not target.dim() or not target.numel():
             target.copy_(self.rows(name, start, stop))
             return
@@ -180,21 +191,20 @@ class WeightFiles:
             return tuple(stream.get_slice(stored_name).get_shape())
 
 
-def check_names(
-    wanted: set[str], found: set[str], *, source: str, strict: bool
-) -> tuple[set[str], str | None]:
-    """Which names can be read, and a note on the others.
+def check_names(wanted: set[str], found: set[str], *, source: str, strict: bool) -> set[str]:
+    """Which names can be read; the others are logged.
 
     Raises:
         RuntimeError: With `strict`, if names are missing or unexpected.
     """
     missing, unexpected = sorted(wanted - found), sorted(found - wanted)
     if not missing and not unexpected:
-        return wanted, None
+        return wanted
     text = (
         f"{source} does not fit the model: {len(missing)} names are missing {missing[:3]}, "
         f"{len(unexpected)} are unexpected {unexpected[:3]}"
     )
     if strict:
         raise RuntimeError(text)
-    return wanted & found, text
+    logger.warning(text)
+    return wanted & found

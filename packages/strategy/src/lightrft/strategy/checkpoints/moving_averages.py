@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from lightrft.strategy.weight_sync.parameter_source import ParameterSource
+from lightrft.strategy.checkpoints.client_state import CheckpointError
+from lightrft.strategy.checkpoints.file_writers import FileWriter
+from lightrft.strategy.checkpoints.shard_files import Shard, ShardReader, write_shards
+from lightrft.strategy.weight_sync.parameter_source import (
+    ParameterSource,
+    SourceParameter,
+    local_rank_in,
+)
+
+FOLDER = "average"
 
 
 class MovingAverages:
@@ -64,25 +73,50 @@ class MovingAverages:
             if master is not shard:
                 shard.copy_(master)
 
-    def values(self, average: ParameterSource) -> dict[str, Tensor]:
-        """This rank's shards of an average as they are averaged: masters where there are some."""
+    def save(self, folder: Path, average: ParameterSource, files: FileWriter, *, rank: int) -> None:
+        """Write this rank's ranges of an average into a checkpoint, masters where there are some.
+
+        What every rank holds is written by the first.
+        """
         masters = self._masters.get(average.owner, {})
-        return {
-            entry.checkpoint_name: masters.get(entry.checkpoint_name, entry.local_shard)
-            for entry in average.parameters()
-        }
+        shards = {}
+        for entry in average.parameters():
+            start, stop = _own_range(average, entry)
+            if start < stop and (rank == 0 or entry.is_sharded):
+                name = entry.checkpoint_name
+                shards[name] = Shard(masters.get(name, entry.local_shard), start, entry.shape)
+        write_shards(folder / FOLDER, shards, files, rank=rank)
 
     @torch.no_grad()
-    def restore(self, average: ParameterSource, values: Mapping[str, Tensor]) -> None:
-        """Set an average to what `values` returned, masters included."""
+    def load(self, folder: Path, average: ParameterSource) -> None:
+        """Set an average to what any number of ranks saved, masters included.
+
+        Raises:
+            CheckpointError: The checkpoint has no average, or one of another model.
+        """
+        if not (folder / FOLDER).is_dir():
+            raise CheckpointError(
+                f"{folder} holds no moving average: it was saved by a run without one; continue "
+                "without it, or start a new run"
+            )
+        reader = ShardReader(folder / FOLDER)
         masters: dict[str, Tensor] = {}
         for entry in average.parameters():
-            value = values[entry.checkpoint_name]
-            entry.local_shard.copy_(value)
-            if entry.local_shard.dtype != torch.float32 and value.dtype == torch.float32:
-                masters[entry.checkpoint_name] = value.to(entry.local_shard.device)
+            start, stop = _own_range(average, entry)
+            if start == stop:
+                continue
+            name, shard = entry.checkpoint_name, entry.local_shard
+            value = torch.empty(stop - start, dtype=reader.dtype_of(name))
+            reader.read_into(name, value, start, stop, entry.shape)
+            shard.copy_(value)
+            if shard.dtype != torch.float32 and value.dtype == torch.float32:
+                masters[name] = value.to(shard.device)
         self._masters[average.owner] = masters
 
     def forget(self, module: nn.Module) -> None:
         """Drop the masters of an average whose weights were read from a file."""
         self._masters.pop(module, None)
+
+
+def _own_range(source: ParameterSource, entry: SourceParameter) -> tuple[int, int]:
+    return entry.shards[local_rank_in(source.group) if entry.is_sharded else 0]

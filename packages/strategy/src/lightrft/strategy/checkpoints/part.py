@@ -7,10 +7,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightrft.strategy.backend import Backend, WantedState
-from lightrft.strategy.checkpoints.average_files import load_average, save_average
+from lightrft.strategy.checkpoints.client_state import load_scheduler, save_scheduler
 from lightrft.strategy.checkpoints.file_writers import FileWriter
 from lightrft.strategy.checkpoints.folders import SaveRequest, find_checkpoint
-from lightrft.strategy.checkpoints.gathered_model import save_gathered_model
+from lightrft.strategy.checkpoints.gathered_model import as_saved, save_gathered_model
 from lightrft.strategy.checkpoints.moving_averages import MovingAverages
 from lightrft.strategy.checkpoints.rank_group import RankGroup
 from lightrft.strategy.checkpoints.saver import CheckpointSaver
@@ -57,10 +57,11 @@ class Checkpoints:
 
         def write(folder: Path, files: FileWriter) -> None:
             self._backend.write_state(folder, found, files)
+            if found.scheduler is not None and self._ranks.rank == 0:
+                save_scheduler(folder, found.scheduler, files)
             if model_ema is not None:
                 average = self._backend.parameter_source(model_ema)
-                values = self.averages.values(average)
-                save_average(folder, average, values, files, rank=self._ranks.rank)
+                self.averages.save(folder, average, files, rank=self._ranks.rank)
 
         with phase("save a checkpoint", self._ranks.timeout):
             self.saver.save(request, write)
@@ -79,10 +80,12 @@ class Checkpoints:
             checkpoint = find_checkpoint(folder, tag, ranks=self.group)
             checkpoint.require_strategy(self._strategy)
             self._backend.read_state(checkpoint, found, wanted)
+            if wanted.scheduler and found.scheduler is not None:
+                load_scheduler(checkpoint.path, found.scheduler)
             self.averages.forget(inner_module(found))
             if model_ema is not None:
                 average = self._backend.parameter_source(model_ema)
-                self.averages.restore(average, load_average(checkpoint.path, average))
+                self.averages.load(checkpoint.path, average)
             if wanted.rng and not checkpoint.restore_rng(self._ranks.rank):
                 self._ranks.print(f"{checkpoint.path} has no generator states for every rank")
             self._ranks.barrier()
@@ -97,9 +100,10 @@ class Checkpoints:
         """Gathers one parameter at a time and writes on rank 0, in the compute dtype."""
         module, dtype = inner_module(model), self._ranks.compute_dtype
         with phase("save a model", self._ranks.timeout):
-            state = self._backend.gather_weights(
-                module, gathered_dtype(module, dtype), keeps=self._ranks.rank == 0
-            )
+            kept = gathered_dtype(module, dtype)
+            values = self._backend.full_values(module)
+            keeps = self._ranks.rank == 0
+            state = {name: as_saved(value, kept) for name, value in values if keeps}
             self.group.on_first(
                 lambda: save_gathered_model(module, state, tokenizer, output_dir, dtype=dtype)
             )

@@ -53,3 +53,6 @@ class RankGroup:
         """Run `action` on rank 0 and return its result on every rank."""
         results = self.together(lambda: action() if self.rank == 0 else None)
         return cast("Result", results[0])
+
+
+ONE_RANK = RankGroup()

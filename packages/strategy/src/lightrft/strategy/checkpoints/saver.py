@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 from lightrft.strategy.checkpoints.client_state import CheckpointError
-from lightrft.strategy.checkpoints.file_writers import DirectWriter, StagedWriter
+from lightrft.strategy.checkpoints.file_writers import FileWriter, StagedWriter
 from lightrft.strategy.checkpoints.folders import (
+    OpenCheckpoint,
+    SaveRequest,
     begin_checkpoint,
     complete_checkpoint,
     write_checkpoint,
 )
+from lightrft.strategy.checkpoints.rank_group import RankGroup
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from concurrent.futures import Future
-    from pathlib import Path
-
-    from lightrft.strategy.checkpoints.file_writers import FileWriter
-    from lightrft.strategy.checkpoints.folders import OpenCheckpoint, SaveRequest
-    from lightrft.strategy.checkpoints.rank_group import RankGroup
-
-    Write = Callable[[Path, FileWriter], None]
+Write = Callable[[Path, FileWriter], None]
 
 
 class CheckpointSaver:
@@ -42,8 +37,7 @@ class CheckpointSaver:
     ) -> None:
         self._ranks = ranks
         self._make_background_ranks = background_ranks
-        self._background_ranks: RankGroup | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._background: tuple[ThreadPoolExecutor, RankGroup] | None = None
         self._pending: dict[Path, Future[None]] = {}
 
     def save(self, request: SaveRequest, write: Write) -> None:
@@ -57,22 +51,20 @@ class CheckpointSaver:
             CheckpointError: This save failed, or the last one into this folder did.
         """
         if self._make_background_ranks is None:
-            files = DirectWriter()
+            files = FileWriter()
             write_checkpoint(request, lambda folder: write(folder, files), ranks=self._ranks)
             return
         self._wait(request.save_dir)
-        if self._background_ranks is None:
-            self._background_ranks = self._make_background_ranks()
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        if self._background is None:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._background = (thread, self._make_background_ranks())
+        thread, ranks = self._background
         staged = StagedWriter()
         opened = begin_checkpoint(
             request, lambda folder: write(folder, staged), ranks=self._ranks, files=staged
         )
-        if self._thread is not None:
-            earlier = tuple(self._pending.values())
-            self._pending[request.save_dir] = self._thread.submit(
-                self._complete, opened, staged, earlier
-            )
+        earlier = tuple(self._pending.values())
+        self._pending[request.save_dir] = thread.submit(_complete, opened, staged, ranks, earlier)
 
     def finish(self) -> None:
         """Wait until every checkpoint is complete.
@@ -94,10 +86,9 @@ class CheckpointSaver:
         try:
             self.finish()
         finally:
-            if self._thread is not None:
-                self._thread.shutdown()
-                self._thread = None
-            self._background_ranks = None
+            if self._background is not None:
+                self._background[0].shutdown()
+                self._background = None
 
     def _wait(self, folder: Path) -> None:
         """Every rank waits for the same save and gets the same error, so all raise or none."""
@@ -109,15 +100,19 @@ class CheckpointSaver:
         except Exception as error:
             raise CheckpointError(f"saving into {folder} failed: {error}") from error
 
-    def _complete(
-        self, opened: OpenCheckpoint, staged: StagedWriter, earlier: tuple[Future[None], ...]
-    ) -> None:
-        """In the thread, which has ended all earlier saves."""
 
-        def flush() -> None:
-            # A checkpoint may rely on the one before it: a run's actor on its critic.
-            if any(future.exception() is not None for future in earlier):
-                raise CheckpointError("an earlier save failed")
-            staged.flush()
+def _complete(
+    opened: OpenCheckpoint,
+    staged: StagedWriter,
+    ranks: RankGroup,
+    earlier: tuple[Future[None], ...],
+) -> None:
+    """In the thread, which has ended all earlier saves."""
 
-        complete_checkpoint(opened, ranks=self._background_ranks, flush=flush)
+    def flush() -> None:
+        # A checkpoint may rely on the one before it: a run's actor on its critic.
+        if any(future.exception() is not None for future in earlier):
+            raise CheckpointError("an earlier save failed")
+        staged.flush()
+
+    complete_checkpoint(opened, ranks=ranks, flush=flush)

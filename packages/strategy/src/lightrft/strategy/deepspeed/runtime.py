@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightrft.engines.process_state import environment
+from lightrft.engines.process_state import environment, replaced_environment
 from lightrft.strategy.checkpoints.file_writers import FileWriter
 
 FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -291,16 +291,9 @@ def weights_only_loading() -> Iterator[None]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    before = os.environ.get(FORCE_WEIGHTS_ONLY)
-    os.environ[FORCE_WEIGHTS_ONLY] = "1"
-    try:
-        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
-            yield
-    finally:
-        if before is None:
-            del os.environ[FORCE_WEIGHTS_ONLY]
-        else:
-            os.environ[FORCE_WEIGHTS_ONLY] = before
+    known = [LossScaler, ZeroStageEnum, fragment_address]
+    with replaced_environment({FORCE_WEIGHTS_ONLY: "1"}), torch.serialization.safe_globals(known):
+        yield
 
 
 @contextmanager

@@ -6,9 +6,10 @@ import itertools
 from typing import Protocol, cast
 
 import torch.distributed as dist
-from torch import Tensor, dtype, nn
+from torch import Tensor, dtype
 from torch.distributed import ProcessGroup
 
+from lightrft.strategy.deepspeed.runtime import ZeroEngine
 from lightrft.strategy.weight_sync.parameter_source import (
     FlatRange,
     ModuleSource,
@@ -17,17 +18,6 @@ from lightrft.strategy.weight_sync.parameter_source import (
     module_parameter_source,
     tied_parameter_names,
 )
-
-
-class ZeroEngine(Protocol):
-    """What is read of a `DeepSpeedEngine`."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The wrapped module."""
-
-    def zero_optimization_partition_weights(self) -> bool:
-        """Whether parameters are partitioned (stage 3)."""
 
 
 class _PartitionedParameter(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.strategy.backend import Backend, WantedState
-from lightrft.strategy.checkpoints.client_state import load_scheduler
+from lightrft.strategy.checkpoints.client_state import CheckpointError
 from lightrft.strategy.checkpoints.file_writers import FileWriter
 from lightrft.strategy.checkpoints.manifest import Checkpoint
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.deepspeed import runtime, training_state
 from lightrft.strategy.deepspeed.engine_config import (
-    ZeroSettings,
+    check_stage,
     inference_config,
     training_config,
 )
@@ -58,18 +58,8 @@ class ZeroBackend(Backend):
 
     def start(self) -> None:
         """DeepSpeed takes the process group that has started."""
-        config = self.config
-        self._settings = ZeroSettings(
-            stage=config.zero_stage,
-            uses_bf16=self.ranks.compute_dtype == torch.bfloat16,
-            max_norm=config.max_norm,
-            micro_batch_size=config.micro_train_batch_size,
-            offloads_adam=self.offloads_adam,
-            pins_memory=self.ranks.has_gpu,
-            zpg=config.zpg,
-            grad_accum_dtype=config.grad_accum_dtype,
-            overlap_comm=config.overlap_comm,
-        )
+        self._uses_bf16 = self.ranks.compute_dtype == torch.bfloat16
+        check_stage(self.config, uses_bf16=self._uses_bf16)
         runtime.start(self.ranks.timeout)
 
     def stop(self) -> None:
@@ -97,9 +87,11 @@ class ZeroBackend(Backend):
         if is_training:
             return model.to(self.ranks.device)
         model.eval().requires_grad_(False)
-        if self._settings.stage == 3 and size > 1:
+        if self.config.zero_stage == 3 and size > 1:
             with phase("shard a model", self.ranks.timeout):
-                engine = runtime.initialize(model, inference_config(self._settings))
+                engine = runtime.initialize(
+                    model, inference_config(self.config, uses_bf16=self._uses_bf16)
+                )
             engine.eval()
             return engine
         for parameter in model.parameters():
@@ -112,7 +104,12 @@ class ZeroBackend(Backend):
         """The schedule stays ours: it must not advance with a skipped step."""
         share_sequences(model, self.ranks.sp_group, is_trained=True)
         num_elements = sum(p.numel() for p in model.parameters())
-        config = training_config(self._settings, num_elements=num_elements)
+        config = training_config(
+            self.config,
+            uses_bf16=self._uses_bf16,
+            has_gpu=self.ranks.has_gpu,
+            num_elements=num_elements,
+        )
         with phase("prepare a model for training", self.ranks.timeout):
             engine = runtime.initialize(model, config, optimizer)
         self._engines[optimizer] = engine
@@ -131,16 +128,16 @@ class ZeroBackend(Backend):
     def step(self, optimizer: Optimizer, model: AnyModel) -> float:
         """See `Backend.step`; in stage 0 DeepSpeed neither clips nor reports a norm."""
         engine = runtime.as_engine(wrapped_module(model))
-        if self._settings.stage > 0:
+        if self.config.zero_stage > 0:
             return _step_zero(engine)
         parameters = optimizer_parameters(optimizer)
         norm = gradient_norm(parameters)
-        if torch.isfinite(norm):
+        if math.isfinite(norm):
             clip_gradients(parameters, norm, self.config.max_norm)
             engine.step()
         else:
             engine.zero_grad()
-        return float(norm)
+        return norm
 
     def discard_gradients(self, optimizer: Optimizer) -> None:
         """Drops what the engine has reduced as well."""
@@ -171,13 +168,13 @@ class ZeroBackend(Backend):
     @property
     def checkpoint_details(self) -> Mapping[str, int | str]:
         """Files of one stage cannot be read by another."""
-        return {"zero_stage": self._settings.stage}
+        return {"zero_stage": self.config.zero_stage}
 
     def write_state(self, folder: Path, found: PreparedModel, files: FileWriter) -> None:
-        """DeepSpeed's files inside a checkpoint folder of ours."""
+        """DeepSpeed's files inside a checkpoint folder of ours. Collective."""
         engine = runtime.as_engine(wrapped_module(found))
-        is_first = self.ranks.rank == 0
-        training_state.save(folder, engine, found.scheduler, files, is_first=is_first)
+        with runtime.saving_by(engine, files):
+            engine.save_checkpoint(str(folder), training_state.FOLDER, {}, False)
 
     def read_state(self, checkpoint: Checkpoint, found: PreparedModel, wanted: WantedState) -> None:
         """With optimizer states, only by as many ranks and in the stage that saved it.
@@ -185,21 +182,24 @@ class ZeroBackend(Backend):
         Pickled code in DeepSpeed's files is refused.
         """
         engine = runtime.as_engine(wrapped_module(found))
-        folder = checkpoint.path
-        if wanted.optimizer:
-            checkpoint.require_world_size(self.ranks.world_size)
-            checkpoint.require_details(self.checkpoint_details)
-            training_state.load(folder, engine, strict=wanted.strict)
-        else:
-            training_state.load_weights(folder, engine, strict=wanted.strict)
-        if wanted.scheduler and found.scheduler is not None:
-            load_scheduler(folder, found.scheduler)
+        if not wanted.optimizer:
+            training_state.load_weights(checkpoint.path, engine, strict=wanted.strict)
+            return
+        checkpoint.require_world_size(self.ranks.world_size)
+        checkpoint.require_details(self.checkpoint_details)
+        with runtime.weights_only_loading():
+            path, _ = engine.load_checkpoint(
+                str(checkpoint.path),
+                training_state.FOLDER,
+                load_module_strict=wanted.strict,
+                load_lr_scheduler_states=False,
+            )
+        if path is None:
+            raise CheckpointError(f"{checkpoint.path} holds no DeepSpeed checkpoint")
 
-    def gather_weights(
-        self, module: nn.Module, dtype: torch.dtype, *, keeps: bool
-    ) -> dict[str, Tensor]:
-        """One parameter in flight at a time."""
-        return training_state.gather_module(module, dtype, keeps=keeps)
+    def full_values(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Gathers one parameter at a time."""
+        return training_state.full_values(module)
 
     def load_weights(self, module: nn.Module, path: Path, *, strict: bool) -> None:
         """Reads full weights into parameters and masters."""
@@ -239,7 +239,9 @@ class DeepspeedStrategy(StrategyBase):
             train_batch_size,
             args,
             backend=ZeroBackend,
-            overrides={"fsdp": False, "zero_stage": zero_stage, "bf16": bf16},
+            fsdp=False,
+            zero_stage=zero_stage,
+            bf16=bf16,
         )
 
 

@@ -6,7 +6,7 @@ Every operation works without a process group, as if there were one rank.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, TypeGuard, TypeVar, cast, final
 
 import torch
@@ -76,6 +76,33 @@ def gather_objects(item: T, group: Group = None) -> list[T]:
     items: list[T | None] = [None] * len(rows)
     dist.all_gather_object(items, item, group=group)
     return cast("list[T]", items)
+
+
+def run_together(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
+    """Every rank's result of an action; if it fails on one, every rank raises.
+
+    Args:
+        action: Whose results are plain Python objects.
+        group: The ranks, all of which must call this.
+        what: Has failed, if it fails.
+
+    Raises:
+        RuntimeError: Another rank failed; the message names it. A rank that fails raises its own
+            error.
+    """
+    try:
+        result, problem = action(), None
+    except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know of it
+        result, problem = None, error
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    outcomes = gather_objects((result, text), group)
+    failed = [f"rank {rank}: {found}" for rank, (_, found) in enumerate(outcomes) if found]
+    if problem is not None:
+        problem.add_note(f"{what} on {'; '.join(failed)}")
+        raise problem
+    if failed:
+        raise RuntimeError(f"{what} on {'; '.join(failed)}")
+    return cast("list[T]", [found for found, _ in outcomes])
 
 
 def _gather_alike(item: T, signature: object, group: Group) -> list[T]:

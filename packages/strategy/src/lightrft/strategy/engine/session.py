@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -14,7 +11,7 @@ from lightrft.engines.base import RolloutEngine
 from lightrft.engines.factory import build_engine
 from lightrft.engines.types import Completion, EngineStatus, GenerationRequest, SamplingParams
 from lightrft.strategy.config import StrategyConfig
-from lightrft.strategy.distributed.collectives import gather_objects, group_rank, group_size
+from lightrft.strategy.distributed.collectives import group_rank, group_size, run_together
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.engine.generation import (
@@ -24,19 +21,13 @@ from lightrft.strategy.engine.generation import (
     check_engine_type,
     engine_config,
 )
+from lightrft.strategy.prepared import inner_module
+from lightrft.strategy.weight_sync.adapted_model import engine_source
+from lightrft.strategy.weight_sync.canary import actor_canary, compute_dtypes
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource
-from lightrft.strategy.weight_sync.sync import WeightSync, WeightSyncReport, sync_actor
+from lightrft.strategy.weight_sync.sync import MEGABYTE, WeightSync, WeightSyncReport
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """What a rank tells the others before or after generating."""
-
-    num_prompts: int = 0
-    is_multimodal: bool = False
-    error: str | None = None
+GENERATION_FAILED = "generation failed"
 
 
 class EngineSession:
@@ -117,12 +108,12 @@ class EngineSession:
             )
         self.close()
         with phase("start the inference engine", self._ranks.timeout):
-            engine, problem = _attempt(lambda: build_engine(wanted, module=module))
-            self.gather_status(RankStatus(), problem, what="the engine did not start")
-        if engine is None:
-            raise RuntimeError("the engine did not start")
-        self.engine = engine
-        return engine
+
+            def build() -> None:
+                self.engine = build_engine(wanted, module=module)
+
+            run_together(build, self._ranks.world_group, what="the engine did not start")
+        return self.running
 
     def close(self) -> None:
         """Closes the engine, which is forgotten. Idempotent."""
@@ -169,19 +160,26 @@ class EngineSession:
             model: The actor as the strategy prepared it.
             source: Its parameters.
         """
+        config = self._config
         if self.weight_sync is None:
             self.weight_sync = WeightSync(self.running, world=self._ranks.world_group)
+        self.weight_sync.bucket_bytes = config.weight_bucket_mb * MEGABYTE
+        self.weight_sync.verify = config.verify_weight_sync
         # The cache needs most memory, so it comes last: buckets and gathered weights are gone then.
         self.wake_up(("weights",))
         with phase("update the engine's weights", self._ranks.timeout):
-            report = sync_actor(
-                self.weight_sync,
-                model,
-                source,
-                self._config,
-                device=self._ranks.device,
-                wake_cache=self.wake_up,
-            )
+            module = inner_module(model)
+            source = engine_source(module, source)
+            canary = None
+            if config.verify_weight_sync:
+                canary = actor_canary(
+                    model,
+                    module,
+                    dtypes=compute_dtypes(config, self.running, source),
+                    max_length=config.max_len,
+                    device=self._ranks.device,
+                )
+            report = self.weight_sync.sync(source, canary=canary, wake_cache=self.wake_up)
         self._ranks.print(report.summary())
         self.last_weight_sync = report
         self._ranks.free_memory()
@@ -201,39 +199,27 @@ class EngineSession:
                 own error, so every rank raises.
         """
         with phase("generate", self._ranks.timeout):
-            params, problem = _attempt(lambda: as_sampling_params(sampling_params))
-            statuses = self.gather_status(RankStatus(len(batch), batch.is_multimodal), problem)
-            before = sum(status.num_prompts for status in statuses[: self._ranks.rank])
-            first_id = self._next_request_id + before
-            self._next_request_id += sum(status.num_prompts for status in statuses)
-            is_multimodal = any(status.is_multimodal for status in statuses)
-            completions, problem = _attempt(
-                lambda: self._generate(
-                    batch, params or SamplingParams(), first_id, is_multimodal=is_multimodal
-                )
-            )
-            self.gather_status(RankStatus(), problem)
-        return completions or []
+            world = self._ranks.world_group
 
-    def gather_status(
-        self,
-        own: RankStatus,
-        problem: Exception | None,
-        *,
-        what: str = "generation failed",
-    ) -> list[RankStatus]:
-        """What all ranks say; raises on every rank if one has a problem."""
-        if problem is not None:
-            own = dataclasses.replace(own, error=f"{type(problem).__name__}: {problem}")
-        statuses = self._ranks.gather_objects(own)
-        failed = [(rank, s.error) for rank, s in enumerate(statuses) if s.error is not None]
-        if not failed:
-            return statuses
-        text = "; ".join(f"rank {rank}: {error}" for rank, error in failed)
-        if problem is not None:
-            problem.add_note(f"{what} on {text}")
-            raise problem
-        raise RuntimeError(f"{what} on {text}")
+            def check() -> tuple[int, bool]:
+                as_sampling_params(sampling_params)
+                return len(batch), batch.is_multimodal
+
+            everyone = run_together(check, world, what=GENERATION_FAILED)
+            before = sum(num_prompts for num_prompts, _ in everyone[: self._ranks.rank])
+            first_id = self._next_request_id + before
+            self._next_request_id += sum(num_prompts for num_prompts, _ in everyone)
+            is_multimodal = any(has_media for _, has_media in everyone)
+            completions: list[Completion] = []
+
+            def generate() -> None:
+                params = as_sampling_params(sampling_params)
+                completions.extend(
+                    self._generate(batch, params, first_id, is_multimodal=is_multimodal)
+                )
+
+            run_together(generate, world, what=GENERATION_FAILED)
+        return completions
 
     def _generate(
         self,
@@ -246,34 +232,26 @@ class EngineSession:
         if not self.shares_engine:
             requests = batch.requests(first_id, is_multimodal=is_multimodal)
             return self._checked(self.generate_local(requests, params), len(requests) * params.n)
-        gathered = self._gather_results(
-            lambda: batch.requests(first_id, is_multimodal=is_multimodal)
+        group = self._ranks.engine_group
+        gathered = run_together(
+            lambda: batch.requests(first_id, is_multimodal=is_multimodal),
+            group,
+            what=GENERATION_FAILED,
         )
         everyone = [request for part in gathered for request in part]
         if self.running.runs_on_every_rank:
             completions = self.generate_local(everyone, params)
         else:
-            is_leader = group_rank(self._ranks.engine_group) == 0
-            answers = self._gather_results(
-                lambda: self.generate_local(everyone, params) if is_leader else []
-            )
-            completions = answers[0]
+            is_leader = group_rank(group) == 0
+            completions = run_together(
+                lambda: self.generate_local(everyone, params) if is_leader else [],
+                group,
+                what=GENERATION_FAILED,
+            )[0]
         self._checked(completions, len(everyone) * params.n)
-        own = group_rank(self._ranks.engine_group)
+        own = group_rank(group)
         start = sum(len(part) for part in gathered[:own]) * params.n
         return completions[start : start + len(gathered[own]) * params.n]
-
-    def _gather_results(self, produce: Callable[[], list[T]]) -> list[list[T]]:
-        """Every group member's result; a failure of one is raised by all of them."""
-        result, problem = _attempt(produce)
-        error = None if problem is None else f"{type(problem).__name__}: {problem}"
-        answers = gather_objects((result or [], error), self._ranks.engine_group)
-        if problem is not None:
-            raise problem
-        for member, (_, text) in enumerate(answers):
-            if text is not None:
-                raise RuntimeError(f"member {member} of the engine group failed: {text}")
-        return [part for part, _ in answers]
 
     @staticmethod
     def _checked(completions: list[Completion], expected: int) -> list[Completion]:
@@ -283,11 +261,3 @@ class EngineSession:
                 "(prompts times n)"
             )
         return completions
-
-
-def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """The result, or the error, which is to be shared with the other ranks and then raised."""
-    try:
-        return action(), None
-    except Exception as error:  # noqa: BLE001
-        return None, error

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from lightrft.strategy.fsdp2.source import chunk_ranges
+from lightrft.strategy.checkpoints.shard_files import local_rows
 
 # Children under these names hold a vision tower (Qwen-VL, LLaVA, Gemma 3, InternVL ...).
 VISION_NAMES = ("visual", "vision_tower", "vision_model", "vision_encoder")
@@ -214,41 +214,6 @@ def _fill_from_rank_0(module: nn.Module, full: Mapping[str, Tensor]) -> None:
         local.copy_(value[start:stop] if target.dim() else value)
 
 
-def local_rows(tensor: Tensor) -> tuple[Tensor, int, int]:
-    """This rank's part of a tensor, and which rows of the whole it is.
-
-    Returns:
-        (local tensor, first row, row after the last); a whole tensor is its own part, and a
-        scalar has rows 0 to 0.
-
-    Raises:
-        ValueError: It is sharded along another dimension than its first.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor, 0, (tensor.shape[0] if tensor.dim() else 0)
-    shard_dims = [d for d, place in enumerate(tensor.placements) if not place.is_replicate()]
-    if len(shard_dims) > 1 or any(tensor.placements[d] != Shard(0) for d in shard_dims):
-        raise ValueError(f"expected a tensor sharded along dimension 0, got {tensor.placements}")
-    local = tensor.to_local()
-    if not shard_dims:
-        return local, 0, tensor.shape[0]
-    rows = chunk_ranges((tensor.shape[0],), tensor.device_mesh.size(shard_dims[0]))
-    return local, *rows[tensor.device_mesh.get_local_rank(shard_dims[0])]
-
-
-def is_written_by(tensor: Tensor, rank: int) -> bool:
-    """Whether this rank is the one that writes its part into a checkpoint."""
-    if not isinstance(tensor, DTensor):
-        return rank == 0
-    coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())
-    replicas = [
-        place
-        for place, layout in zip(coordinate, tensor.placements, strict=True)
-        if layout.is_replicate()
-    ]
-    return not any(replicas)
-
-
 def gradient_norm(parameters: Iterable[Tensor], device: torch.device) -> float:
     """Global 2-norm of sharded gradients; the same number on every rank. Collective.
 
@@ -276,20 +241,6 @@ def gradient_norm(parameters: Iterable[Tensor], device: torch.device) -> float:
         total += square.to(device) / num_replicas
     dist.all_reduce(total)
     return float(total.sqrt().item())
-
-
-def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
-    """Multiply every gradient, shard by shard."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            gradient = parameter.grad
-            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
-
-
-def full_value(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank. Collective for a sharded one."""
-    whole = tensor.detach()
-    return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
 def as_fsdp(module: nn.Module) -> FSDPModule:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import cast
 
 import torch.distributed as dist
@@ -12,10 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from lightrft.strategy.weight_sync.parameter_source import (
-    FlatRange,
     ModuleSource,
     SourceParameter,
     checkpoint_module,
+    chunk_ranges,
     tied_parameter_names,
     whole_parameter,
 )
@@ -94,17 +93,3 @@ def _sharded_parameter(name: str, parameter: DTensor, group: ProcessGroup) -> So
         frozen=not parameter.requires_grad,
         is_aliasable=len(shards) == 1,
     )
-
-
-def chunk_ranges(shape: tuple[int, ...], num_ranks: int) -> tuple[FlatRange, ...]:
-    """Flat range of each rank's rows as `torch.chunk` divides the first dimension.
-
-    Every rank but the last non-empty one holds ceil(rows / num_ranks) rows; some may hold none.
-    """
-    num_rows = shape[0]
-    row_size = 1
-    for size in shape[1:]:
-        row_size *= size
-    rows_per_rank = -(-num_rows // num_ranks)
-    bounds = [min(rank * rows_per_rank, num_rows) * row_size for rank in range(num_ranks + 1)]
-    return tuple(itertools.pairwise(bounds))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import weakref
-from pathlib import Path
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.strategy.backend import Backend, WantedState
-from lightrft.strategy.checkpoints.client_state import load_scheduler, save_scheduler
-from lightrft.strategy.checkpoints.file_writers import FileWriter
-from lightrft.strategy.checkpoints.manifest import Checkpoint
+from lightrft.strategy.backend import Backend
+from lightrft.strategy.checkpoints import training_state
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_groups import resolve_shard_size
 from lightrft.strategy.distributed.sequence_parallel import share_sequences
-from lightrft.strategy.fsdp2 import training_state
 from lightrft.strategy.fsdp2.empty_models import (
     is_empty_everywhere,
     meta_parameters,
@@ -34,11 +30,10 @@ from lightrft.strategy.fsdp2.sharding import (
     ShardingPlan,
     as_fsdp,
     gradient_norm,
-    scale_gradients,
     shard_module,
 )
 from lightrft.strategy.fsdp2.source import fsdp2_parameter_source, reshard_modules
-from lightrft.strategy.optimizers import AdamSettings, optimizer_parameters, parameter_groups
+from lightrft.strategy.optimizers import AdamSettings, parameter_groups
 from lightrft.strategy.prepared import (
     AnyModel,
     Arguments,
@@ -165,18 +160,9 @@ class FSDP2Backend(Backend):
         as_fsdp(wrapped_module(model)).set_requires_all_reduce(is_last)
         super().backward(loss, model, is_last=is_last)
 
-    def step(self, optimizer: Optimizer, model: AnyModel) -> float:
-        """See `Backend.step`; the norm is one number, summed over all ranks."""
-        del model
-        self.load_optimizer(optimizer, None)
-        parameters = optimizer_parameters(optimizer)
-        norm, limit = gradient_norm(parameters, self.ranks.device), self.config.max_norm
-        if math.isfinite(norm):
-            if 0 < limit < norm:
-                scale_gradients(parameters, limit / (norm + 1e-6))
-            optimizer.step()
-        optimizer.zero_grad()
-        return norm
+    def global_norm(self, parameters: Iterable[Tensor]) -> float:
+        """One number, summed over all ranks."""
+        return gradient_norm(parameters, self.ranks.device)
 
     def offload_optimizer(self, optimizer: Optimizer) -> None:
         """With `adam_offload`, moves the states to the CPU, bit for bit; idempotent."""
@@ -196,35 +182,6 @@ class FSDP2Backend(Backend):
         """Moves an idle model's shards."""
         reshard_modules(inner_module(model))
         return super().move_model(model, device)
-
-    def write_state(self, folder: Path, found: PreparedModel, files: FileWriter) -> None:
-        """Each rank writes its shards."""
-        module, rank = inner_module(found), self.ranks.rank
-        training_state.save_module(folder, module, files, rank=rank)
-        if found.optimizer is not None:
-            training_state.save_optimizer(folder, module, found.optimizer, files, rank=rank)
-        if found.scheduler is not None and rank == 0:
-            save_scheduler(folder, found.scheduler, files)
-
-    def read_state(self, checkpoint: Checkpoint, found: PreparedModel, wanted: WantedState) -> None:
-        """Each rank reads the rows it holds; the number of ranks may have changed."""
-        module = inner_module(found)
-        training_state.load_module(checkpoint.path, module, strict=wanted.strict)
-        if wanted.optimizer and found.optimizer is not None:
-            self.load_optimizer(found.optimizer, None)
-            training_state.load_optimizer(checkpoint.path, module, found.optimizer)
-        if wanted.scheduler and found.scheduler is not None:
-            load_scheduler(checkpoint.path, found.scheduler)
-
-    def gather_weights(
-        self, module: nn.Module, dtype: torch.dtype, *, keeps: bool
-    ) -> dict[str, Tensor]:
-        """One parameter in flight at a time."""
-        return training_state.gather_module(module, dtype, keeps=keeps)
-
-    def load_weights(self, module: nn.Module, path: Path, *, strict: bool) -> None:
-        """Each rank reads the rows it holds."""
-        training_state.load_full_weights(path, module, strict=strict)
 
 
 class FSDPV2Strategy(StrategyBase):
@@ -255,7 +212,8 @@ class FSDPV2Strategy(StrategyBase):
             train_batch_size,
             args,
             backend=FSDP2Backend,
-            overrides={"fsdp": True, "bf16": bf16},
+            fsdp=True,
+            bf16=bf16,
         )
 
 

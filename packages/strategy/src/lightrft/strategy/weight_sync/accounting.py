@@ -92,7 +92,8 @@ def match_parameters(
         if name not in used:
             problems[name] = "held by the trainer, unknown to the engine"
     if problems:
-        raise WeightSyncError("accounting", describe_problems(problems), problems)
+        described = (f"{name} ({problem})" for name, problem in problems.items())
+        raise WeightSyncError("accounting", listed(described), problems)
     return tuple(pairs)
 
 
@@ -113,10 +114,8 @@ def parameters_to_send(
     return tuple(pair for pair in pairs if pair.name in names)
 
 
-def describe_problems(problems: Mapping[str, str]) -> str:
-    """One line that names each parameter with its problem; long lists are cut with a count."""
-    listed = [f"{name} ({problem})" for name, problem in problems.items()]
-    if len(listed) > MAX_LISTED_NAMES:
-        num_hidden = len(listed) - MAX_LISTED_NAMES
-        listed = [*listed[:MAX_LISTED_NAMES], f"and {num_hidden} more"]
-    return ", ".join(listed)
+def listed(items: Iterable[str]) -> str:
+    """The first items, and how many more there are."""
+    found = list(items)
+    hidden = len(found) - MAX_LISTED_NAMES
+    return ", ".join(found[:MAX_LISTED_NAMES]) + (f" and {hidden} more" if hidden > 0 else "")

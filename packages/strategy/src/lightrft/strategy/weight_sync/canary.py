@@ -52,24 +52,15 @@ class Canary:
     limit: float
 
 
-@dataclass(frozen=True, slots=True)
-class EngineAnswer:
-    """What an engine computes from the prompt.
-
-    Args:
-        token_ids: The prompt and the token that the engine generated after it.
-        logprobs: fp32 logprob of each of them as `RolloutEngine.score` gives it, entry 0 being 0.
-    """
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-
-
-def ask_engine(engine: RolloutEngine, canary: Canary) -> EngineAnswer:
+def ask_engine(engine: RolloutEngine, canary: Canary) -> tuple[tuple[int, ...], list[float]]:
     """Lets an engine continue the prompt by one token and score the result.
 
     Scoring computes everything anew. Generation may use what a cache holds, and a cache that was
     not reset still holds this prompt under the weights of the previous sync.
+
+    Returns:
+        The prompt and the token that the engine generated after it, and the fp32 logprob of each
+        as `RolloutEngine.score` gives it.
 
     Raises:
         WeightSyncError: Generation disagrees with scoring, or the engine itself says that its
@@ -79,7 +70,7 @@ def ask_engine(engine: RolloutEngine, canary: Canary) -> EngineAnswer:
         request = GenerationRequest(canary.token_ids)
         completion = engine.generate([request], _ONE_GREEDY_TOKEN)[0]
         token_ids = (*canary.token_ids, completion.output_token_ids[0])
-        logprobs = tuple(engine.score(token_ids))
+        logprobs = engine.score(token_ids)
     except StaleEngineError as err:
         raise WeightSyncError("caches", str(err)) from err
     generated = completion.output_logprobs[0]
@@ -91,16 +82,16 @@ def ask_engine(engine: RolloutEngine, canary: Canary) -> EngineAnswer:
             f"it generates and {logprobs[-1]:.6g} when it scores: generation used activations of "
             "earlier weights; reset_caches() must drop every cache",
         )
-    return EngineAnswer(token_ids, logprobs)
+    return token_ids, logprobs
 
 
-def check_answer(canary: Canary, expected: Sequence[float], answer: EngineAnswer) -> float:
+def check_answer(canary: Canary, expected: Sequence[float], logprobs: Sequence[float]) -> float:
     """Compares an engine's logprobs with the trainer's.
 
     Args:
         canary: The prompt.
-        expected: The trainer's logprobs of `answer.token_ids`.
-        answer: The engine's.
+        expected: The trainer's logprobs of the prompt and the token after it.
+        logprobs: The engine's.
 
     Returns:
         The largest difference between two logprobs.
@@ -108,7 +99,7 @@ def check_answer(canary: Canary, expected: Sequence[float], answer: EngineAnswer
     Raises:
         WeightSyncError: It is above the limit or not a number.
     """
-    differences = [abs(a - b) for a, b in zip(expected, answer.logprobs, strict=True)]
+    differences = [abs(a - b) for a, b in zip(expected, logprobs, strict=True)]
     # Written so that NaN fails.
     if not all(difference <= canary.limit for difference in differences):
         raise WeightSyncError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -160,3 +161,15 @@ def whole_parameter(name: str, parameter: Tensor) -> SourceParameter:
 def local_rank_in(group: ProcessGroup | None) -> int:
     """This rank's index in the gather group; 0 without one."""
     return 0 if group is None else torch.distributed.get_rank(group)
+
+
+def chunk_ranges(shape: tuple[int, ...], num_ranks: int) -> tuple[FlatRange, ...]:
+    """Flat range of each rank's rows as `torch.chunk` divides the first dimension.
+
+    Every rank but the last non-empty one holds ceil(rows / num_ranks) rows; some may hold none.
+    """
+    num_rows = shape[0]
+    row_size = math.prod(shape[1:])
+    rows_per_rank = -(-num_rows // num_ranks)
+    bounds = [min(rank * rows_per_rank, num_rows) * row_size for rank in range(num_ranks + 1)]
+    return tuple(itertools.pairwise(bounds))

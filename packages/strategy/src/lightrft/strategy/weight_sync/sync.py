@@ -6,53 +6,28 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
 
 from lightrft.engines.base import RolloutEngine
 from lightrft.kernels import BucketLayout, TensorSpec
-from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import Group
-from lightrft.strategy.prepared import inner_module
 from lightrft.strategy.weight_sync.accounting import (
     PlannedParameter,
     WeightSyncError,
     match_parameters,
     parameters_to_send,
 )
-from lightrft.strategy.weight_sync.adapted_model import engine_source
-from lightrft.strategy.weight_sync.canary import (
-    Canary,
-    EngineAnswer,
-    actor_canary,
-    ask_engine,
-    check_answer,
-    compute_dtypes,
-)
-from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
+from lightrft.strategy.weight_sync.canary import Canary, ask_engine, check_answer
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource
 from lightrft.strategy.weight_sync.transfer import Transfer, load_buckets, share_weights
 from lightrft.strategy.weight_sync.verification import (
-    RankReport,
     agree,
     check_hashes,
     model_hash,
     source_hashes,
 )
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
 MEGABYTE = 2**20
-
-__all__ = [
-    "ParameterSource",
-    "SourceParameter",
-    "WeightSync",
-    "WeightSyncError",
-    "WeightSyncReport",
-    "model_hash",
-    "sync_actor",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +87,6 @@ class WeightSyncReport:
         )
 
 
-@dataclass(slots=True)
-class _Evidence:
-    """What verification found on this rank."""
-
-    engine_hashes: Mapping[str, int]
-    canary_difference: float | None = None
-
-
 class WeightSync:
     """Keeps one engine's weights equal to a trainer's.
 
@@ -150,7 +117,7 @@ class WeightSync:
         self.allow_alias = allow_alias
         self.world = world
         self._layout: BucketLayout | None = None
-        self._owner: weakref.ref[nn.Module] | None = None
+        self._owner: weakref.ref[object] | None = None
         self._resident_hashes: dict[str, int] = {}
 
     def sync(
@@ -181,11 +148,18 @@ class WeightSync:
         hashes, replica_hash = source_hashes(pairs, source) if self.verify else ({}, 0)
         verify_seconds = time.perf_counter() - hash_start_time
         sent = self._select(pairs, hashes, source)
-        transfer = self._transfer(pairs, sent, source)
+        transfer = Transfer()
+        self._send(transfer, pairs, sent, source)
         if wake_cache is not None:
             transfer.attempt(wake_cache, even_after_error=True)
         verify_start_time = time.perf_counter()
-        evidence = self._verify(pairs, hashes, transfer, canary)
+        engine_hashes: dict[str, int] = {}
+        difference = None
+        if self.verify:
+            compare = partial(self._compare_hashes, pairs, hashes, transfer.handed_hashes)
+            engine_hashes = transfer.attempt(compare) or {}
+            if canary is not None and self.engine.computes_model:
+                difference = self._score_canary(canary, transfer)
         self._conclude(previous_version, transfer.error, replica_hash)
         self._owner = weakref.ref(source.owner)
         self._resident_hashes = {p.name: hashes.get(p.name, 0) for p in pairs if p.source.frozen}
@@ -199,8 +173,8 @@ class WeightSync:
             num_resident_bytes=_num_bytes(pairs) - _num_bytes(sent),
             num_verified_bytes=_num_bytes([p for p in checked if p.target.verifiable]),
             num_unverifiable_bytes=_num_bytes([p for p in checked if not p.target.verifiable]),
-            engine_hash=model_hash(evidence.engine_hashes),
-            canary_difference=evidence.canary_difference,
+            engine_hash=model_hash(engine_hashes),
+            canary_difference=difference,
             seconds=end_time - start_time,
             verify_seconds=verify_seconds + end_time - verify_start_time,
             is_aliased=transfer.is_aliased,
@@ -208,17 +182,14 @@ class WeightSync:
 
     def _match(self, source: ParameterSource) -> tuple[PlannedParameter, ...]:
         """Accounts for every parameter; all ranks fail together, before anything is sent."""
-        pairs: tuple[PlannedParameter, ...] = ()
         transfer = Transfer()
-
-        def match() -> None:
-            nonlocal pairs
-            manifest = self.engine.parameter_manifest()
-            pairs = match_parameters(manifest, source.parameters(), source.tied_names)
-
-        transfer.attempt(match)
-        agree(RankReport(transfer.error), self.world)
-        return pairs
+        pairs = transfer.attempt(
+            lambda: match_parameters(
+                self.engine.parameter_manifest(), source.parameters(), source.tied_names
+            )
+        )
+        agree(transfer.error, self.world)
+        return pairs or ()
 
     def _select(
         self,
@@ -239,13 +210,13 @@ class WeightSync:
         )
         return parameters_to_send(pairs, resident)
 
-    def _transfer(
+    def _send(
         self,
+        transfer: Transfer,
         pairs: Sequence[PlannedParameter],
         sent: Sequence[PlannedParameter],
         source: ParameterSource,
-    ) -> Transfer:
-        transfer = Transfer()
+    ) -> None:
         # If this update fails, nothing counts as resident at the next one.
         self._owner = None
         if self.allow_alias and share_weights(self.engine, pairs, source):
@@ -258,10 +229,7 @@ class WeightSync:
         transfer.attempt(self.engine.reset_caches, even_after_error=True)
         if self.engine.runs_on_every_rank:
             # Hashing and scoring are collectives of such an engine: no rank may stay away alone.
-            transfer.attempt(
-                lambda: agree(RankReport(transfer.error), self.world), even_after_error=True
-            )
-        return transfer
+            transfer.attempt(lambda: agree(transfer.error, self.world), even_after_error=True)
 
     def _plan(self, sent: Sequence[PlannedParameter]) -> BucketLayout:
         specs = tuple(
@@ -272,118 +240,54 @@ class WeightSync:
             self._layout = BucketLayout.plan(specs, bucket_bytes=self.bucket_bytes)
         return self._layout
 
-    def _verify(
+    def _compare_hashes(
         self,
         pairs: Sequence[PlannedParameter],
         hashes: Mapping[str, int],
-        transfer: Transfer,
-        canary: Canary | None,
-    ) -> _Evidence:
-        """Collects this rank's evidence; its failure goes to `transfer.error`."""
-        evidence = _Evidence({})
-        if not self.verify:
-            return evidence
-
-        def compare_hashes() -> None:
-            evidence.engine_hashes = self._engine_hashes(pairs, transfer, hashes)
-            check_hashes(hashes, evidence.engine_hashes)
-
-        transfer.attempt(compare_hashes)
-        if canary is not None and self.engine.computes_model:
-            evidence.canary_difference = self._score_canary(canary, transfer)
-        return evidence
-
-    def _engine_hashes(
-        self,
-        pairs: Sequence[PlannedParameter],
-        transfer: Transfer,
-        hashes: Mapping[str, int],
+        handed_hashes: Mapping[str, int],
     ) -> dict[str, int]:
-        """Hashes of what the engine holds, as far as it can tell; else of what it was given."""
+        """Checks what the engine holds, as far as it can tell; else what it was given.
+
+        Returns:
+            The hashes that were found.
+        """
         readable = [pair.name for pair in pairs if pair.target.verifiable]
         found = self.engine.hash_parameters(readable)
         for pair in pairs:
-            if pair.target.verifiable:
-                continue
-            # A resident one was checked when it was handed over.
-            resident_hash = self._resident_hashes.get(pair.name, hashes[pair.name])
-            found[pair.name] = transfer.handed_hashes.get(pair.name, resident_hash)
+            if not pair.target.verifiable:
+                # A resident one was checked when it was handed over.
+                resident_hash = self._resident_hashes.get(pair.name, hashes[pair.name])
+                found[pair.name] = handed_hashes.get(pair.name, resident_hash)
+        check_hashes(hashes, found)
         return found
 
     def _score_canary(self, canary: Canary, transfer: Transfer) -> float | None:
         """Lets engine and trainer score the prompt; every rank runs the trainer's forward."""
-        answer: EngineAnswer | None = None
-        difference: float | None = None
 
-        def ask() -> None:
-            nonlocal answer
+        def ask() -> tuple[tuple[int, ...], list[float]]:
             # The engine computes nothing with weights that have no version. `_conclude` takes it
             # back if any rank finds a fault.
             self.engine.set_weights_version(self.engine.weights_version + 1)
-            answer = ask_engine(self.engine, canary)
+            return ask_engine(self.engine, canary)
 
-        def compare() -> None:
-            nonlocal difference
-            if answer is not None:
-                difference = check_answer(canary, expected, answer)
-
-        transfer.attempt(ask)
         filler = (*canary.token_ids, canary.token_ids[0])
-        expected = canary.score(filler if answer is None else answer.token_ids)
-        transfer.attempt(compare)
-        return difference
+        token_ids, logprobs = transfer.attempt(ask) or (filler, None)
+        expected = canary.score(token_ids)
+        if logprobs is None:
+            return None
+        return transfer.attempt(lambda: check_answer(canary, expected, logprobs))
 
     def _conclude(
         self, previous_version: int, error: WeightSyncError | None, replica_hash: int
     ) -> None:
         """Gives the weights their version once all ranks agree, or bars the engine on all."""
         try:
-            agree(RankReport(error, replica_hash), self.world)
+            agree(error, self.world, source_hash=replica_hash)
         except WeightSyncError as err:
             self.engine.set_weights_version(previous_version)
             self.engine.mark_stale(f"the last weight sync failed the check {err.check!r}")
             raise
         self.engine.set_weights_version(previous_version + 1)
-
-
-def sync_actor(
-    sync: WeightSync,
-    model: nn.Module,
-    source: ParameterSource,
-    config: StrategyConfig,
-    *,
-    device: torch.device,
-    wake_cache: Callable[[], None] | None = None,
-) -> WeightSyncReport:
-    """Gives an engine the weights of an actor; all ranks must call it.
-
-    Bucket size and verification follow the configuration; adapters are part of the weights.
-
-    Args:
-        sync: Of the engine, whose weights are awake.
-        model: The actor as the strategy prepared it.
-        source: Its parameters.
-        config: Of the strategy.
-        device: Where the actor computes.
-        wake_cache: Wakes the rest of the engine once the weights are there.
-
-    Raises:
-        WeightSyncError: The engine does not hold the actor's weights; it then refuses to generate.
-    """
-    sync.bucket_bytes = config.weight_bucket_mb * MEGABYTE
-    sync.verify = config.verify_weight_sync
-    module = inner_module(model)
-    source = engine_source(module, source)
-    canary = None
-    if config.verify_weight_sync:
-        canary = actor_canary(
-            model,
-            module,
-            dtypes=compute_dtypes(config, sync.engine, source),
-            max_length=config.max_len,
-            device=device,
-        )
-    return sync.sync(source, canary=canary, wake_cache=wake_cache)
 
 
 def _num_bytes(pairs: Sequence[PlannedParameter]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from lightrft.kernels import BucketBroadcaster, BucketLayout, combine_hashes, ha
 from lightrft.strategy.weight_sync.accounting import PlannedParameter, WeightSyncError
 from lightrft.strategy.weight_sync.parameter_source import AddLocal, ParameterSource
 from lightrft.strategy.weight_sync.verification import transfer_device
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -35,18 +38,23 @@ class Transfer:
     handed_hashes: dict[str, int] = field(default_factory=dict)
     error: WeightSyncError | None = None
 
-    def attempt(self, step: Callable[[], None], *, even_after_error: bool = False) -> None:
-        """Runs one step of an update or of its verification unless an earlier one failed."""
+    def attempt(self, step: Callable[[], T], *, even_after_error: bool = False) -> T | None:
+        """Runs one step of an update or of its verification unless an earlier one failed.
+
+        Returns:
+            What the step returned; None if it failed or did not run.
+        """
         if self.error is not None and not even_after_error:
-            return
+            return None
         try:
-            step()
+            return step()
         except WeightSyncError as err:
             self.error = self.error or err
         except Exception as err:  # noqa: BLE001 - raised on all ranks by `agree`
             if self.error is None:
                 self.error = WeightSyncError("transfer", f"{type(err).__name__}: {err}")
                 self.error.__cause__ = err
+        return None
 
     def note_handed_over(self, piece: WeightPiece) -> None:
         """Adds the hash of one piece of a parameter that cannot be read back."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from lightrft.strategy.weight_sync.accounting import (
     MAX_LISTED_NAMES,
     PlannedParameter,
     WeightSyncError,
+    listed,
 )
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
@@ -24,19 +24,6 @@ from lightrft.strategy.weight_sync.parameter_source import (
 )
 
 _MASK = 2**64 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class RankReport:
-    """What one rank found during a stage of a sync; None and 0 mean nothing.
-
-    Args:
-        error: Its own failure.
-        source_hash: Hash of the trainer's weights in which all ranks must agree.
-    """
-
-    error: WeightSyncError | None = None
-    source_hash: int = 0
 
 
 def mix64(value: int) -> int:
@@ -130,27 +117,28 @@ def check_hashes(expected: Mapping[str, int], found: Mapping[str, int]) -> None:
         raise WeightSyncError(
             "hash",
             f"{len(names)} of {len(expected)} parameters in the engine differ from the trainer's: "
-            f"{_listed(names)}; the engine must not generate",
+            f"{listed(names)}; the engine must not generate",
             names,
         )
 
 
-def agree(report: RankReport, world: Group = None) -> None:
+def agree(error: WeightSyncError | None, world: Group = None, *, source_hash: int = 0) -> None:
     """Ends a stage on all ranks in the same way; one small collective.
 
     Args:
-        report: What this rank found.
+        error: What this rank found.
         world: The ranks that must agree; None is all of them.
+        source_hash: Of the weights of this rank's replica.
 
     Raises:
         WeightSyncError: This rank failed, another rank failed (the message says which), or ranks
             hold different weights.
     """
-    failure = None if report.error is None else (report.error.check, str(report.error))
-    names = () if report.error is None else report.error.names[:MAX_LISTED_NAMES]
-    reports = gather_objects((failure, names, report.source_hash), world)
-    if report.error is not None:
-        raise report.error
+    failure = None if error is None else (error.check, str(error))
+    names = () if error is None else error.names[:MAX_LISTED_NAMES]
+    reports = gather_objects((failure, names, source_hash), world)
+    if error is not None:
+        raise error
     for rank, (failed, failed_names, _) in enumerate(reports):
         if failed is not None:
             raise WeightSyncError(failed[0], f"on rank {rank}: {failed[1]}", failed_names)
@@ -161,8 +149,3 @@ def agree(report: RankReport, world: Group = None) -> None:
             f"rank(s) {odd_ranks} hold other weights than rank 0, although every rank must hold "
             "the same; the trainer's replicas have diverged",
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    hidden = len(names) - MAX_LISTED_NAMES
-    return ", ".join(names[:MAX_LISTED_NAMES]) + (f" and {hidden} more" if hidden > 0 else "")

@@ -1,8 +1,7 @@
-"""Model, optimizer and schedule of an FSDP2 run as files, shard by shard."""
+"""Model and optimizer as files, shard by shard where they are sharded."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,13 +11,15 @@ from torch.optim import Optimizer
 
 from lightrft.strategy.checkpoints.client_state import CheckpointError, load_state, save_state
 from lightrft.strategy.checkpoints.file_writers import FileWriter
-from lightrft.strategy.checkpoints.gathered_model import WeightFiles, as_saved, check_names
-from lightrft.strategy.fsdp2.shard_files import ShardReader, write_shards
-from lightrft.strategy.fsdp2.sharding import full_value, local_rows
+from lightrft.strategy.checkpoints.gathered_model import WeightFiles, check_names
+from lightrft.strategy.checkpoints.shard_files import (
+    ShardReader,
+    local_rows,
+    own_shards,
+    write_shards,
+)
 from lightrft.strategy.fsdp2.source import reshard_modules
 from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
-
-logger = logging.getLogger(__name__)
 
 MODEL_FOLDER = "model"
 OPTIMIZER_FOLDER = "optimizer"
@@ -34,10 +35,10 @@ def module_state(module: nn.Module) -> dict[str, Tensor]:
 
 def save_module(folder: Path, module: nn.Module, files: FileWriter, *, rank: int) -> None:
     """Write this rank's shards of a model."""
-    write_shards(folder / MODEL_FOLDER, module_state(module), files, rank=rank)
+    shards = own_shards(module_state(module), rank)
+    write_shards(folder / MODEL_FOLDER, shards, files, rank=rank)
 
 
-@torch.no_grad()
 def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
     """Read shards into a model, whatever number of ranks wrote them.
 
@@ -45,16 +46,9 @@ def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
         RuntimeError: With `strict`, if names are missing or unexpected.
         CheckpointError: A shape differs.
     """
-    reader = ShardReader(folder / MODEL_FOLDER)
-    state = module_state(module)
-    names, note = check_names(set(state), reader.names, source=str(folder), strict=strict)
-    if note is not None:
-        logger.warning(note)
-    for name in sorted(names):
-        reader.read_into(name, state[name])
+    _fill(module, ShardReader(folder / MODEL_FOLDER), source=str(folder), strict=strict)
 
 
-@torch.no_grad()
 def load_full_weights(
     path: Path, module: nn.Module, *, strict: bool, names: set[str] | None = None
 ) -> None:
@@ -70,39 +64,26 @@ def load_full_weights(
         FileNotFoundError: There are no weights.
         RuntimeError: A shape differs, or with `strict` names are missing or unexpected.
     """
-    files = WeightFiles(path, module)
+    _fill(module, WeightFiles(path, module), source=str(path), strict=strict, names=names)
+
+
+@torch.no_grad()
+def _fill(
+    module: nn.Module,
+    files: ShardReader | WeightFiles,
+    *,
+    source: str,
+    strict: bool,
+    names: set[str] | None = None,
+) -> None:
     state = module_state(module)
     found = files.names - set(tied_parameter_names(module))
     if names is not None:
         found &= names
     wanted = set(state) if names is None else names
-    readable, note = check_names(wanted, found, source=str(path), strict=strict)
-    if note is not None:
-        logger.warning(note)
-    for name in sorted(readable):
+    for name in sorted(check_names(wanted, found, source=source, strict=strict)):
         target = state[name]
-        if files.shape(name) != tuple(target.shape):
-            raise RuntimeError(
-                f"{name} has shape {files.shape(name)} in {path}, expected {tuple(target.shape)}"
-            )
-        local, start, stop = local_rows(target)
-        files.read_rows(name, start, stop, local)
-
-
-def gather_module(module: nn.Module, dtype: torch.dtype, *, keeps: bool) -> dict[str, Tensor]:
-    """Full CPU values, one parameter in flight at a time. Collective.
-
-    Args:
-        module: The wrapped module.
-        dtype: Of the floating point values returned.
-        keeps: Whether this rank wants them; the others return {}.
-    """
-    full: dict[str, Tensor] = {}
-    for name, value in module_state(module).items():
-        whole = full_value(value)
-        if keeps:
-            full[name] = as_saved(whole, dtype)
-    return full
+        files.read_into(name, *local_rows(target.detach()), tuple(target.shape))
 
 
 def save_optimizer(
@@ -119,7 +100,8 @@ def save_optimizer(
         for name, parameter in zip(group_names, group["params"], strict=True):
             for key, value in optimizer.state[parameter].items():
                 tensors[f"{key}/{name}"] = value
-    write_shards(folder / OPTIMIZER_FOLDER, tensors, files, rank=rank)
+    shards = own_shards(tensors, rank)
+    write_shards(folder / OPTIMIZER_FOLDER, shards, files, rank=rank)
     if rank == 0:
         save_state(folder / GROUPS_NAME, {"groups": groups}, files=files)
 
@@ -155,8 +137,9 @@ def load_optimizer(folder: Path, module: nn.Module, optimizer: Optimizer) -> Non
             name = names[id(parameter)]
             state: dict[str, Tensor] = {}
             for key in keys.get(name, []):
-                state[key] = _empty_state(key, parameter, group, reader.dtype_of(f"{key}/{name}"))
-                reader.read_into(f"{key}/{name}", state[key])
+                stored = f"{key}/{name}"
+                state[key] = _empty_state(key, parameter, group, reader.dtype_of(stored))
+                reader.read_into(stored, *local_rows(state[key]), tuple(state[key].shape))
             optimizer.state[parameter] = state
 
 

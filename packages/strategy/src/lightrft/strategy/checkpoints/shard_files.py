@@ -1,0 +1,171 @@
+"""Sharded tensors on disk: one safetensors file per rank, readable by any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
+
+from lightrft.strategy.checkpoints.client_state import CheckpointError
+from lightrft.strategy.checkpoints.file_writers import FileWriter
+from lightrft.strategy.weight_sync.parameter_source import chunk_ranges
+
+
+class Shard(NamedTuple):
+    """Rows of a tensor, or elements of a flattened one, and the shape of the whole."""
+
+    rows: Tensor
+    start: int
+    shape: tuple[int, ...]
+
+
+def own_shards(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Shard]:
+    """This rank's parts of tensors with the same names on every rank; replicas count once."""
+    shards = {}
+    for name, tensor in tensors.items():
+        local, start, stop = local_rows(tensor.detach())
+        is_empty = tensor.dim() > 0 and start == stop and tensor.shape[0] > 0
+        if not is_empty and is_written_by(tensor, rank):
+            shards[name] = Shard(local, start, tuple(tensor.shape))
+    return shards
+
+
+def write_shards(
+    folder: Path, shards: Mapping[str, Shard], files: FileWriter, *, rank: int
+) -> None:
+    """Write a rank's file of a folder, which is created if needed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = {name: shard.rows for name, shard in shards.items()}
+    layout = {name: [shard.start, list(shard.shape)] for name, shard in shards.items()}
+    files.tensors(folder / f"rank_{rank:05d}.safetensors", parts, {"layout": json.dumps(layout)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    file: Path
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+class ShardReader:
+    """All tensors of a folder that `write_shards` filled.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        CheckpointError: There are no files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._parts: dict[str, list[_Part]] = {}
+        files = sorted(folder.glob("rank_*.safetensors"))
+        if not files:
+            raise CheckpointError(f"no shards in {folder}")
+        for file in files:
+            with safe_open(file, "pt") as stream:
+                for name, (start, shape) in json.loads(stream.metadata()["layout"]).items():
+                    local_shape = stream.get_slice(name).get_shape()
+                    stop = start + (local_shape[0] if local_shape else 0)
+                    self._parts.setdefault(name, []).append(_Part(file, start, stop, tuple(shape)))
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._parts)
+
+    def read_into(
+        self, name: str, target: Tensor, start: int, stop: int, shape: tuple[int, ...]
+    ) -> None:
+        """Fill `target` with the rows [start, stop) of a tensor of this shape.
+
+        Raises:
+            CheckpointError: The shapes differ, or rows are missing.
+        """
+        parts = self._of(name)
+        if parts[0].shape != shape:
+            raise CheckpointError(
+                f"{name} has shape {parts[0].shape} in the checkpoint, expected {shape}"
+            )
+        if not target.dim():
+            target.copy_(_read(parts[0], name, None))
+            return
+        position = start
+        for part in sorted(parts, key=lambda item: item.start):  # they may overlap
+            if part.start <= position < min(part.stop, stop):
+                end = min(part.stop, stop)
+                rows = _read(part, name, (position - part.start, end - part.start))
+                target[position - start : end - start].copy_(rows)
+                position = end
+        if position != stop:
+            raise CheckpointError(f"{name}: the checkpoint lacks the rows {position} to {stop}")
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """In which dtype a tensor was written."""
+        part = self._of(name)[0]
+        return _read(part, name, (0, 0) if part.shape else None).dtype
+
+    def _of(self, name: str) -> list[_Part]:
+        if name not in self._parts:
+            raise CheckpointError(f"{self._folder} lacks {name}")
+        return self._parts[name]
+
+
+def _read(part: _Part, name: str, rows: tuple[int, int] | None) -> Tensor:
+    with safe_open(part.file, "pt") as stream:
+        if rows is None:
+            whole: Tensor = stream.get_tensor(name)
+            return whole
+        selected: Tensor = stream.get_slice(name)[rows[0] : rows[1]]
+        return selected
+
+
+def local_rows(tensor: Tensor) -> tuple[Tensor, int, int]:
+    """This rank's part of a tensor, and which rows of the whole it is.
+
+    Returns:
+        (local tensor, first row, row after the last); a whole tensor is its own part, and a
+        scalar has rows 0 to 0.
+
+    Raises:
+        ValueError: It is sharded along another dimension than its first.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor, 0, (tensor.shape[0] if tensor.dim() else 0)
+    shard_dims = [d for d, place in enumerate(tensor.placements) if not place.is_replicate()]
+    if len(shard_dims) > 1 or any(tensor.placements[d] != ShardPlacement(0) for d in shard_dims):
+        raise ValueError(f"expected a tensor sharded along dimension 0, got {tensor.placements}")
+    local = tensor.to_local()
+    if not shard_dims:
+        return local, 0, tensor.shape[0]
+    rows = chunk_ranges((tensor.shape[0],), tensor.device_mesh.size(shard_dims[0]))
+    return local, *rows[tensor.device_mesh.get_local_rank(shard_dims[0])]
+
+
+def is_written_by(tensor: Tensor, rank: int) -> bool:
+    """Whether this rank is the one that writes its part into a checkpoint."""
+    if not isinstance(tensor, DTensor):
+        return rank == 0
+    coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())
+    replicas = [
+        place
+        for place, layout in zip(coordinate, tensor.placements, strict=True)
+        if layout.is_replicate()
+    ]
+    return not any(replicas)
+
+
+def full_value(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank. Collective for a sharded one."""
+    whole = tensor.detach()
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole
