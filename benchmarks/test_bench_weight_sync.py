@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightrft.engines import EngineConfig, WeightPiece
 from lightrft.engines.fake import FakeEngine
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.strategy.weight_sync.parameter_source import ModuleSource, SourceParameter
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 from lightrft.strategy.weight_sync.sync import WeightSync
 
 NUM_ROUNDS = 7
@@ -77,7 +77,7 @@ class World:
             self.entries.append(SourceParameter(f"p{i}", shape, shards, local, frozen=False))
             targets[f"p{i}"] = torch.zeros(shape, dtype=torch.bfloat16)
         self.world_size = world_size
-        self.source = ModuleSource(nn.Linear(1, 1), tuple(self.entries), dist.group.WORLD)
+        self.source = ParameterSource(nn.Linear(1, 1), tuple(self.entries), dist.group.WORLD)
         self.engine = FakeEngine(EngineConfig("fake", ""), parameters=targets)
         self.num_bytes = sum(t.numel() * t.element_size() for t in targets.values())
         self.flat = torch.empty(BUCKET_BYTES // world_size, dtype=torch.uint8)

@@ -11,7 +11,7 @@ from lightrft.engines import EngineConfig, GenerationRequest, SamplingParams, St
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.strategy.fake import FakeStrategy
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.strategy.weight_sync.parameter_source import ModuleSource
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource
 from lightrft.strategy.weight_sync.sync import (
     WeightSyncError,
     WeightSyncReport,
@@ -151,7 +151,7 @@ class PlantedSource(FakeStrategy):
         source = super().parameter_source(model)
         if self.fault is None:
             return source
-        return ModuleSource(
+        return ParameterSource(
             source.owner, tuple(self.fault(source.entries)), None, source.tied_names
         )
 
@@ -334,7 +334,7 @@ def fault_on_one_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
         expect_failure(engine, fsdp2_parameter_source(sharded), canary)
     source = module_parameter_source(actor)
     if rank == 1:
-        source = ModuleSource(source.owner, tuple(drop_parameter(source.entries)))
+        source = ParameterSource(source.owner, tuple(drop_parameter(source.entries)))
     expect_failure(start(CopyingEngine), source)
     if rank == 1:
         with torch.no_grad():

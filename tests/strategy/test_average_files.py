@@ -12,7 +12,7 @@ from lightrft.strategy.checkpoints.client_state import CheckpointError
 from lightrft.strategy.checkpoints.file_writers import FileWriter
 from lightrft.strategy.checkpoints.moving_averages import MovingAverages
 from lightrft.strategy.deepspeed.source import partition_ranges
-from lightrft.strategy.weight_sync.parameter_source import ModuleSource, SourceParameter
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 
 
 def source_of(rank, num_ranks, values, dtype=torch.float32):
@@ -23,7 +23,7 @@ def source_of(rank, num_ranks, values, dtype=torch.float32):
         start, stop = shards[rank if len(shards) > 1 else 0]
         shard = value.flatten()[start:stop].to(dtype).clone()
         entries.append(SourceParameter(name, tuple(value.shape), shards, shard, frozen=True))
-    return ModuleSource(torch.nn.Module(), tuple(entries))
+    return ParameterSource(torch.nn.Module(), tuple(entries))
 
 
 def master_of(averages, average, folder):

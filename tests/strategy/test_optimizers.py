@@ -49,9 +49,8 @@ def constant(step, num_warmup, max_steps):
 def test_schedule_of_an_optimizer_at_every_step(name, after_rise, max_steps, ratio):
     parameter = nn.Parameter(torch.ones(2, 2))
     optimizer = torch.optim.SGD([parameter], lr=4.0)
-    schedule = learning_rate_schedule(
-        name, optimizer, max_steps=max_steps, warmup_ratio=ratio, min_lr_ratio=0.1
-    )
+    config = StrategyConfig(lr_scheduler=name, lr_warmup_ratio=ratio, min_lr_ratio=0.1)
+    schedule = learning_rate_schedule(config, optimizer, max_steps=max_steps)
     num_warmup = math.ceil(max_steps * ratio)
     for step in range(max_steps + 3):
         is_rising = step < num_warmup
@@ -136,9 +135,8 @@ def test_adam_settings():
 def test_the_floor_of_the_cosine_is_an_option_and_the_others_have_none():
     def end(name, ratio):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-        schedule = learning_rate_schedule(
-            name, optimizer, max_steps=5, warmup_ratio=0.0, min_lr_ratio=ratio
-        )
+        config = StrategyConfig(lr_scheduler=name, lr_warmup_ratio=0.0, min_lr_ratio=ratio)
+        schedule = learning_rate_schedule(config, optimizer, max_steps=5)
         for _ in range(7):
             optimizer.step()
             schedule.step()

@@ -19,7 +19,7 @@ from lightrft.strategy.weight_sync.accounting import (
     parameters_to_send,
 )
 from lightrft.strategy.weight_sync.canary import actor_canary, canary_token_ids, score_with_actor
-from lightrft.strategy.weight_sync.parameter_source import ModuleSource, module_parameter_source
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource, module_parameter_source
 from lightrft.strategy.weight_sync.sync import WeightSync
 from lightrft.strategy.weight_sync.verification import model_hash, source_hashes
 
@@ -81,7 +81,7 @@ def engine_parameter(name: str, *shape: int, **details) -> EngineParameter:
     return EngineParameter(name=name, shape=shape, dtype=torch.float32, **details)
 
 
-def source_of(**tensors: torch.Tensor) -> ModuleSource:
+def source_of(**tensors: torch.Tensor) -> ParameterSource:
     module = nn.Module()
     for name, tensor in tensors.items():
         module.register_parameter(name, nn.Parameter(tensor))
@@ -272,7 +272,7 @@ def test_adapters_are_added_before_rounding_and_verified() -> None:
             values += delta[start : start + values.numel()]
 
     base = module_parameter_source(module)
-    source = ModuleSource(module, base.entries, add_local=add_local)
+    source = ParameterSource(module, base.entries, add_local=add_local)
     config = EngineConfig(engine_type="fake", model_path="", dtype="bfloat16")
     engine = FakeEngine.for_module(config, module)
     before = module.weight.detach().clone()

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightrft.engines import EngineConfig
 from lightrft.engines.fake import FakeEngine
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.strategy.weight_sync.parameter_source import ModuleSource, SourceParameter
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 from lightrft.strategy.weight_sync.sync import WeightSync
 
 NUM_ROWS, NUM_COLUMNS = 32_000, 8  # 1 MB of float32, in however many tensors
@@ -44,7 +44,7 @@ def sharded_source(num_tensors, rank, world_size):
         )
         local = tensor.reshape(-1)[slice(*shards[rank])]
         entries.append(SourceParameter(name, tuple(tensor.shape), shards, local, frozen=False))
-    return full, ModuleSource(nn.Linear(1, 1), tuple(entries), dist.group.WORLD)
+    return full, ParameterSource(nn.Linear(1, 1), tuple(entries), dist.group.WORLD)
 
 
 def count_messages(rank, world_size):

@@ -177,7 +177,11 @@ def test_a_vision_trainer_asks_for_its_processor_first(build_world):
         ({"advantage_estimator": "grop"}, ValueError, "grpo"),
         ({"kl_estimator": "k9"}, ValueError, "k3"),
         ({"advantage_estimator": "gae"}, ValueError, "critic"),
-        ({"n_samples_per_prompt": 1, "train_batch_size": 4}, ValueError, "n_samples_per_prompt >= 2"),
+        (
+            {"n_samples_per_prompt": 1, "train_batch_size": 4},
+            ValueError,
+            "n_samples_per_prompt >= 2",
+        ),
         ({"train_batch_size": 6}, ValueError, "nearest legal"),
         ({"use_kl_loss": True}, ValueError, "reference"),
         ({"policy_loss": "gmpo", "eps_clip": 0.1}, ValueError, "clip range"),

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from lightrft.engines.engine_weights import EngineWeights
-from lightrft.engines.engine_weights import StaleEngineError as StaleEngineError
+from lightrft.engines.engine_weights import EngineWeights, StaleEngineError as StaleEngineError
 from lightrft.engines.hf.stopping import end_of_sequence_ids
 from lightrft.engines.hf.text import Text
 from lightrft.engines.parameter_store import is_full_tensor

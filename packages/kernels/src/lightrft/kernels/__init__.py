@@ -10,14 +10,17 @@ if TYPE_CHECKING:
     from lightrft.kernels.hardware import capabilities as capabilities
     from lightrft.kernels.logprob.dispatch import linear_logprob as linear_logprob
     from lightrft.kernels.logprob.policy_loss import linear_policy_loss as linear_policy_loss
-    from lightrft.kernels.logprob.types import VocabShard as VocabShard
-    from lightrft.kernels.logprob.types import Workspace as Workspace
+    from lightrft.kernels.logprob.types import VocabShard as VocabShard, Workspace as Workspace
     from lightrft.kernels.weight_bucket.broadcaster import BucketBroadcaster as BucketBroadcaster
-    from lightrft.kernels.weight_bucket.layout import BucketLayout as BucketLayout
-    from lightrft.kernels.weight_bucket.layout import TensorSpec as TensorSpec
-    from lightrft.kernels.weight_bucket.operations import hash_tensor as hash_tensor
-    from lightrft.kernels.weight_bucket.operations import pack as pack
-    from lightrft.kernels.weight_bucket.operations import unpack as unpack
+    from lightrft.kernels.weight_bucket.layout import (
+        BucketLayout as BucketLayout,
+        TensorSpec as TensorSpec,
+    )
+    from lightrft.kernels.weight_bucket.operations import (
+        hash_tensor as hash_tensor,
+        pack as pack,
+        unpack as unpack,
+    )
     from lightrft.kernels.weight_bucket.reference import combine_hashes as combine_hashes
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

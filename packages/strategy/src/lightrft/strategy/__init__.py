@@ -12,17 +12,11 @@ if TYPE_CHECKING:
     from lightrft.strategy.factory import get_strategy as get_strategy
     from lightrft.strategy.fake import (
         FakeStrategy as FakeStrategy,
-    )
-    from lightrft.strategy.fake import (
         get_fake_strategy as get_fake_strategy,
     )
     from lightrft.strategy.strategy_base import (
         PreparedModel as PreparedModel,
-    )
-    from lightrft.strategy.strategy_base import (
         StrategyBase as StrategyBase,
-    )
-    from lightrft.strategy.strategy_base import (
         is_engine as is_engine,
     )
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
 
 from lightrft.strategy.config import StrategyConfig
-
-if TYPE_CHECKING:
-    from lightrft.strategy.prepared import Arguments
-    from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.prepared import Arguments, published_sizes
+from lightrft.strategy.strategy_base import StrategyBase
 
 
 def get_strategy(args: Arguments) -> StrategyBase:
@@ -26,12 +23,7 @@ def get_strategy(args: Arguments) -> StrategyBase:
         RuntimeError: The launcher's environment variables are missing.
     """
     config = StrategyConfig.from_args(args)
-    sizes = (
-        config.seed,
-        config.max_norm,
-        config.micro_train_batch_size,
-        config.train_batch_size,
-    )
+    sizes = published_sizes(config)
     if config.fsdp:
         from lightrft.strategy.fsdp2.strategy import FSDPV2Strategy
 

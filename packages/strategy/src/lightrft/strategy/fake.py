@@ -12,7 +12,13 @@ from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import ALONE
 from lightrft.strategy.distributed.process_groups import resolve_shard_size
 from lightrft.strategy.distributed.sequence_parallel import share_sequences
-from lightrft.strategy.prepared import AnyModel, Arguments, PreparedModel, inner_module
+from lightrft.strategy.prepared import (
+    AnyModel,
+    Arguments,
+    PreparedModel,
+    inner_module,
+    published_sizes,
+)
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
@@ -76,14 +82,8 @@ class FakeStrategy(StrategyBase):
         train_batch_size: int = 1,
         args: Arguments | None = None,
     ) -> None:
-        super().__init__(
-            seed,
-            max_norm,
-            micro_train_batch_size,
-            train_batch_size,
-            args,
-            backend=PlainBackend,
-        )
+        sizes = (seed, max_norm, micro_train_batch_size, train_batch_size)
+        super().__init__(*sizes, args, backend=PlainBackend)
 
 
 def get_fake_strategy(args: Arguments | None = None) -> FakeStrategy:
@@ -96,10 +96,4 @@ def get_fake_strategy(args: Arguments | None = None) -> FakeStrategy:
     if args is None:
         return FakeStrategy()
     config = StrategyConfig.from_args(args)
-    return FakeStrategy(
-        config.seed,
-        config.max_norm,
-        config.micro_train_batch_size,
-        config.train_batch_size,
-        args,
-    )
+    return FakeStrategy(*published_sizes(config), args)

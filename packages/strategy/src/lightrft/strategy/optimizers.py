@@ -103,33 +103,27 @@ LR_SCHEDULES = {COSINE: COSINE, "linear": "linear", "constant": "constant_with_w
 
 
 def learning_rate_schedule(
-    name: str,
-    optimizer: Optimizer,
-    *,
-    max_steps: int,
-    warmup_ratio: float,
-    min_lr_ratio: float,
+    config: StrategyConfig, optimizer: Optimizer, *, max_steps: int
 ) -> LambdaLR:
-    """The named schedule with a linear warm-up over ceil(max_steps * warmup_ratio) steps.
+    """The chosen schedule with a linear warm-up over ceil(max_steps * lr_warmup_ratio) steps.
 
     Args:
-        name: A name in `LR_SCHEDULES`.
+        config: Has `lr_scheduler`, `lr_warmup_ratio` and `min_lr_ratio`.
         optimizer: Its groups' current learning rates are the peaks.
         max_steps: Optimizer steps of the whole run.
-        warmup_ratio: Share of them that warms up.
-        min_lr_ratio: Final over peak learning rate of the cosine.
 
     Raises:
         ValueError: Unknown name; the message lists the known ones.
     """
+    name = config.lr_scheduler
     if name not in LR_SCHEDULES:
         raise ValueError(f"unknown lr_scheduler {name!r}: expected one of {list(LR_SCHEDULES)}")
     steps = {
-        "num_warmup_steps": math.ceil(max_steps * warmup_ratio),
+        "num_warmup_steps": math.ceil(max_steps * config.lr_warmup_ratio),
         "num_training_steps": max_steps,
     }
     if name == COSINE:
-        factor = partial(cosine_with_min_lr_factor, min_lr_ratio=min_lr_ratio, **steps)
+        factor = partial(cosine_with_min_lr_factor, min_lr_ratio=config.min_lr_ratio, **steps)
         return LambdaLR(optimizer, factor)
     from transformers import get_scheduler
 

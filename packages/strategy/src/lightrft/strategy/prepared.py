@@ -67,3 +67,8 @@ def is_actor(model: object) -> bool:
 def is_engine(model: object) -> bool:
     """Whether the object is a rollout engine."""
     return isinstance(model, RolloutEngine)
+
+
+def published_sizes(config: StrategyConfig) -> tuple[int, float, int, int]:
+    """The arguments that every strategy's constructor begins with."""
+    return config.seed, config.max_norm, config.micro_train_batch_size, config.train_batch_size

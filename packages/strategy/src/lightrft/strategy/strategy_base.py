@@ -418,13 +418,7 @@ class StrategyBase:
         optimizer = self.create_optimizer(
             model, lr=learning_rate, betas=config.adam_betas, weight_decay=config.l2
         )
-        scheduler = learning_rate_schedule(
-            config.lr_scheduler,
-            optimizer,
-            max_steps=max_steps,
-            warmup_ratio=config.lr_warmup_ratio,
-            min_lr_ratio=config.min_lr_ratio,
-        )
+        scheduler = learning_rate_schedule(config, optimizer, max_steps=max_steps)
         ready = PreparedModel(model, optimizer, scheduler)
         if self.backend.wraps_before_optimizer:
             self._remember(ready)

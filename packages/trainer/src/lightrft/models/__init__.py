@@ -10,14 +10,18 @@ if TYPE_CHECKING:
     from lightrft.models.actor import Actor as Actor
     from lightrft.models.critic import Critic as Critic
     from lightrft.models.layout import TokenLayout as TokenLayout
-    from lightrft.models.loading import ModelLoadError as ModelLoadError
-    from lightrft.models.loading import load_causal_lm as load_causal_lm
-    from lightrft.models.loading import load_config as load_config
-    from lightrft.models.loading import load_tokenizer as load_tokenizer
-    from lightrft.models.loading import load_trunk as load_trunk
+    from lightrft.models.loading import (
+        ModelLoadError as ModelLoadError,
+        load_causal_lm as load_causal_lm,
+        load_config as load_config,
+        load_tokenizer as load_tokenizer,
+        load_trunk as load_trunk,
+    )
     from lightrft.models.lora import LoraActor as LoraActor
-    from lightrft.models.presets import byte_level_tokenizer as byte_level_tokenizer
-    from lightrft.models.presets import write_tiny_model as write_tiny_model
+    from lightrft.models.presets import (
+        byte_level_tokenizer as byte_level_tokenizer,
+        write_tiny_model as write_tiny_model,
+    )
     from lightrft.models.reward_model import RewardModel as RewardModel
     from lightrft.models.sequence_model import SequenceModel as SequenceModel
     from lightrft.models.types import ActorOutput as ActorOutput

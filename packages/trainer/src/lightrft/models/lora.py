@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from lightrft.config import TrainConfig
 from lightrft.models.actor import Actor
 from lightrft.strategy.weight_sync.parameter_source import (
-    ModuleSource,
     ParameterSource,
     SourceParameter,
 )
@@ -84,7 +83,7 @@ class LoraActor(Actor):
             for entry in entries
             if not _is_factor(entry.checkpoint_name)
         )
-        return ModuleSource(source.owner, merged, source.group, source.tied_names, add_local)
+        return ParameterSource(source.owner, merged, source.group, source.tied_names, add_local)
 
     def merged_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `lightrft.strategy.weight_sync.adapted_model.AdaptedModel`."""

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING
 from lightrft.kernels.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lightrft.rewards.build import CombinedReward as CombinedReward
-    from lightrft.rewards.build import build_reward as build_reward
+    from lightrft.rewards.build import (
+        CombinedReward as CombinedReward,
+        build_reward as build_reward,
+    )
     from lightrft.rewards.math_rules import MathReward as MathReward
-    from lightrft.rewards.types import RewardError as RewardError
-    from lightrft.rewards.types import RewardFunction as RewardFunction
-    from lightrft.rewards.types import RewardResult as RewardResult
+    from lightrft.rewards.types import (
+        RewardError as RewardError,
+        RewardFunction as RewardFunction,
+        RewardResult as RewardResult,
+    )
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

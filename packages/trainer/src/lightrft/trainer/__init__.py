@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightrft.trainer.reporting.loggers import MetricsLogger as MetricsLogger
-    from lightrft.trainer.runs.assembly import RunSummary as RunSummary
-    from lightrft.trainer.runs.assembly import run_training as run_training
-    from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer as SPMDPPOTrainer
-    from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainerBase as SPMDPPOTrainerBase
-    from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL as SPMDPPOTrainerVL
+    from lightrft.trainer.runs.assembly import (
+        RunSummary as RunSummary,
+        run_training as run_training,
+    )
+    from lightrft.trainer.spmd_ppo_trainer import (
+        SPMDPPOTrainer as SPMDPPOTrainer,
+        SPMDPPOTrainerBase as SPMDPPOTrainerBase,
+        SPMDPPOTrainerVL as SPMDPPOTrainerVL,
+    )
     from lightrft.trainer.training.metrics import StepMetrics as StepMetrics
 
 _MODULES = {

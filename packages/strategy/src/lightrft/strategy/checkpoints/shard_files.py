@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor import DTensor, Shard as ShardPlacement
 
 from lightrft.strategy.checkpoints.client_state import CheckpointError
 from lightrft.strategy.checkpoints.file_writers import FileWriter

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from lightrft.strategy.deepspeed.runtime import ZeroEngine
 from lightrft.strategy.weight_sync.parameter_source import (
     FlatRange,
-    ModuleSource,
+    ParameterSource,
     SourceParameter,
     checkpoint_module,
     module_parameter_source,
@@ -31,7 +31,7 @@ class _PartitionedParameter(Protocol):
     ds_process_group: ProcessGroup
 
 
-def zero_parameter_source(engine: ZeroEngine) -> ModuleSource:
+def zero_parameter_source(engine: ZeroEngine) -> ParameterSource:
     """The source of a model inside a DeepSpeed engine, at any ZeRO stage.
 
     Stages 0 to 2: the module's own parameters, in the dtype the forward uses (with bf16 the
@@ -61,7 +61,7 @@ def zero_parameter_source(engine: ZeroEngine) -> ModuleSource:
         entries.append(_partitioned_parameter(name, partitioned))
     if group is not None and dist.get_world_size(group) == 1:
         group = None
-    return ModuleSource(engine.module, tuple(entries), group, tied_parameter_names(root))
+    return ParameterSource(engine.module, tuple(entries), group, tied_parameter_names(root))
 
 
 def _partitioned_parameter(name: str, parameter: _PartitionedParameter) -> SourceParameter:

@@ -232,16 +232,9 @@ class DeepspeedStrategy(StrategyBase):
         bf16: bool | None = None,
         args: Arguments | None = None,
     ) -> None:
+        sizes = (seed, max_norm, micro_train_batch_size, train_batch_size)
         super().__init__(
-            seed,
-            max_norm,
-            micro_train_batch_size,
-            train_batch_size,
-            args,
-            backend=ZeroBackend,
-            fsdp=False,
-            zero_stage=zero_stage,
-            bf16=bf16,
+            *sizes, args, backend=ZeroBackend, fsdp=False, zero_stage=zero_stage, bf16=bf16
         )
 
 

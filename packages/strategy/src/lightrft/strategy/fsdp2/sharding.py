@@ -129,10 +129,7 @@ def shard_module(module: nn.Module, plan: ShardingPlan) -> nn.Module:
     """Shard a model in place: every block is a unit, all else (tied head included) the root unit.
 
     Parameters that are on the meta device on some rank are filled with those of rank 0, which must
-    have real ones.
-
-    Raises:
-        ValueError: Rank 0 has parameters on the meta device.
+    have real ones: see `empty_models` for the other case.
     """
     full = _full_values_of_rank_0(module)
     apply_units(module, plan)
@@ -179,20 +176,14 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 def _full_values_of_rank_0(module: nn.Module) -> dict[str, Tensor] | None:
     """None if every rank has real values; else rank 0's values by name, and {} elsewhere."""
-    is_meta = any(parameter.is_meta for parameter in module.parameters())
     # int, not bool: MAX is the logical or.
-    flag = torch.tensor(int(is_meta))
+    flag = torch.tensor(int(any(parameter.is_meta for parameter in module.parameters())))
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     if not flag.item():
         return None
-    is_first = dist.get_rank() == 0
-    outcome = [is_meta if is_first else None]
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[0]:
-        raise ValueError(
-            "rank 0 must hold real weights: only other ranks may build models on the meta device"
-        )
-    return {name: value.detach() for name, value in _named_values(module)} if is_first else {}
+    if dist.get_rank() > 0:
+        return {}
+    return {name: value.detach() for name, value in _named_values(module)}
 
 
 def _named_values(module: nn.Module) -> Iterable[tuple[str, Tensor]]:

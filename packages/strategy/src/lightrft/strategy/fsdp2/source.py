@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from lightrft.strategy.weight_sync.parameter_source import (
-    ModuleSource,
+    ParameterSource,
     SourceParameter,
     checkpoint_module,
     chunk_ranges,
@@ -20,7 +20,7 @@ from lightrft.strategy.weight_sync.parameter_source import (
 )
 
 
-def fsdp2_parameter_source(module: nn.Module) -> ModuleSource:
+def fsdp2_parameter_source(module: nn.Module) -> ParameterSource:
     """The source of a model wrapped by `fully_shard`, on a flat or hybrid mesh.
 
     Side effect: units that are unsharded between forwards are resharded, because their registered
@@ -54,7 +54,7 @@ def fsdp2_parameter_source(module: nn.Module) -> ModuleSource:
                 f"others on {dist.get_process_group_ranks(group)}"
             )
         group = parameter_group
-    return ModuleSource(module, tuple(entries), group, tied_parameter_names(root))
+    return ParameterSource(module, tuple(entries), group, tied_parameter_names(root))
 
 
 def reshard_modules(module: nn.Module) -> None:

@@ -205,16 +205,8 @@ class FSDPV2Strategy(StrategyBase):
         bf16: bool | None = None,
         args: Arguments | None = None,
     ) -> None:
-        super().__init__(
-            seed,
-            max_norm,
-            micro_train_batch_size,
-            train_batch_size,
-            args,
-            backend=FSDP2Backend,
-            fsdp=True,
-            bf16=bf16,
-        )
+        sizes = (seed, max_norm, micro_train_batch_size, train_batch_size)
+        super().__init__(*sizes, args, backend=FSDP2Backend, fsdp=True, bf16=bf16)
 
 
 def _move_states(optimizer: Optimizer, device: torch.device) -> None:

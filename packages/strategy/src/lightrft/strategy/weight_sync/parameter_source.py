@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -61,31 +60,8 @@ class SourceParameter:
         return len(self.shards) > 1
 
 
-class ParameterSource(Protocol):
-    """The parameters of one model as a strategy holds them now."""
-
-    @property
-    def owner(self) -> nn.Module:
-        """The module whose parameters these are."""
-
-    @property
-    def group(self) -> ProcessGroup | None:
-        """The ranks that hold the shards, in the order of `SourceParameter.shards`."""
-
-    @property
-    def tied_names(self) -> Mapping[str, str]:
-        """Second names of parameters -> the name under which `parameters` lists them."""
-
-    @property
-    def add_local(self) -> AddLocal | None:
-        """Adds what is not in the stored weights (adapters) to a range of one parameter."""
-
-    def parameters(self) -> Sequence[SourceParameter]:
-        """All parameters, tied ones once, in the same order on every rank."""
-
-
 @dataclass(frozen=True, slots=True)
-class ModuleSource:
+class ParameterSource:
     """A source with a fixed list of parameters; see `ParameterSource`.
 
     Args:
@@ -133,7 +109,7 @@ def tied_parameter_names(module: nn.Module) -> dict[str, str]:
     return tied
 
 
-def module_parameter_source(module: nn.Module) -> ModuleSource:
+def module_parameter_source(module: nn.Module) -> ParameterSource:
     """The source of a model whose parameters are whole on every rank.
 
     Args:
@@ -141,7 +117,7 @@ def module_parameter_source(module: nn.Module) -> ModuleSource:
     """
     root = checkpoint_module(module)
     entries = tuple(whole_parameter(name, value) for name, value in root.named_parameters())
-    return ModuleSource(module, entries, tied_names=tied_parameter_names(root))
+    return ParameterSource(module, entries, tied_names=tied_parameter_names(root))
 
 
 def whole_parameter(name: str, parameter: Tensor) -> SourceParameter:
