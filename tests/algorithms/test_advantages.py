@@ -322,5 +322,5 @@ def test_wrong_kind_unknown_name_and_unknown_option_are_errors() -> None:
         build_advantage_estimator("reinforce+", {})
     with pytest.raises(ValueError, match="'rloo' has no option 'eps'"):
         build_advantage_estimator("rloo", {"eps": 1e-3})
-    with pytest.raises(ValueError, match="centre, clip_filter, std"):
+    with pytest.raises(ValueError, match=r"std.*clip_filter.*centre"):
         _estimate("cpgd", _inputs(REWARDS), {"weighting": "x"})

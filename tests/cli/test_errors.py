@@ -27,8 +27,8 @@ KNOWN_ERRORS = (
     ("lightrft.cli.errors", "UsageError", ("text",), 2),
     ("lightrft.strategy.config", "ConfigError", ("text",), 2),
     ("lightrft.models.loading", "ModelLoadError", ("text",), 2),
-    ("lightrft.datasets.errors", "DataError", ("text",), 4),
-    ("lightrft.rewards.errors", "RewardError", ("text",), 5),
+    ("lightrft.datasets.types", "DataError", ("text",), 4),
+    ("lightrft.rewards.types", "RewardError", ("text",), 5),
     ("lightrft.strategy.weight_sync.accounting", "WeightSyncError", ("hash", "text"), 8),
     ("lightrft.cli.errors", "WorkerError", ("text", 77), 77),
 )

@@ -25,11 +25,11 @@ WORKER = textwrap.dedent("""
         time.sleep(100)
 
     def data(rank):
-        from lightrft.datasets.errors import DataError
+        from lightrft.datasets.types import DataError
         of_rank(rank, DataError("line 3 is odd"))
 
     def reward(rank):
-        from lightrft.rewards.errors import RewardError
+        from lightrft.rewards.types import RewardError
         of_rank(rank, RewardError("sample 4 failed"))
 
     def usage(rank):

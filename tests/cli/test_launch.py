@@ -60,7 +60,7 @@ def test_message_and_code_of_the_failing_rank_reach_the_caller(tmp_path, monkeyp
         textwrap.dedent("""
             import os, sys, time
             from lightrft.cli.errors import run_guarded
-            from lightrft.datasets.errors import DataError
+            from lightrft.datasets.types import DataError
 
             def body():
                 if os.environ["RANK"] == "1":

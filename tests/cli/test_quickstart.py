@@ -22,8 +22,13 @@ from lightrft.cli.quickstart.addition import (
     write_additions,
 )
 from lightrft.cli.quickstart.boxed_sum import score
-from lightrft.cli.quickstart.command import LiveReward
-from lightrft.cli.quickstart.recipe import ESTIMATORS, STRATEGIES, Recipe, training_config
+from lightrft.cli.quickstart.command import (
+    ESTIMATORS,
+    STRATEGIES,
+    LiveReward,
+    Recipe,
+    training_config,
+)
 from lightrft.trainer.reporting.metric_table import metric_row
 
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

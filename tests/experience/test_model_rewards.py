@@ -11,9 +11,8 @@ from lightrft.experience.model_rewards import ModelRewards, ScoringModel
 from lightrft.experience.scoring import score_rollouts
 from lightrft.experience.types import Rollout
 from lightrft.models.presets import byte_level_tokenizer
-from lightrft.rewards.errors import RewardError
 from lightrft.rewards.recipes import RewardRecipes
-from lightrft.rewards.types import RewardResult
+from lightrft.rewards.types import RewardError, RewardResult
 
 
 class SumOfIds(torch.nn.Module):

@@ -7,8 +7,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
 from lightrft.experience.scoring import overlong_penalty, score_rollouts
 from lightrft.experience.types import Rollout
-from lightrft.rewards.errors import RewardError
-from lightrft.rewards.types import RewardResult
+from lightrft.rewards.types import RewardError, RewardResult
 
 
 @dataclass

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from lightrft.rewards.boxed import last_boxed, last_hashes, quick_match, to_number
+from lightrft.rewards.math_rules import last_boxed, last_hashes, quick_match, to_number
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightrft.rewards.build import CombinedReward, build_reward
-from lightrft.rewards.errors import RewardError
 from lightrft.rewards.recipes import load_recipes
-from lightrft.rewards.types import RewardResult
+from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.strategy.config import ConfigError
 
 

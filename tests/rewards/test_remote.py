@@ -8,10 +8,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from lightrft.rewards import build_reward
-from lightrft.rewards.errors import RewardError
 from lightrft.rewards.remote import RemoteReward
 from lightrft.rewards.service import RewardServer
-from lightrft.rewards.types import RewardResult
+from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.strategy.config import ConfigError
 
 

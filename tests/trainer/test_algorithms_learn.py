@@ -54,8 +54,7 @@ def warm_start(rank, world_size, directory):
     """The model that all of them start from."""
     from pathlib import Path
 
-    from lightrft.cli.quickstart.command import prepare
-    from lightrft.cli.quickstart.recipe import Recipe
+    from lightrft.cli.quickstart.command import Recipe, prepare
 
     prepare(Recipe(num_threads=1), Path(directory))
 
@@ -72,7 +71,7 @@ def train(rank, world_size, directory, model, options):
 
     from lightrft.cli.quickstart import boxed_sum
     from lightrft.cli.quickstart.addition import HELD_OUT_SEED, write_additions
-    from lightrft.cli.quickstart.recipe import Recipe, training_config
+    from lightrft.cli.quickstart.command import Recipe, training_config
     from lightrft.trainer.runs.assembly import run_training
 
     torch.set_num_threads(1)

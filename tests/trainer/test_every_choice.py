@@ -33,6 +33,8 @@ SAME = {
     "policy_loss": ({"ppo", "clipped", "dr_grpo"},),
     # CPGD weighs by the standard deviation, as GRPO does, unless advantage_args say otherwise.
     "advantage_estimator": ({"group_norm", "grpo", "cpgd"},),
+    # No token of this batch reaches the bound of k3.
+    "kl_estimator": ({"k3", "k3_unclamped"},),
 }
 # The choices of these act elsewhere: on the model, the engine, the schedule, the processes.
 ELSEWHERE = {

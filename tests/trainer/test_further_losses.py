@@ -7,8 +7,8 @@ import torch
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import POLICY_LOSSES
-from lightrft.datasets.errors import DataError
 from lightrft.datasets.prompts import load_texts
+from lightrft.datasets.types import DataError
 from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.models import Actor
 from lightrft.models.types import ActorOutput

@@ -150,7 +150,7 @@ def test_laws_that_cannot_be_replayed_have_nothing_to_compare(build_world, capsy
     monkeypatch.setattr("lightrft.experience.maker.replayed_support", lambda *_: None)
     world = build_world(top_p=0.5)
     world.trainer.make_experience()
-    assert "parity: no token whose logprobs follow the same law" in capsys.readouterr().out
+    assert "parity: no token whose logprobs follow the same distribution" in capsys.readouterr().out
 
 
 def test_a_check_needs_samples(build_world):

@@ -168,7 +168,7 @@ class RunOptions(StrategyConfig):
     )  # fmt: skip
     engine_type: str = option(
         "auto", "Rollout engine; auto takes vllm or sglang on a GPU, else hf.", group="engine",
-        choices=tuple(name for name in ENGINE_TYPES if name != "fake"), common=True,
+        choices=ENGINE_TYPES, common=True,
         commands=("eval",),
     )  # fmt: skip
     policy_loss: str | None = option(

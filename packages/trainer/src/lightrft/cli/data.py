@@ -5,22 +5,221 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from statistics import fmean
 from typing import TYPE_CHECKING
 
-from lightrft.cli.data_gold import GoldScore
-from lightrft.cli.data_report import show_check, show_gold, show_layout, show_samples
 from lightrft.cli.errors import ExitCode, UsageError, refuse
 from lightrft.cli.options import Parser, add_options, command_options, parse_options
 from lightrft.cli.preflight import PlainTokenizer, model_problems
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.registry import REWARDS
 from lightrft.config.sources import split_sources
-from lightrft.datasets.check import DataCheck, check_rows, propose_keys
-from lightrft.datasets.errors import DataError
+from lightrft.datasets.check import CheckedRow, DataCheck, check_rows, histogram, propose_keys
 from lightrft.datasets.files import Row, scan_rows
 from lightrft.datasets.render import check_tokenizer
+from lightrft.datasets.types import DataError
+from lightrft.rewards import CombinedReward, build_reward
+from lightrft.rewards.types import RewardError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+MAX_ROWS = 500
+FORMS = {
+    "as it is": "{}",
+    "as \\boxed{...}": "\\boxed{{{}}}",
+    "after ####": "#### {}",
+}
+"""How a reference answer may stand in a response."""
+
+
+@dataclass(frozen=True, slots=True)
+class GoldScore:
+    """What the reward gives to reference answers.
+
+    Args:
+        names: Of the rewards.
+        num_rows: Rows that were scored, the first ones.
+        means: Mean reward by form of the answer, for rows that could be scored.
+        problems: One line for each row whose reference answer cannot be scored, or gets less than
+            1 in every form from a reward that knows right from wrong.
+    """
+
+    names: Sequence[str]
+    num_rows: int
+    means: dict[str, float]
+    problems: tuple[str, ...]
+
+
+def score_labels(rows: Sequence[CheckedRow], config: TrainConfig) -> GoldScore:
+    """Scores the reference answers of the first rows in the forms of `FORMS`.
+
+    Args:
+        rows: With or without reference answers.
+        config: Rewards, their deadlines, and arguments of own functions.
+
+    Raises:
+        ConfigError, RewardError: A reward that cannot be loaded.
+    """
+    names, chosen = config.reward_fn, rows[:MAX_ROWS]
+    with build_reward(names, config=config) as reward:
+        by_form = {form: _score(reward, chosen, text) for form, text in FORMS.items()}
+    knows_right = all(REWARDS.is_built_in(name) for name in names)
+    problems = []
+    for position, row in enumerate(chosen):
+        outcomes = [scores[position] for scores in by_form.values()]
+        errors = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        best = max((outcome for outcome in outcomes if isinstance(outcome, float)), default=None)
+        if best is None:
+            problems.append(f"{row.location}: {errors[0]}")
+        elif knows_right and best < 1:
+            problems.append(
+                f"{row.location}: the reference answer {str(row.label)[:60]!r} gets {best:g} from "
+                f"{' + '.join(names)}: expected 1"
+            )
+    means = {
+        form: fmean(numbers)
+        for form, scores in by_form.items()
+        if (numbers := [score for score in scores if not isinstance(score, str)])
+    }
+    return GoldScore(names, len(chosen), means, tuple(problems))
+
+
+def _score(reward: CombinedReward, rows: Sequence[CheckedRow], form: str) -> list[float | str]:
+    """Reward or error of each row."""
+    try:
+        return list(_call(reward, rows, form))
+    except RewardError:
+        found: list[float | str] = []
+        for row in rows:  # one by one, to find those that cannot be scored
+            try:
+                found += _call(reward, [row], form)
+            except RewardError as error:
+                found.append(str(error))
+        return found
+
+
+def _call(reward: CombinedReward, rows: Sequence[CheckedRow], form: str) -> list[float]:
+    names = sorted({name for row in rows for name in row.columns})
+    results = reward.score(
+        [row.text for row in rows],
+        [form.format(row.label or "") for row in rows],
+        [row.label for row in rows],
+        {name: [row.columns.get(name) for row in rows] for name in names},
+    )
+    return [result.reward for result in results]
+
+
+NUM_SAMPLES = 3
+MAX_LINES = 20
+BAR_WIDTH = 40
+MAX_CHARACTERS = 1500
+
+
+def show_layout(source: str, rows: Sequence[Row], *, num_items: int) -> None:
+    """Columns of the rows, with their types."""
+    print(f"{source}: {num_items} rows, {len(rows)} of them readable")
+    names = list(dict.fromkeys(name for row in rows for name in row.columns))
+    for name in names:
+        values = [row.columns[name] for row in rows if name in row.columns]
+        kinds = sorted({_kind(value) for value in values})
+        missing = len(rows) - len(values)
+        note = f", missing in {missing} rows" if missing else ""
+        print(f"  {name}: {' or '.join(kinds)}{note}, for example {str(values[0])[:60]!r}")
+
+
+def show_samples(
+    found: DataCheck, tokenizer: PreTrainedTokenizerBase | None, *, max_new_tokens: int
+) -> None:
+    """The first, the middle and the last prompt as the model will see them."""
+    rows = found.rows
+    places = sorted({0, len(rows) // 2, len(rows) - 1})[:NUM_SAMPLES] if rows else []
+    for number, place in enumerate(places, start=1):
+        row = rows[place]
+        unit = "characters" if tokenizer is None else "tokens"
+        count = len(row.text) if tokenizer is None else len(row.token_ids)
+        text = row.text if tokenizer is None else visible(row, tokenizer)
+        end = None if tokenizer is None else tokenizer.eos_token
+        print(f"\nsample {number} of {len(places)}, {row.location}")
+        print(f"  prompt, {count} {unit}, not trained (mask 0):")
+        print("\n".join(f"    {line}" for line in text[:MAX_CHARACTERS].splitlines()))
+        until = f" up to and including ⟦{end}⟧" if end else ""
+        print(f"  response, at most {max_new_tokens} sampled tokens, trained (mask 1){until}")
+        print(f"  label: {'none' if row.label is None else str(row.label)[:200]!r}")
+
+
+def visible(row: CheckedRow, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The prompt decoded from its token ids, special tokens in ⟦brackets⟧."""
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    parts = []
+    for is_special, ids in groupby(row.token_ids, key=lambda token_id: token_id in special):
+        if is_special:
+            parts += [f"⟦{tokenizer.decode([token_id])}⟧" for token_id in ids]
+        else:
+            parts.append(tokenizer.decode(list(ids)))
+    return "".join(parts)
+
+
+def show_check(found: DataCheck, *, prompt_max_len: int, in_tokens: bool) -> None:
+    """Lengths, counts, and the rows that cannot be used."""
+    lengths = [len(row.token_ids) if in_tokens else len(row.text) for row in found.rows]
+    bins = histogram(lengths)
+    print(f"\nlength of the prompts in {'tokens' if in_tokens else 'characters'}")
+    highest = max((count for _, _, count in bins), default=1)
+    width = max((len(str(last)) for _, last, _ in bins), default=1)
+    for first, last, count in bins:
+        bar = "#" * -(-BAR_WIDTH * count // highest)
+        print(f"  {first:>{width}} to {last:>{width}}  {count:>7}  {bar}")
+    print()
+    if in_tokens:
+        _show_places(
+            f"over {prompt_max_len} tokens (a run leaves them out; --prompt_max_len)",
+            found.too_long,
+        )
+    pairs = [f"{place} = {first}" for place, first in found.duplicates]
+    _show_places("duplicate prompts (a run uses them all)", pairs)
+    print(f"empty prompts: {found.num_empty}")
+    print(f"without label: {found.num_without_label}")
+    print(f"rows that cannot be used: {len(found.problems)}")
+    _show_lines(found.problems)
+
+
+def show_gold(gold: GoldScore | None) -> None:
+    """What the reward gives to the reference answers."""
+    if gold is None:
+        print("reference answers: not scored, no --reward_fn")
+        return
+    names = " + ".join(gold.names)
+    print(f"reference answers of the first {gold.num_rows} rows, mean reward by {names}")
+    for form, mean in gold.means.items():
+        print(f"  {form}: {mean:.3f}")
+    print(f"reference answers that cannot be right: {len(gold.problems)}")
+    _show_lines(gold.problems)
+
+
+def _show_places(what: str, places: Sequence[str]) -> None:
+    examples = f", first: {', '.join(places[:3])}" if places else ""
+    print(f"{what}: {len(places)}{examples}")
+
+
+def _show_lines(lines: Sequence[str]) -> None:
+    for line in lines[:MAX_LINES]:
+        print(f"  {line}")
+    if len(lines) > MAX_LINES:
+        print(f"  and {len(lines) - MAX_LINES} more")
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        is_chat = bool(value) and isinstance(value[0], Mapping) and "role" in value[0]
+        return "chat messages" if is_chat else "list"
+    names = {str: "text", bool: "true or false", int: "number", float: "number", dict: "object"}
+    return names.get(type(value), type(value).__name__)
+
 
 DESCRIPTION = """\
 Read every row of the prompts as a run would, and say what is in them: columns and a proposal which
@@ -160,6 +359,4 @@ def score_gold(config: TrainConfig, found: DataCheck) -> GoldScore | None:
     """What the reward gives to the reference answers; None without a reward or without rows."""
     if not config.reward_fn or not found.rows:
         return None
-    from lightrft.cli.data_gold import score_labels
-
     return score_labels(found.rows, config)

@@ -146,7 +146,10 @@ def merge_options(
     hints = type_hints(TrainConfig)
     for name, value in {**values, **flags}.items():
         setattr(config, name, from_text(value, hints[name]))
-    return config, problems + config.problems()
+    problems += config.problems()
+    if config.engine_type == "fake":
+        problems.append("engine_type: fake is a scripted engine for tests, which samples nothing")
+    return config, problems
 
 
 def unknown_name(name: str) -> str:

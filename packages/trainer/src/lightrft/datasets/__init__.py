@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from lightrft.kernels.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lightrft.datasets.errors import DataError as DataError
     from lightrft.datasets.files import Row as Row, read_rows as read_rows
     from lightrft.datasets.mixture import read_sources as read_sources
     from lightrft.datasets.prompts import (
@@ -15,6 +14,6 @@ if TYPE_CHECKING:
         collate_prompts as collate_prompts,
         load_prompts as load_prompts,
     )
-    from lightrft.datasets.types import Prompt as Prompt
+    from lightrft.datasets.types import DataError as DataError, Prompt as Prompt
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.errors import DataError
 from lightrft.datasets.files import Row
 from lightrft.datasets.render import INPUT_KEYS, PromptTokenizer, label_of, tokenise
+from lightrft.datasets.types import DataError
 
 LABEL_KEYS = (
     "label", "answer", "solution", "ground_truth", "reference", "target", "final_answer", "output",

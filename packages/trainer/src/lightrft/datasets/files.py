@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from lightrft.datasets.errors import DataError
+from lightrft.datasets.types import DataError
 
 SAVED_FILES = ("dataset_dict.json", "dataset_info.json")
 """One of these marks a folder that `save_to_disk` has written."""

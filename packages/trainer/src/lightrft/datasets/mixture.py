@@ -8,8 +8,8 @@ from fractions import Fraction
 from pathlib import Path
 
 from lightrft.config.sources import probability_problem, split_sources
-from lightrft.datasets.errors import DataError
 from lightrft.datasets.files import Row, read_rows
+from lightrft.datasets.types import DataError
 
 
 def read_sources(

@@ -9,11 +9,10 @@ from pathlib import Path
 from torch.utils.data import Dataset
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.errors import DataError
 from lightrft.datasets.files import Row, read_rows
 from lightrft.datasets.mixture import read_sources
 from lightrft.datasets.render import PromptTokenizer, check_tokenizer, label_of, tokenise
-from lightrft.datasets.types import Prompt
+from lightrft.datasets.types import DataError, Prompt
 
 _TOKENIZER_BATCH = 1000
 _MAX_EXAMPLES = 3

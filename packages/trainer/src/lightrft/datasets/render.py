@@ -9,8 +9,8 @@ from typing import Protocol, cast
 
 from lightrft.config import TrainConfig
 from lightrft.config.rules import PROMPT_SLOT
-from lightrft.datasets.errors import DataError
 from lightrft.datasets.files import Row
+from lightrft.datasets.types import DataError
 
 INPUT_KEYS = (
     "input", "prompt", "question", "problem", "instruction", "query", "messages", "conversations",

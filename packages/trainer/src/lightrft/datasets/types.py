@@ -1,9 +1,13 @@
-"""The record of one data row."""
+"""The record of one data row, and what is wrong with one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+
+class DataError(ValueError):
+    """A data file cannot be used; the message names the file, the line and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)

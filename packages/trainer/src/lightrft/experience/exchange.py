@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightrft.experience.types import ScoredRollout
-from lightrft.rewards.errors import RewardError
+from lightrft.rewards.types import RewardError
 from lightrft.strategy.strategy_base import StrategyBase
 
 Scalar = TypeVar("Scalar", bound=np.generic)

@@ -18,8 +18,7 @@ from lightrft.experience.partial import PartialReport, finish_groups, open_group
 from lightrft.experience.scoring import overlong_penalty, score_rollouts
 from lightrft.experience.stages import StageMeter
 from lightrft.experience.types import Rollout, ScoredRollout
-from lightrft.rewards.errors import RewardError
-from lightrft.rewards.types import RewardFunction
+from lightrft.rewards.types import RewardError, RewardFunction
 from lightrft.strategy.strategy_base import StrategyBase
 
 NOTHING_CARRIED = PartialRolloutState()

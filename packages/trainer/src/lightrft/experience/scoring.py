@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 from lightrft.config import TrainConfig
 from lightrft.experience.types import Rollout, ScoredRollout
-from lightrft.rewards.errors import RewardError
-from lightrft.rewards.types import RewardFunction, RewardResult
+from lightrft.rewards.types import RewardError, RewardFunction, RewardResult
 
 MAX_FAILURES_IN_A_ROW = 3
 """So many failures of single samples mean that the function itself is broken."""

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
         CombinedReward as CombinedReward,
         build_reward as build_reward,
     )
-    from lightrft.rewards.errors import RewardError as RewardError
     from lightrft.rewards.math_rules import MathReward as MathReward
     from lightrft.rewards.types import (
+        RewardError as RewardError,
         RewardFunction as RewardFunction,
         RewardResult as RewardResult,
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightrft.rewards.errors import RewardError
+from lightrft.rewards.types import RewardError
 from lightrft.strategy.config import ConfigError
 
 

@@ -18,8 +18,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
-from lightrft.rewards.errors import RewardError
-from lightrft.rewards.types import RewardResult
+from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.strategy.config import ConfigError, mask_address
 
 MAX_WAIT_SECONDS = 10.0

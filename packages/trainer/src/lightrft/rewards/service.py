@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import cast
 
-from lightrft.rewards.errors import RewardError
-from lightrft.rewards.types import RewardFunction
+from lightrft.rewards.types import RewardError, RewardFunction
 
 MAX_BODY_BYTES = 1 << 30
 _OWN = ("queries", "prompts", "responses", "labels", "references")

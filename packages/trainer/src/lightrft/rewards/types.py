@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 
+class RewardError(RuntimeError):
+    """A reward could not be computed; the message names the function, the sample and the cause."""
+
+
 @dataclass(frozen=True, slots=True)
 class RewardResult:
     """The reward of one response.

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import cast
 
 from lightrft.config import TrainConfig
-from lightrft.rewards.errors import RewardError
 from lightrft.rewards.process import (
     WorkerFailedError,
     WorkerProcess,
     WorkerTask,
     WorkerTimeoutError,
 )
-from lightrft.rewards.types import RewardResult
+from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.rewards.user_task import (
     CheckedResult,
     MissingFunctionError,

@@ -162,9 +162,9 @@ class SPMDPPOTrainerBase:
         **keywords: object,
     ) -> None:
         check_parts(strategy, processor, needs_processor=VLM or self.is_vision)
-        named = {"loss_agg_mode": loss_agg_mode, "use_gspo": use_gspo or None}
-        keywords |= {name: value for name, value in named.items() if value is not None}
         config = TrainConfig.from_args(strategy.config).replaced(keywords)
+        loss_agg_mode = loss_agg_mode or config.loss_agg_mode
+        config = replace(config, loss_agg_mode=loss_agg_mode, use_gspo=use_gspo or config.use_gspo)
         self.config, self._algorithm = decide(config)
         self.strategy = strategy
         trained = trained_model("actor", actor, actor_optim, actor_scheduler)

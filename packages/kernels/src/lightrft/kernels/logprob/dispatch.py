@@ -7,7 +7,6 @@ from torch import Tensor
 
 from lightrft.kernels.logprob import validation
 from lightrft.kernels.logprob.autograd import LogprobEngine, LogprobOptions, engine_logprob
-from lightrft.kernels.logprob.reference import reference_logprob
 from lightrft.kernels.logprob.selection import Request, pick_fastest, select_engines
 from lightrft.kernels.logprob.types import (
     Determinism,
@@ -19,7 +18,33 @@ from lightrft.kernels.logprob.types import (
     Precision,
     VocabShard,
     Workspace,
+    accumulation_dtype,
+    apply_transform,
 )
+
+
+def reference_logprob(
+    hidden: Tensor, layer: OutputLayer, targets: Tensor, *, entropy: EntropyMode
+) -> LogprobOutput:
+    """Logprobs and entropy from the full [tokens, vocab] logits; no row is ignored.
+
+    Args:
+        hidden: [tokens, hidden].
+        layer: Of the whole vocabulary.
+        targets: [tokens] int64, in range.
+        entropy: Whether to compute the entropy, and whether gradients flow through it.
+    """
+    dtype = accumulation_dtype(hidden, layer.weight, layer.bias)
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    logits = apply_transform(hidden.to(dtype) @ layer.weight.to(dtype).T, bias, layer.transform)
+    log_probabilities = torch.log_softmax(logits, dim=-1)
+    logprobs = log_probabilities.gather(1, targets[:, None]).squeeze(1)
+    if entropy == "none":
+        return LogprobOutput(logprobs, None)
+    source = log_probabilities if entropy == "grad" else log_probabilities.detach()
+    # A token of probability 0 adds 0 to the entropy, where 0 * -inf would be NaN.
+    finite = source.masked_fill(source.detach() == -torch.inf, 0.0)
+    return LogprobOutput(logprobs, -(source.exp() * finite).sum(-1))
 
 
 def linear_logprob(  # noqa: PLR0913 - one operation with many independent options

@@ -14,10 +14,6 @@ from lightrft.kernels.logprob.types import (
     Workspace,
 )
 
-IMPLEMENTATIONS = get_args(LogprobImplementation)
-ENTROPY_MODES = get_args(EntropyMode)
-PRECISIONS = get_args(Precision)
-
 
 def validate_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
     """Shapes and dtypes of the inputs agree."""
@@ -53,9 +49,9 @@ def validate_options(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive or None: got {softcap}")
     for name, value, known in (
-        ("entropy", entropy, ENTROPY_MODES),
-        ("impl", impl, IMPLEMENTATIONS),
-        ("precision", precision, PRECISIONS),
+        ("entropy", entropy, get_args(EntropyMode)),
+        ("impl", impl, get_args(LogprobImplementation)),
+        ("precision", precision, get_args(Precision)),
         ("deterministic", deterministic, (True, False, "batch_invariant")),
     ):
         if value not in known:

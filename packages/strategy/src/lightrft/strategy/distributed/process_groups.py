@@ -98,8 +98,8 @@ def _fresh_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
     The connection is kept for the life of the process: a rank that starts its next group early
     must not meet the dying server of the last one.
     """
-    if launch.init_method is None:
-        return dist.HashStore()
+    if launch.init_method is None or launch.world_size == 1:
+        return dist.HashStore()  # one process needs no port, which another may take first
     if launch.init_method not in _STORES:
         found = dist.rendezvous(launch.init_method, launch.rank, launch.world_size, timeout=timeout)
         _STORES[launch.init_method] = (next(iter(found))[0], itertools.count())

@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -18,12 +19,92 @@ from lightrft.cli.init_model import require_empty
 from lightrft.cli.launch import become_only_process, is_worker
 from lightrft.cli.options import Parser, add_number
 from lightrft.cli.quickstart.addition import HELD_OUT_SEED, write_additions
-from lightrft.cli.quickstart.recipe import ESTIMATORS, STRATEGIES, Recipe, training_config
+from lightrft.config import TrainConfig
 from lightrft.config.options import did_you_mean
 from lightrft.trainer.runs.files import package_versions
 
 if TYPE_CHECKING:
     from lightrft.trainer.runs.assembly import RunSummary
+
+
+SAMPLES_PER_STEP = 128
+MINIBATCHES_PER_STEP = 2
+WARMUP_STEPS = 5
+ESTIMATORS = {"grpo": "group_norm", "ppo": "gae", "reinforce++": "reinforce++"}
+STRATEGIES = ("fsdp", "deepspeed")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What one may vary.
+
+    Args:
+        algorithm: A key of `ESTIMATORS`.
+        strategy: One of `STRATEGIES`.
+        seed: Of the model, the demonstrations, the prompts and the samples.
+        num_steps: Steps of reinforcement; each samples `SAMPLES_PER_STEP` responses.
+        num_warm_start_steps: Steps of imitation.
+        num_eval_prompts: Held-out prompts.
+        num_threads: Threads of each process.
+    """
+
+    algorithm: str = "grpo"
+    strategy: str = "fsdp"
+    seed: int = 0
+    num_steps: int = 60
+    num_warm_start_steps: int = 900
+    num_eval_prompts: int = 512
+    num_threads: int = 2
+
+    @property
+    def group_size(self) -> int:
+        """Samples per prompt: only GRPO compares several."""
+        return 8 if self.algorithm == "grpo" else 1
+
+    @property
+    def num_prompts(self) -> int:
+        """Training prompts, each used once."""
+        return self.num_steps * SAMPLES_PER_STEP // self.group_size
+
+
+def training_config(recipe: Recipe, directory: Path) -> TrainConfig:
+    """The configuration of the run in `directory`, whose model and data have been written."""
+    batch_size = SAMPLES_PER_STEP // MINIBATCHES_PER_STEP
+    return TrainConfig(
+        pretrain=str(directory / "warm_start"),
+        prompt_data=str(directory / "data" / "train.jsonl"),
+        eval_data=str(directory / "data" / "eval.jsonl"),
+        input_key="prompt",
+        label_key="answer",
+        apply_chat_template=True,
+        prompt_max_len=32,
+        generate_max_len=48,
+        max_eval_samples=recipe.num_eval_prompts,
+        reward_fn=(f"{directory / 'reward.py'}:score",),
+        fsdp=recipe.strategy == "fsdp",
+        bf16=False,
+        engine_type="hf",
+        advantage_estimator=ESTIMATORS[recipe.algorithm],
+        loss_agg_mode="token-mean",
+        init_kl_coef=0.0,
+        lambd=1.0 if recipe.algorithm == "ppo" else 0.95,
+        value_clip=0.0 if recipe.algorithm == "ppo" else 0.2,
+        rollout_batch_size=SAMPLES_PER_STEP // recipe.group_size,
+        n_samples_per_prompt=recipe.group_size,
+        train_batch_size=batch_size,
+        micro_train_batch_size=batch_size,
+        micro_rollout_batch_size=SAMPLES_PER_STEP,
+        actor_learning_rate=1e-4,
+        critic_learning_rate=1e-3 if recipe.algorithm == "ppo" else 9e-6,
+        lr_scheduler="linear",
+        lr_warmup_ratio=min(1.0, WARMUP_STEPS / recipe.num_steps),
+        eval_steps=10,
+        save_trajectories=True,
+        num_trajectories_to_save=4,
+        seed=recipe.seed,
+        output_dir=str(directory),
+    )
+
 
 DESCRIPTION = """\
 Make a tiny language model, teach it additions by a teacher who mostly forgets the carry, and let

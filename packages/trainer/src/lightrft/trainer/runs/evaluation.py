@@ -167,7 +167,12 @@ def write_result(config: TrainConfig, settings: EvalSettings, result: EvalResult
         "reward_fn": list(config.reward_fn),
         "seed": config.seed,
         "max_tokens": config.generate_max_len,
-        "settings": asdict(settings),
+        "settings": {
+            **asdict(settings),
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "top_k": config.top_k,
+        },
         **asdict(result),
     }
     (folder / RESULT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

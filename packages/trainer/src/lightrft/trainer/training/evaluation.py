@@ -9,7 +9,7 @@ import numpy as np
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.experience.sampling import RolloutSampler, greedy_params
-from lightrft.rewards.errors import RewardError
+from lightrft.rewards.types import RewardError
 
 
 def evaluate(
