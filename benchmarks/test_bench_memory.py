@@ -33,12 +33,7 @@ CELLS = {
         "FSDP2, bf16": {"fsdp": True, "bf16": True},
         "FSDP2, bf16, use_mp_opt": {"fsdp": True, "bf16": True, "use_mp_opt": True},
         "FSDP2, bf16, adam_offload": {"fsdp": True, "bf16": True, "adam_offload": True},
-        "  and use_mp_opt": {
-            "fsdp": True,
-            "bf16": True,
-            "adam_offload": True,
-            "use_mp_opt": True,
-        },
+        "  and use_mp_opt": {"fsdp": True, "bf16": True, "adam_offload": True, "use_mp_opt": True},
         "FSDP2, adam_offload": {"fsdp": True, "adam_offload": True},
         "FSDP2, fsdp_cpu_offload": {"fsdp": True, "fsdp_cpu_offload": True},
         "ZeRO-1": {"zero_stage": 1},

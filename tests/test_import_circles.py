@@ -74,8 +74,7 @@ def test_imports_form_no_circle():
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["from lightrft.b import x", "if TYPE_CHECKING:\n    from lightrft import b"],
+    "line", ["from lightrft.b import x", "if TYPE_CHECKING:\n    from lightrft import b"]
 )
 def test_a_planted_circle_is_found(tmp_path, line):
     package = tmp_path / "packages" / "p" / "src" / "lightrft"

@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.algorithms.aggregation import (
-    AGGREGATIONS,
-    aggregate,
-    local_normalizer,
-    loss_weights,
-)
+from lightrft.algorithms.aggregation import AGGREGATIONS, aggregate, local_normalizer, loss_weights
 
 CONSTANT = 4
 FULL_VALUES = {  # losses [1,2,3,4], [2,0], [6] and one empty row

@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.algorithms.kl import (
-    KL_ESTIMATORS,
-    KlController,
-    estimate_kl,
-)
+from lightrft.algorithms.kl import KL_ESTIMATORS, KlController, estimate_kl
 
 K3 = (
     [0.018731, 0.018731, 0.091825, 0.021403, 0.091825, 0.106531],

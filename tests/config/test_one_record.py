@@ -18,7 +18,7 @@ NEUTRAL = (None, False, True, 0, 1, -1, 0.0, 1.0, "", ())
 ALONE = ("packages/engines/", "packages/kernels/")
 DECLARATIONS = ("config/strategy_config.py", "config/run_options.py")
 COLLECTIONS = {
-    "packages/strategy/src/lightrft/utils/arguments.py": "the flags of the published interface",
+    "packages/strategy/src/lightrft/utils/arguments.py": "the flags of the published interface"
 }
 """Files in which option names may be listed by hand, with the reason."""
 DEFAULTS = {

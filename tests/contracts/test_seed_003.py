@@ -16,11 +16,7 @@ from lightrft.models.loading import load_tokenizer
 from lightrft.models.presets import write_tiny_model
 from lightrft.rewards.types import RewardResult
 from lightrft.strategy import get_fake_strategy
-from lightrft.trainer.spmd_ppo_trainer import (
-    SPMDPPOTrainer,
-    SPMDPPOTrainerBase,
-    SPMDPPOTrainerVL,
-)
+from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, SPMDPPOTrainerBase, SPMDPPOTrainerVL
 
 BASE = """
 trainer_base = SPMDPPOTrainerBase(

@@ -172,11 +172,7 @@ def test_construction_stores_configures_and_starts_in_the_published_order(monkey
         monkeypatch.setattr(owner, name, recorded)
     args = SimpleNamespace(adam_offload=True, zpg=2, overlap_comm=True, grad_accum_dtype="fp32")
     strategy = FakeStrategy(7, 0.5, 2, 8, args)
-    assert [name for name, _, _ in calls] == [
-        "setup_distributed",
-        "form_groups",
-        "__init__",
-    ]
+    assert [name for name, _, _ in calls] == ["setup_distributed", "form_groups", "__init__"]
     assert calls[0][2] == {"timeout": timedelta(minutes=60)}
     assert (strategy.zpg, strategy.grad_accum_dtype, strategy.overlap_comm) == (2, "fp32", True)
     assert strategy.args is args

@@ -114,10 +114,7 @@ def test_multimodal_inputs_reach_the_engine_whole():
 
 @pytest.mark.parametrize(
     "images",
-    [
-        [["1a", "1b"], ["2a"], ["3a", "3b", "3c"]],
-        ["1a", "1b", "2a", "3a", "3b", "3c"],
-    ],
+    [[["1a", "1b"], ["2a"], ["3a", "3b", "3c"]], ["1a", "1b", "2a", "3a", "3b", "3c"]],
     ids=["nested", "flattened"],
 )
 def test_both_formats_of_images_are_grouped_alike(images):

@@ -7,11 +7,7 @@ from lightrft.experience.minibatches import epoch_order, plan_minibatches
 
 def plan(lengths, world_size, *, train_batch_size=8, seed=0, step=0):
     return plan_minibatches(
-        lengths,
-        train_batch_size=train_batch_size,
-        world_size=world_size,
-        seed=seed,
-        step=step,
+        lengths, train_batch_size=train_batch_size, world_size=world_size, seed=seed, step=step
     )
 
 

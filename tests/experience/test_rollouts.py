@@ -76,11 +76,7 @@ def test_each_prompt_gets_the_completions_of_its_request():
 def test_completions_in_another_order_or_number_are_refused(completions):
     with pytest.raises(RuntimeError, match="first difference at"):
         pair(
-            [prompt(0), prompt(1)],
-            completions,
-            request_ids=[0, 1],
-            group_ids=[0, 1],
-            group_size=1,
+            [prompt(0), prompt(1)], completions, request_ids=[0, 1], group_ids=[0, 1], group_size=1
         )
 
 

@@ -12,10 +12,7 @@ from lightrft.engines.hf.engine import HFEngine
 from lightrft.strategy.fake import FakeStrategy
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource
-from lightrft.strategy.weight_sync.sync import (
-    WeightSyncError,
-    WeightSyncReport,
-)
+from lightrft.strategy.weight_sync.sync import WeightSyncError, WeightSyncReport
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 K_PROJ = "model.layers.0.self_attn.k_proj.weight"
@@ -244,9 +241,7 @@ def test_the_canary_finds_what_was_read_under_a_wrong_name_or_order(
 
 
 @pytest.mark.parametrize("engine_class", [HFEngine, CopyingEngine])
-def test_the_canary_finds_a_source_that_training_left_behind(
-    engine_class: type[HFEngine],
-) -> None:
+def test_the_canary_finds_a_source_that_training_left_behind(engine_class: type[HFEngine]) -> None:
     actor = tiny_actor()
     with PlantedSource() as strategy:
         engine = start(engine_class)
@@ -264,10 +259,7 @@ def test_the_canary_finds_a_source_that_training_left_behind(
 
 @pytest.mark.parametrize(
     ("fault", "names"),
-    [
-        (drop_parameter, {O_PROJ}),
-        (rename_parameter, {O_PROJ, "model.layers.0.self_attn.o.weight"}),
-    ],
+    [(drop_parameter, {O_PROJ}), (rename_parameter, {O_PROJ, "model.layers.0.self_attn.o.weight"})],
 )
 def test_accounting_finds_missing_parameters_before_anything_is_sent(fault, names) -> None:
     actor = tiny_actor()

@@ -293,9 +293,7 @@ def test_planted_differences_are_caught(planted, caught, models, monkeypatch):
     elif planted == "gradient scaled":
         factor = 1 + 3e-6
         monkeypatch.setattr(
-            measure,
-            "_share",
-            lambda *args: (lambda loss, out: (loss * factor, out))(*share(*args)),
+            measure, "_share", lambda *args: (lambda loss, out: (loss * factor, out))(*share(*args))
         )
     elif planted == "one weight transposed":
 

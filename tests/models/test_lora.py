@@ -236,11 +236,7 @@ def test_one_process_syncs_saves_and_resumes(checkpoint, tmp_path):
         check_resume(strategy, ready, checkpoint, str(tmp_path / "ckpt"), 0)
 
 
-BACKENDS = {
-    "fsdp2": {"fsdp": True},
-    "zero2": {"zero_stage": 2},
-    "zero3": {"zero_stage": 3},
-}
+BACKENDS = {"fsdp2": {"fsdp": True}, "zero2": {"zero_stage": 2}, "zero3": {"zero_stage": 3}}
 
 
 def on_all_backends(rank, world_size, path, folder, names):

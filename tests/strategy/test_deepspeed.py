@@ -12,11 +12,7 @@ import torch
 
 from lightrft.strategy.checkpoints.folders import SaveRequest, write_checkpoint
 from lightrft.strategy.config import StrategyConfig
-from lightrft.strategy.deepspeed.engine_config import (
-    check_stage,
-    inference_config,
-    training_config,
-)
+from lightrft.strategy.deepspeed.engine_config import check_stage, inference_config, training_config
 from lightrft.strategy.fake import FakeStrategy
 from lightrft.strategy.testing import run_multiprocess
 

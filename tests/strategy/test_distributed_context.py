@@ -290,10 +290,7 @@ def check_failure_is_shared(rank, tp, engine_class):
 def check_groups(rank, world_size):
     expected = {
         1: ([rank], list(range(world_size))),
-        2: (
-            list(range(rank // 2 * 2, rank // 2 * 2 + 2)),
-            list(range(rank % 2, world_size, 2)),
-        ),
+        2: (list(range(rank // 2 * 2, rank // 2 * 2 + 2)), list(range(rank % 2, world_size, 2))),
         world_size: (list(range(world_size)), [rank]),
     }
     for tp, (mp, dp) in expected.items():

@@ -117,10 +117,7 @@ def meta_cell(strategy, rank, world_size):
         model = build(seed=rank)
     is_meta = next(model.parameters()).is_meta
     ready = trained_by(strategy, model)
-    return {
-        "is_meta": is_meta,
-        "losses": train(strategy, ready, range(3), rank, world_size),
-    }
+    return {"is_meta": is_meta, "losses": train(strategy, ready, range(3), rank, world_size)}
 
 
 def streamed_cell(strategy, rank, world_size, folder):

@@ -61,11 +61,7 @@ def batch(seed, rows=6, seq=10):
 def weights_of(rows, strategy, metrics=None, *, correction=None, high=None, **options):
     terms = () if correction is None else parse_correction(correction, high=high)
     update = Update(
-        TrainConfig(**options),
-        POLICY_LOSSES.load("ppo"),
-        strategy,
-        metrics or StepMetrics(),
-        terms,
+        TrainConfig(**options), POLICY_LOSSES.load("ppo"), strategy, metrics or StepMetrics(), terms
     )
     return update.token_weights(rows)
 

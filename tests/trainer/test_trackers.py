@@ -8,11 +8,7 @@ import math
 import pytest
 
 from lightrft.config import TrainConfig
-from lightrft.trainer.reporting.trackers import (
-    BestEffortLogger,
-    TrackerError,
-    build_trackers,
-)
+from lightrft.trainer.reporting.trackers import BestEffortLogger, TrackerError, build_trackers
 
 METRICS = {"reward": 0.5, "eval/reward": 0.25, "kl": math.nan}
 

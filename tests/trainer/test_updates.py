@@ -10,10 +10,7 @@ from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBat
 from lightrft.models.types import ActorOutput
 from lightrft.strategy.optimizers import OptimizerStepResult
 from lightrft.trainer.training.metrics import StepMetrics
-from lightrft.trainer.training.updates import (
-    TrainedModel,
-    Update,
-)
+from lightrft.trainer.training.updates import TrainedModel, Update
 
 ROWS, SEQ, VOCAB = 8, 9, 11
 
@@ -43,8 +40,7 @@ class TablePolicy(torch.nn.Module):
         spread = -(logprobs.exp() * logprobs).sum(-1)
         pad = torch.zeros(len(token_ids), 1, dtype=logits.dtype)
         return ActorOutput(
-            torch.cat([pad, chosen], 1),
-            torch.cat([pad, spread], 1) if entropy == "grad" else None,
+            torch.cat([pad, chosen], 1), torch.cat([pad, spread], 1) if entropy == "grad" else None
         )
 
 
@@ -172,8 +168,7 @@ def slow_policy_loss(policy, batch, mode, *, kl_coef, entropy_coef, constant):
 
 
 @pytest.mark.parametrize(
-    "mode",
-    ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
+    "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 )
 @pytest.mark.parametrize(("world_size", "micro"), [(1, 1), (1, 3), (1, 8), (2, 3), (4, 1)])
 def test_gradient_and_loss_equal_the_definition_for_any_split(mode, world_size, micro):

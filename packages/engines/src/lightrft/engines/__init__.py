@@ -1,7 +1,5 @@
 """Rollout engines: generators of completions whose weights a trainer replaces between calls."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from lightrft.kernels.lazy import lazy_names

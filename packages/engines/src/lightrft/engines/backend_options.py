@@ -1,7 +1,5 @@
 """Options under a backend's own names: which are known, and values from a command line."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

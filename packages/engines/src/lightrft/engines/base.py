@@ -1,7 +1,5 @@
 """The interface of rollout engines, and what all of them have in common."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -47,13 +45,13 @@ class RolloutEngine(ABC):
     """
 
     name: str
+    # Whether all ranks of a tensor-parallel group must call `generate` (SPMD executors).
     runs_on_every_rank: bool = True
-    """Whether all ranks of a tensor-parallel group must call `generate` (SPMD executors)."""
+    # Whether it computes the trainer's model, so that logprobs of the two can be compared.
     computes_model: bool = True
-    """Whether it computes the trainer's model, so that logprobs of the two can be compared."""
 
+    # Whether sleeping must have been enabled at the start.
     sleeps_on_request_only = False
-    """Whether sleeping must have been enabled at the start."""
     _weights: EngineWeights
 
     def __init__(self, config: EngineConfig) -> None:

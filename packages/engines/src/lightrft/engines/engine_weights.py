@@ -1,7 +1,5 @@
 """An engine's parameters during updates: what arrived, and when it may be used again."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal

@@ -21,13 +21,13 @@ class EngineBuilder(Protocol):
         """Starts it; `module` gives the architecture where the engine can use it."""
 
 
+# Name -> where the builder is (`module:name`), or the builder itself.
 ENGINES: dict[str, str | EngineBuilder] = {
     "hf": "lightrft.engines.hf.engine:HFEngine",
     "fake": "lightrft.engines.fake:build_fake",
     "vllm": "lightrft.engines.vllm.engine:VLLMEngine",
     "sglang": "lightrft.engines.sglang.engine:SGLangEngine",
 }
-"""Name -> where the builder is (`module:name`), or the builder itself."""
 
 # Backends with a package of their own, which an extra installs.
 _EXTRAS = {"vllm": "vllm", "sglang": "sglang"}

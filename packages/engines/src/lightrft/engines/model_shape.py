@@ -1,7 +1,5 @@
 """Names and shapes of a checkpoint's parameters, from its configuration alone."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Sampling parameters of a backend, turned into ours."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Parameters that an engine holds in this process: manifest, updates, release and hashes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Starting a backend: what must be there, and what must stay as it was in this process."""
 
-from __future__ import annotations
-
 import importlib
 import operator
 import os

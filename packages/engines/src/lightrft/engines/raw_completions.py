@@ -1,7 +1,5 @@
 """Completions under construction: what backends sampled, joined and cut where they must end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -122,9 +120,7 @@ def joined(
     The backend saw the second part alone, and a string may begin in the first.
     """
     whole = RawCompletion(
-        first.token_ids + second.token_ids,
-        first.logprobs + second.logprobs,
-        second.finish_reason,
+        first.token_ids + second.token_ids, first.logprobs + second.logprobs, second.finish_reason
     )
     if decoder is None:
         return whole

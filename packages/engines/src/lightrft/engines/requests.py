@@ -1,7 +1,5 @@
 """Checks of generation requests and their grouping into batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -79,10 +77,7 @@ def rows_of_requests(
 
 
 def _checked_prompt(
-    request: GenerationRequest,
-    bound: int,
-    limits: Limits,
-    encode: Callable[[str], tuple[int, ...]],
+    request: GenerationRequest, bound: int, limits: Limits, encode: Callable[[str], tuple[int, ...]]
 ) -> tuple[int, ...]:
     name = f"request {request.request_id}"
     if not request.multi_modal.is_empty and not limits.reads_media:

@@ -1,7 +1,5 @@
 """Which engines apply several truncations in another order than `keep_support`."""
 
-from __future__ import annotations
-
 
 def has_known_order(
     engine_name: str | None, *, top_k: int, top_p: float, min_p: float = 0.0

@@ -255,11 +255,7 @@ class EngineConfig:
         """
         import torch
 
-        known = {
-            "float32": torch.float32,
-            "bfloat16": torch.bfloat16,
-            "float16": torch.float16,
-        }
+        known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
         if self.dtype not in known:
             raise ValueError(
                 f"unknown dtype {self.dtype!r} of the {self.engine_type} engine; known: "

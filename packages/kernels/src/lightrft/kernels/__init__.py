@@ -1,7 +1,5 @@
 """Exact fused linear-logprob and weight buckets; depends on torch alone."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from lightrft.kernels.lazy import lazy_names

@@ -1,7 +1,5 @@
 """What this build and this machine can run; the only place that probes for it."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Suggestions for names that are not known."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The one record of options, the registries of choices, and TOML files. Standard library only."""
 
-from __future__ import annotations
-
 from lightrft.config.options import ConfigError
 from lightrft.config.registry import register
 from lightrft.config.strategy_config import StrategyConfig

@@ -1,7 +1,5 @@
 """Options: dataclass fields that carry their help, legal values and uses. Standard library only."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

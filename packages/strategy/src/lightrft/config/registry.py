@@ -7,8 +7,6 @@ given as `FILE.py:NAME` or `package.module:NAME`, or be added from Python:
     def my_loss(logprobs, old_logprobs, advantages, response_mask, *, strength: float = 1.0): ...
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util
@@ -221,13 +219,13 @@ AGGREGATIONS = (
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
 )  # fmt: skip
 
+# The registries that take a user's own choices, by the option that chooses.
 REGISTRIES = {
     "policy_loss": POLICY_LOSSES,
     "advantage_estimator": ADVANTAGE_ESTIMATORS,
     "reward_fn": REWARDS,
     "loggers": LOGGERS,
 }
-"""The registries that take a user's own choices, by the option that chooses."""
 
 
 def register(option_name: str, name: str) -> Callable[[Object], Object]:

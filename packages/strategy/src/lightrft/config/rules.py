@@ -1,7 +1,5 @@
 """Rules between the values of a configuration; each gives lines, not errors."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Collection
@@ -16,8 +14,8 @@ UNKNOWN_ORDER = (
     "off_policy_correction cannot tell which tokens the {engine} engine kept with top_p and top_k "
     "together: leave one of the two out, or take engine_type vllm or hf"
 )
+# A sentence on what is wrong with the values together; a falsy answer is nothing.
 Rule = Callable[[RunOptions], object]
-"""A sentence on what is wrong with the values together; a falsy answer is nothing."""
 
 
 def _truncates(c: RunOptions) -> bool:

@@ -1,7 +1,5 @@
 """The options of a whole run, beside those of its strategy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from lightrft.config.options import CRITIC, option
@@ -14,9 +12,8 @@ class RunOptions(StrategyConfig):
     """What `TrainConfig` adds to the options of a strategy; rules and methods are there."""
 
     prompt_data: str | None = option(
-        None,
-        "Training prompts: a JSONL, JSON or Parquet file, a folder, or the name of a data set "
-        "(owner/name[:configuration]); several separated by commas.", group="data", common=True,
+        None, "Training prompts: a JSONL, JSON or Parquet file, a folder, or the name of a data "
+        "set (owner/name[:configuration]); several separated by commas.", group="data", common=True,
         path="file",
     )  # fmt: skip
     prompt_data_probs: tuple[float, ...] = option(
@@ -27,8 +24,7 @@ class RunOptions(StrategyConfig):
     )  # fmt: skip
     eval_data: str | None = option(
         None, "Evaluation prompts, in the same formats.", group="data", may_change=True,
-        common=True,
-        path="file", commands=("eval",),
+        common=True, path="file", commands=("eval",),
     )  # fmt: skip
     eval_split: str = option(
         "test", "Part of a folder or data set of eval_data.", group="data", may_change=True,
@@ -50,8 +46,7 @@ class RunOptions(StrategyConfig):
         None, "System message put before every prompt.", group="data", commands=("data", "eval"),
     )  # fmt: skip
     input_template: str | None = option(
-        None, "Text around the prompt, which replaces {}.", group="data",
-        commands=("data", "eval"),
+        None, "Text around the prompt, which replaces {}.", group="data", commands=("data", "eval"),
     )  # fmt: skip
     prompt_max_len: int = option(
         1024, "Longest prompt, in tokens.", group="data", at_least=1, common=True,
@@ -89,8 +84,7 @@ class RunOptions(StrategyConfig):
         group="reward",
     )  # fmt: skip
     reward_recipe_column: str = option(
-        "task", "Column that names the recipe of a row.", group="reward",
-        acts_with="reward_recipe",
+        "task", "Column that names the recipe of a row.", group="reward", acts_with="reward_recipe",
     )  # fmt: skip
     reward_failure: str = option(
         "raise", "A failed reward ends the run, or excludes (masks) its sample.", group="reward",
@@ -133,14 +127,12 @@ class RunOptions(StrategyConfig):
         group="rollout", at_least=1, acts_with="partial_rollout",
     )  # fmt: skip
     partial_rollout_tokens: int | None = option(
-        None,
-        "Tokens of each response between two looks at what is finished, with partial_rollout; "
-        "unset is a quarter of generate_max_len.", group="rollout", at_least=1,
+        None, "Tokens of each response between two looks at what is finished, with "
+        "partial_rollout; unset is a quarter of generate_max_len.", group="rollout", at_least=1,
         acts_with="partial_rollout",
     )  # fmt: skip
     max_staleness: int = option(
-        4,
-        "Updates between a token and the step that trains on it, at most, with partial_rollout.",
+        4, "Updates between a token and the step that trains on it, at most, with partial_rollout.",
         group="rollout", at_least=1, acts_with="partial_rollout",
     )  # fmt: skip
     use_rollout_logprobs: bool = option(
@@ -148,8 +140,7 @@ class RunOptions(StrategyConfig):
         group="rollout",
     )  # fmt: skip
     use_wandb: str | bool | None = option(
-        False,
-        "Log to Weights & Biases; a key given here is neither shown nor saved, without one "
+        False, "Log to Weights & Biases; a key given here is neither shown nor saved, without one "
         "WANDB_API_KEY or an earlier login counts.", group="monitoring", may_change=True,
         secret=True,
     )  # fmt: skip
@@ -159,8 +150,8 @@ class RunOptions(StrategyConfig):
         "lightrft_train_ppo", "W&B project.", group="monitoring", may_change=True,
     )  # fmt: skip
     wandb_run_name: str = option(
-        "ppo_%m%dT%H:%M", "W&B name of the run; %-codes are those of strftime.",
-        group="monitoring", may_change=True,
+        "ppo_%m%dT%H:%M", "W&B name of the run; %-codes are those of strftime.", group="monitoring",
+        may_change=True,
     )  # fmt: skip
     heartbeat_seconds: float = option(
         60.0, "Say which phase is under way after so long without a line.", group="monitoring",
@@ -168,8 +159,7 @@ class RunOptions(StrategyConfig):
     )  # fmt: skip
     engine_type: str = option(
         "auto", "Rollout engine; auto takes vllm or sglang on a GPU, else hf.", group="engine",
-        choices=ENGINE_TYPES, common=True,
-        commands=("eval",),
+        choices=ENGINE_TYPES, common=True, commands=("eval",),
     )  # fmt: skip
     policy_loss: str | None = option(
         None, "Policy loss; unset is ppo, the clipped surrogate.", group="algorithm",
@@ -223,8 +213,8 @@ class RunOptions(StrategyConfig):
         at_least=0, acts_with="off_policy_correction",
     )  # fmt: skip
     correction_high: float | None = option(
-        None, "Upper bound of off_policy_correction; unset is its own.", group="algorithm",
-        above=0, acts_with="off_policy_correction",
+        None, "Upper bound of off_policy_correction; unset is its own.", group="algorithm", above=0,
+        acts_with="off_policy_correction",
     )  # fmt: skip
     value_clip: float = option(
         0.2, "Clip range of the change of a value; 0 is off.", group="algorithm", at_least=0,
@@ -244,8 +234,8 @@ class RunOptions(StrategyConfig):
         above=0, acts_with="init_kl_coef",
     )  # fmt: skip
     kl_horizon: int = option(
-        10_000, "Samples over which the weight adapts to kl_target.", group="algorithm",
-        at_least=1, acts_with="kl_target",
+        10_000, "Samples over which the weight adapts to kl_target.", group="algorithm", at_least=1,
+        acts_with="kl_target",
     )  # fmt: skip
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", group="algorithm", at_least=0)
     aux_loss_coef: float = option(
@@ -257,9 +247,8 @@ class RunOptions(StrategyConfig):
         at_least=0, acts_with="pretrain_data",
     )  # fmt: skip
     ptx_batch_size: int | None = option(
-        None,
-        "Texts of pretrain_data per optimizer step over all ranks; unset is train_batch_size.",
-        group="algorithm", at_least=1, acts_with="pretrain_data",
+        None, "Texts of pretrain_data per optimizer step over all ranks; unset is "
+        "train_batch_size.", group="algorithm", at_least=1, acts_with="pretrain_data",
     )  # fmt: skip
     pretrain_column: str = option(
         "text", "Column of the texts in pretrain_data.", group="data", acts_with="pretrain_data",
@@ -280,8 +269,7 @@ class RunOptions(StrategyConfig):
         at_most=1, acts_with="enable_ema",
     )  # fmt: skip
     lora_rank: int = option(
-        0,
-        "Train adapters of this rank on the actor instead of its weights; 0 trains the weights.",
+        0, "Train adapters of this rank on the actor instead of its weights; 0 trains the weights.",
         group="training", at_least=0, common=True,
     )  # fmt: skip
     lora_alpha: float = option(
@@ -301,13 +289,12 @@ class RunOptions(StrategyConfig):
         group="training", at_least=1,
     )  # fmt: skip
     peak_tflops: float | None = option(
-        None,
-        "Peak of a device for the metric mfu, in 1e12 operations per second; unset knows common "
-        "GPUs.", group="monitoring", above=0,
+        None, "Peak of a device for the metric mfu, in 1e12 operations per second; unset knows "
+        "common GPUs.", group="monitoring", above=0,
     )  # fmt: skip
     alarm_kl: float | None = option(
-        None, "Warn when the KL to the reference or of an update exceeds this.",
-        group="monitoring", above=0, may_change=True,
+        None, "Warn when the KL to the reference or of an update exceeds this.", group="monitoring",
+        above=0, may_change=True,
     )  # fmt: skip
     alarm_entropy: float | None = option(
         None, "Warn when the entropy falls below this.", group="monitoring", above=0,
@@ -326,8 +313,7 @@ class RunOptions(StrategyConfig):
         may_change=True,
     )  # fmt: skip
     parity_check_steps: int = option(
-        0,
-        "Compare engine and trainer logprobs in the first step and every N; 0: first only, -1: "
+        0, "Compare engine and trainer logprobs in the first step and every N; 0: first only, -1: "
         "never.", group="monitoring", at_least=-1,
     )  # fmt: skip
     parity_limit: float | None = option(
@@ -336,8 +322,7 @@ class RunOptions(StrategyConfig):
     )  # fmt: skip
     output_dir: str = option(
         "lightrft_run", "Folder for everything that the run writes.", group="run", may_change=True,
-        common=True,
-        path="folder",
+        common=True, path="folder",
     )  # fmt: skip
     num_episodes: int = option(
         1, "Passes over the training prompts.", group="run", at_least=1, may_change=True,
@@ -360,8 +345,7 @@ class RunOptions(StrategyConfig):
     )  # fmt: skip
     ckpt_path: str | None = option(
         None, "Folder of checkpoints; unset is OUTPUT_DIR/checkpoints.", group="run",
-        may_change=True,
-        path="folder",
+        may_change=True, path="folder",
     )  # fmt: skip
     save_trajectories: bool = option(
         False, "Write tokens with logprobs, advantages and rewards to trajectories.jsonl.",
@@ -373,18 +357,15 @@ class RunOptions(StrategyConfig):
     )  # fmt: skip
     save_path: str | None = option(
         None, "Folder of the trained model; unset is OUTPUT_DIR/model.", group="run",
-        may_change=True,
-        path="folder",
+        may_change=True, path="folder",
     )  # fmt: skip
     best_metric: str | None = option(
-        None,
-        "Keep the model of the best evaluation by this metric, such as eval/reward, in the "
-        "folder best beside the checkpoints; larger is better.", group="run",
-        acts_with="eval_data",
+        None, "Keep the model of the best evaluation by this metric, such as eval/reward, in the "
+        "folder best beside the checkpoints; larger is better.", group="run", acts_with="eval_data",
     )  # fmt: skip
     load_checkpoint: bool = option(
-        False, "Continue also a complete run; an unfinished one continues without it.",
-        group="run", may_change=True,
+        False, "Continue also a complete run; an unfinished one continues without it.", group="run",
+        may_change=True,
     )  # fmt: skip
     allow_changes: bool = option(
         False, "Continue a run although a changed option makes it inexact.", group="run",
@@ -396,7 +377,6 @@ class RunOptions(StrategyConfig):
         finite=False, may_change=True,
     )  # fmt: skip
     loggers: tuple[str, ...] = option(
-        (),
-        "Further receivers of metrics: FILE.py:CLASS, made from the options, or a registered name.",
-        group="monitoring", choices=LOGGERS, may_change=True,
+        (), "Further receivers of metrics: FILE.py:CLASS, made from the options, or a registered "
+        "name.", group="monitoring", choices=LOGGERS, may_change=True,
     )  # fmt: skip

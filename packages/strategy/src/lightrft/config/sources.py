@@ -1,7 +1,5 @@
 """Lists of data sources in one text. Standard library only."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -67,8 +67,7 @@ class StrategyConfig:
         1e-6, "Peak learning rate of the actor.", group="training", at_least=0, common=True,
     )  # fmt: skip
     critic_learning_rate: float = option(
-        9e-6, "Peak learning rate of the critic.", group="training", at_least=0,
-        acts_with=CRITIC,
+        9e-6, "Peak learning rate of the critic.", group="training", at_least=0, acts_with=CRITIC,
     )  # fmt: skip
     adam_betas: tuple[float, float] = option(
         (0.9, 0.95), "Adam's decay rates of the two moments.", group="training",
@@ -128,8 +127,7 @@ class StrategyConfig:
         acts_with="not fsdp",
     )  # fmt: skip
     sp_size: int = option(
-        1, "Ranks that share one sequence (sequence parallelism).", group="distributed",
-        at_least=1,
+        1, "Ranks that share one sequence (sequence parallelism).", group="distributed", at_least=1,
     )  # fmt: skip
     local_rank: int = option(
         -1, "Index of this process' device on its node; -1 reads LOCAL_RANK.", group="distributed",
@@ -187,8 +185,8 @@ class StrategyConfig:
     rm_use_engine: bool = option(False, "Serve reward models by an engine.", group="engine")
     rm_engine_cudagraph: bool = option(False, "CUDA graphs in the reward engine.", group="engine")
     pretrain: str | None = option(
-        None, "Checkpoint directory of the actor.", group="models", common=True,
-        path="folder", commands=("data",),
+        None, "Checkpoint directory of the actor.", group="models", common=True, path="folder",
+        commands=("data",),
     )  # fmt: skip
     critic_pretrain: str | bool | None = option(
         False, "Checkpoint directory of the critic; unset trains no critic.", group="models",
@@ -233,8 +231,8 @@ class StrategyConfig:
     )  # fmt: skip
     overlong_buffer: bool = option(False, "Punish overlong responses softly.", group="rollout")
     overlong_buffer_len: int = option(
-        1024, "Tokens before the limit in which the punishment rises.", group="rollout",
-        at_least=1, acts_with="overlong_buffer",
+        1024, "Tokens before the limit in which the punishment rises.", group="rollout", at_least=1,
+        acts_with="overlong_buffer",
     )  # fmt: skip
     overlong_buffer_penalty_factor: float = option(
         1.0, "Punishment at the limit.", group="rollout", at_least=0, acts_with="overlong_buffer",

@@ -1,7 +1,5 @@
 """The one record of a training run, from which flags, TOML and help are derived."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training strategies: DeepSpeed ZeRO, FSDP2 and a single process behind one interface."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from lightrft.kernels.lazy import lazy_names

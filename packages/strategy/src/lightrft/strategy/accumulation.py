@@ -1,7 +1,5 @@
 """Counting micro-batches of one optimizer step."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

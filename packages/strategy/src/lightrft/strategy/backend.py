@@ -1,7 +1,5 @@
 """What a training backend does for a strategy: placing models, gradients, states as files."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -55,12 +53,12 @@ class Backend(ABC):
         config: Of the strategy.
     """
 
+    # Whether a model must be wrapped before its optimizer is created (sharded parameters).
     wraps_before_optimizer = False
-    """Whether a model must be wrapped before its optimizer is created (sharded parameters)."""
+    # Whether `init_model_context(meta_init=True)` has an effect.
     builds_on_meta = False
-    """Whether `init_model_context(meta_init=True)` has an effect."""
+    # Whether Adam's states live on the CPU.
     offloads_adam = False
-    """Whether Adam's states live on the CPU."""
 
     def __init__(self, ranks: DistributedContext, config: StrategyConfig) -> None:
         self.ranks = ranks

@@ -1,7 +1,5 @@
 """The configuration of a strategy; it is part of the one record in `lightrft.config`."""
 
-from __future__ import annotations
-
 from lightrft.config.options import ConfigError, mask_address, option
 from lightrft.config.strategy_config import ENGINE_TYPES, EngineType, StrategyConfig
 

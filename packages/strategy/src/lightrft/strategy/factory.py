@@ -1,7 +1,5 @@
 """Choice of the training strategy."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from lightrft.strategy.config import StrategyConfig

@@ -1,7 +1,5 @@
 """A single process that really trains, without any process group."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -20,10 +18,7 @@ from lightrft.strategy.prepared import (
     published_sizes,
 )
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.strategy.weight_sync.parameter_source import (
-    ParameterSource,
-    module_parameter_source,
-)
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource, module_parameter_source
 
 
 class PlainBackend(Backend):

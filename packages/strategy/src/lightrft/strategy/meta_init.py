@@ -1,7 +1,5 @@
 """Building models whose parameters have no memory yet."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

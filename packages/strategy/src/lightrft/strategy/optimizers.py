@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightrft.strategy.config import StrategyConfig
 
+# What `torch.optim` takes as one group: "params" and "weight_decay".
 ParameterGroup = dict[str, "list[nn.Parameter] | float"]
-"""What `torch.optim` takes as one group: "params" and "weight_decay"."""
 
 
 @dataclass(frozen=True, slots=True)

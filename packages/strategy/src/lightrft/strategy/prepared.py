@@ -1,7 +1,5 @@
 """What `prepare` takes and returns."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable

@@ -1,7 +1,5 @@
 """Dividing a data set among ranks, reproducibly and resumably."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sized
 

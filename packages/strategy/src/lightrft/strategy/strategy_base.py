@@ -1,7 +1,5 @@
 """The whole interface of a training strategy; its parts do the work."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import weakref
@@ -42,11 +40,7 @@ from lightrft.strategy.engine.generation import PromptBatch, PromptItem
 from lightrft.strategy.engine.session import EngineSession
 from lightrft.strategy.engine.statistics import GenLenAnalyser
 from lightrft.strategy.meta_init import parameters_on_meta
-from lightrft.strategy.optimizers import (
-    AdamSettings,
-    OptimizerStepResult,
-    learning_rate_schedule,
-)
+from lightrft.strategy.optimizers import AdamSettings, OptimizerStepResult, learning_rate_schedule
 from lightrft.strategy.prepared import (
     NO_MODEL,
     AnyModel,
@@ -98,8 +92,8 @@ class StrategyBase:
         RuntimeError: Only some of the launcher's environment variables are there.
     """
 
+    # The ranks that train together: all of them, or `ALONE`.
     world_group: ClassVar[Group] = None
-    """The ranks that train together: all of them, or `ALONE`."""
 
     def __init__(
         self,
@@ -332,11 +326,7 @@ class StrategyBase:
             reshard_after_forward=reshard_after_forward,
         )
 
-    def prepare(
-        self,
-        *models_or_model_optim_pairs: object,
-        is_rlhf: bool = False,
-    ) -> object:
+    def prepare(self, *models_or_model_optim_pairs: object, is_rlhf: bool = False) -> object:
         """Makes models ready, each according to its form.
 
         A triple (model, optimizer, scheduler) becomes a PreparedModel and a pair a pair, ready for
@@ -804,10 +794,7 @@ class StrategyBase:
         return self.session.last_weight_sync
 
     def setup_inference_engine(
-        self,
-        args: Arguments | None,
-        engine_type: str = "vllm",
-        actor: AnyModel | None = None,
+        self, args: Arguments | None, engine_type: str = "vllm", actor: AnyModel | None = None
     ) -> RolloutEngine:
         """Starts the rollout engine; afterwards it sleeps if sleeping is enabled.
 

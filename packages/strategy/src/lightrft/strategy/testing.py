@@ -1,7 +1,5 @@
 """Running a function on several gloo ranks, for tests."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """Helpers for programs that train: command-line flags."""
 
-from __future__ import annotations
-
 from lightrft.utils.arguments import LIBRARY_FLAGS, add_arguments
 
 __all__ = ["LIBRARY_FLAGS", "add_arguments"]

@@ -1,7 +1,5 @@
 """Command-line flags made from the fields of a configuration."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Collection
 from dataclasses import Field

@@ -15,8 +15,6 @@ optimizer batch, before the first backward); `aggregate` is S_k / Z. A row witho
 adds 0 to both.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -22,8 +22,6 @@ mean over the batch.
 `corrections.correction_weights` computes what is described here. This module needs no torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +35,11 @@ SIGNS = ("negative", "positive")
 OPTIONS = ("low=", "high=", *SIGNS, "mean-one")
 EXAMPLES = "tis or reject:k3:sequence:high=0.01"
 
+# Terms by name.
+#
+# `icepop` is arXiv:2510.18855; `off-policy-mask` is DeepSeek-V3.2, arXiv:2512.02556, with the bound
+# that TRL suggests; `dppo` leaves out what moved too far in the direction of its advantage, with
+# the bounds of prime-rl; the others are the common forms of TRL, verl, slime, OpenRLHF and NeMo-RL.
 CORRECTION_PRESETS: dict[str, str] = {
     "tis": "weight:ratio:token:high=2",
     "icepop": "weight:ratio:token reject:ratio:token:low=0.5:high=5",
@@ -50,12 +53,6 @@ CORRECTION_PRESETS: dict[str, str] = {
     "off-policy-mask": "reject:k1:geometric:high=0.5:negative",
     "dppo": ("reject:difference:token:high=0.2:positive reject:difference:token:low=-0.2:negative"),
 }
-"""Terms by name.
-
-`icepop` is arXiv:2510.18855; `off-policy-mask` is DeepSeek-V3.2, arXiv:2512.02556, with the bound
-that TRL suggests; `dppo` leaves out what moved too far in the direction of its advantage, with the
-bounds of prime-rl; the others are the common forms of TRL, verl, slime, OpenRLHF and NeMo-RL.
-"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,6 @@ besides is declared by a decorator, which leaves the function as it is:
     policy_loss_traits(my_loss).aggregation    # also of functools.partial(my_loss, clip=0.3)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -66,10 +64,10 @@ class AdvantageTraits(_Declaration):
     whitens: bool = False
 
 
+# The decorator's name.
 policy_loss = PolicyLossTraits
-"""The decorator's name."""
+# The decorator's name.
 advantage_estimator = AdvantageTraits
-"""The decorator's name."""
 
 
 def policy_loss_traits(function: Callable[..., object]) -> PolicyLossTraits:

@@ -7,8 +7,6 @@ about 1 / ratio.
 Source: Wang et al. 2025, arXiv:2506.01939.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

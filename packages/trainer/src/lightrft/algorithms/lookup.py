@@ -1,7 +1,5 @@
 """Choice by name, with an error that lists the known names."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from typing import TypeVar

@@ -4,8 +4,6 @@ Values outside the mask may be anything, NaN and infinity included: they are rep
 multiplied by 0.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Numbers that describe a step; sums are additive over ranks, divisions come last."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -67,10 +67,7 @@ def moments_of(values: Tensor) -> Moments:
 
 
 def masked_moments(
-    values: Tensor,
-    mask: Tensor,
-    *,
-    sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+    values: Tensor, mask: Tensor, *, sum_over_ranks: Callable[[Tensor], Tensor] | None = None
 ) -> Moments:
     """Moments of the values inside the mask, in float64 and two passes: the mean comes first.
 

@@ -1,7 +1,5 @@
 """Log-probability differences that are safe to exponentiate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Changes to a reward before advantages are estimated."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from lightrft.algorithms.moments import Moments

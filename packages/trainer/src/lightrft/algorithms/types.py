@@ -101,8 +101,8 @@ class TokenAdvantages:
     returns: Tensor
 
 
+# (logprobs, old_logprobs, advantages, response_mask), each [batch, seq]; options are bound.
 PolicyLossFunction = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], TokenLoss]
-"""(logprobs, old_logprobs, advantages, response_mask), each [batch, seq]; options are bound."""
 
+# RowAdvantageInputs -> [rows] or TokenAdvantageInputs -> TokenAdvantages; options are bound.
 AdvantageFunction = Callable[..., "Tensor | TokenAdvantages"]
-"""RowAdvantageInputs -> [rows] or TokenAdvantageInputs -> TokenAdvantages; options are bound."""

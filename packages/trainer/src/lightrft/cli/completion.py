@@ -1,7 +1,5 @@
 """`lightrft completion`: what a shell needs to complete commands, flags and values."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """`lightrft config`: the options of a run as they come out, as a schema, or compared."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The terminal and the processors."""
 
-from __future__ import annotations
-
 import os
 
 

@@ -27,12 +27,8 @@ if TYPE_CHECKING:
 
 
 MAX_ROWS = 500
-FORMS = {
-    "as it is": "{}",
-    "as \\boxed{...}": "\\boxed{{{}}}",
-    "after ####": "#### {}",
-}
-"""How a reference answer may stand in a response."""
+# How a reference answer may stand in a response.
+FORMS = {"as it is": "{}", "as \\boxed{...}": "\\boxed{{{}}}", "after ####": "#### {}"}
 
 
 @dataclass(frozen=True, slots=True)

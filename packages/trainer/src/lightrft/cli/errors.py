@@ -1,7 +1,5 @@
 """Exit codes, and the one place where an exception becomes a line on the terminal and a code."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

@@ -1,7 +1,5 @@
 """`lightrft eval`: a model on held-out prompts, greedy and with several samples of each."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """`lightrft export`: the final model of a run, checked."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

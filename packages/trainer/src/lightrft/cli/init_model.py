@@ -1,7 +1,5 @@
 """`lightrft init-model`: a tiny random model, to try things out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

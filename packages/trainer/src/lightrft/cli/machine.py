@@ -1,7 +1,5 @@
 """What this machine lacks for a run, found before torch is imported: exit code 3."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

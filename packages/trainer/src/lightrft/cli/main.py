@@ -1,7 +1,5 @@
 """The `lightrft` command: finds the subcommand and imports only what that one needs."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Out of memory: how it shows, in which phase it came, and what helps at the least cost."""
 
-from __future__ import annotations
-
 import errno
 import sys
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ _TEXTS = (
     "can't allocate memory", "cannot allocate memory", "out of memory", "not enough memory",
     "can't start new thread",
 )  # fmt: skip
+# Phases and stages by name, and whose remedies apply.
 _KINDS = {
     "train": "train",
     "forward": "forward",
@@ -29,7 +28,6 @@ _KINDS = {
     "save a checkpoint": "models",
     "save a model": "models",
 }
-"""Phases and stages by name, and whose remedies apply."""
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

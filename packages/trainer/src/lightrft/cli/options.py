@@ -1,7 +1,5 @@
 """Flags and TOML files of the commands, merged into one `TrainConfig`."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What can be known about the input before torch is imported and a model is built."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`lightrft report`: one HTML page about a run, finished or not."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

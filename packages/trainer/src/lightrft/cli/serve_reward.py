@@ -1,7 +1,5 @@
 """`lightrft serve-reward`: a reward function as an HTTP service for `--remote_rm_url`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from lightrft.cli.errors import ExitCode

@@ -1,7 +1,5 @@
 """`lightrft launch slurm`: the batch script of a run on several nodes, printed for a look."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`lightrft train`: options, checks of the input, processes, and then the run itself."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -3,8 +3,6 @@
 They are refused: an option that were accepted and ignored would change nothing without a word.
 """
 
-from __future__ import annotations
-
 _METRICS = "metrics go to OUTPUT_DIR/metrics.jsonl"
 _REWARD_MODELS = "reward models run in the trainer's processes"
 _TRACE = "use --save_trajectories, which writes trajectories.jsonl"

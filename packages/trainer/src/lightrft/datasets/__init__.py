@@ -1,7 +1,5 @@
 """Prompts from files, folders and named data sets."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from lightrft.kernels.lazy import lazy_names

@@ -1,7 +1,5 @@
 """What a run would find in the rows of a source: lengths, duplicates, and what is wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -81,9 +79,7 @@ def propose_keys(columns: Mapping[str, object]) -> KeyProposal:
 
 
 def check_rows(
-    items: Iterable[Row | DataError],
-    tokenizer: PromptTokenizer,
-    config: TrainConfig,
+    items: Iterable[Row | DataError], tokenizer: PromptTokenizer, config: TrainConfig
 ) -> DataCheck:
     """Renders and tokenises every row as a run would, and goes on after what is wrong.
 

@@ -1,7 +1,5 @@
 """Rows of JSONL, JSON and Parquet files and of data sets, each with the place it came from."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -11,8 +9,8 @@ from typing import cast
 
 from lightrft.datasets.types import DataError
 
+# One of these marks a folder that `save_to_disk` has written.
 SAVED_FILES = ("dataset_dict.json", "dataset_info.json")
-"""One of these marks a folder that `save_to_disk` has written."""
 _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<configuration>[\w.-]+))?\Z")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 

@@ -1,7 +1,5 @@
 """Rows of several sources as one list: one after another, or mixed in given proportions."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from fractions import Fraction

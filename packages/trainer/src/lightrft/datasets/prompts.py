@@ -1,7 +1,5 @@
 """Prompts and whole texts of data files, tokenised and counted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

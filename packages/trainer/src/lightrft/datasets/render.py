@@ -1,7 +1,5 @@
 """From the columns of a row to the text a model is prompted with."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Mapping, Sequence
@@ -29,11 +27,7 @@ class PromptTokenizer(Protocol):
         ...
 
     def apply_chat_template(
-        self,
-        conversation: list[dict[str, object]],
-        *,
-        tokenize: bool,
-        add_generation_prompt: bool,
+        self, conversation: list[dict[str, object]], *, tokenize: bool, add_generation_prompt: bool
     ) -> object:
         """The rendered conversation: a string with tokenize=False."""
         ...

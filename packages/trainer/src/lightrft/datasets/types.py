@@ -1,7 +1,5 @@
 """The record of one data row, and what is wrong with one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Rewards and model outputs to advantages: shaping, estimation, one global whitening, clipping."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -110,9 +108,7 @@ def assemble(
     advantages, mask = estimated.advantages, rollouts.response_mask
     if advantage_traits(settings.estimator).whitens or settings.config.advantages_norm:
         moments = masked_moments(
-            advantages,
-            mask,
-            sum_over_ranks=lambda sums: strategy.reduce_over_data(sums, "sum"),
+            advantages, mask, sum_over_ranks=lambda sums: strategy.reduce_over_data(sums, "sum")
         )
         advantages = whiten(advantages, mask, moments)
     clip = settings.config.advantage_clip

@@ -1,7 +1,5 @@
 """Padded tensors from a sample table, and selections of their rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields, replace
 

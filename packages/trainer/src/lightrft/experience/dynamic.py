@@ -6,8 +6,6 @@ shaping, with which every group would look mixed.
 Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, sec. 3.2.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -186,9 +186,7 @@ def _components_under(names: tuple[str, ...], table: SampleTable) -> NDArray[np.
 
 
 def _take_segments(
-    flat: NDArray[Scalar],
-    lengths: NDArray[np.int64],
-    rows: NDArray[np.int64],
+    flat: NDArray[Scalar], lengths: NDArray[np.int64], rows: NDArray[np.int64]
 ) -> NDArray[Scalar]:
     stops = np.cumsum(lengths)
     pieces = [flat[stops[row] - lengths[row] : stops[row]] for row in rows]

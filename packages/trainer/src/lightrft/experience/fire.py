@@ -7,8 +7,6 @@ stay exact.
 Source: Chen et al. 2024, "Flaming-hot Initiation with Regular Execution", arXiv:2410.21236.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

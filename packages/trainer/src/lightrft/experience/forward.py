@@ -1,7 +1,5 @@
 """What the models say about the rollouts before the update, in micro batches and without graph."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

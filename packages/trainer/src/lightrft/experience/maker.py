@@ -1,7 +1,5 @@
 """From the samples of a step to what one rank trains on: model outputs and advantages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -5,8 +5,6 @@ contents do not depend on the number of ranks. Within an optimizer batch every r
 number of rows, balanced by length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ keeps the logprob and the version of the weights that sampled it.
 Source: Kimi Team 2025 (k1.5), arXiv:2501.12599, sec. 2.6.2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 

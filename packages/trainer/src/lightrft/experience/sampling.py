@@ -1,7 +1,5 @@
 """The samples of one step: generated, scored, exchanged; drawn again for zero-variance groups."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Rewards of rollouts, and the shaping that needs one row only."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 
@@ -9,8 +7,8 @@ from lightrft.config import TrainConfig
 from lightrft.experience.types import Rollout, ScoredRollout
 from lightrft.rewards.types import RewardError, RewardFunction, RewardResult
 
+# So many failures of single samples mean that the function itself is broken.
 MAX_FAILURES_IN_A_ROW = 3
-"""So many failures of single samples mean that the function itself is broken."""
 
 
 def overlong_penalty(config: TrainConfig) -> Callable[[int], float] | None:

@@ -1,7 +1,5 @@
 """How long the stages of a step take, and how much memory they need."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

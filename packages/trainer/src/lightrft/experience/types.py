@@ -1,7 +1,5 @@
 """The records of one reinforcement learning step, in the order in which they are made."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

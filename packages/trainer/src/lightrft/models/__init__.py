@@ -1,7 +1,5 @@
 """Policies and value models on top of transformers."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from lightrft.kernels.lazy import lazy_names

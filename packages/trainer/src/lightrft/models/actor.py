@@ -47,8 +47,8 @@ class Actor(SequenceModel):
     """
 
     is_actor = True
+    # Whether outputs have `router_sums`.
     sums_routers = False
-    """Whether outputs have `router_sums`."""
 
     def __init__(
         self,

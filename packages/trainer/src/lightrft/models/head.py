@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 SOFTCAP_FIELD = "final_logit_softcapping"
+# Fields by which some model multiplies or divides its logits.
 FACTOR_FIELDS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-"""Fields by which some model multiplies or divides its logits."""
 
 MULTIPLIED_BY = {"cohere": "logit_scale", "cohere2": "logit_scale"}
+# Model types for which the meaning of the field is known.
 DIVIDED_BY = {
     "granite": "logits_scaling",
     "granitemoe": "logits_scaling",
     "granitemoeshared": "logits_scaling",
 }
-"""Model types for which the meaning of the field is known."""
 
 
 @dataclass(frozen=True, slots=True)

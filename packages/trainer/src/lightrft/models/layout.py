@@ -1,7 +1,5 @@
 """How a padded batch is laid out for a model's forward pass, and where its scored tokens lie."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Self
 

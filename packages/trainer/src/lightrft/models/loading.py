@@ -1,7 +1,5 @@
 """Reads and writes Hugging Face checkpoints, with errors that fit one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

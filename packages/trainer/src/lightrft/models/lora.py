@@ -20,10 +20,7 @@ from torch import Tensor, nn
 
 from lightrft.config import TrainConfig
 from lightrft.models.actor import Actor
-from lightrft.strategy.weight_sync.parameter_source import (
-    ParameterSource,
-    SourceParameter,
-)
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 from lightrft.strategy.weight_sync.verification import transfer_device
 
 if TYPE_CHECKING:

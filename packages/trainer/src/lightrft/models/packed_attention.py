@@ -1,7 +1,5 @@
 """Attention within the sequences of one stream of tokens, for models of transformers."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Tiny random models and their tokenizer, for tests and first steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

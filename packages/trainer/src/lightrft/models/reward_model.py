@@ -57,10 +57,7 @@ class RewardModel(nn.Module):
             )
         try:
             model, report = AutoModelForSequenceClassification.from_pretrained(
-                path,
-                dtype=parse_dtype(dtype),
-                attn_implementation="sdpa",
-                output_loading_info=True,
+                path, dtype=parse_dtype(dtype), attn_implementation="sdpa", output_loading_info=True
             )
         except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as err:
             first_line = (str(err).strip().splitlines() or [type(err).__name__])[0]

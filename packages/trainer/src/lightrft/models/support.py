@@ -5,8 +5,6 @@ over the kept tokens. With the mass m of the kept tokens under the whole distrib
 log p_truncated = log p - log m for every kept token.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

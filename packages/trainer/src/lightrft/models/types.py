@@ -1,7 +1,5 @@
 """What models return."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -39,8 +37,8 @@ class ActorOutput:
         return self.logprobs - self.log_kept_mass
 
 
+# What every actor is to its callers, wrapped by a strategy or not; see
+# `lightrft.models.actor.Actor.forward`.
 PolicyModel = Callable[..., ActorOutput]
-"""What every actor is to its callers, wrapped by a strategy or not; see
-`lightrft.models.actor.Actor.forward`."""
+# What every critic is to its callers; see `lightrft.models.critic.Critic.forward`.
 ValueModel = Callable[..., Tensor]
-"""What every critic is to its callers; see `lightrft.models.critic.Critic.forward`."""

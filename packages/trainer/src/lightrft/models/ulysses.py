@@ -4,8 +4,6 @@ attention all tokens of a share of the heads.
 Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509, sec. 3.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

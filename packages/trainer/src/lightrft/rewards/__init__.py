@@ -5,8 +5,6 @@ may hang or crash runs in worker processes with a deadline. That contains accide
 sandbox against malicious code.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from lightrft.kernels.lazy import lazy_names

@@ -1,7 +1,5 @@
 """Rule rewards for mathematics: the final answer of the response against the label."""
 
-from __future__ import annotations
-
 import logging
 import queue
 import re

@@ -5,8 +5,6 @@ program: it holds no CUDA context, no process group and no lock of the trainer, 
 without an `if __name__ == "__main__"` guard is not run twice.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Which rewards count for which rows, and how much."""
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Mapping, Sequence

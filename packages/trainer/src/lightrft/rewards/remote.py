@@ -8,8 +8,6 @@
 that know them under this name; `components` may be left out.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """A reward function as an HTTP service, in the protocol of `lightrft.rewards.remote`."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Mapping

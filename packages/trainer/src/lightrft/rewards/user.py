@@ -1,7 +1,5 @@
 """A user's reward functions: of this process, or of a file, in a process that can be killed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

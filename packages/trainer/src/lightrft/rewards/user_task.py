@@ -1,7 +1,5 @@
 """The part of a user's reward function that runs in a worker: loading, calling, checking."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import math
@@ -17,8 +15,8 @@ from lightrft.rewards.worker import ReportedError
 MODULE_NAME = "lightrft_user_reward"
 
 
+# Reward, or None for the sum of the components, and components of one response.
 CheckedResult = tuple[float | None, dict[str, float]]
-"""Reward, or None for the sum of the components, and components of one response."""
 
 
 class Parameter(TypedDict):

@@ -8,8 +8,6 @@ code made is unpickled in the trainer. The first message is `{"path": ..., "modu
 request with `handler(request)`.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Trainers, their options, and whole runs."""
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING
 

@@ -30,11 +30,7 @@ from lightrft.trainer.reporting.samples import SampleLog
 from lightrft.trainer.reporting.trajectories import TrajectoryLog
 from lightrft.trainer.runs.prompts import PromptBatches, PromptStream, check_lengths, planned_steps
 from lightrft.trainer.training.alarms import alarms
-from lightrft.trainer.training.algorithm import (
-    check_algorithm,
-    decide,
-    unused_algorithm_options,
-)
+from lightrft.trainer.training.algorithm import check_algorithm, decide, unused_algorithm_options
 from lightrft.trainer.training.checkpointing import load_trainer, save_trainer
 from lightrft.trainer.training.construction import (
     build_trainer_rewards,
@@ -126,8 +122,8 @@ class SPMDPPOTrainerBase:
         ValueError: An unknown name, sizes that do not divide, or a missing model.
     """
 
+    # Whether the models take images, whatever `VLM` says.
     is_vision = False
-    """Whether the models take images, whatever `VLM` says."""
     _stream: PromptStream | None = None
     _experience: StepExperience | None = None
     _stop_request: Callable[[], bool] | None = None
@@ -389,9 +385,7 @@ class SPMDPPOTrainerBase:
         reduced |= self._utilisation(step, reduced["train_seconds"])
         self._experience = None
         self.state = self.state.after_step(
-            step,
-            stream=self._stream,
-            kl=reduced.get("kl_per_response"),
+            step, stream=self._stream, kl=reduced.get("kl_per_response")
         )
         reduced["global_step"] = global_steps
         return finished_metrics(

@@ -1,7 +1,5 @@
 """Attention for single-token steps that reads the cache without repeating its heads."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel

@@ -1,7 +1,5 @@
 """Construction of the embedded engine's own model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

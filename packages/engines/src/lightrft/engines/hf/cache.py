@@ -1,7 +1,5 @@
 """A cache layer with spare room, so that a new token is written instead of concatenated."""
 
-from __future__ import annotations
-
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -22,11 +20,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         self._value_buffer = torch.empty(0)
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        *args: object,
-        **kwargs: object,
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends states [rows, kv_heads, new, head_dim]; returns all states so far."""
         if not self.is_initialized:

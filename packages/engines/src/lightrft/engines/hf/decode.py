@@ -1,7 +1,5 @@
 """The decode loop: rows of prompts in, tokens and their log-probabilities out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """The embedded rollout engine: transformers in the trainer's own process."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 
@@ -17,10 +15,7 @@ from lightrft.engines.hf.stopping import StopStringMatcher, stop_token_table
 from lightrft.engines.parameter_store import ParameterStore
 from lightrft.engines.raw_completions import RawCompletion
 from lightrft.engines.requests import Row, chunks_of_rows
-from lightrft.engines.types import (
-    EngineConfig,
-    SamplingParams,
-)
+from lightrft.engines.types import EngineConfig, SamplingParams
 
 _logger = logging.getLogger(__name__)
 
@@ -101,9 +96,7 @@ class HFEngine(RolloutEngine):
         )
         return [
             RawCompletion(
-                tuple(tokens[:length]),
-                tuple(logprobs[:length]),
-                "stop" if is_stopped else "length",
+                tuple(tokens[:length]), tuple(logprobs[:length]), "stop" if is_stopped else "length"
             )
             for tokens, logprobs, length, is_stopped in zip(
                 decoded.token_ids.T.tolist(),

@@ -1,7 +1,5 @@
 """Cached forwards of a transformers model over rows of prompts."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Counter-based random numbers: each depends on its own coordinates and on nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

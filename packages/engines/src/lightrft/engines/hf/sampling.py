@@ -1,7 +1,5 @@
 """From logits to tokens: their distribution, the draw, and its log-probability."""
 
-from __future__ import annotations
-
 import torch
 
 from lightrft.engines.types import SamplingParams

@@ -1,7 +1,5 @@
 """The tokenizer of a checkpoint, for stop strings and prompts given as text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """Start of an SGLang engine beside this process, and the few functions of it that are called."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What runs in SGLang's scheduler process before SGLang itself."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

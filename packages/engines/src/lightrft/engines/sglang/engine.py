@@ -1,7 +1,5 @@
 """The SGLang rollout engine, in a process beside each trainer process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -9,12 +7,7 @@ import torch
 from torch import nn
 
 from lightrft.engines.base import RolloutEngine
-from lightrft.engines.model_shape import (
-    ModelShape,
-    model_configs,
-    model_directory,
-    model_shape,
-)
+from lightrft.engines.model_shape import ModelShape, model_configs, model_directory, model_shape
 from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.raw_completions import (
     Job,
@@ -28,12 +21,7 @@ from lightrft.engines.requests import Row
 from lightrft.engines.sglang.backend import Engine, generate_native, start_engine
 from lightrft.engines.sglang.sampling import native_params, raw_of
 from lightrft.engines.sglang.weights import SGLangWeights
-from lightrft.engines.types import (
-    EngineConfig,
-    EngineParameter,
-    EngineStatus,
-    SamplingParams,
-)
+from lightrft.engines.types import EngineConfig, EngineParameter, EngineStatus, SamplingParams
 
 
 class SGLangEngine(RolloutEngine):

@@ -1,7 +1,5 @@
 """Engine options under SGLang's own names: defaults, the user's, and those that are not theirs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from lightrft.engines.backend_options import check_options, parse_options

@@ -1,7 +1,5 @@
 """Requests in SGLang's form, and raw completions from its answers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -10,12 +8,7 @@ from lightrft.engines.types import FinishReason, SamplingParams
 
 
 def native_params(
-    job: Job,
-    params: SamplingParams,
-    stop_ids: Sequence[int],
-    *,
-    with_stops: bool,
-    vocab_size: int,
+    job: Job, params: SamplingParams, stop_ids: Sequence[int], *, with_stops: bool, vocab_size: int
 ) -> dict[str, object]:
     """Sampling parameters under SGLang's names.
 

@@ -1,7 +1,5 @@
 """Weights of an SGLang engine: updates in its own sessions, whole tensors at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

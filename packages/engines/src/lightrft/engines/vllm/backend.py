@@ -1,7 +1,5 @@
 """Start of a vLLM engine in this process, and the few functions of it that are called."""
 
-from __future__ import annotations
-
 import gc
 import os
 import uuid
@@ -15,11 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightrft.engines.process_state import (
-    environment,
-    preserved_process_state,
-    require_functions,
-)
+from lightrft.engines.process_state import environment, preserved_process_state, require_functions
 from lightrft.engines.requests import Limits
 from lightrft.engines.types import EngineConfig
 from lightrft.engines.vllm.options import engine_arguments

@@ -1,18 +1,11 @@
 """The vLLM rollout engine, in the trainer's own process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import nn
 
 from lightrft.engines.base import RolloutEngine
-from lightrft.engines.model_shape import (
-    ModelShape,
-    model_configs,
-    model_directory,
-    model_shape,
-)
+from lightrft.engines.model_shape import ModelShape, model_configs, model_directory, model_shape
 from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.raw_completions import Job, RawCompletion, first_job, sample_in_parts
 from lightrft.engines.requests import Row

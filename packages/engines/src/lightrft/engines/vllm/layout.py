@@ -1,7 +1,5 @@
 """Where each checkpoint parameter lies inside vLLM's fused, padded and sharded tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

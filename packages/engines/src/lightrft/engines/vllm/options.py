@@ -1,7 +1,5 @@
 """Engine options under vLLM's own names: defaults, the user's, and those that are not theirs."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Weights of a vLLM engine: updates through its layerwise reload, and hashes of its storage."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

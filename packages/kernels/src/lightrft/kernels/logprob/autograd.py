@@ -5,8 +5,6 @@ Here are the rest: the merge over ranks, the rows that have a gradient, and the 
 dL/dhidden (summed over chunks in float32) and dL/dweight (each chunk of rows written once).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,11 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightrft.kernels.logprob.products import (
-    add_product_,
-    full_precision_reductions,
-    write_product,
-)
+from lightrft.kernels.logprob.products import add_product_, full_precision_reductions, write_product
 from lightrft.kernels.logprob.rows import GradRows, RowStatistics
 from lightrft.kernels.logprob.types import (
     EntropyMode,
@@ -72,11 +66,7 @@ class LogprobOptions:
 
 
 def engine_logprob(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    options: LogprobOptions,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: LogprobOptions
 ) -> LogprobOutput:
     """Logprobs and entropy by an engine; no row is ignored.
 

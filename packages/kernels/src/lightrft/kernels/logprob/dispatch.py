@@ -1,7 +1,5 @@
 """The public `linear_logprob`: checks its arguments once and picks an implementation."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

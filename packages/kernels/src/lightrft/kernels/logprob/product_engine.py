@@ -6,8 +6,6 @@ each row's result was subtracted inside the product's epilogue, before rounding:
 small where it matters.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +22,8 @@ from lightrft.kernels.logprob.rows import (
 )
 from lightrft.kernels.logprob.types import OutputLayer, accumulation_dtype
 
+# Products stored at a time in the forward pass: they stay in the cache until they are reduced.
 _BLOCK_BYTES = 32 * 2**20
-"""Products stored at a time in the forward pass: they stay in the cache until they are reduced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """Matrix products that accumulate in float32 whatever the dtype of their inputs is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

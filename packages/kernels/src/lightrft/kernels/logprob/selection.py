@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from lightrft.kernels.logprob.triton_launch import TileConfig
 
 _HALVES = (torch.bfloat16, torch.float16)
+# Below this hidden size a pass over stored products costs too much beside the products.
 _MIN_PRODUCT_HIDDEN = 2048
-"""Below this hidden size a pass over stored products costs too much beside the products."""
 _TEST_ROWS = 256
 _TEST_HIDDEN = 256
 _TEST_COLUMNS = 1000

@@ -6,8 +6,6 @@
 UPCAST widens 16-bit operands before a product: the interpreter multiplies their bits otherwise.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

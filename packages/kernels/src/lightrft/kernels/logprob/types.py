@@ -10,17 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 EntropyMode = Literal["none", "value", "grad"]
+# How logprobs are computed: "reference" (all logits at once), "chunked" (torch, chunks of the
+# vocabulary), "triton" (fused; 32- or 16-bit floats), "cublas" (stored float32 products; 16-bit
+# floats on CUDA), or "auto": a fixed rule, or the fastest if `deterministic` is False.
 LogprobImplementation = Literal["auto", "reference", "chunked", "triton", "cublas"]
-"""How logprobs are computed: "reference" (all logits at once), "chunked" (torch, chunks of the
-vocabulary), "triton" (fused; 32- or 16-bit floats), "cublas" (stored float32 products; 16-bit
-floats on CUDA), or "auto": a fixed rule, or the fastest if `deterministic` is False."""
+# Of the logits: "fp32", or "centred": bfloat16 logits, centred on the target's before they are
+# rounded. For sampled targets a logprob is off by up to 3e-2 (2e-3 on average) where plain ones
+# give 0.2; for unlikely ones by up to |logprob| / 256.
 Precision = Literal["fp32", "centred"]
-"""Of the logits: "fp32", or "centred": bfloat16 logits, centred on the target's before they are
-rounded. For sampled targets a logprob is off by up to 3e-2 (2e-3 on average) where plain ones give
-0.2; for unlikely ones by up to |logprob| / 256."""
+# True: the same call gives the same bits (on CUDA set CUBLAS_WORKSPACE_CONFIG). False lets timings
+# choose the implementation. "batch_invariant": a row's result does not depend on the other rows.
 Determinism = bool | Literal["batch_invariant"]
-"""True: the same call gives the same bits (on CUDA set CUBLAS_WORKSPACE_CONFIG). False lets timings
-choose the implementation. "batch_invariant": a row's result does not depend on the other rows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,11 @@
 """Checks of arguments, once, before anything is computed."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import torch
 from torch import Tensor
 
-from lightrft.kernels.logprob.types import (
-    EntropyMode,
-    LogprobImplementation,
-    Precision,
-    Workspace,
-)
+from lightrft.kernels.logprob.types import EntropyMode, LogprobImplementation, Precision, Workspace
 
 
 def validate_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:

@@ -1,7 +1,5 @@
 """Moves buckets: one collective for each bucket, the next one in flight while one is used."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext

@@ -232,10 +232,7 @@ def _part(spec: TensorSpec, first: int, last: int) -> tuple[FlatRange, ...]:
         return ((0, 0),)
     largest = max(stop - start for start, stop in spec.shards)
     return tuple(
-        (
-            start + (stop - start) * first // largest,
-            start + (stop - start) * last // largest,
-        )
+        (start + (stop - start) * first // largest, start + (stop - start) * last // largest)
         for start, stop in spec.shards
     )
 

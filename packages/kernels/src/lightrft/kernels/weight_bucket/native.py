@@ -1,7 +1,5 @@
 """The C++ extension: pointers and sizes in, nothing of torch crosses the border."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from functools import cache
@@ -10,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+# Must equal the extension's own; one built from other sources is not used.
 INTERFACE_VERSION = 1
-"""Must equal the extension's own; one built from other sources is not used."""
 
 _SAME_DTYPE = 0
 _CAST_CODES = {

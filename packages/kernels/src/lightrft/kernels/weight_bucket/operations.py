@@ -1,7 +1,5 @@
 """Hash, pack and unpack: checks arguments, then calls the native code or torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -1,14 +1,12 @@
 """Hash, pack and unpack in plain torch: the definition that the native code must match bitwise."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+# Elements hashed at a time; the int64 work space is a few times 8 bytes of this.
 CHUNK_ELEMENTS = 2**18
-"""Elements hashed at a time; the int64 work space is a few times 8 bytes of this."""
 
 _BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

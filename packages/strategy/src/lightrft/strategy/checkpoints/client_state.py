@@ -4,8 +4,6 @@ A nested mapping is written as one JSON file; its tensors go to a safetensors fi
 Tuples, tensors and numpy values keep their type, so that what is loaded equals what was saved.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping

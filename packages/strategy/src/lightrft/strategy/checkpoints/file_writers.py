@@ -1,7 +1,5 @@
 """How the files of a checkpoint are written: at once, or from copies and later."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Mapping
 from pathlib import Path

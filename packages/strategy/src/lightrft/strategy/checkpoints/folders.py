@@ -11,8 +11,6 @@ A folder without a manifest is therefore not a checkpoint, and is neither loaded
     save_dir/<tag>/...                 what the strategy's writer put there
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os
@@ -150,10 +148,7 @@ def begin_checkpoint(
 
 
 def complete_checkpoint(
-    opened: OpenCheckpoint,
-    *,
-    ranks: RankGroup = ONE_RANK,
-    flush: Callable[[], None] | None = None,
+    opened: OpenCheckpoint, *, ranks: RankGroup = ONE_RANK, flush: Callable[[], None] | None = None
 ) -> Checkpoint:
     """The second half: flush and hash the files, publish the folder, rotate older ones.
 

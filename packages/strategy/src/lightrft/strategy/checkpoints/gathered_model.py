@@ -1,7 +1,5 @@
 """Hugging Face files of models whose parameters are sharded over ranks."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Exponential moving averages of weights, shard by shard."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """save_ckpt and load_ckpt: the same for every backend but for the state itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch.distributed as dist

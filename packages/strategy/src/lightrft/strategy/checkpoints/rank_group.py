@@ -1,7 +1,5 @@
 """Ranks that act together on files: all succeed, or all raise."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

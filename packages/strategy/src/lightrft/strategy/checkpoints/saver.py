@@ -1,7 +1,5 @@
 """Checkpoints of one process, written while it waits or in the background."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sharded tensors on disk: one safetensors file per rank, readable by any number of ranks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

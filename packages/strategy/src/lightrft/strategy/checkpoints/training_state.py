@@ -1,7 +1,5 @@
 """Model and optimizer as files, shard by shard where they are sharded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

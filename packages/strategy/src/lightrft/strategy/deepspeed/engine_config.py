@@ -1,7 +1,5 @@
 """DeepSpeed's configuration, derived from ours."""
 
-from __future__ import annotations
-
 from lightrft.strategy.config import StrategyConfig
 
 # Never: DeepSpeed's own progress lines would repeat what the trainer reports.

@@ -1,7 +1,5 @@
 """The one place that imports DeepSpeed: its start, its engines, its gathered parameters."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import logging

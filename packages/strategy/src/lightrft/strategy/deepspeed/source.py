@@ -1,7 +1,5 @@
 """Parameters held by a DeepSpeed engine, read partition by partition without gathering any."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Protocol, cast
 

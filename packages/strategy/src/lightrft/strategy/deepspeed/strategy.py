@@ -1,7 +1,5 @@
 """Training with DeepSpeed ZeRO."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Iterator, Mapping
@@ -18,11 +16,7 @@ from lightrft.strategy.checkpoints.file_writers import FileWriter
 from lightrft.strategy.checkpoints.manifest import Checkpoint
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.deepspeed import runtime, training_state
-from lightrft.strategy.deepspeed.engine_config import (
-    check_stage,
-    inference_config,
-    training_config,
-)
+from lightrft.strategy.deepspeed.engine_config import check_stage, inference_config, training_config
 from lightrft.strategy.deepspeed.source import zero_parameter_source
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
@@ -37,10 +31,7 @@ from lightrft.strategy.prepared import (
     wrapped_module,
 )
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.strategy.weight_sync.parameter_source import (
-    ParameterSource,
-    module_parameter_source,
-)
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource, module_parameter_source
 
 
 class ZeroBackend(Backend):

@@ -1,7 +1,5 @@
 """Weights of DeepSpeed engines, read and gathered."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

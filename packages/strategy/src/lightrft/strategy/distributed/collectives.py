@@ -3,8 +3,6 @@
 Every operation works without a process group, as if there were one rank.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Literal, TypeGuard, TypeVar, cast, final

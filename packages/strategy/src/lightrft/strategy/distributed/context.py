@@ -1,7 +1,5 @@
 """Processes, devices, groups and collectives: the part of a strategy that knows no model."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable

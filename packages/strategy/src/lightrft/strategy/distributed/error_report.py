@@ -4,8 +4,6 @@ torch's elastic agent names a file in TORCHELASTIC_ERROR_FILE for each process, 
 a folder in LIGHTRFT_PHASE_FOLDER for all. Standard library only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """From a strategy's options and arguments to what a rollout engine takes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +10,7 @@ from torch import nn
 
 from lightrft.engines.base import RolloutEngine
 from lightrft.engines.factory import ENGINES, build_engine, resolve_engine_type
-from lightrft.engines.types import (
-    EngineConfig,
-    GenerationRequest,
-    MultiModalInputs,
-    SamplingParams,
-)
+from lightrft.engines.types import EngineConfig, GenerationRequest, MultiModalInputs, SamplingParams
 from lightrft.kernels.names import nearest_names
 from lightrft.strategy.config import ENGINE_TYPES, StrategyConfig
 from lightrft.strategy.engine.multimodal import build_multimodal_inputs, has_media, media_of

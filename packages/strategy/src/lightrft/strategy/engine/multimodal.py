@@ -1,7 +1,5 @@
 """Pairing prompts with their images and videos."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

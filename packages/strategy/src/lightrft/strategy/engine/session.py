@@ -1,7 +1,5 @@
 """The rollout engine's life beside a trainer: start, sleep, generation over ranks, weights."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 
@@ -222,12 +220,7 @@ class EngineSession:
         return completions
 
     def _generate(
-        self,
-        batch: PromptBatch,
-        params: SamplingParams,
-        first_id: int,
-        *,
-        is_multimodal: bool,
+        self, batch: PromptBatch, params: SamplingParams, first_id: int, *, is_multimodal: bool
     ) -> list[Completion]:
         if not self.shares_engine:
             requests = batch.requests(first_id, is_multimodal=is_multimodal)

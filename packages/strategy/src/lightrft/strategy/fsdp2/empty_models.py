@@ -1,7 +1,5 @@
 """Models that were built without memory: sharded first, then filled."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """AdamW on float32 copies of bfloat16 parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """Dividing a model into FSDP2 units and its parameters over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Parameters sharded by FSDP2, read shard by shard without gathering any."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Training with fully sharded data parallelism on DTensors."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 
@@ -26,12 +24,7 @@ from lightrft.strategy.fsdp2.empty_models import (
     shard_empty_module,
 )
 from lightrft.strategy.fsdp2.master_weights import MasterWeightsAdamW
-from lightrft.strategy.fsdp2.sharding import (
-    ShardingPlan,
-    as_fsdp,
-    gradient_norm,
-    shard_module,
-)
+from lightrft.strategy.fsdp2.sharding import ShardingPlan, as_fsdp, gradient_norm, shard_module
 from lightrft.strategy.fsdp2.source import fsdp2_parameter_source, reshard_modules
 from lightrft.strategy.optimizers import AdamSettings, parameter_groups
 from lightrft.strategy.prepared import (

@@ -1,7 +1,5 @@
 """Sending weights to the rollout engine."""
 
-from __future__ import annotations
-
 from lightrft.engines.base import RolloutEngine
 from lightrft.strategy.prepared import AnyModel
 from lightrft.strategy.strategy_base import StrategyBase

@@ -1,7 +1,5 @@
 """Groups of ranks, and the gathering of their prompts."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 from lightrft.strategy.distributed.collectives import Group, gather_objects

@@ -1,7 +1,5 @@
 """Decides, before anything is sent, what happens to every parameter of a rollout engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal

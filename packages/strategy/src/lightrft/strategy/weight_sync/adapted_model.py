@@ -1,7 +1,5 @@
 """Models that train additions to frozen weights, as weight sync and export see them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 

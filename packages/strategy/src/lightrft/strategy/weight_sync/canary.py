@@ -4,8 +4,6 @@ It finds what hashes cannot: weights read from the wrong place or under wrong na
 compute different functions, and generation from activations of earlier weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 

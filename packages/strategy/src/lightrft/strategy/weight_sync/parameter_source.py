@@ -1,7 +1,5 @@
 """Where a weight sync reads the trainer's parameters: names, shards and values of one rank."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 FlatRange = tuple[int, int]
+# `add_local(name, start, values)` adds in place to float32 `values`, the elements from `start`.
 AddLocal = Callable[[str, int, Tensor], None]
-"""`add_local(name, start, values)` adds in place to float32 `values`, the elements from `start`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """Keeps a rollout engine's weights equal to the trainer's, and proves it at every update."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -192,10 +190,7 @@ class WeightSync:
         return pairs or ()
 
     def _select(
-        self,
-        pairs: Sequence[PlannedParameter],
-        hashes: Mapping[str, int],
-        source: ParameterSource,
+        self, pairs: Sequence[PlannedParameter], hashes: Mapping[str, int], source: ParameterSource
     ) -> tuple[PlannedParameter, ...]:
         """The parameters to write now: all but frozen ones that the engine holds already."""
         has_same_owner = self._owner is not None and self._owner() is source.owner

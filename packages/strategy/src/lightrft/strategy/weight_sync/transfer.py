@@ -1,7 +1,5 @@
 """Moves weights into an engine, bucket by bucket, or lets the engine share their storage."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Hashes of the trainer's weights, their comparison with an engine's, and agreement of ranks."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 

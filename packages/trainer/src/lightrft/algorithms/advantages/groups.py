@@ -1,7 +1,5 @@
 """Statistics of the rows that share a prompt."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

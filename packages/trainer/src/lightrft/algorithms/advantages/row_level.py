@@ -1,7 +1,5 @@
 """Estimators that give one advantage per row, from the rewards of the rows of a prompt."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
@@ -168,9 +166,7 @@ CPGD_WEIGHTINGS = {
 
 @advantage_estimator(needs_groups=True)
 def cpgd_advantages(
-    inputs: RowAdvantageInputs,
-    *,
-    weighting: Literal["std", "clip_filter", "centre"] = "std",
+    inputs: RowAdvantageInputs, *, weighting: Literal["std", "clip_filter", "centre"] = "std"
 ) -> Tensor:
     """Group advantages of CPGD.
 

@@ -5,8 +5,6 @@ next sampled token carry over them without a discount. The state after the last 
 value 0, of truncated responses too.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -97,11 +95,7 @@ def broadcast_to_tokens(
 
 
 def token_rewards(
-    rewards: Tensor,
-    response_mask: Tensor,
-    *,
-    kl: Tensor | None = None,
-    kl_coef: float = 0.0,
+    rewards: Tensor, response_mask: Tensor, *, kl: Tensor | None = None, kl_coef: float = 0.0
 ) -> Tensor:
     """R_t = -kl_coef kl_t, plus the row's reward on its last response token: [batch, seq].
 
@@ -148,12 +142,7 @@ def discounted_returns(rewards: Tensor, response_mask: Tensor, *, gamma: float =
 
 @torch.no_grad()
 def generalized_advantages(
-    rewards: Tensor,
-    values: Tensor,
-    response_mask: Tensor,
-    *,
-    gamma: float,
-    lambd: float,
+    rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lambd: float
 ) -> TokenAdvantages:
     """Generalised advantage estimation.
 

@@ -1,7 +1,5 @@
 """Clipped importance weights on a policy gradient that drops no token."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from lightrft.algorithms.declarations import policy_loss

@@ -1,7 +1,5 @@
 """The clipped surrogate of PPO, with the bounds and aggregations of PPO, DAPO and Dr.GRPO."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -68,23 +66,21 @@ def clipped_policy_loss(
     )
 
 
+# `clipped_policy_loss` with a higher upper bound, averaged over the tokens of the batch.
+#
+# Source: Yu et al. 2025, arXiv:2503.14476, sections 3.1 and 3.3.
 dapo_policy_loss = policy_loss(aggregation="token-mean")(
     partial(clipped_policy_loss, clip_high=0.28)
 )
-"""`clipped_policy_loss` with a higher upper bound, averaged over the tokens of the batch.
 
-Source: Yu et al. 2025, arXiv:2503.14476, sections 3.1 and 3.3.
-"""
-
+# `clipped_policy_loss`, summed over a row and divided by the response budget of the run.
+#
+# The divisor is the same for all rows, so that long wrong responses are not punished less.
+#
+# Source: Liu et al. 2025, arXiv:2503.20783.
 dr_grpo_policy_loss = policy_loss(aggregation="seq-mean-token-sum-norm")(
     partial(clipped_policy_loss)
 )
-"""`clipped_policy_loss`, summed over a row and divided by the response budget of the run.
-
-The divisor is the same for all rows, so that long wrong responses are not punished less.
-
-Source: Liu et al. 2025, arXiv:2503.20783.
-"""
 
 
 def clipped_surrogate(

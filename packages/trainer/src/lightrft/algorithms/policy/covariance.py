@@ -11,8 +11,6 @@ rows of an optimizer batch at once for a step that does not depend on micro-batc
 Source: Cui et al. 2025, arXiv:2505.22617; the authors' code PRIME-RL/Entropy-Mechanism-of-RL.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

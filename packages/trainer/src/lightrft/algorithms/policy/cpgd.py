@@ -1,7 +1,5 @@
 """Clipped policy gradient with policy drift."""
 
-from __future__ import annotations
-
 import math
 
 import torch

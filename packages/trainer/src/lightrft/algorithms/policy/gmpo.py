@@ -1,7 +1,5 @@
 """Geometric-mean policy optimisation."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

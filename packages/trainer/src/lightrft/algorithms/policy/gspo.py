@@ -1,7 +1,5 @@
 """Sequence-level clipping: the ratio of a row is the geometric mean of its tokens' ratios."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The plain policy gradient."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from lightrft.algorithms.declarations import policy_loss
@@ -12,10 +10,7 @@ from lightrft.algorithms.types import TokenLoss
 
 @policy_loss(aggregation="token-mean")
 def reinforce_policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, response_mask: Tensor
 ) -> TokenLoss:
     """Score-function policy loss, one value per token: L_t = -A_t logprobs_t.
 

@@ -1,7 +1,5 @@
 """Soft adaptive policy optimisation: a sigmoid gate in place of a hard clip."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ three. The reward checks the boxed answer, and reinforcement finds that remember
     careless  <think>7+6=13 5+8=13 4+3+1=8</think>\boxed{833}
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

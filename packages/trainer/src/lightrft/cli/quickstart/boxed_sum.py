@@ -1,7 +1,5 @@
 r"""A reward function as a user writes one: 1 if the response ends in the right \boxed{}, else 0."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

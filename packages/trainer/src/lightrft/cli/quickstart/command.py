@@ -204,12 +204,7 @@ def prepare(recipe: Recipe, directory: Path) -> None:
     import torch
 
     from lightrft.cli.quickstart import boxed_sum
-    from lightrft.cli.quickstart.warm_start import (
-        SAMPLE,
-        build_model,
-        build_tokenizer,
-        imitate,
-    )
+    from lightrft.cli.quickstart.warm_start import SAMPLE, build_model, build_tokenizer, imitate
     from lightrft.models.presets import save_checked
 
     hide_progress_bars()

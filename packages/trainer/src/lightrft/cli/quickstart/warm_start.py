@@ -12,15 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from lightrft.cli.quickstart.addition import demonstrate, draw_additions
-from lightrft.models.presets import (
-    ASSISTANT,
-    END,
-    PAD,
-    PRESETS,
-    USER,
-    chat_tokenizer,
-    random_model,
-)
+from lightrft.models.presets import ASSISTANT, END, PAD, PRESETS, USER, chat_tokenizer, random_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -81,11 +73,7 @@ def imitate(
     """
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=LEARNING_RATE,
-        betas=(0.9, 0.98),
-        weight_decay=0.0,
-        fused=True,
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,

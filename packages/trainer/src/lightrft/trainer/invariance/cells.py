@@ -49,8 +49,8 @@ class Cell:
         return ", ".join(part for part in parts if part)
 
 
+# One process, one padded micro-batch of all rows: what every other cell is compared with.
 REFERENCE = Cell()
-"""One process, one padded micro-batch of all rows: what every other cell is compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +87,10 @@ class Deviations:
         return float(asdict(self)[name])
 
 
+# Bounds of the norms in float32; those of outputs and loss are a few roundings of logits.
 FP32_BOUNDS = Deviations(
     outputs=2e-5, loss=1e-5, weights=1e-6, gradient=1e-6, gradient_tensor=5e-6, update=1e-3
 )
-"""Bounds of the norms in float32; those of outputs and loss are a few roundings of logits."""
 
 
 def doctor_cells(world_size: int, *, has_deepspeed: bool) -> tuple[Cell, ...]:

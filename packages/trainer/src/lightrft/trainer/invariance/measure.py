@@ -1,7 +1,5 @@
 """Carries out one step in several ways, on the ranks that each of them needs, and compares."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -25,24 +23,18 @@ from lightrft.strategy.weight_sync.parameter_source import (
     checkpoint_module,
     local_rank_in,
 )
-from lightrft.trainer.invariance.batch import (
-    NUM_ROWS,
-    Rows,
-    make_rows,
-    policy_share,
-    value_share,
-)
+from lightrft.trainer.invariance.batch import NUM_ROWS, Rows, make_rows, policy_share, value_share
 from lightrft.trainer.invariance.cells import REFERENCE, Backend, Cell, Deviations, Role
 
 Look = Callable[[StrategyBase, PreparedModel, Cell], None]
 
 ADAM_RATE = 1e-3
+# How far the step of SGD moves the weights, over their norm: so far that the gradient can be read
+# off them, whatever the strategy keeps of it.
 SGD_MOVE = 1e3
-"""How far the step of SGD moves the weights, over their norm: so far that the gradient can be read
-off them, whatever the strategy keeps of it."""
 
+# Tensors below this share of the whole norm are judged with the whole only.
 SMALLEST_TENSOR = 1e-4
-"""Tensors below this share of the whole norm are judged with the whole only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +69,7 @@ def make_strategy(backend: Backend, *, sp_size: int = 1, bf16: bool = False) -> 
 
 
 def prepare(
-    strategy: StrategyBase,
-    cell: Cell,
-    path: str,
-    make_optimizer: Callable[[nn.Module], Optimizer],
+    strategy: StrategyBase, cell: Cell, path: str, make_optimizer: Callable[[nn.Module], Optimizer]
 ) -> PreparedModel:
     """The cell's model, laid out, sharded and with its optimizer."""
     model: Actor | Critic
@@ -226,11 +215,7 @@ def measure(
 
 
 def _adam_update(
-    strategy: StrategyBase,
-    cell: Cell,
-    path: str,
-    expected: Mapping[str, Tensor],
-    look: Look | None,
+    strategy: StrategyBase, cell: Cell, path: str, expected: Mapping[str, Tensor], look: Look | None
 ) -> float:
     ready = prepare(strategy, cell, path, lambda m: strategy.create_optimizer(m, lr=ADAM_RATE))
     before = local_values(strategy.parameter_source(ready))

@@ -1,7 +1,5 @@
 """Starts the processes in which a model is examined, and collects what they found."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -12,8 +10,8 @@ from lightrft.strategy.testing import run_multiprocess
 from lightrft.trainer.invariance.cells import Cell, Deviations, doctor_cells
 from lightrft.trainer.invariance.measure import measure_cells, write_reference
 
+# A cell with its deviations, or with the reason why this model cannot be laid out so.
 CellResult = tuple[Cell, Deviations | str]
-"""A cell with its deviations, or with the reason why this model cannot be laid out so."""
 
 
 def examine(path: str, *, num_processes: int, timeout_seconds: float) -> Iterator[CellResult]:

@@ -1,7 +1,5 @@
 """Data of the report's charts, and the library that draws them, packed."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 from collections.abc import Mapping, Sequence
@@ -13,8 +11,8 @@ from lightrft.trainer.reporting.metric_table import metric_row
 
 Point = tuple[int, float | None]
 
+# At most three points of each bucket are kept: fewer than 2,000 points a line.
 MAX_BUCKETS = 600
-"""At most three points of each bucket are kept: fewer than 2,000 points a line."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """What is known about a run from the files in its folder, whether or not it has ended."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -26,8 +24,8 @@ from lightrft.trainer.runs.files import (
 )
 
 Status = Literal["finished", "running", "paused", "stopped"]
+# Values beyond are drawn as gaps: no axis can show them beside others.
 LARGEST = 1e30
-"""Values beyond are drawn as gaps: no axis can show them beside others."""
 QUIET_SECONDS = 300.0
 QUIET_STEPS = 20
 EVENT_WORDS = {
@@ -161,9 +159,7 @@ def _status(
     return "running" if quiet < patience else "stopped"
 
 
-def _read_metrics(
-    lines: JsonLines,
-) -> tuple[dict[int, dict[str, float | None]], dict[int, int]]:
+def _read_metrics(lines: JsonLines) -> tuple[dict[int, dict[str, float | None]], dict[int, int]]:
     metrics: dict[int, dict[str, float | None]] = {}
     hashes: dict[int, int] = {}
     for step, entry in lines:

@@ -1,7 +1,5 @@
 """Where the metrics of a step go."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +10,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.registry import LOGGERS
 from lightrft.config.toml import write_whole
 
+# Shown on the console line, in this order, where present.
 CONSOLE_METRICS = (
     "reward",
     "policy_loss",
@@ -24,7 +23,6 @@ CONSOLE_METRICS = (
     "logprob_diff_max",
     "step_seconds",
 )
-"""Shown on the console line, in this order, where present."""
 
 
 class MetricsLogger(Protocol):

@@ -1,13 +1,11 @@
 """What every metric of a run means: `metrics.toml`, for the report and the documentation."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+# The stages of a step; each has a metric `<stage>_seconds`, the slowest rank's.
 STAGES = ("rollout", "reward", "exchange", "forward", "train", "weight_sync")
-"""The stages of a step; each has a metric `<stage>_seconds`, the slowest rank's."""
 
 
 @dataclass(frozen=True, slots=True)

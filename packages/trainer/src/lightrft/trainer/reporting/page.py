@@ -1,7 +1,5 @@
 """One self-contained HTML page about a run, which opens from disk without a network."""
 
-from __future__ import annotations
-
 import secrets
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The samples that a report shows: few steps, spread over the run, in a bounded number of bytes."""
 
-from __future__ import annotations
-
 import html
 import json
 import math
@@ -13,21 +11,21 @@ from lightrft.trainer.reporting.charts import format_number
 from lightrft.trainer.runs.files import SAMPLES_FILE, TRAJECTORIES_FILE, JsonLines
 
 MAX_CHARACTERS = 6000
+# Of a prompt whose response is shown token by token.
 MAX_PROMPT_CHARACTERS = 2000
-"""Of a prompt whose response is shown token by token."""
 MAX_TOKENS = 600
+# Of all texts and of all tokens in the page.
 BYTE_BUDGET, TOKEN_BYTE_BUDGET = 1_200_000, 800_000
-"""Of all texts and of all tokens in the page."""
+# What tokens can be shaded by, and what it means.
 QUANTITIES: Mapping[str, str] = {
     "advantage": "Advantage: above 0 the token is made likelier, below 0 less likely.",
     "probability": "Probability of the token under the policy that was about to be updated.",
     "ratio": "Trainer's over engine's probability of the token: 1 where both agree.",
     "entropy": "Entropy of the distribution the token was drawn from, in nats.",
 }
-"""What tokens can be shaded by, and what it means."""
 
+# What the page shows of one sample, by name.
 Sample = dict[str, object]
-"""What the page shows of one sample, by name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """A few samples of every step as text, for people to read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

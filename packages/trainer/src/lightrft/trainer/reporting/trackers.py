@@ -1,7 +1,5 @@
 """Experiment trackers: asked for, checked before the run, and never the end of one."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -199,9 +199,7 @@ def build_trainer(
 ) -> tuple[SPMDPPOTrainer, DataLoader[Prompt]]:
     """Models, engine, trainer and the loader of this rank's prompts."""
     loader = strategy.setup_dataloader(
-        inputs.prompts,
-        config.rollout_batch_size // strategy.world_size,
-        collate_fn=collate_prompts,
+        inputs.prompts, config.rollout_batch_size // strategy.world_size, collate_fn=collate_prompts
     )
     num_steps = planned_steps(loader, config, strategy.world_size)
     strategy.print(inputs.prompts.report.summary())

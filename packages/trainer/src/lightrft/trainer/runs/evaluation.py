@@ -1,7 +1,5 @@
 """Evaluation of a model without training: greedy answers, and several samples of each prompt."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack

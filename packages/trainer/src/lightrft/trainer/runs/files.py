@@ -1,7 +1,5 @@
 """The files of a run, and how half-written ones are read."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -24,12 +22,7 @@ EVENTS_FILE = "events.jsonl"
 _PACKAGES = ("lightrft-trainer", "torch", "transformers", "deepspeed", "vllm", "sglang")
 
 
-def write_start(
-    path: Path,
-    *,
-    world_size: int,
-    inputs: Mapping[str, object] | None = None,
-) -> None:
+def write_start(path: Path, *, world_size: int, inputs: Mapping[str, object] | None = None) -> None:
     """Records when a run started, with how many processes, on which versions and inputs."""
     python = ".".join(map(str, sys.version_info[:3]))
     start = {

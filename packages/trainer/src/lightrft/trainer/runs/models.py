@@ -101,10 +101,7 @@ def build_model_rewards(
         name = numbered("model", index, len(models))
         entries.append(ScoringModel(name, model, None if is_same else own, weights[index]))
     return ModelRewards(
-        strategy,
-        entries,
-        micro_batch_size=config.micro_rollout_batch_size,
-        recipes=recipes,
+        strategy, entries, micro_batch_size=config.micro_rollout_batch_size, recipes=recipes
     )
 
 

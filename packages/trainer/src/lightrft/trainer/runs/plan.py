@@ -1,7 +1,5 @@
 """Whether a run starts anew, continues, or must not start: decided from the files of its folder."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Batches of prompts over several passes, from any position."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -27,12 +25,7 @@ class PromptStream:
     """
 
     def __init__(
-        self,
-        batches: PromptBatches,
-        *,
-        world_size: int,
-        episode: int = 0,
-        num_consumed: int = 0,
+        self, batches: PromptBatches, *, world_size: int, episode: int = 0, num_consumed: int = 0
     ) -> None:
         self._batches = batches
         self._world_size = world_size

@@ -1,7 +1,5 @@
 """What stands in a run's folder before its first step and after its last."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

@@ -1,7 +1,5 @@
 """Bounds of metrics beyond which a run has probably gone wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from lightrft.config import TrainConfig

@@ -1,7 +1,5 @@
 """From the options to the loss, the estimator and the corrections that they name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import cast
@@ -9,12 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from lightrft.algorithms import (
-    RowAdvantageInputs,
-    TokenAdvantageInputs,
-    TokenAdvantages,
-    TokenLoss,
-)
+from lightrft.algorithms import RowAdvantageInputs, TokenAdvantageInputs, TokenAdvantages, TokenLoss
 from lightrft.algorithms.correction_terms import CorrectionTerm, parse_correction
 from lightrft.algorithms.declarations import (
     AdvantageTraits,
@@ -26,12 +19,7 @@ from lightrft.algorithms.declarations import (
 from lightrft.algorithms.types import AdvantageFunction, PolicyLossFunction
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import CRITIC, options_of
-from lightrft.config.registry import (
-    ADVANTAGE_ESTIMATORS,
-    POLICY_LOSSES,
-    bind,
-    keyword_options,
-)
+from lightrft.config.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, bind, keyword_options
 from lightrft.config.rules import UNKNOWN_ORDER
 from lightrft.engines.truncation import has_known_order
 

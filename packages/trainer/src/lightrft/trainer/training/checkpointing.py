@@ -4,8 +4,6 @@ A run's checkpoints are `ckpt_path`/_actor, with its moving average, and with a 
 `ckpt_path`/_critic.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

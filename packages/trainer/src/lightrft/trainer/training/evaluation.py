@@ -1,7 +1,5 @@
 """Greedy evaluation on held-out prompts, over all ranks, without touching the training state."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

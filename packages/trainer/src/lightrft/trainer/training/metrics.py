@@ -1,7 +1,5 @@
 """Metrics of one step: sums, counts and extremes that are reduced over ranks in one collective."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Literal
@@ -17,8 +15,8 @@ from lightrft.algorithms.metrics import (
 )
 from lightrft.strategy.strategy_base import StrategyBase
 
+# How one accumulated number joins over micro batches and ranks.
 Reduction = Literal["sum", "max", "min"]
-"""How one accumulated number joins over micro batches and ranks."""
 _JOINS: dict[Reduction, Callable[[Tensor], Tensor]] = {
     "sum": torch.sum,
     "max": torch.amax,

@@ -13,8 +13,6 @@ With d_t = rollout_t - trainer_t, both logprobs of the sampled token t under the
 Source of the estimators: Schulman, "Approximating KL divergence", 2020.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

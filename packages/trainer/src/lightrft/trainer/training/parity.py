@@ -1,7 +1,5 @@
 """The parity gate: engine and trainer must give the tokens of a step the same logprobs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Source: Ouyang et al. 2022 (InstructGPT, PPO-ptx), arXiv:2203.02155, eq. 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -77,12 +75,7 @@ class PretrainMix:
         metrics.add_mean("ptx_loss", 0.0, 1.0 / num_ranks)
         return [
             partial(
-                self._share,
-                actor,
-                own[start : start + size],
-                num_tokens,
-                strategy.device,
-                metrics,
+                self._share, actor, own[start : start + size], num_tokens, strategy.device, metrics
             )
             for start in range(0, num_rows, size)
         ]

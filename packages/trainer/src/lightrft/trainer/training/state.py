@@ -67,11 +67,7 @@ class TrainerState:
         }
 
     def after_step(
-        self,
-        step: StepExperience,
-        *,
-        stream: PromptStream | None,
-        kl: float | None,
+        self, step: StepExperience, *, stream: PromptStream | None, kl: float | None
     ) -> TrainerState:
         """The state after one more step.
 

@@ -1,7 +1,5 @@
 """What is worth knowing about the samples of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -32,10 +30,7 @@ def table_metrics(table: SampleTable) -> dict[str, float]:
     Rows that are excluded from the loss are counted in `masked_share` only.
     """
     kept = table.take(np.flatnonzero(~table.is_masked).astype(np.int64))
-    metrics = {
-        "num_samples": float(len(table)),
-        "masked_share": float(table.is_masked.mean()),
-    }
+    metrics = {"num_samples": float(len(table)), "masked_share": float(table.is_masked.mean())}
     if not len(kept):
         return metrics
     rewards, lengths = kept.rewards, kept.response_lengths

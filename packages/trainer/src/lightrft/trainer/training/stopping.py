@@ -1,7 +1,5 @@
 """Stopping a run from outside: a signal asks, the ranks agree, a checkpoint is written."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator
@@ -10,8 +8,8 @@ from types import FrameType
 
 from lightrft.strategy.distributed.error_report import has_failed_peer
 
+# Schedulers send one of them some time before they end a job.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Schedulers send one of them some time before they end a job."""
 
 
 class StopRequest:

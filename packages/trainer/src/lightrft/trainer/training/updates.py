@@ -1,7 +1,5 @@
 """One optimizer step of a policy or a critic, from the rows of one optimizer batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
