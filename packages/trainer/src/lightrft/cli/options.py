@@ -13,6 +13,9 @@ from lightrft.config.options import OptionInfo, did_you_mean, from_text, options
 from lightrft.config.toml import read_toml
 from lightrft.utils.arguments import add_arguments
 
+# A scripted engine samples nothing of a model: only scripts may ask for it.
+CHOICES_FOR_TESTS = {"engine_type": "fake"}
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises instead of leaving the process, and abbreviates nothing.
@@ -145,8 +148,11 @@ def merge_options(
     for name, value in {**values, **flags}.items():
         setattr(config, name, from_text(value, hints[name]))
     problems += config.problems()
-    if config.engine_type == "fake":
-        problems.append("engine_type: fake is a scripted engine for tests, which samples nothing")
+    problems += [
+        f"{name}: {choice} is for tests: choose another"
+        for name, choice in CHOICES_FOR_TESTS.items()
+        if config.__dict__[name] == choice
+    ]
     return config, problems
 
 
