@@ -6,7 +6,7 @@ import re
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field
+from dataclasses import Field, dataclass, field
 from typing import Literal, TypeVar
 
 T = TypeVar("T")
@@ -185,11 +185,6 @@ def _range_problem(number: float, info: OptionInfo) -> str | None:
     if info.at_most is not None and number > info.at_most:
         bounds.append(f"<= {info.at_most}")
     return " and ".join(bounds) or None
-
-
-def default_of(entry: Field[object]) -> object:
-    """The default of a field; None if it has none."""
-    return None if entry.default is MISSING else entry.default
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

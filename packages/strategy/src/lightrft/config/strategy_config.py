@@ -16,7 +16,6 @@ from lightrft.config.options import (
     accepts,
     check_value,
     coerce,
-    default_of,
     did_you_mean,
     looks_secret,
     option,
@@ -371,7 +370,7 @@ class StrategyConfig:
         groups: dict[str, list[str]] = {}
         for name, (entry, info) in options_of(type(self)).items():
             value = self.__dict__[name]
-            mark = " " if value == default_of(entry) else "*"
+            mark = " " if value == entry.default else "*"
             line = f" {mark} {name} = {shown(value, secret=info.secret)}"
             groups.setdefault(info.group, []).append(line)
         if self.extra_args:
