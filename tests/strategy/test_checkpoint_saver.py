@@ -10,9 +10,8 @@ import torch
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.checkpoints.client_state import CheckpointError
 from lightrft.strategy.checkpoints.file_writers import FileWriter, StagedWriter
-from lightrft.strategy.checkpoints.folders import SaveRequest
+from lightrft.strategy.checkpoints.folders import RankGroup, SaveRequest
 from lightrft.strategy.checkpoints.manifest import list_checkpoints
-from lightrft.strategy.checkpoints.rank_group import RankGroup
 from lightrft.strategy.checkpoints.saver import CheckpointSaver
 
 

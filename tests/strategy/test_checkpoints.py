@@ -12,13 +12,13 @@ import torch
 
 from lightrft.strategy.checkpoints.client_state import CheckpointError, load_state, save_state
 from lightrft.strategy.checkpoints.folders import (
+    RankGroup,
     SaveRequest,
     find_checkpoint,
     rotate,
     write_checkpoint,
 )
 from lightrft.strategy.checkpoints.manifest import MANIFEST_NAME, list_checkpoints
-from lightrft.strategy.checkpoints.rank_group import RankGroup
 
 
 def save(folder: Path, tag: str | None = None, *, num_bytes: int = 10, **options: object):

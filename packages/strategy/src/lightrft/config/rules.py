@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 from lightrft.config.run_options import RunOptions
 from lightrft.config.sources import has_splits, probability_problem, split_sources
-from lightrft.engines.truncation import has_known_order
+from lightrft.engines.types import has_known_order
 
 # The {} right after a letter, as in \\boxed{}, is not the place of the prompt.
 PROMPT_SLOT = re.compile(r"(?<![A-Za-z])\{\}")

@@ -72,12 +72,7 @@ class Backend(ABC):
 
     @abstractmethod
     def prepare_model(
-        self,
-        model: nn.Module,
-        *,
-        is_training: bool,
-        shard_size: int = -1,
-        reshard_after_forward: bool = True,
+        self, model: nn.Module, *, is_training: bool, shard_size: int = -1, reshard: bool = True
     ) -> nn.Module:
         """See `StrategyBase.prepare_model`."""
 

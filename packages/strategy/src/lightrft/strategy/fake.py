@@ -25,15 +25,10 @@ class PlainBackend(Backend):
     """Plain torch; every rank trains a whole model of its own."""
 
     def prepare_model(
-        self,
-        model: nn.Module,
-        *,
-        is_training: bool,
-        shard_size: int = -1,
-        reshard_after_forward: bool = True,
+        self, model: nn.Module, *, is_training: bool, shard_size: int = -1, reshard: bool = True
     ) -> nn.Module:
         """Moves the model to the device; parameters in training stay float32."""
-        del reshard_after_forward
+        del reshard
         resolve_shard_size(shard_size, self.ranks.world_size)
         share_sequences(model, self.ranks.sp_group, is_trained=is_training)
         model = model.to(self.ranks.device)

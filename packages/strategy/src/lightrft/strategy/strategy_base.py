@@ -28,12 +28,12 @@ from lightrft.strategy.distributed import collectives, process_groups
 from lightrft.strategy.distributed.collectives import ALONE, Group
 from lightrft.strategy.distributed.context import (
     DistributedContext,
+    MemoryReport,
     print_on_first_rank,
     report_memory,
     seed_generators,
     synchronize_and_free,
 )
-from lightrft.strategy.distributed.memory import MemoryReport
 from lightrft.strategy.distributed.sequence_parallel import SPDataProcessor
 from lightrft.strategy.engine import generation, multimodal
 from lightrft.strategy.engine.generation import PromptBatch, PromptItem
@@ -320,10 +320,7 @@ class StrategyBase:
             ValueError: The number of ranks is not a multiple of `shard_size`.
         """
         return self.backend.prepare_model(
-            model,
-            is_training=is_training,
-            shard_size=shard_size,
-            reshard_after_forward=reshard_after_forward,
+            model, is_training=is_training, shard_size=shard_size, reshard=reshard_after_forward
         )
 
     def prepare(self, *models_or_model_optim_pairs: object, is_rlhf: bool = False) -> object:

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lightrft.algorithms.moments import Moments
-from lightrft.engines.truncation import has_known_order
-from lightrft.engines.types import SamplingParams
+from lightrft.engines.types import SamplingParams, has_known_order
 from lightrft.experience.assemble import AdvantageSettings, ShapedRewards, assemble, shape_rewards
 from lightrft.experience.collate import collate
 from lightrft.experience.exchange import SampleTable

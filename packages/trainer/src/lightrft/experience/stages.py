@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightrft.strategy.distributed.context import measure_memory
 from lightrft.strategy.distributed.deadlines import note_phase
-from lightrft.strategy.distributed.memory import measure_memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class LoraActor(Actor):
         return ParameterSource(source.owner, merged, source.group, source.tied_names, add_local)
 
     def merged_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See `lightrft.strategy.weight_sync.adapted_model.AdaptedModel`."""
+        """See `lightrft.strategy.weight_sync.parameter_source.AdaptedModel`."""
         merged: dict[str, Tensor] = {}
         for name, value in state.items():
             if _is_factor(name):

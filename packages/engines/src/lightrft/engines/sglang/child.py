@@ -18,13 +18,9 @@ def run_scheduler(*args: object, **keywords: object) -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     if not torch.cuda.is_available():
-        ModelRunner.maybe_enable_batch_invariant_mode = _do_nothing
+        ModelRunner.maybe_enable_batch_invariant_mode = lambda _: None
         sampler.murmur_hash32 = hash_uint32
     run_scheduler_process(*args, **keywords)
-
-
-def _do_nothing(runner: object) -> None:
-    del runner
 
 
 def hash_uint32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:

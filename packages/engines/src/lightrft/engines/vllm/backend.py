@@ -3,11 +3,10 @@
 import gc
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,13 +52,6 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.vocab_parallel_embedding": ("VocabParallelEmbedding",),
 }
 KNOWN_VERSIONS = "0.32.0"
-
-
-class VLLMModel(Protocol):
-    """The part of a vLLM model that takes checkpoint tensors."""
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
-        """Loads checkpoint tensors under their checkpoint names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,14 +187,11 @@ def stop_backend(backend: Backend) -> None:
 
 
 def _leave_groups(*, owns_process_group: bool) -> None:
-    from vllm.distributed.parallel_state import (
-        destroy_distributed_environment,
-        destroy_model_parallel,
-    )
+    from vllm.distributed import parallel_state
 
-    destroy_model_parallel()
+    parallel_state.destroy_model_parallel()
     if owns_process_group:
-        destroy_distributed_environment()
+        parallel_state.destroy_distributed_environment()
 
 
 def has_tokenizer(model_path: str) -> bool:

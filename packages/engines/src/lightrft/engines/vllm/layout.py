@@ -208,10 +208,7 @@ def _is_head(module: nn.Module) -> bool:
 
 def _packed_modules(model: nn.Module) -> Mapping[str, list[str]]:
     """Fused module of vLLM -> the checkpoint's modules, in their order."""
-    try:
-        return dict(model.packed_modules_mapping)  # type: ignore[arg-type]
-    except AttributeError:
-        return {}
+    return dict(getattr(model, "packed_modules_mapping", {}))
 
 
 def _name_map(model: nn.Module):  # type: ignore[no-untyped-def]  # noqa: ANN202

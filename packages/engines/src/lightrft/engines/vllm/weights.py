@@ -86,9 +86,11 @@ class VLLMWeights(AssembledWeights):
         return dict(zip(wanted, self._sum_over_group(local), strict=True))
 
     def _local_hash(self, place: Place) -> int:
+        from vllm.distributed.parallel_state import get_tp_group
+
         from lightrft.kernels import hash_tensor
 
-        if place.is_replicated and self._group_rank() != 0:
+        if place.is_replicated and get_tp_group().rank_in_group != 0:
             return 0
         parameters = dict(self._modules[place.module_name].named_parameters(recurse=False))
         tensor = parameters[place.attribute].detach()
@@ -107,8 +109,3 @@ class VLLMWeights(AssembledWeights):
         dist.all_reduce(total, group=group.cpu_group)
         summed: list[int] = total.tolist()
         return summed
-
-    def _group_rank(self) -> int:
-        from vllm.distributed.parallel_state import get_tp_group
-
-        return int(get_tp_group().rank_in_group)

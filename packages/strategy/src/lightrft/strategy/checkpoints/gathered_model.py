@@ -11,8 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lightrft.strategy.weight_sync.adapted_model import exported_state
-from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
+from lightrft.strategy.weight_sync.parameter_source import exported_state, tied_parameter_names
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ def save_gathered_model(
     Args:
         module: The actor, critic or bare model; only its configuration and names are read.
         state: Full CPU tensors by name in `module`, tied ones under their first name, in
-            `adapted_model.gathered_dtype`.
+            `parameter_source.gathered_dtype`.
         tokenizer: Written beside it; None writes none.
         folder: Created if needed.
         dtype: Of the floating point values of the files.

@@ -7,16 +7,15 @@ import torch.distributed as dist
 from lightrft.strategy.backend import Backend, WantedState
 from lightrft.strategy.checkpoints.client_state import load_scheduler, save_scheduler
 from lightrft.strategy.checkpoints.file_writers import FileWriter
-from lightrft.strategy.checkpoints.folders import SaveRequest, find_checkpoint
+from lightrft.strategy.checkpoints.folders import RankGroup, SaveRequest, find_checkpoint
 from lightrft.strategy.checkpoints.gathered_model import as_saved, save_gathered_model
 from lightrft.strategy.checkpoints.moving_averages import MovingAverages
-from lightrft.strategy.checkpoints.rank_group import RankGroup
 from lightrft.strategy.checkpoints.saver import CheckpointSaver
 from lightrft.strategy.distributed.collectives import gather_objects, group_size
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.prepared import AnyModel, PreparedModel, inner_module
-from lightrft.strategy.weight_sync.adapted_model import gathered_dtype
+from lightrft.strategy.weight_sync.parameter_source import gathered_dtype
 
 
 class Checkpoints:

@@ -8,12 +8,12 @@ from lightrft.strategy.checkpoints.client_state import CheckpointError
 from lightrft.strategy.checkpoints.file_writers import FileWriter, StagedWriter
 from lightrft.strategy.checkpoints.folders import (
     OpenCheckpoint,
+    RankGroup,
     SaveRequest,
     begin_checkpoint,
     complete_checkpoint,
     write_checkpoint,
 )
-from lightrft.strategy.checkpoints.rank_group import RankGroup
 
 Write = Callable[[Path, FileWriter], None]
 

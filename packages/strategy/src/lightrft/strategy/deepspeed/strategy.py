@@ -58,19 +58,14 @@ class ZeroBackend(Backend):
         runtime.stop()
 
     def prepare_model(
-        self,
-        model: nn.Module,
-        *,
-        is_training: bool,
-        shard_size: int = -1,
-        reshard_after_forward: bool = True,
+        self, model: nn.Module, *, is_training: bool, shard_size: int = -1, reshard: bool = True
     ) -> nn.Module:
         """Places a model; stage 3 shards it over all ranks unless `shard_size` is 1.
 
         A model for training is only moved to the device: `prepare` makes its engine, together
         with the optimizer. See `StrategyBase.prepare_model`.
         """
-        del reshard_after_forward  # ZeRO always frees gathered parameters.
+        del reshard  # ZeRO always frees gathered parameters.
         size = resolve_shard_size(shard_size, self.ranks.world_size)
         if runtime.is_engine_module(model):
             return model

@@ -3,10 +3,12 @@
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TypeVar, cast
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -15,9 +17,43 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed import collectives, process_groups
 from lightrft.strategy.distributed.collectives import ALONE, Group
-from lightrft.strategy.distributed.memory import MemoryReport, measure_memory
 
 T = TypeVar("T")
+GIGABYTE = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Memory in use, in bytes.
+
+    Args:
+        device: "cuda:0", "cpu", ...
+        driver_used_bytes: Used on the device by everybody; on a CPU the machine's used memory.
+        allocated_bytes: Allocated by torch on the device; on a CPU this process' resident memory.
+        total_bytes: Of the device or machine.
+    """
+
+    device: str
+    driver_used_bytes: int
+    allocated_bytes: int
+    total_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"DRIVER_USED={self.driver_used_bytes / GIGABYTE:.2f} GB, "
+            f"ALLOCATED={self.allocated_bytes / GIGABYTE:.2f} GB"
+        )
+
+
+def measure_memory() -> MemoryReport:
+    """Measures the current CUDA device, or the process where there is none."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        device = f"cuda:{torch.cuda.current_device()}"
+        return MemoryReport(device, total - free, torch.cuda.memory_allocated(), total)
+    machine = psutil.virtual_memory()
+    resident = psutil.Process().memory_info().rss
+    return MemoryReport("cpu", machine.total - machine.available, resident, machine.total)
 
 
 def print_on_first_rank(group: Group, *msg: object) -> None:

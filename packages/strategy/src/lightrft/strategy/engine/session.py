@@ -20,9 +20,8 @@ from lightrft.strategy.engine.generation import (
     engine_config,
 )
 from lightrft.strategy.prepared import inner_module
-from lightrft.strategy.weight_sync.adapted_model import engine_source
 from lightrft.strategy.weight_sync.canary import actor_canary, compute_dtypes
-from lightrft.strategy.weight_sync.parameter_source import ParameterSource
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource, engine_source
 from lightrft.strategy.weight_sync.sync import MEGABYTE, WeightSync, WeightSyncReport
 
 GENERATION_FAILED = "generation failed"

@@ -1,5 +1,6 @@
 """AdamW on float32 copies of bfloat16 parameters."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 
 import torch
@@ -24,13 +25,7 @@ class MasterWeightsAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: Iterable[ParameterGroup], settings: AdamSettings) -> None:
-        defaults = {
-            "lr": settings.lr,
-            "betas": settings.betas,
-            "eps": settings.eps,
-            "weight_decay": settings.weight_decay,
-        }
-        super().__init__(groups, defaults)
+        super().__init__(groups, dataclasses.asdict(settings))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

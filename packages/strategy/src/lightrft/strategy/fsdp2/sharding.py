@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from lightrft.strategy.checkpoints.shard_files import local_rows
+from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
 
 # Children under these names hold a vision tower (Qwen-VL, LLaVA, Gemma 3, InternVL ...).
 VISION_NAMES = ("visual", "vision_tower", "vision_model", "vision_encoder")
@@ -244,3 +246,51 @@ def as_fsdp(module: nn.Module) -> FSDPModule:
             "is_training=True), or prepare_models_and_optimizers, first"
         )
     return module
+
+
+def meta_parameters(module: nn.Module) -> set[str]:
+    """Names of the parameters on the meta device, tied ones under their first name."""
+    tied = tied_parameter_names(module)
+    return {name for name, p in module.named_parameters() if p.is_meta and name not in tied}
+
+
+def is_empty_everywhere(on_meta: set[str]) -> bool:
+    """Whether rank 0, too, has parameters on the meta device. Collective."""
+    # int, not bool: gloo has no broadcast of bool.
+    flag = torch.tensor(int(bool(on_meta)))
+    dist.broadcast(flag, src=0)
+    return bool(flag.item())
+
+
+def pretrained_directory(module: nn.Module) -> Path:
+    """Where the transformers model inside was told to come from.
+
+    Raises:
+        ValueError: There is none, or its configuration names no directory.
+    """
+    from transformers import PreTrainedModel
+
+    for child in module.modules():
+        if isinstance(child, PreTrainedModel):
+            path = Path(str(child.config.name_or_path or "-"))
+            if path.is_dir():
+                return path
+            raise ValueError(
+                f"a model built with meta_init is filled from its directory: got {str(path)!r}, "
+                "which is none; build it by from_pretrained of a local directory, or give rank 0 "
+                "real weights"
+            )
+    raise ValueError(
+        "a model built with meta_init is filled from the directory of a transformers model: there "
+        "is none inside; build it without meta_init"
+    )
+
+
+def shard_empty_module(module: nn.Module, plan: ShardingPlan) -> None:
+    """Shard a model in place; each rank then gives memory to its shards, whose values are unset."""
+    apply_units(module, plan)
+    storage = torch.device("cpu") if plan.offloads_to_cpu else plan.device
+    module._apply(  # type: ignore[no-untyped-call]
+        lambda tensor: torch.empty_like(tensor, device=storage) if tensor.is_meta else tensor
+    )
+    move_buffers(module, plan.device)

@@ -17,14 +17,17 @@ from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_groups import resolve_shard_size
 from lightrft.strategy.distributed.sequence_parallel import share_sequences
-from lightrft.strategy.fsdp2.empty_models import (
+from lightrft.strategy.fsdp2.master_weights import MasterWeightsAdamW
+from lightrft.strategy.fsdp2.sharding import (
+    ShardingPlan,
+    as_fsdp,
+    gradient_norm,
     is_empty_everywhere,
     meta_parameters,
     pretrained_directory,
     shard_empty_module,
+    shard_module,
 )
-from lightrft.strategy.fsdp2.master_weights import MasterWeightsAdamW
-from lightrft.strategy.fsdp2.sharding import ShardingPlan, as_fsdp, gradient_norm, shard_module
 from lightrft.strategy.fsdp2.source import fsdp2_parameter_source, reshard_modules
 from lightrft.strategy.optimizers import AdamSettings, parameter_groups
 from lightrft.strategy.prepared import (
@@ -72,12 +75,7 @@ class FSDP2Backend(Backend):
         return self._meshes[size]
 
     def prepare_model(
-        self,
-        model: nn.Module,
-        *,
-        is_training: bool,
-        shard_size: int = -1,
-        reshard_after_forward: bool = True,
+        self, model: nn.Module, *, is_training: bool, shard_size: int = -1, reshard: bool = True
     ) -> nn.Module:
         """Shards a model in place; one that is sharded already is returned as it is.
 
@@ -95,7 +93,7 @@ class FSDP2Backend(Backend):
             device=self.ranks.device,
             param_dtype=self.ranks.compute_dtype if stores_compute_dtype else torch.float32,
             compute_dtype=self.ranks.compute_dtype,
-            reshard_after_forward=reshard_after_forward,
+            reshard_after_forward=reshard,
             offloads_to_cpu=self.config.fsdp_cpu_offload and is_training,
             keeps_vision_whole=self.config.mixed_mm_data,
             compile_backend=self.config.compile_backend,

@@ -21,7 +21,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import CRITIC, options_of
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, bind, keyword_options
 from lightrft.config.rules import UNKNOWN_ORDER
-from lightrft.engines.truncation import has_known_order
+from lightrft.engines.types import has_known_order
 
 # Options that reach every loss which has an argument of that name; the first one given wins.
 COMMON_LOSS_OPTIONS = {
