@@ -11,6 +11,9 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# torch asks oneDNN, not its own setting, whether bfloat16 attention may use AMX, and then fails.
+if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
