@@ -94,7 +94,12 @@ def finish_groups(
         )
     version = engine.weights_version
     flight = {group.request_id: group for group in carry.groups[: config.num_prompts_in_flight]}
-    due = _overdue(flight, version - config.max_staleness)
+    due = {
+        key
+        for key, group in flight.items()
+        if group.oldest_version is not None
+        and group.oldest_version <= version - config.max_staleness
+    }
     num_calls, num_before = carry.num_calls, _num_tokens(flight.values())
     chunk = min(config.tokens_per_chunk, sampling_params.max_tokens)
     while not _is_enough(flight, due, num_wanted):
@@ -117,15 +122,6 @@ def finish_groups(
         num_carried=len(begun),
         num_carried_tokens=_num_tokens(begun),
     )
-
-
-def _overdue(flight: dict[int, InFlightGroup], version: int) -> set[int]:
-    """Groups that hold a token of this version or an older one."""
-    return {
-        key
-        for key, group in flight.items()
-        if group.oldest_version is not None and group.oldest_version <= version
-    }
 
 
 def _is_enough(flight: dict[int, InFlightGroup], due: set[int], num_wanted: int) -> bool:
@@ -151,10 +147,16 @@ def _continue(
         if sample.finish_reason is None
     ]
     own = places[strategy.get_rank() :: strategy.world_size]
-    requests = [
-        _request(flight[key], index, max_tokens=max_tokens, chunk=params.max_tokens)
-        for key, index in own
-    ]
+    requests = []
+    for key, index in own:
+        group, sample = flight[key], flight[key].samples[index]
+        requests.append(
+            GenerationRequest(
+                prompt_token_ids=(*group.prompt.token_ids, *sample.token_ids),
+                request_id=group.request_id * len(group.samples) + index,
+                max_tokens=min(params.max_tokens, max_tokens - len(sample.token_ids)),
+            )
+        )
     parts: list[Completion] = strategy.gather_and_generate(params, requests, sleep_engine=False)
     found = dict(zip(own, parts, strict=True))
     everything: dict[tuple[int, int], Completion] = {}
@@ -172,12 +174,3 @@ def _continue(
         )
         for key, group in flight.items()
     }
-
-
-def _request(group: InFlightGroup, index: int, *, max_tokens: int, chunk: int) -> GenerationRequest:
-    sample = group.samples[index]
-    return GenerationRequest(
-        prompt_token_ids=(*group.prompt.token_ids, *sample.token_ids),
-        request_id=group.request_id * len(group.samples) + index,
-        max_tokens=min(chunk, max_tokens - len(sample.token_ids)),
-    )

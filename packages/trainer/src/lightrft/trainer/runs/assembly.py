@@ -26,9 +26,8 @@ from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.reporting.loggers import JsonLinesLogger, MetricsLogger, own_loggers
 from lightrft.trainer.reporting.progress import build_console, rank_log
-from lightrft.trainer.reporting.samples import SampleLog
 from lightrft.trainer.reporting.trackers import build_trackers
-from lightrft.trainer.reporting.trajectories import TrajectoryLog
+from lightrft.trainer.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.trainer.runs.files import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -45,7 +44,7 @@ from lightrft.trainer.runs.models import (
 from lightrft.trainer.runs.plan import plan_run
 from lightrft.trainer.runs.prompts import planned_steps
 from lightrft.trainer.runs.start import end_run, sole_writer, start_run
-from lightrft.trainer.spmd_ppo_trainer import LoopResult, SPMDPPOTrainer
+from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 from lightrft.trainer.training.algorithm import algorithm_problems
 from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.stopping import RunStoppedError
