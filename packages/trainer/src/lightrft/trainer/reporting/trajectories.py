@@ -11,6 +11,8 @@ from lightrft.experience.types import ScoredRollout
 from lightrft.trainer.reporting.loggers import JsonLinesFile
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from lightrft.experience.maker import StepExperience

@@ -44,7 +44,7 @@ from lightrft.trainer.runs.models import (
 from lightrft.trainer.runs.plan import plan_run
 from lightrft.trainer.runs.prompts import planned_steps
 from lightrft.trainer.runs.start import end_run, sole_writer, start_run
-from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
+from lightrft.trainer.spmd_ppo_trainer import LoopResult, SPMDPPOTrainer
 from lightrft.trainer.training.algorithm import algorithm_problems
 from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.stopping import RunStoppedError
