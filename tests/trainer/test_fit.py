@@ -3,7 +3,7 @@ import json
 import pytest
 
 from lightrft.trainer.reporting.loggers import ConsoleLogger, JsonLinesLogger, drop_steps_after
-from lightrft.trainer.reporting.samples import SampleLog
+from lightrft.trainer.reporting.trajectories import SampleLog
 
 
 def read(path):

@@ -13,7 +13,7 @@ from lightrft.rewards.service import RewardServer
 from lightrft.rewards.types import RewardResult
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.trainer.reporting.trajectories import TrajectoryLog
-from lightrft.trainer.training.alarms import alarms
+from lightrft.trainer.training.step_metrics import alarms
 
 
 def changed(before, after):

@@ -273,7 +273,7 @@ def check(request: Request) -> int:
     found = check_rows(items, plain, config)
     show_samples(found, tokenizer, max_new_tokens=config.generate_max_len)
     show_check(found, prompt_max_len=config.prompt_max_len, in_tokens=tokenizer is not None)
-    gold = score_gold(config, found)
+    gold = score_labels(found.rows, config) if config.reward_fn and found.rows else None
     show_gold(gold)
     num_bad = len(found.problems) + (0 if gold is None else len(gold.problems))
     print(f"{len(found.rows)} prompts can be trained on" if not num_bad else f"{num_bad} bad rows")
@@ -349,10 +349,3 @@ def load_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase | None:
     tokenizer = load(config.pretrain)
     check_tokenizer(tokenizer, config)
     return tokenizer
-
-
-def score_gold(config: TrainConfig, found: DataCheck) -> GoldScore | None:
-    """What the reward gives to the reference answers; None without a reward or without rows."""
-    if not config.reward_fn or not found.rows:
-        return None
-    return score_labels(found.rows, config)

@@ -88,7 +88,9 @@ def exit_code_of(error: BaseException) -> int:
         return ExitCode.INTERRUPTED
     for module, name, code in _CODES:
         if module in sys.modules and isinstance(error, getattr(sys.modules[module], name)):
-            return ExitCode.PREFLIGHT if _is_full_disk(error) else code
+            # A checkpoint that failed on another rank comes as the text of that rank's error.
+            is_full_disk = f"[Errno {errno.ENOSPC}]" in str(error)
+            return ExitCode.PREFLIGHT if is_full_disk else code
     if isinstance(error, OSError) and error.errno in _NOT_POSSIBLE_HERE:
         return ExitCode.PREFLIGHT
     if isinstance(error, RuntimeError) and any(text in str(error) for text in _TIMED_OUT):
@@ -96,11 +98,6 @@ def exit_code_of(error: BaseException) -> int:
     if is_out_of_memory(error):
         return ExitCode.OUT_OF_MEMORY
     return ExitCode.UNEXPECTED if error.__cause__ is None else exit_code_of(error.__cause__)
-
-
-def _is_full_disk(error: BaseException) -> bool:
-    # A checkpoint that failed on another rank comes as the text of that rank's error.
-    return f"[Errno {errno.ENOSPC}]" in str(error)
 
 
 def describe(error: BaseException) -> str:

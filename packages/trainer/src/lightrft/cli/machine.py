@@ -112,7 +112,8 @@ def login_problems(config: TrainConfig) -> list[str]:
 
 def device_problems(num_processes: int) -> list[str]:
     """Devices that were asked for and are not there; a machine without any trains on its CPU."""
-    present, chosen = count_devices(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = sum(bool(_DEVICE.match(path.name)) for path in Path("/dev").glob("nvidia*"))
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     asked = [name for name in (chosen or "").split(",") if name.strip() not in ("", "-1")]
     if asked and present == 0:
         return [
@@ -127,11 +128,6 @@ def device_problems(num_processes: int) -> list[str]:
             + f": lower it to {available}"
         ]
     return []
-
-
-def count_devices(folder: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs of this machine, whatever is visible to this process."""
-    return sum(bool(_DEVICE.match(path.name)) for path in folder.glob("nvidia*"))
 
 
 def port_problems(num_processes: int) -> list[str]:

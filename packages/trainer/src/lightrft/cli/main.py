@@ -39,7 +39,10 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     name, *rest = arguments
     if name in ("-V", "--version"):
-        print(f"lightrft {installed_version()}")
+        # Imported here: it costs more than the rest of `lightrft --help`.
+        from lightrft.trainer.runs.files import package_versions
+
+        print("lightrft", package_versions(["lightrft-trainer"]).get("lightrft-trainer", "unknown"))
         return 0
     if name not in COMMANDS:
         raise UsageError(f"unknown command {name!r}{did_you_mean(name, COMMANDS)}")
@@ -62,14 +65,6 @@ def usage() -> str:
             "lightrft COMMAND --help explains one command; lightrft --version prints the version.",
         ]
     )
-
-
-def installed_version() -> str:
-    """Version of the installed lightrft-trainer, or "unknown" in a bare source tree."""
-    # Imported here: it costs more than the rest of `lightrft --help`.
-    from lightrft.trainer.runs.files import package_versions
-
-    return package_versions(["lightrft-trainer"]).get("lightrft-trainer", "unknown")
 
 
 if __name__ == "__main__":

@@ -94,7 +94,9 @@ def check_rows(
         try:
             if isinstance(item, DataError):
                 raise item
-            rows.append(_check_row(item, tokenizer, config))
+            ((text, token_ids),) = tokenise([item], tokenizer, config)
+            label = label_of(item, config)
+            rows.append(CheckedRow(item.location, text, token_ids, label, item.columns))
         except DataError as error:
             problems.append(str(error))
             num_empty += isinstance(item, Row) and _is_empty(item, config)
@@ -122,11 +124,6 @@ def histogram(counts: Sequence[int], *, num_bins: int = 8) -> list[tuple[int, in
     starts = range(low, high + 1, width)
     found = [(count - low) // width for count in counts]
     return [(start, start + width - 1, found.count(i)) for i, start in enumerate(starts)]
-
-
-def _check_row(row: Row, tokenizer: PromptTokenizer, config: TrainConfig) -> CheckedRow:
-    ((text, token_ids),) = tokenise([row], tokenizer, config)
-    return CheckedRow(row.location, text, token_ids, label_of(row, config), row.columns)
 
 
 def _is_empty(row: Row, config: TrainConfig) -> bool:

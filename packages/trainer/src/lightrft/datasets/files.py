@@ -56,7 +56,7 @@ def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataE
     Raises:
         DataError: nothing there, or no row of it can be read.
     """
-    if is_hub_name(str(path)) or _is_saved(Path(path)):
+    if is_hub_name(str(path)) or any((Path(path) / name).is_file() for name in SAVED_FILES):
         for number, columns in enumerate(_load_rows(str(path), split), start=1):
             yield Row(columns, f"{path}[{split}], row {number}")
         return
@@ -105,10 +105,6 @@ def _load_rows(source: str, split: str) -> Iterator[Mapping[str, object]]:
     if split not in parts:
         raise DataError(f"{source} has no split {split!r}: found {', '.join(parts)}")
     yield from parts[split]
-
-
-def _is_saved(path: Path) -> bool:
-    return any((path / name).is_file() for name in SAVED_FILES)
 
 
 def _read_jsonl(path: Path) -> Iterator[Row | DataError]:

@@ -51,7 +51,9 @@ def render(row: Row, tokenizer: PromptTokenizer, config: TrainConfig) -> str:
     """
     content = _column(row, config.input_key)
     if isinstance(content, str):
-        text = _fill(config.input_template, content)
+        text, template = content, config.input_template
+        if template is not None:
+            text = PROMPT_SLOT.sub(lambda _: content, template, count=1)
         if not text.strip():
             raise DataError(f"{row.location}: the prompt {config.input_key!r} is empty")
         if not config.apply_chat_template:
@@ -88,12 +90,6 @@ def label_of(row: Row, config: TrainConfig) -> str | None:
     if label is None or isinstance(label, str):
         return label
     return json.dumps(label, ensure_ascii=False, default=str)
-
-
-def _fill(template: str | None, text: str) -> str:
-    if template is None:
-        return text
-    return PROMPT_SLOT.sub(lambda _: text, template, count=1)
 
 
 def _column(row: Row, name: str) -> object:

@@ -59,22 +59,18 @@ def generate_fire(
         seed=sampling_params.seed + _SEED_OFFSET,
     )
     # Every rank makes the second call, with whatever is unfinished there.
-    continuations = strategy.gather_and_generate(
-        rest,
-        [_continuation(firsts[i], sampling_params.n) for i in open_positions],
-        sleep_engine=False,
-    )
+    unfinished = [
+        GenerationRequest(
+            prompt_token_ids=(*first.prompt_token_ids, *first.output_token_ids),
+            request_id=first.request_id * sampling_params.n + first.sample_index,
+        )
+        for first in (firsts[i] for i in open_positions)
+    ]
+    continuations = strategy.gather_and_generate(rest, unfinished, sleep_engine=False)
     completions = list(firsts)
     for position, continuation in zip(open_positions, continuations, strict=True):
         completions[position] = _join(firsts[position], continuation)
     return completions
-
-
-def _continuation(first: Completion, group_size: int) -> GenerationRequest:
-    return GenerationRequest(
-        prompt_token_ids=(*first.prompt_token_ids, *first.output_token_ids),
-        request_id=first.request_id * group_size + first.sample_index,
-    )
 
 
 def _join(first: Completion, rest: Completion) -> Completion:

@@ -151,10 +151,16 @@ def _continue(
         if sample.finish_reason is None
     ]
     own = places[strategy.get_rank() :: strategy.world_size]
-    requests = [
-        _request(flight[key], index, max_tokens=max_tokens, chunk=params.max_tokens)
-        for key, index in own
-    ]
+    requests = []
+    for key, index in own:
+        group, sample = flight[key], flight[key].samples[index]
+        requests.append(
+            GenerationRequest(
+                prompt_token_ids=(*group.prompt.token_ids, *sample.token_ids),
+                request_id=group.request_id * len(group.samples) + index,
+                max_tokens=min(params.max_tokens, max_tokens - len(sample.token_ids)),
+            )
+        )
     parts: list[Completion] = strategy.gather_and_generate(params, requests, sleep_engine=False)
     found = dict(zip(own, parts, strict=True))
     everything: dict[tuple[int, int], Completion] = {}
@@ -172,12 +178,3 @@ def _continue(
         )
         for key, group in flight.items()
     }
-
-
-def _request(group: InFlightGroup, index: int, *, max_tokens: int, chunk: int) -> GenerationRequest:
-    sample = group.samples[index]
-    return GenerationRequest(
-        prompt_token_ids=(*group.prompt.token_ids, *sample.token_ids),
-        request_id=group.request_id * len(group.samples) + index,
-        max_tokens=min(chunk, max_tokens - len(sample.token_ids)),
-    )

@@ -86,11 +86,12 @@ def score_rollouts(
 def _results(
     rollouts: Sequence[Rollout], reward_function: RewardFunction
 ) -> Sequence[RewardResult]:
+    names = sorted({name for rollout in rollouts for name in rollout.prompt.columns})
     results = reward_function.score(
         [rollout.prompt.text for rollout in rollouts],
         [rollout.response_text for rollout in rollouts],
         [rollout.prompt.label for rollout in rollouts],
-        _columns(rollouts),
+        {name: [rollout.prompt.columns.get(name) for rollout in rollouts] for name in names},
     )
     if len(results) != len(rollouts):
         raise RewardError(
@@ -118,11 +119,6 @@ def _results_one_by_one(
                 num_failures_in_a_row = 0
         results.append(result)
     return results
-
-
-def _columns(rollouts: Sequence[Rollout]) -> dict[str, list[object]]:
-    names = sorted({name for rollout in rollouts for name in rollout.prompt.columns})
-    return {name: [rollout.prompt.columns.get(name) for rollout in rollouts] for name in names}
 
 
 def _check_finite(rollout: Rollout, reward: float) -> None:

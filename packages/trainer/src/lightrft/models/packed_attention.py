@@ -21,6 +21,8 @@ PACKED = "lightrft_packed"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 MAX_VARLEN_HEAD_DIM = 256
+# Queries, keys and values of one stream: [1, heads, tokens, head_dim] each.
+QKV = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def packed_attention(  # noqa: PLR0913 - what transformers passes
     if group is not None:
         query, key, value = gather_sequence(query, key, value, group)
     attend = _attend_varlen if has_varlen_kernel(query, key, value) else _attend_each
-    attended = attend(query, key, value, sequence_bounds, dropout, scaling, sliding_window)
+    attended = attend((query, key, value), sequence_bounds, dropout, scaling, sliding_window)
     if group is not None:
         attended = scatter_sequence(attended, group)
     return attended.transpose(1, 2).contiguous(), None
@@ -124,24 +126,18 @@ def _has_varlen_options() -> bool:
 
 
 def _attend_each(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: SequenceBounds,
-    dropout: float,
-    scaling: float | None,
-    sliding_window: int | None,
+    qkv: QKV, bounds: SequenceBounds, dropout: float, scaling: float | None, window: int | None
 ) -> Tensor:
     """One call of torch's attention for each sequence: [1, heads, tokens, head_dim]."""
-    is_grouped = query.shape[1] != key.shape[1]
+    is_grouped = qkv[0].shape[1] != qkv[1].shape[1]
     pieces = []
     for start, stop in zip(bounds.offsets, bounds.offsets[1:], strict=False):
-        q, k, v = (x[:, :, start:stop] for x in (query, key, value))
+        q, k, v = (x[:, :, start:stop] for x in qkv)
         mask = None
-        if sliding_window is not None and sliding_window < stop - start:
-            index = torch.arange(stop - start, device=query.device)
+        if window is not None and window < stop - start:
+            index = torch.arange(stop - start, device=q.device)
             distance = index[:, None] - index[None, :]
-            mask = (distance >= 0) & (distance < sliding_window)
+            mask = (distance >= 0) & (distance < window)
         pieces.append(
             F.scaled_dot_product_attention(
                 q,
@@ -158,30 +154,24 @@ def _attend_each(
 
 
 def _attend_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: SequenceBounds,
-    dropout: float,
-    scaling: float | None,
-    sliding_window: int | None,
+    qkv: QKV, bounds: SequenceBounds, dropout: float, scaling: float | None, window: int | None
 ) -> Tensor:
     """One kernel of FlashAttention for all sequences, as torch ships it for CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
     if dropout:
         raise ValueError("packed attention has no dropout on a GPU: set attention_dropout to 0")
-    window = -1 if sliding_window is None else sliding_window - 1
+    query, key, value = (x[0].transpose(0, 1).contiguous() for x in qkv)
     attended = varlen_attn(
-        query[0].transpose(0, 1).contiguous(),
-        key[0].transpose(0, 1).contiguous(),
-        value[0].transpose(0, 1).contiguous(),
+        query,
+        key,
+        value,
         bounds.offsets_tensor,
         bounds.offsets_tensor,
         bounds.longest,
         bounds.longest,
         scale=scaling,
-        window_size=(window, 0),
+        window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(attended, Tensor)  # a pair only if more is asked for

@@ -11,7 +11,7 @@ from lightrft.config.registry import REWARDS
 from lightrft.rewards.math_rules import MathReward, MathRule
 from lightrft.rewards.recipes import RewardRecipes
 from lightrft.rewards.remote import RemoteReward
-from lightrft.rewards.types import RewardFunction, RewardResult
+from lightrft.rewards.types import Columns, Labels, RewardFunction, RewardResult, Texts
 from lightrft.rewards.user import FunctionReward, PlainReward, UserReward
 from lightrft.strategy.config import ConfigError
 
@@ -52,11 +52,7 @@ class CombinedReward:
         return any(function.needs_labels for function in self._functions)
 
     def score(
-        self,
-        prompts: Sequence[str],
-        responses: Sequence[str],
-        labels: Sequence[str | None],
-        columns: Mapping[str, Sequence[object]],
+        self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
     ) -> list[RewardResult]:
         """See `RewardFunction.score`."""
         weights = self._row_weights(len(responses), columns)
@@ -81,9 +77,7 @@ class CombinedReward:
             for i, row in enumerate(weights)
         ]
 
-    def _row_weights(
-        self, num_rows: int, columns: Mapping[str, Sequence[object]]
-    ) -> list[Mapping[int, float]]:
+    def _row_weights(self, num_rows: int, columns: Columns) -> list[Mapping[int, float]]:
         """Index of a function -> its weight, for each row."""
         if self._recipes is None:
             return [dict(enumerate(self._weights))] * num_rows

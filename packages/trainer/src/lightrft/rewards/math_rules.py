@@ -3,7 +3,7 @@
 import logging
 import queue
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,7 +15,7 @@ from lightrft.rewards.process import (
     WorkerTask,
     WorkerTimeoutError,
 )
-from lightrft.rewards.types import RewardError, RewardResult
+from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
@@ -164,11 +164,7 @@ class MathReward:
         self._workers = [WorkerProcess(_TASK) for _ in range(num_workers)]
 
     def score(
-        self,
-        prompts: Sequence[str],
-        responses: Sequence[str],
-        labels: Sequence[str | None],
-        columns: Mapping[str, Sequence[object]],
+        self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
     ) -> list[RewardResult]:
         """See `RewardFunction.score`."""
         del prompts, columns
@@ -212,28 +208,22 @@ class MathReward:
             idle.put(worker)
 
         def grade(pair: tuple[int, str, str]) -> tuple[int, bool | Literal["timeout"]]:
-            worker = idle.get()
+            worker, (index, answer, gold) = idle.get(), pair
             try:
-                return pair[0], self._grade(worker, *pair)
+                return index, bool(worker.call((answer, gold), seconds=self._seconds))
+            except WorkerTimeoutError:
+                return index, "timeout"
+            except WorkerFailedError as err:
+                raise RewardError(
+                    f"reward {self.name!r} failed on sample {index}, answer {answer[:200]!r} "
+                    f"against {gold!r}: {err}"
+                ) from err
             finally:
                 idle.put(worker)
 
         num_threads = min(len(self._workers), len(pairs))
         with ThreadPoolExecutor(num_threads, thread_name_prefix="reward") as threads:
             return list(threads.map(grade, pairs))
-
-    def _grade(
-        self, worker: WorkerProcess, index: int, answer: str, gold: str
-    ) -> bool | Literal["timeout"]:
-        try:
-            return bool(worker.call((answer, gold), seconds=self._seconds))
-        except WorkerTimeoutError:
-            return "timeout"
-        except WorkerFailedError as err:
-            raise RewardError(
-                f"reward {self.name!r} failed on sample {index}, answer {answer[:200]!r} against "
-                f"{gold!r}: {err}"
-            ) from err
 
     def _result(self, outcome: bool | Literal["timeout"]) -> RewardResult:
         score = 1.0 if outcome is True else 0.0

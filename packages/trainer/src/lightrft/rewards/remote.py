@@ -13,10 +13,10 @@ import math
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from lightrft.rewards.types import RewardError, RewardResult
+from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 from lightrft.strategy.config import ConfigError, mask_address
 
 MAX_WAIT_SECONDS = 10.0
@@ -58,11 +58,7 @@ class RemoteReward:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def score(
-        self,
-        prompts: Sequence[str],
-        responses: Sequence[str],
-        labels: Sequence[str | None],
-        columns: Mapping[str, Sequence[object]],
+        self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
     ) -> list[RewardResult]:
         """See `RewardFunction.score`."""
         if not responses:

@@ -4,6 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+# What is scored, one entry per response; columns by name.
+Texts = Sequence[str]
+Labels = Sequence[str | None]
+Columns = Mapping[str, Sequence[object]]
+
 
 class RewardError(RuntimeError):
     """A reward could not be computed; the message names the function, the sample and the cause."""
@@ -36,11 +41,7 @@ class RewardFunction(Protocol):
         ...
 
     def score(
-        self,
-        prompts: Sequence[str],
-        responses: Sequence[str],
-        labels: Sequence[str | None],
-        columns: Mapping[str, Sequence[object]],
+        self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
     ) -> list[RewardResult]:
         """One result per response, in order.
 

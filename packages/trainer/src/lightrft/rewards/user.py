@@ -1,6 +1,6 @@
 """A user's reward functions: of this process, or of a file, in a process that can be killed."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -12,7 +12,7 @@ from lightrft.rewards.process import (
     WorkerTask,
     WorkerTimeoutError,
 )
-from lightrft.rewards.types import RewardError, RewardResult
+from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 from lightrft.rewards.user_task import (
     CheckedResult,
     MissingFunctionError,
@@ -76,11 +76,7 @@ class FunctionReward:
         self.options = {key: value for key, value in given.items() if key in own}
 
     def score(
-        self,
-        prompts: Sequence[str],
-        responses: Sequence[str],
-        labels: Sequence[str | None],
-        columns: Mapping[str, Sequence[object]],
+        self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
     ) -> list[RewardResult]:
         """See `RewardFunction.score`."""
         if not responses:

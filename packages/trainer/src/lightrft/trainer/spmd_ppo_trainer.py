@@ -26,10 +26,8 @@ from lightrft.rewards.types import RewardFunction
 from lightrft.strategy.prepared import Arguments, PreparedModel
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.reporting.loggers import ConsoleLogger, LoggerGroup, MetricsLogger
-from lightrft.trainer.reporting.samples import SampleLog
-from lightrft.trainer.reporting.trajectories import TrajectoryLog
+from lightrft.trainer.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.trainer.runs.prompts import PromptBatches, PromptStream, check_lengths, planned_steps
-from lightrft.trainer.training.alarms import alarms
 from lightrft.trainer.training.algorithm import check_algorithm, decide, unused_algorithm_options
 from lightrft.trainer.training.checkpointing import load_trainer, save_trainer
 from lightrft.trainer.training.construction import (
@@ -46,6 +44,7 @@ from lightrft.trainer.training.parity import ParityReport, check_parity
 from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.state import BestModel, initial_state
 from lightrft.trainer.training.step_metrics import (
+    alarms,
     finished_metrics,
     record_experience,
     record_stages,

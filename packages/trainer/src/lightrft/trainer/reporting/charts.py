@@ -39,19 +39,23 @@ class Chart:
         values = [
             value for points in self.series.values() for _, value in points if value is not None
         ]
+        low, high = min(values, default=0.0), max(values, default=0.0)
         return {
             "kind": self.kind,
-            "series": [
-                _series(name, self._thinned(points)) for name, points in self.series.items()
-            ],
-            "bounds": sorted(limit for limit in limits if _is_near(limit, values)),
+            "series": [self._series(name) for name in self.series],
+            # A line at a limit leaves the curves at least half of the chart's height.
+            "bounds": sorted(x for x in limits if 2 * low - high <= x <= 2 * high - low),
             "unit": self.unit or (units.pop() if len(units) == 1 else ""),
         }
 
-    def _thinned(self, points: Sequence[Point]) -> Sequence[Point]:
+    def _series(self, name: str) -> dict[str, object]:
+        points = self.series[name]
         if self.kind == "lines":
-            return downsample(points, MAX_BUCKETS)
-        return points[:: max(1, len(points) // MAX_BUCKETS)]
+            points = downsample(points, MAX_BUCKETS)
+        else:
+            points = points[:: max(1, len(points) // MAX_BUCKETS)]
+        values = [None if value is None else float(f"{value:.6g}") for _, value in points]
+        return {"name": name, "x": [step for step, _ in points], "y": values}
 
 
 def downsample(points: Sequence[Point], num_buckets: int) -> list[Point]:
@@ -89,14 +93,3 @@ def format_number(value: float | None) -> str:
     if value == int(value) and abs(value) < 1e6:
         return str(int(value))
     return f"{value:.4g}"
-
-
-def _series(name: str, points: Sequence[Point]) -> dict[str, object]:
-    values = [None if value is None else float(f"{value:.6g}") for _, value in points]
-    return {"name": name, "x": [step for step, _ in points], "y": values}
-
-
-def _is_near(limit: float, values: Sequence[float]) -> bool:
-    """Whether a line at `limit` leaves the curves at least half of the chart's height."""
-    low, high = min(values, default=0.0), max(values, default=0.0)
-    return low - (high - low) <= limit <= high + (high - low)

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lightrft.experience.types import ScoredRollout
 from lightrft.trainer.reporting.loggers import JsonLinesFile
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from lightrft.experience.maker import StepExperience
@@ -89,3 +92,38 @@ def _as_line(
         "tokens": [decoder.decode([i], skip_special_tokens=False) for i in token_ids[start:]],
         **{name: found for name, found in per_token.items() if found is not None},
     }
+
+
+class SampleLog(JsonLinesFile):
+    """Appends the first samples of each step to a JSONL file.
+
+    Each line has step, prompt_id, prompt, response, label, reward, components, response_length
+    and truncated.
+
+    Args:
+        path: The file.
+        num_samples: Samples of one step.
+    """
+
+    def __init__(self, path: Path, *, num_samples: int = 8) -> None:
+        super().__init__(path)
+        self._num_samples = num_samples
+
+    def log(self, step: int, scored: Sequence[ScoredRollout]) -> None:
+        """Writes the samples of a step."""
+        for item in scored[: self._num_samples]:
+            rollout = item.rollout
+            self.append(
+                {
+                    "step": step,
+                    "prompt_id": rollout.prompt.id,
+                    "sample_id": rollout.sample_id,
+                    "prompt": rollout.prompt.text,
+                    "response": rollout.response_text,
+                    "label": rollout.prompt.label,
+                    "reward": item.reward,
+                    "components": dict(item.components),
+                    "response_length": len(rollout.completion.output_token_ids),
+                    "truncated": rollout.completion.finish_reason == "length",
+                }
+            )

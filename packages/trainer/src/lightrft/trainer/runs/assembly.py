@@ -26,9 +26,8 @@ from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.reporting.loggers import JsonLinesLogger, MetricsLogger, own_loggers
 from lightrft.trainer.reporting.progress import build_console, rank_log
-from lightrft.trainer.reporting.samples import SampleLog
 from lightrft.trainer.reporting.trackers import build_trackers
-from lightrft.trainer.reporting.trajectories import TrajectoryLog
+from lightrft.trainer.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.trainer.runs.files import (
     CONFIG_FILE,
     METRICS_FILE,

@@ -62,9 +62,11 @@ def plan_run(config: TrainConfig) -> RunPlan:
             break its exactness.
     """
     folder = Path(config.output_dir)
-    is_used = _has_text(folder / METRICS_FILE)
+    metrics = folder / METRICS_FILE
+    is_used = metrics.is_file() and metrics.stat().st_size > 0
     is_known = (folder / CONFIG_FILE).is_file() and (folder / START_FILE).is_file()
-    has_checkpoint = has_complete_checkpoint(config.checkpoint_dir)
+    # The manifest of a checkpoint is written last.
+    has_checkpoint = any((config.checkpoint_dir / "_actor").glob("*/manifest.json"))
     if not config.load_checkpoint:
         if not is_used and not has_checkpoint:
             return RunPlan(resumes=False)
@@ -154,12 +156,3 @@ def sha256_of(path: Path) -> str:
     """Hex digest of a file."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def has_complete_checkpoint(folder: Path) -> bool:
-    """Whether some checkpoint of the actor has its manifest, which is written last."""
-    return any((folder / "_actor").glob("*/manifest.json"))
-
-
-def _has_text(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0

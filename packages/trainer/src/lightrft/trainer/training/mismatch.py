@@ -43,7 +43,10 @@ def record_mismatch(
     metrics.add_masked_mean("mismatch_kl_k1", difference, mask)
     # expm1(-d) + d = exp(-d) - 1 + d, without the cancellation near 0.
     metrics.add_masked_mean("mismatch_kl_k3", (-difference).expm1() + difference, mask)
-    metrics.add_sums("logprob_pearson", _pearson_sums(rollout, trainer, mask), pearson)
+    parts = (mask, rollout, trainer, rollout.square(), trainer.square(), rollout * trainer)
+    metrics.add_sums(
+        "logprob_pearson", torch.stack([part.double().sum() for part in parts]), pearson
+    )
     rows = mask.any(dim=1)
     counts = mask.sum(dim=1).clamp(min=1)
     log_ratio = -difference.sum(dim=1)
@@ -58,22 +61,12 @@ def _largest(values: Tensor, mask: Tensor) -> Tensor:
     return torch.cat([kept, kept.new_tensor([-torch.inf])]).max()
 
 
-def _pearson_sums(left: Tensor, right: Tensor, mask: Tensor) -> Tensor:
-    """[6] float64: count, sums, sums of squares and sum of products over the mask."""
-    return torch.stack(
-        [
-            mask.sum().double(),
-            left.sum(),
-            right.sum(),
-            left.square().sum(),
-            right.square().sum(),
-            (left * right).sum(),
-        ]
-    )
-
-
 def pearson(sums: Tensor) -> float | None:
-    """The correlation from the six sums; None where one side is constant."""
+    """The correlation; None where one side is constant.
+
+    Args:
+        sums: [6] float64: count, sums, sums of squares and sum of products over the mask.
+    """
     count, left, right, left_squares, right_squares, products = sums.tolist()
     if count < 2:
         return None

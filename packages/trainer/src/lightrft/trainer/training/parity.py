@@ -193,21 +193,16 @@ def check_parity(
     if mean_limit is not None:
         limits = ParityLimits(mean_limit, max(limits.largest, mean_limit), limits.hidden)
     report = compare_logprobs(batch, logprobs, limits=limits, strategy=strategy)
-    if report.holds or report.worst is None:
+    worst = report.worst
+    if report.holds or worst is None:
         return report
-    lines = [*_findings(report, report.worst), _layer(report, actor, strategy)]
-    raise ParityError("\n".join(lines))
-
-
-def _findings(report: ParityReport, worst: WorstToken) -> Sequence[str]:
-    return (
+    raise ParityError(
         "engine and trainer compute different logprobs for the same tokens, so the engine does not "
-        "sample from the model that is trained",
-        f"  {report.summary()}",
+        f"sample from the model that is trained\n  {report.summary()}\n"
         f"  worst token: sample {worst.sample_id}, response token "
         f"{worst.position - worst.response_start} (id {worst.token_ids[-1]}): engine "
-        f"{worst.rollout_logprob:.6g}, trainer {worst.logprob:.6g}",
-        f"  its last tokens: {list(worst.token_ids[-16:])}",
+        f"{worst.rollout_logprob:.6g}, trainer {worst.logprob:.6g}\n"
+        f"  its last tokens: {list(worst.token_ids[-16:])}\n{_layer(report, actor, strategy)}"
     )
 
 

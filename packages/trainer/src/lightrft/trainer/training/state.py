@@ -99,6 +99,7 @@ class TrainerState:
             if moments is not None and isinstance(saved, list):
                 count, mean, squares = saved
                 moments = Moments(int(count), mean, squares)
+            best = client_state["best"]
             return TrainerState(
                 kl=replace(self.kl, coef=_number(client_state["kl_coef"])),
                 reward_moments=moments,
@@ -106,7 +107,9 @@ class TrainerState:
                 num_requests=int(_number(client_state["num_requests"])),
                 episode=int(_number(client_state["episode"])),
                 num_episode_prompts=int(_number(client_state["consumed_samples"])),
-                best=_best(client_state["best"]),
+                best=BestModel(_number(best[0]), int(_number(best[1])))
+                if isinstance(best, list)
+                else None,
                 carry=PartialRolloutState.from_json(client_state["carry"]),
             )
         except KeyError as error:
@@ -120,12 +123,6 @@ def initial_state(config: TrainConfig) -> TrainerState:
     """The state before the first step."""
     kl = KlController(config.init_kl_coef, config.kl_target, config.kl_horizon)
     return TrainerState(kl, Moments() if config.reward_running_norm else None)
-
-
-def _best(value: object) -> BestModel | None:
-    if not isinstance(value, list):
-        return None
-    return BestModel(_number(value[0]), int(_number(value[1])))
 
 
 def _number(value: object) -> float:
