@@ -129,7 +129,7 @@ def shard_module(module: nn.Module, plan: ShardingPlan) -> nn.Module:
     """Shard a model in place: every block is a unit, all else (tied head included) the root unit.
 
     Parameters that are on the meta device on some rank are filled with those of rank 0, which must
-    have real ones: see `empty_models` for the other case.
+    have real ones: see `shard_empty_module` for the other case.
     """
     full = _full_values_of_rank_0(module)
     apply_units(module, plan)
