@@ -71,3 +71,10 @@ def test_options_reach_models_that_a_script_built(build_world):
         world.trainer.make_experience(world.prompts[:4])
         losses.append(world.trainer.ppo_train(1)["policy_loss"])
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_a_loss_that_couples_rows_is_said_and_is_no_option_without_effect(build_world, capsys):
+    build_world(policy_loss="kl_cov")
+    text = capsys.readouterr().out
+    assert "warning: policy_loss kl_cov couples the rows of a micro-batch" in text
+    assert "option without effect" not in text

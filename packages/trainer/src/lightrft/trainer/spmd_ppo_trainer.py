@@ -204,6 +204,11 @@ class SPMDPPOTrainerBase:
             self.config, self._algorithm, has_reference=has_reference
         ):
             self.strategy.print(f"warning: option without effect: {text}")
+        if self._algorithm.loss_traits.couples_rows:
+            self.strategy.print(
+                f"warning: policy_loss {self.config.policy_loss} couples the rows of a micro-batch: "
+                "the step depends on micro_train_batch_size"
+            )
 
     @property
     def actor(self) -> nn.Module:

@@ -174,11 +174,6 @@ def unused_algorithm_options(
     ]
     if config.kl_target is not None and not has_reference:
         found.append("kl_target acts only with a reference model and init_kl_coef > 0")
-    if algorithm.loss_traits.couples_rows:
-        found.append(
-            f"policy_loss {config.policy_loss_name} couples the rows of a micro-batch: the step "
-            "depends on micro_train_batch_size"
-        )
     return found
 
 
