@@ -76,5 +76,5 @@ def test_options_reach_models_that_a_script_built(build_world):
 def test_a_loss_that_couples_rows_is_said_and_is_no_option_without_effect(build_world, capsys):
     build_world(policy_loss="kl_cov")
     text = capsys.readouterr().out
-    assert "warning: policy_loss kl_cov couples the rows of a micro-batch" in text
-    assert "option without effect" not in text
+    assert "warning: policy_loss kl_cov couples rows of a micro-batch" in text
+    assert "option without effect: policy_loss" not in text

@@ -206,7 +206,7 @@ class SPMDPPOTrainerBase:
             self.strategy.print(f"warning: option without effect: {text}")
         if self._algorithm.loss_traits.couples_rows:
             self.strategy.print(
-                f"warning: policy_loss {self.config.policy_loss} couples the rows of a micro-batch: "
+                f"warning: policy_loss {self.config.policy_loss} couples rows of a micro-batch: "
                 "the step depends on micro_train_batch_size"
             )
 
