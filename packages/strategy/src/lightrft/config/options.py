@@ -13,6 +13,9 @@ T = TypeVar("T")
 CRITIC = "a critic"
 _SECRET = re.compile(r"(key|token|secret|password|passwd|credentials?)$|wandb")
 _COLUMN = re.compile(r"(input|label|images?|videos?|reference)_key$")
+_ADDRESS = re.compile(r"\w*:?//[^\s'\"<>]*[@?][^\s'\"<>]*")
+_QUERY_VALUE = re.compile(r"((?:[^=&#]*=)?)([^&#]+)")
+MASK = "***"
 _SCALARS = (str, int, float)
 
 
@@ -195,8 +198,30 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def mask_address(text: str) -> str:
-    """The text with user name and password of every address replaced by ***."""
-    return re.sub(r"//[^/@\s]+@", "//***@", text)
+    """The text with *** for user, password and query values of every address in it.
+
+    A `${NAME}` of the environment stays, since it tells nothing.
+    """
+    return _ADDRESS.sub(lambda match: _masked_address(match[0]), text)
+
+
+def _masked_address(address: str) -> str:
+    scheme, _, rest = address.partition("//")
+    authority, slash, path = rest.partition("/")
+    user, at, host = authority.rpartition("@")
+    user = MASK if at and not _is_variable(user) else user
+    place, mark, query = f"{scheme}//{user}{at}{host}{slash}{path}".partition("?")
+    return (
+        place
+        + mark
+        + _QUERY_VALUE.sub(
+            lambda match: match[0] if _is_variable(match[2]) else match[1] + MASK, query
+        )
+    )
+
+
+def _is_variable(text: str) -> bool:
+    return bool(re.fullmatch(r"(\$\{\w+\}:?)+", text))
 
 
 def looks_secret(name: str) -> bool:
@@ -218,7 +243,7 @@ def masked(value: object) -> object:
 def shown(value: object, *, secret: bool) -> str:
     """The value as text; secrets and passwords in addresses are hidden."""
     if isinstance(value, str):
-        return "***" if secret and value else mask_address(repr(value))
+        return MASK if secret and value else mask_address(repr(value))
     if isinstance(value, Mapping):
         items = ", ".join(
             f"{k}: {shown(v, secret=secret or looks_secret(str(k)))}" for k, v in value.items()

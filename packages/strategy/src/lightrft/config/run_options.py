@@ -90,6 +90,20 @@ class RunOptions(StrategyConfig):
         "raise", "A failed reward ends the run, or excludes (masks) its sample.", group="reward",
         choices=("raise", "mask"),
     )  # fmt: skip
+    reward_memory_gb: float | None = option(
+        16.0, "Memory in GB that the process of an own reward function and its children may hold; "
+        "none sets no limit.", group="reward", above=0, may_change=True, commands=("data", "eval"),
+    )  # fmt: skip
+    reward_env: tuple[str, ...] = option(
+        (), "Environment variables with secrets that own reward functions may read; others, such "
+        "as WANDB_API_KEY, are kept from them.", group="reward", may_change=True,
+        commands=("data", "eval"),
+    )  # fmt: skip
+    remote_rm_token: str | None = option(
+        None, "Token of the reward services, sent as Authorization: Bearer; unset takes "
+        "LIGHTRFT_REWARD_TOKEN of the environment.", group="reward", may_change=True, secret=True,
+        acts_with="remote_rm_url", commands=("data", "eval"),
+    )  # fmt: skip
     rollout_batch_size: int = option(
         512, "Prompts per step, over all ranks.", group="rollout", at_least=1, common=True,
     )  # fmt: skip

@@ -192,8 +192,9 @@ class StrategyConfig:
         path="folder", acts_with=CRITIC,
     )  # fmt: skip
     remote_rm_url: str | tuple[str, ...] | None = option(
-        None, "Address of a reward service; local reward models are then left alone.",
-        group="models", may_change=True, commands=("eval",),
+        None, "Address of a reward service, in which ${NAME} is an environment variable; local "
+        "reward models are then left alone.", group="models", may_change=True,
+        commands=("data", "eval"),
     )  # fmt: skip
     pretrain_data: str | None = option(
         None, "Text mixed into the loss.", group="models", acts_with="ptx_coef", path="file",

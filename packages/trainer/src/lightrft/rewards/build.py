@@ -134,8 +134,7 @@ def build_reward(
         weights: One factor per name and then per address; None means 1 each.
         recipes: Weights by row instead of `weights`, or None.
         has_models: Reward models score the responses too, so that there may be no names.
-        config: Its options `reward_timeout_seconds` and `reward_args` count; None takes their
-            defaults.
+        config: Its options on rewards count; None takes their defaults.
 
     Returns:
         The sum; close it, or use it as a context manager.
@@ -161,8 +160,14 @@ def build_reward(
             functions.append(function)
         for index, url in enumerate(urls):
             name = numbered("remote", index, len(urls))
-            seconds = config.reward_timeout_seconds
-            functions.append(RemoteReward(url, name=name, timeout_seconds=seconds))
+            remote = RemoteReward(
+                url,
+                name=name,
+                timeout_seconds=config.reward_timeout_seconds,
+                token=config.remote_rm_token,
+            )
+            opened.callback(remote.close)
+            functions.append(remote)
         used = {
             option
             for function in functions
@@ -185,7 +190,8 @@ def numbered(name: str, index: int, count: int) -> str:
 
 def _build_one(name: str, config: TrainConfig) -> RewardFunction:
     if REWARDS.is_built_in(name):
-        return MathReward(cast("MathRule", REWARDS.load(name)))
+        rule = cast("MathRule", REWARDS.load(name))
+        return MathReward(rule, batch_seconds=config.reward_timeout_seconds)
     path, separator, function = name.rpartition(":")
     if separator and path.endswith(".py") and function.isidentifier():
         return UserReward(path, function, config)
