@@ -100,7 +100,7 @@ def test_a_client_that_drips_is_let_go(serve):
     server = serve(read_seconds=0.5)
     with connect(server) as connection:
         start = time.monotonic()
-        with pytest.raises(OSError):  # noqa: PT011 - reset or broken pipe
+        with pytest.raises(OSError):
             for byte in post(b" " * 100_000):
                 connection.sendall(bytes([byte]))
                 time.sleep(0.05)
@@ -111,7 +111,7 @@ def test_a_client_that_drips_is_let_go(serve):
     ("request_bytes", "status"),
     [
         (post(b"[" * 200_000), 400),
-        (post(b'{"a":' * 100_000), 400),
+        (post(b'{"a":' * 30_000), 400),
         (post(b'{"responses": [NaN]}'), 400),
         (post(b'{"responses": [' + b"9" * 6000 + b"]}"), 400),
         (post(b"[1]"), 400),
@@ -189,7 +189,7 @@ def test_a_token_is_asked_for_before_anything_is_read(serve, monkeypatch):
         answer = send(server, post(b" " * 300_000, *headers))
         assert status_of(answer) == 401
         assert b"hunter" not in answer
-    with pytest.raises(RewardError, match="status 401, .*wrong or no token"):
+    with pytest.raises(RewardError, match=r"status 401, .*wrong or no token"):
         RemoteReward(url).score(["p"], ["x" * 5_000_000], [None], {})
     assert reward.num_calls == 0
     by_option = RemoteReward(url, token="hunter2").score(["p"], ["abc"], [None], {})

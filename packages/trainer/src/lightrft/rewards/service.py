@@ -9,6 +9,7 @@ import hmac
 import io
 import json
 import socket
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -85,18 +86,24 @@ class RewardServer:
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="reward")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
+        self._ended = threading.Event()
         self._num_connections = 0
         self._num_waiting = 0
         self._held_bytes = 0
 
     def serve_forever(self) -> None:
         """Serves until `shutdown`, or an exception such as KeyboardInterrupt."""
-        asyncio.run(self._serve())
+        self._ended.clear()
+        try:
+            asyncio.run(self._serve())
+        finally:
+            self._ended.set()
 
     def shutdown(self) -> None:
-        """Ends `serve_forever` of another thread."""
+        """Ends `serve_forever` of another thread, and waits for that."""
         if self._loop is not None and self._stopping is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stopping.set)
+            self._ended.wait(_DISCARD_SECONDS + self._limits.write_seconds)
 
     def server_close(self) -> None:
         """Stops listening; may be called twice."""
