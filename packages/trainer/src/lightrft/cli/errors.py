@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from lightrft.cli.memory_advice import is_out_of_memory, memory_report
+from lightrft.config.options import mask_address
+from lightrft.config.printable import printable
 from lightrft.strategy.distributed.error_report import write_error_report
 
 
@@ -133,7 +135,8 @@ def run_guarded(program: str, body: Callable[[], int]) -> int:
         return ExitCode.BROKEN_PIPE
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the boundary to the shell
         code = exit_code_of(error)
-        text = describe(error)
+        # Parts of it may come from data, models, reward functions and other machines.
+        text = printable(mask_address(describe(error)))
         write_error_report(text, code)
         if LAUNCHED_BY_LIGHTRFT not in os.environ:
             rank = os.environ.get("RANK", "0")

@@ -40,6 +40,9 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether it, or a cause of it, says that memory could not be had."""
+    rewards = sys.modules.get("lightrft.rewards.types")
+    if rewards is not None and isinstance(error, rewards.RewardError):
+        return False  # that of another process, for which no option of the trainer helps
     return any(_says_so(link) for link in chain(error))
 
 
