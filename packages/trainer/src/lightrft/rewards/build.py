@@ -11,7 +11,7 @@ from lightrft.config.registry import REWARDS
 from lightrft.rewards.math_rules import MathReward, MathRule
 from lightrft.rewards.recipes import RewardRecipes
 from lightrft.rewards.remote import RemoteReward
-from lightrft.rewards.types import Columns, Labels, RewardFunction, RewardResult, Texts
+from lightrft.rewards.types import Columns, Labels, RewardError, RewardFunction, RewardResult, Texts
 from lightrft.rewards.user import FunctionReward, PlainReward, UserReward
 from lightrft.strategy.config import ConfigError
 
@@ -65,13 +65,20 @@ class CombinedReward:
                 [labels[i] for i in rows],
                 {name: [values[i] for i in rows] for name, values in columns.items()},
             )
+            if len(found) != len(rows):
+                raise RewardError(
+                    f"reward {self._functions[index].name} returned {len(found)} results for "
+                    f"{len(rows)} responses: expected one for each"
+                )
             return dict(zip(rows, found, strict=True))
 
-        if not self._functions:
-            return [RewardResult(0.0) for _ in responses]
-        # Functions wait for processes and services, so threads are enough to overlap them.
-        with ThreadPoolExecutor(len(self._functions), thread_name_prefix="reward") as threads:
-            by_function = list(threads.map(score, range(len(self._functions))))
+        count = len(self._functions)
+        if count <= 1:  # in this thread, where a signal can interrupt it
+            by_function = [score(index) for index in range(count)]
+        else:
+            # Functions wait for processes and services, so threads are enough to overlap them.
+            with ThreadPoolExecutor(count, thread_name_prefix="reward") as threads:
+                by_function = list(threads.map(score, range(count)))
         return [
             self._combine(row, [found.get(i) for found in by_function])
             for i, row in enumerate(weights)
@@ -85,6 +92,15 @@ class CombinedReward:
         recipes = [self._recipes.weights_of(value) for value in values]
         names = [function.name for function in self._functions]
         return [{i: row[n] for i, n in enumerate(names) if n in row} for row in recipes]
+
+    def label_problem(self, label: str | None) -> str | None:
+        """Why no response to a row with this label can be right; None if nobody knows a reason."""
+        for function in self._functions:
+            if isinstance(function, MathReward):
+                problem = function.label_problem(label)
+                if problem is not None:
+                    return f"reward {function.name!r}: {problem}"
+        return None
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise a RewardError if a user's function needs an argument that is no column."""

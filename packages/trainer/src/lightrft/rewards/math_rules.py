@@ -204,7 +204,7 @@ class MathReward:
     def label_problem(self, label: str | None) -> str | None:
         """Why no response to a row with this label can be right; None if one can."""
         if label is None:
-            return f"reward {self.name!r} needs a label: set --label_key"
+            return "the row has no label: set --label_key"
         try:
             self._rule.find_gold(label)
         except ValueError as err:
