@@ -62,12 +62,12 @@ def _watch(
     """Waits for a reason to end, ends all; the worker's wait status, None if it was killed here."""
     round_number = 0
     while True:
-        ready, _, _ = select.select([channel, woken], [], [], _POLL_SECONDS)
+        ready, _, _ = select.select([channel.fileno(), woken], [], [], _POLL_SECONDS)
         if woken in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(woken, 4096)
         status = _reap(worker)
-        if status is not None or channel in ready or os.getppid() != parent:
+        if status is not None or channel.fileno() in ready or os.getppid() != parent:
             break
         round_number += 1
         if memory_bytes and _holds_more(memory_bytes, worker, round_number):
