@@ -1,5 +1,7 @@
 """Tensors travel on the wire of their group's backend, whatever name torch gives a compound one."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,3 +48,16 @@ def test_nccl_is_recognised_alone_and_in_a_compound(start_group, monkeypatch, co
 
 def test_a_single_process_has_no_wire():
     assert transfer_device(ALONE) == torch.device("cpu")
+
+
+def test_vllm_is_told_the_device_of_the_process_not_its_rank_in_the_world(start_group, monkeypatch):
+    from lightrft.engines.vllm.backend import _rank_variables
+
+    start_group("gloo")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with _rank_variables():
+        assert os.environ["LOCAL_RANK"] == "0"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with _rank_variables():
+        assert os.environ["LOCAL_RANK"] == "3"
+    assert "LOCAL_RANK" not in os.environ
