@@ -118,7 +118,7 @@ class StrategyConfig:
         acts_with="not fsdp",
     )  # fmt: skip
     grad_accum_dtype: str | None = option(
-        None, "DeepSpeed: dtype in which gradients accumulate.", group="distributed",
+        None, "DeepSpeed: dtype in which gradients accumulate; unset is fp32.", group="distributed",
         choices=("fp32", "bf16", "fp16"), acts_with="not fsdp",
     )  # fmt: skip
     overlap_comm: bool = option(

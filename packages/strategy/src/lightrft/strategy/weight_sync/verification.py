@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightrft.kernels import hash_tensor
-from lightrft.strategy.distributed.collectives import Group, gather_objects
+from lightrft.strategy.distributed.collectives import Group, gather_objects, transfer_device
 from lightrft.strategy.weight_sync.accounting import (
     MAX_LISTED_NAMES,
     PlannedParameter,
@@ -95,13 +95,6 @@ def cast_shard(
         values = values.to(torch.float32, copy=True)
         source.add_local(parameter.checkpoint_name, start, values)
     return values.to(dtype)
-
-
-def transfer_device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors must lie to travel in the group."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def check_hashes(expected: Mapping[str, int], found: Mapping[str, int]) -> None:
