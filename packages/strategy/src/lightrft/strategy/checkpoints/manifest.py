@@ -214,10 +214,8 @@ def scan_checkpoints(save_dir: Path) -> tuple[list[Checkpoint], list[str]]:
     A folder that shows no trace of a checkpoint is neither.
     """
     found, problems = [], []
-    for path in sorted(save_dir.iterdir()) if save_dir.is_dir() else ():
+    for path in checkpoint_folders(save_dir):
         is_replaced = path.name.startswith(REPLACED_PREFIX)
-        if (path.name.startswith(".") and not is_replaced) or not looks_like_checkpoint(path):
-            continue
         try:
             manifest = _read_manifest(path)
         except (CheckpointError, OSError, ValueError) as error:
@@ -239,6 +237,16 @@ def _read_manifest(folder: Path) -> Manifest:
     if path.stat().st_size > _MAX_MANIFEST_BYTES:
         raise CheckpointError(f"has {path.stat().st_size} bytes, more than any manifest")
     return Manifest.from_json(path.read_text(encoding="utf-8"))
+
+
+def checkpoint_folders(save_dir: Path) -> list[Path]:
+    """Where checkpoints are or were, complete or not; those still being written are no such."""
+    return [
+        path
+        for path in (sorted(save_dir.iterdir()) if save_dir.is_dir() else ())
+        if (not path.name.startswith(".") or path.name.startswith(REPLACED_PREFIX))
+        and looks_like_checkpoint(path)
+    ]
 
 
 def looks_like_checkpoint(folder: Path) -> bool:
