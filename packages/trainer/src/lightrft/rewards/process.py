@@ -194,5 +194,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _ending(returncode: int | None) -> str:
     if returncode is not None and returncode < 0:
         name = signal.Signals(-returncode).name
-        return f"the worker process was ended by {name} (out of memory, or a crash in native code)"
+        is_killed = returncode == -signal.SIGKILL
+        why = "out of memory, or killed by hand" if is_killed else "a crash in native code"
+        return f"the worker process was ended by {name} ({why})"
     return f"the worker process ended with exit code {returncode}"
