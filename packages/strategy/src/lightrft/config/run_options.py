@@ -394,3 +394,8 @@ class RunOptions(StrategyConfig):
         (), "Further receivers of metrics: FILE.py:CLASS, made from the options, or a registered "
         "name.", group="monitoring", choices=LOGGERS, may_change=True,
     )  # fmt: skip
+    allow_new_weights: tuple[str, ...] = option(
+        (), "Names of tensors (patterns like 'score.*') that may be missing from a checkpoint, of "
+        "another shape or unused; those the model needs are initialised anew, alike in actor and "
+        "reference.", group="models",
+    )  # fmt: skip

@@ -22,6 +22,7 @@ from lightrft.models import load_tokenizer
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.recipes import RewardRecipes
 from lightrft.strategy import get_strategy
+from lightrft.strategy.distributed.context import print_on_first_rank
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.reporting.loggers import JsonLinesLogger, MetricsLogger, own_loggers
@@ -34,6 +35,7 @@ from lightrft.trainer.runs.files import (
     SAMPLES_FILE,
     SUMMARY_FILE,
     TRAJECTORIES_FILE,
+    set_aside,
 )
 from lightrft.trainer.runs.models import (
     build_model_rewards,
@@ -126,6 +128,12 @@ def run_training(
         folder, rank = Path(config.output_dir), int(os.environ.get("RANK", "0"))
         if rank == 0:
             stack.enter_context(sole_writer(folder))
+            if plan.restarts:
+                aside = set_aside(folder, config.checkpoint_dir)
+                print_on_first_rank(
+                    None, f"{folder} held a run that ended before its first checkpoint: its files "
+                    f"are in {aside}; starting over",
+                )  # fmt: skip
             if not plan.resumes:
                 # Before anything can fail; a continued run keeps its options until it goes on.
                 config.save(folder / CONFIG_FILE)

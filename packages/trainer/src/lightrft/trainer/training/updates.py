@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -29,6 +30,7 @@ from lightrft.experience.minibatches import epoch_order, micro_slices
 from lightrft.experience.types import ExperienceBatch
 from lightrft.models.support import SamplingSupport
 from lightrft.models.types import ActorOutput, EntropyMode
+from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.training.metrics import StepMetrics
 from lightrft.trainer.training.pretrain_mix import PretrainMix
@@ -178,13 +180,15 @@ class Update:
     def _optimize(self, trained: TrainedModel, shares: Sequence[Callable[[], Tensor]]) -> None:
         """One optimizer step from the losses of its micro batches, each computed in its turn."""
         strategy, model, optimizer = self.strategy, trained.model, trained.optimizer
+        limit = timedelta(minutes=self.config.timeout_minutes)
         result = None
         with strategy.accumulation(len(shares), optimizer):
             for share in shares:
-                strategy.backward(share(), model, optimizer)
-                result = strategy.optimizer_step(
-                    optimizer, model, trained.scheduler, name=trained.name
-                )
+                with phase("train", limit):
+                    strategy.backward(share(), model, optimizer)
+                    result = strategy.optimizer_step(
+                        optimizer, model, trained.scheduler, name=trained.name
+                    )
         record_step(trained.name, result, self.metrics)
 
     def _row_slices(self, batch: ExperienceBatch) -> Sequence[slice]:
