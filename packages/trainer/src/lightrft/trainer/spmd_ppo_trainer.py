@@ -231,6 +231,11 @@ class SPMDPPOTrainerBase:
         return self._models.actor.optimizer
 
     @property
+    def actor_scheduler(self) -> LRScheduler | None:
+        """The actor's learning rate schedule."""
+        return self._models.actor.scheduler
+
+    @property
     def _kl_coef(self) -> float:
         return 0.0 if self.initial_model is None else self.state.kl.coef
 
