@@ -20,7 +20,19 @@ from lightrft.strategy.optimizers import (
 
 
 def test_cosine_equals_the_worked_example_and_stays_at_the_floor():
-    expected = [1 / 3, 2 / 3, 1, 0.965746, 0.868198, 0.722208, 0.55, 0.377792, 0.231802, 0.134254, 0.1]
+    expected = [
+        1 / 3,
+        2 / 3,
+        1,
+        0.965746,
+        0.868198,
+        0.722208,
+        0.55,
+        0.377792,
+        0.231802,
+        0.134254,
+        0.1,
+    ]
     expected += [0.1, 0.1, 0.1]
     plan = LearningRatePlan("cosine_with_min_lr", 2, 10, 0.1)
     found = [plan(s) for s in range(len(expected))]

@@ -21,8 +21,8 @@ from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.engine.session import engine_config
 from lightrft.trainer.runs.assembly import first_rank_loggers, pretrain_mix
 from lightrft.trainer.runs.models import build_models
+from lightrft.trainer.training.alarms import alarms
 from lightrft.trainer.training.algorithm import build_policy_loss
-from lightrft.trainer.training.step_metrics import alarms
 
 PACKAGES = Path(__file__).parents[2] / "packages"
 

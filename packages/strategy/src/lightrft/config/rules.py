@@ -22,12 +22,6 @@ def _truncates(c: RunOptions) -> bool:
     return c.top_p < 1 or c.top_k != -1
 
 
-def has_alarm(c: RunOptions) -> bool:
-    """Whether any bound of a metric is set."""
-    bounds = (c.alarm_kl, c.alarm_entropy, c.alarm_length, c.alarm_reward_std)
-    return any(bound is not None for bound in bounds)
-
-
 def _num_rewards(c: RunOptions) -> int:
     urls = c.remote_rm_url or ()
     return len(c.reward_fn) + (1 if isinstance(urls, str) else len(urls)) + len(c.reward_pretrain)
@@ -106,9 +100,6 @@ RULES: tuple[Rule, ...] = (
     lambda c: c.overlong_buffer and c.overlong_buffer_len > c.generate_max_len and (
         "overlong_buffer_len must be at most generate_max_len: got "
         f"{c.overlong_buffer_len} and {c.generate_max_len}"
-    ),
-    lambda c: c.stop_on_alarm and not has_alarm(c) and (
-        "stop_on_alarm needs a bound: alarm_kl, alarm_entropy, alarm_length or alarm_reward_std"
     ),
     lambda c: c.partial_rollout_prompts is not None
     and not c.rollout_batch_size <= c.partial_rollout_prompts <= 2 * c.rollout_batch_size and (

@@ -105,7 +105,7 @@ class LearningRatePlan:
     name: str
     num_warmup_steps: int
     num_training_steps: int
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: float
     changed_at: int = -1
     gap: float = 0.0
 
@@ -184,9 +184,7 @@ def learning_rate_schedule(
     if name not in LR_SCHEDULES:
         raise ValueError(f"unknown lr_scheduler {name!r}: expected one of {list(LR_SCHEDULES)}")
     num_warmup = math.ceil(max_steps * config.lr_warmup_ratio)
-    return PlannedLR(
-        optimizer, LearningRatePlan(name, num_warmup, max_steps, config.min_lr_ratio)
-    )
+    return PlannedLR(optimizer, LearningRatePlan(name, num_warmup, max_steps, config.min_lr_ratio))
 
 
 def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:

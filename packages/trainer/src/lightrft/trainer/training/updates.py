@@ -181,7 +181,9 @@ class Update:
         result = None
         with strategy.accumulation(len(shares), optimizer):
             for share in shares:
-                strategy.backward(share(), model, optimizer)
+                loss = share()
+                self.metrics.add_count("nonfinite/losses", (~loss.detach().isfinite()).sum())
+                strategy.backward(loss, model, optimizer)
                 result = strategy.optimizer_step(
                     optimizer, model, trained.scheduler, name=trained.name
                 )
