@@ -298,7 +298,7 @@ OBSERVED = {
     "alarm_length": (5.0, raised_alarms, {}),
     "alarm_reward_std": (0.2, raised_alarms, {}),
     "engine_mem_util": (0.3, engine, {}),
-    "max_len": (99, engine, {}),
+    "max_len": (99, engine, {"prompt_max_len": 64, "generate_max_len": 8}),
     "weight_bucket_mb": (3, bucket, {}),
     "timeout_minutes": (3.0, deadline, {}),
     "logging_steps": (2, console, {}),

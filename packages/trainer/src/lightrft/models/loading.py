@@ -14,7 +14,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lightrft.engines.process_state import deepspeed_unless_used
 from lightrft.strategy.meta_init import is_building_on_meta
+from lightrft.utils.hub import is_hub_reachable
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -61,7 +63,7 @@ def _read(
 ) -> object:
     _require(path, patterns, what)
     try:
-        return auto_class.from_pretrained(path)
+        return auto_class.from_pretrained(path, local_files_only=_only_local(path))
     except _UNREADABLE as err:
         raise ModelLoadError(f"cannot read the {what} of {path!r}: {_first_line(err)}") from err
 
@@ -89,7 +91,8 @@ def save_pretrained(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: str | Path
 ) -> None:
     """Writes config, weights and, if given, the tokenizer as one checkpoint directory."""
-    model.save_pretrained(directory)
+    with deepspeed_unless_used():
+        model.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
 
@@ -111,9 +114,14 @@ def _load(
         # The strategy reads the weights from the configuration's directory, shard by shard.
         return auto_class.from_config(config, **options)
     try:
-        return auto_class.from_pretrained(path, **options)
+        return auto_class.from_pretrained(path, local_files_only=_only_local(path), **options)
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as err:
         raise ModelLoadError(f"cannot load the model {path!r}: {_first_line(err)}") from err
+
+
+def _only_local(path: str) -> bool:
+    """Whether only files of this machine can be had; asks the hub only about its own names."""
+    return Path(path).is_dir() or not is_hub_reachable()
 
 
 def _require(path: str, patterns: tuple[str, ...], what: str) -> None:

@@ -136,7 +136,7 @@ class LoggerGroup:
 def drop_steps_after(path: Path, step: int) -> None:
     """Removes the lines of later steps, which a resumed run is about to write again.
 
-    A last line that was cut off by a kill is removed, too.
+    Lines that are no object with a step, such as one cut off by a kill, are removed, too.
     """
     if not path.exists():
         return
@@ -145,8 +145,9 @@ def drop_steps_after(path: Path, step: int) -> None:
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
-        if entry["step"] <= step:
+        number = entry.get("step") if isinstance(entry, dict) else None
+        if isinstance(number, int) and number <= step:
             kept.append(line + "\n")
     write_whole(path, "".join(kept))

@@ -90,6 +90,6 @@ def read_json(path: Path) -> dict[str, object]:
 def _parse(text: str) -> dict[str, object]:
     try:
         entry = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return entry if isinstance(entry, dict) else {}
