@@ -323,8 +323,9 @@ class RunOptions(StrategyConfig):
         above=0, may_change=True,
     )  # fmt: skip
     stop_on_alarm: bool = option(
-        False, "End the run after the step of an alarm, with a checkpoint.", group="monitoring",
-        may_change=True,
+        False, "End the run after the step of an alarm, with a checkpoint and exit code 9; also "
+        "without any alarm_* bound numbers that are not finite, skipped steps and steps that "
+        "change nothing are alarms.", group="monitoring", may_change=True,
     )  # fmt: skip
     parity_check_steps: int = option(
         0, "Compare engine and trainer logprobs in the first step and every N; 0: first only, -1: "

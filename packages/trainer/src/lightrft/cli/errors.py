@@ -26,6 +26,7 @@ class ExitCode(IntEnum):
     OUT_OF_MEMORY = 6
     DEADLINE = 7
     VERIFICATION = 8
+    NUMERICS = 9
     STOPPED = 75
     INTERRUPTED = 130
     BROKEN_PIPE = 141
@@ -69,6 +70,7 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.models.loading", "ModelLoadError", ExitCode.USAGE),
     ("lightrft.strategy.checkpoints.client_state", "CheckpointError", ExitCode.USAGE),
     ("lightrft.strategy.weight_sync.accounting", "WeightSyncError", ExitCode.VERIFICATION),
+    ("lightrft.experience.numerics", "NumericsError", ExitCode.NUMERICS),
     ("lightrft.trainer.training.parity", "ParityError", ExitCode.VERIFICATION),
     ("lightrft.trainer.runs.export", "ExportError", ExitCode.VERIFICATION),
     ("lightrft.trainer.reporting.trackers", "TrackerError", ExitCode.PREFLIGHT),

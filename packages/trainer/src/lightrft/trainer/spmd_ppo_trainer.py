@@ -28,6 +28,7 @@ from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.reporting.loggers import ConsoleLogger, LoggerGroup, MetricsLogger
 from lightrft.trainer.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.trainer.runs.prompts import PromptBatches, PromptStream, check_lengths, planned_steps
+from lightrft.trainer.training.alarms import alarms
 from lightrft.trainer.training.algorithm import check_algorithm, decide, unused_algorithm_options
 from lightrft.trainer.training.checkpointing import load_trainer, save_trainer
 from lightrft.trainer.training.construction import (
@@ -44,7 +45,6 @@ from lightrft.trainer.training.parity import ParityReport, check_parity
 from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.state import BestModel, initial_state
 from lightrft.trainer.training.step_metrics import (
-    alarms,
     finished_metrics,
     record_experience,
     record_stages,
@@ -77,6 +77,7 @@ class LoopResult:
         last_eval: Metrics of the last evaluation.
         last_metrics: Metrics of the last step; empty if there was none.
         was_stopped: The run was asked to stop before its last step.
+        alarms: What ended the run (`stop_on_alarm`); empty if nothing did.
     """
 
     num_steps: int
@@ -84,6 +85,7 @@ class LoopResult:
     last_eval: dict[str, float]
     last_metrics: dict[str, float]
     was_stopped: bool = False
+    alarms: tuple[str, ...] = ()
 
 
 class SPMDPPOTrainerBase:
@@ -231,6 +233,11 @@ class SPMDPPOTrainerBase:
         return self._models.actor.optimizer
 
     @property
+    def actor_scheduler(self) -> LRScheduler | None:
+        """The actor's learning rate schedule."""
+        return self._models.actor.scheduler
+
+    @property
     def _kl_coef(self) -> float:
         return 0.0 if self.initial_model is None else self.state.kl.coef
 
@@ -350,6 +357,12 @@ class SPMDPPOTrainerBase:
         )
 
     @property
+    def _engine_hash(self) -> int:
+        """Of the weights that the engine holds; 0 if they are not known."""
+        report = self.strategy.last_weight_sync
+        return 0 if report is None else report.engine_hash
+
+    @property
     def _trains_actor(self) -> bool:
         return self.state.num_steps >= self.config.freezing_actor_steps
 
@@ -382,8 +395,11 @@ class SPMDPPOTrainerBase:
             self._update(step, metrics)
             for trained in self._models.trained:
                 self.strategy.maybe_offload_optimizer(trained.optimizer)
+        before = self._engine_hash
         with step.samples.meter.stage("weight_sync"):
             self.strategy.update_engine_weights(self.actor)
+        if before and self._engine_hash and self._trains_actor:
+            metrics.add_max("weights_changed", float(before != self._engine_hash))
         record_stages(step.samples.meter, metrics)
         reduced = metrics.reduce(self.strategy)
         reduced |= self._utilisation(step, reduced["train_seconds"])
@@ -523,8 +539,8 @@ class SPMDPPOTrainerBase:
             self.keep_best(0, first_eval)
             if first_eval:
                 self.log_metrics(0, first_eval)
-        num_saved = -1
-        was_stopped = False
+        num_saved, was_stopped = -1, False
+        ended_by: tuple[str, ...] = ()
         while self.state.num_steps < num_steps:
             if was_stopped := self.is_asked_to_stop():
                 break
@@ -533,7 +549,8 @@ class SPMDPPOTrainerBase:
             if was_stopped := self.is_asked_to_stop():
                 break
             metrics = self.ppo_train(step)
-            is_alarmed = self.check_alarms(metrics)
+            found = self.check_alarms(metrics)
+            is_alarmed = bool(found) and self.config.stop_on_alarm
             is_last = is_alarmed or step == num_steps
             is_evaluated = is_last or _is_due(step, self.config.eval_steps)
             if is_evaluated:
@@ -544,17 +561,21 @@ class SPMDPPOTrainerBase:
                 self.save_checkpoint()
                 num_saved = step
             if is_alarmed:
+                ended_by = found
                 break
         if was_stopped and num_saved != self.state.num_steps:
             self.save_checkpoint()
-        return LoopResult(self.state.num_steps, first_eval, last_eval, metrics, was_stopped)
+        return LoopResult(
+            self.state.num_steps, first_eval, last_eval, metrics, was_stopped, ended_by
+        )
 
-    def check_alarms(self, metrics: Mapping[str, float]) -> bool:
-        """Warns about metrics out of bounds; returns whether the run is to stop."""
-        found = alarms(self.config, metrics)
+    def check_alarms(self, metrics: Mapping[str, float]) -> tuple[str, ...]:
+        """Warns about numbers out of bounds, a line each, and returns the sentences."""
+        compares_groups = self._algorithm.estimator_traits.needs_groups
+        found = alarms(self.config, metrics, compares_groups=compares_groups)
         for text in found:
             self.strategy.print(f"warning: alarm after step {self.state.num_steps}: {text}")
-        return bool(found) and self.config.stop_on_alarm
+        return tuple(found)
 
     def is_asked_to_stop(self) -> bool:
         """Whether any rank was asked to stop; the same answer on all of them."""

@@ -185,7 +185,9 @@ class Update:
         with strategy.accumulation(len(shares), optimizer):
             for share in shares:
                 with phase("train", limit):
-                    strategy.backward(share(), model, optimizer)
+                    loss = share()
+                    self.metrics.add_count("nonfinite/losses", (~loss.detach().isfinite()).sum())
+                    strategy.backward(loss, model, optimizer)
                     result = strategy.optimizer_step(
                         optimizer, model, trained.scheduler, name=trained.name
                     )
