@@ -8,6 +8,7 @@ from typing import Self
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion, FinishReason, LogprobsMode
+from lightrft.experience.types import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,14 @@ class OpenSample:
         logprobs: fp32 logprob of each token under the weights that sampled it.
         versions: Version of those weights, for each token.
         finish_reason: None while it goes on.
+        segments: The calls of the engine that sampled it.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
+    segments: tuple[Segment, ...] = ()
 
     def extended(self, part: Completion, *, max_tokens: int) -> OpenSample:
         """The response with a further part.
@@ -40,6 +43,7 @@ class OpenSample:
             (*self.logprobs, *part.output_logprobs),
             (*self.versions, *(part.weights_version for _ in part.output_token_ids)),
             part.finish_reason if is_over else None,
+            (*self.segments, Segment(part.request_id, part.sample_index)),
         )
 
 
@@ -149,6 +153,10 @@ class PartialRolloutState:
                             tuple(sample["logprobs"]),
                             tuple(sample["versions"]),
                             sample["finish_reason"],
+                            tuple(
+                                Segment(each["request_id"], each["sample_index"])
+                                for each in sample["segments"]
+                            ),
                         )
                         for sample in group["samples"]
                     ),

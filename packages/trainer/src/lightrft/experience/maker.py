@@ -76,7 +76,7 @@ def make_experience(
         temperature=params.temperature,
         device=strategy.device,
         num_uncompared_tokens=int(config.use_fire),
-        version=None if samples.partial is None else samples.partial.version,
+        version=_version(samples),
         support=replayed_support(params, strategy.inference_engine_type),
     )
     slices = plan.forward_slices(table.lengths, rank=rank, config=config)
@@ -99,6 +99,13 @@ def make_experience(
         strategy=strategy,
     )
     return StepExperience(experience, samples, shaped, plan)
+
+
+def _version(samples: Samples) -> int:
+    """Of the weights that the step began with: those of the last token."""
+    if samples.partial is not None:
+        return samples.partial.version
+    return int(samples.table.weights_versions.max(initial=-1))
 
 
 def _greedy_rewards(samples: Samples) -> torch.Tensor | None:

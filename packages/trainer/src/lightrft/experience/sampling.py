@@ -10,12 +10,12 @@ from lightrft.engines.types import Completion, GenerationRequest, MultiModalInpu
 from lightrft.experience.carry import InFlightGroup, PartialRolloutState
 from lightrft.experience.dynamic import Selection, apply_selection, mixed_groups, select_groups
 from lightrft.experience.exchange import SampleTable, exchange, merge
-from lightrft.experience.fire import generate_fire
+from lightrft.experience.fire import fire_segments, generate_fire
 from lightrft.experience.model_rewards import ModelRewards
 from lightrft.experience.partial import PartialReport, finish_groups, open_groups
 from lightrft.experience.scoring import overlong_penalty, score_rollouts
 from lightrft.experience.stages import StageMeter
-from lightrft.experience.types import Rollout, ScoredRollout
+from lightrft.experience.types import Rollout, ScoredRollout, Segment
 from lightrft.rewards.types import RewardError, RewardFunction
 from lightrft.strategy.strategy_base import StrategyBase
 
@@ -224,7 +224,7 @@ class RolloutSampler:
             decoder=self._decoder,
         )
         return [
-            replace(item, token_versions=sample.versions)
+            replace(item, token_versions=sample.versions, segments=sample.segments)
             for item, sample in zip(rollouts, group.samples, strict=True)
         ]
 
@@ -261,8 +261,9 @@ class RolloutSampler:
         """
         request_ids = [first_request_id + position for position in positions]
         requests = build_requests(prompts, request_ids)
+        uses_fire = self._config.use_fire and not params.is_greedy
         with meter.stage("rollout"):
-            if self._config.use_fire and not params.is_greedy:
+            if uses_fire:
                 completions = generate_fire(
                     self._strategy,
                     params,
@@ -277,6 +278,11 @@ class RolloutSampler:
                 prompts, request_ids, completions, group_ids=positions, decoder=self._decoder,
                 group_size=params.n,
             )  # fmt: skip
+            if uses_fire:
+                rollouts = [
+                    replace(item, segments=fire_segments(item.completion, group_size=params.n))
+                    for item in rollouts
+                ]
         return self._score(rollouts, meter, shapes_rewards=shapes_rewards)
 
     def _score(
@@ -361,6 +367,7 @@ def pair_completions(
             group_id=group_ids[position // group_size],
             sample_id=group_ids[position // group_size] * group_size + completion.sample_index,
             response_text=decoder.decode(completion.output_token_ids, skip_special_tokens=True),
+            segments=(Segment(completion.request_id, completion.sample_index),),
         )
         for position, completion in enumerate(completions)
     ]
