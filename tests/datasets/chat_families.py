@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001
 """Chat templates of ten families in our own words, and home-made tokenizers for them.
 
 The tokenizers are byte-level with merges across every boundary a template has: two newlines, a
@@ -44,9 +45,11 @@ LLAMA = """\
 {%- set ms = messages[1:] if messages[0].role == 'system' else messages %}{{- bos_token + \
 '<|start_header_id|>system<|end_header_id|>\\n\\nCutting Knowledge Date: December 2023\\n\
 Today Date: 26 Jul 2024\\n\\n' + (messages[0].content|trim if messages[0].role == 'system' else '')\
- + '<|eot_id|>' }}{%- set ns = namespace(tools=tools) %}{%- for m in ms %}{%- if m.role == 'tool' %}\
+ + '<|eot_id|>' }}{%- set ns = namespace(tools=tools) %}{%- for m in ms %}\
+{%- if m.role == 'tool' %}\
 {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + (m.content | tojson) + '<|eot_id|>' }}\
-{%- elif m.tool_calls %}{%- if m.tool_calls|length != 1 %}{{- raise_exception('single call only') }}\
+{%- elif m.tool_calls %}{%- if m.tool_calls|length != 1 %}\
+{{- raise_exception('single call only') }}\
 {%- endif %}{%- set k = m.tool_calls[0].function %}\
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + k.name + '", "parameters": ' \
 + (k.arguments | tojson) + '}<|eot_id|>' }}{%- else %}\
@@ -72,7 +75,8 @@ MISTRAL = """\
 GEMMA = """\
 {{- bos_token }}{%- set p = messages[0].content + '\\n\\n' if messages[0].role == 'system' else '' \
 %}{%- set ms = messages[1:] if p else messages %}{%- for m in ms %}\
-{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('roles must alternate') }}\
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
+{{- raise_exception('roles must alternate') }}\
 {%- endif %}{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + \
 (p if loop.first else '') + (m.content|trim) + '<end_of_turn>\\n' }}{%- endfor %}\
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""

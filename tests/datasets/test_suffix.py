@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001
 import importlib.util
 from pathlib import Path
 
@@ -137,8 +138,11 @@ def test_prompt_turn_and_suffix_read_like_one_conversation(name):
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "\n", "\x00\x1b[2J", "a" * 5000, '{"a": "b\\n"}', "<tool_response>", "{{ x }}",
-             "ünï✓😀", "\ud800".encode("utf-8", "replace").decode()]
+    "text",
+    [
+        "", " ", "\n", "\x00\x1b[2J", "a" * 5000, '{"a": "b\\n"}', "<tool_response>",
+        "{{ x }}", "ünï✓😀",
+    ],
 )  # fmt: skip
 @pytest.mark.parametrize("name", FAMILIES)
 def test_any_text_is_carried(name, text):

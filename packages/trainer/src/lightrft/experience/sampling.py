@@ -1,16 +1,19 @@
 """The samples of one step: generated, scored, exchanged; drawn again for zero-variance groups."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
+from lightrft.engines.ledger import LedgerEntry
 from lightrft.engines.types import Completion, GenerationRequest, MultiModalInputs, SamplingParams
 from lightrft.experience.carry import InFlightGroup, PartialRolloutState
 from lightrft.experience.dynamic import Selection, apply_selection, mixed_groups, select_groups
 from lightrft.experience.exchange import SampleTable, exchange, merge
 from lightrft.experience.fire import fire_segments, generate_fire
+from lightrft.experience.ledger_gate import Evidence, gather_evidence
 from lightrft.experience.model_rewards import ModelRewards
 from lightrft.experience.partial import PartialReport, finish_groups, open_groups
 from lightrft.experience.scoring import overlong_penalty, score_rollouts
@@ -62,6 +65,7 @@ class Samples:
         greedy: The greedy completions of all ranks, or None where the estimator needs none.
         selection: What dynamic sampling did, or None.
         partial: What partial rollouts did, or None.
+        evidence: What the ledger gate compares the samples with, or None without it.
     """
 
     scored: Sequence[ScoredRollout]
@@ -72,6 +76,7 @@ class Samples:
     greedy: SampleTable | None = None
     selection: Selection | None = None
     partial: PartialReport | None = None
+    evidence: Evidence | None = None
 
 
 class RolloutSampler:
@@ -121,6 +126,9 @@ class RolloutSampler:
                 rollouts; None if there are none.
             carry: Responses that the step before left unfinished.
         """
+        engine = self._strategy.inference_engine
+        if engine is not None:
+            engine.ledger.take()  # of a step that was given up
         if self._config.partial_rollout:
             samples = self._collect_partial(prompts, first_request_id, next_prompts, carry)
         else:
@@ -163,9 +171,10 @@ class RolloutSampler:
             if self._needs_greedy:
                 params = greedy_params(config)
                 greedy.append(self._sample(prompts, positions, first_request_id, params, meter)[1])
-            own, table = self._sample(
-                prompts, positions, first_request_id, training_params(config), meter
-            )
+            with self._recording():
+                own, table = self._sample(
+                    prompts, positions, first_request_id, training_params(config), meter
+                )
             scored += own
             tables.append(table)
             num_prompts += num_new
@@ -177,7 +186,24 @@ class RolloutSampler:
             num_prompts=num_prompts,
             num_rounds=len(tables),
             greedy=merge(greedy) if greedy else None,
+            evidence=self._evidence([item.rollout for item in scored], meter),
         )
+
+    def _recording(self) -> AbstractContextManager[None]:
+        """Has the engine write down what it samples, for the ledger gate."""
+        engine = self._strategy.inference_engine
+        if engine is None or not self._config.ledger_gate:
+            return nullcontext()
+        return engine.ledger.recording()
+
+    def _evidence(
+        self, rollouts: Sequence[Rollout], meter: StageMeter, *, carried: Sequence[LedgerEntry] = ()
+    ) -> Evidence | None:
+        """What the ledger gate needs to know of a step; collective."""
+        if self._strategy.inference_engine is None or not self._config.ledger_gate:
+            return None
+        with meter.stage("exchange"):
+            return gather_evidence(rollouts, self._strategy, carried=carried)
 
     def _collect_partial(
         self,
@@ -201,7 +227,7 @@ class RolloutSampler:
             if next_prompts is None or len(groups) >= config.num_prompts_in_flight:
                 break
             prompts = next_prompts()
-        with meter.stage("rollout"):
+        with meter.stage("rollout"), self._recording():
             chosen, report = finish_groups(
                 replace(carry, groups=tuple(groups)),
                 num_wanted,
@@ -212,7 +238,10 @@ class RolloutSampler:
             own = own_positions(strategy, num_wanted)
             rollouts = [item for i in own for item in self._group_rollouts(chosen[i], i)]
         scored, table = self._score(rollouts, meter)
-        return Samples(scored, table, meter, num_prompts, partial=report)
+        evidence = self._evidence(rollouts, meter, carried=carry.entries)
+        if evidence is not None:
+            report = replace(report, carry=report.carry.with_entries(evidence.entries.values()))
+        return Samples(scored, table, meter, num_prompts, partial=report, evidence=evidence)
 
     def _group_rollouts(self, group: InFlightGroup, group_id: int) -> list[Rollout]:
         rollouts = pair_completions(

@@ -17,11 +17,14 @@ class Segment:
     Args:
         request_id, sample_index: Under which the engine sampled it.
         observation: Token ids that were appended, which nobody sampled; () if none were.
+        text_spans: [start, stop) of `observation` that are text from outside, in which no special
+            token may stand.
     """
 
     request_id: int
     sample_index: int = 0
     observation: tuple[int, ...] = ()
+    text_spans: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
