@@ -335,6 +335,10 @@ class RunOptions(StrategyConfig):
         None, "Mean distance of a logprob which that allows; unset depends on the dtype.",
         group="monitoring", above=0,
     )  # fmt: skip
+    ledger_gate: bool = option(
+        True, "Compare each row to train on with what the engine wrote down as it sampled, bit for "
+        "bit.", group="monitoring",
+    )  # fmt: skip
     output_dir: str = option(
         "lightrft_run", "Folder for everything that the run writes.", group="run", may_change=True,
         common=True, path="folder",

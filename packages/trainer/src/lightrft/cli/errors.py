@@ -72,6 +72,7 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.strategy.weight_sync.accounting", "WeightSyncError", ExitCode.VERIFICATION),
     ("lightrft.experience.numerics", "NumericsError", ExitCode.NUMERICS),
     ("lightrft.trainer.training.parity", "ParityError", ExitCode.VERIFICATION),
+    ("lightrft.experience.ledger_gate", "LedgerError", ExitCode.VERIFICATION),
     ("lightrft.trainer.runs.export", "ExportError", ExitCode.VERIFICATION),
     ("lightrft.trainer.reporting.trackers", "TrackerError", ExitCode.PREFLIGHT),
     ("lightrft.trainer.reporting.inputs", "NotARunError", ExitCode.USAGE),
