@@ -380,3 +380,7 @@ class RunOptions(StrategyConfig):
         (), "Further receivers of metrics: FILE.py:CLASS, made from the options, or a registered "
         "name.", group="monitoring", choices=LOGGERS, may_change=True,
     )  # fmt: skip
+    audit_every: int = option(
+        0, "Record every K-th step, with the states before and after, for lightrft audit; 0 is "
+        "never.", group="monitoring", at_least=0, may_change=True,
+    )  # fmt: skip
