@@ -135,7 +135,8 @@ class Values:
         """Takes recorded weights, in float64."""
         _load(self._trunk, self._layers.merge(_rounded(state, self._rounds)))
         self._weight, self._bias = (
-            state[HEAD + name].double().requires_grad_() for name in ("weight", "bias")
+            state[HEAD + name].detach().clone().double().requires_grad_()
+            for name in ("weight", "bias")
         )
 
     @torch.no_grad()

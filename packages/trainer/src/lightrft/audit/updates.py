@@ -202,8 +202,9 @@ class Updates:
         state = self._optimizers["critic"].weights
         critic.load(state)
         own = critic.score(rows.ids, mask)
+        # Outside of responses a critic's values mean nothing.
         run = self._new(number, "new", micros)
-        values = Pair(own, own if run is None else run)
+        values = Pair(own, own if run is None else np.where(mask, run, 0.0))
         step.found.tokens(f"values, {name}", values.run, values.own, mask, "logprobs")
         share = token_shares(mask, aggregation_of(step)) / max(z, 1e-300)
         term = value_term(values, numbers.values, self.inputs.returns, mask,
