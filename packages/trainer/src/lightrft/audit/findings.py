@@ -77,8 +77,9 @@ class Findings:
         self._add(quantity, *totals, float(different.sum()), 0.0, note)
 
     def tokens(
-        self, quantity: str, run: Array, own: Array, mask: Flags, kind: str, *, scale: float = 1.0
-    ) -> None:
+        self, quantity: str, run: Array, own: Array, mask: Flags, kind: str, *,
+        scale: float = 1.0, hint: str = "",
+    ) -> None:  # fmt: skip
         """Compare [rows, seq] values: of the mask closely, 0 outside of it.
 
         Args:
@@ -87,6 +88,7 @@ class Findings:
             mask: Where they count.
             kind: Of the tolerance.
             scale: What differences of "advantages" are relative to.
+            hint: Where to look if they differ.
         """
         if run.shape != own.shape:
             self._add(quantity, None, None, math.inf, 0.0, f"shapes {run.shape} and {own.shape}")
@@ -102,6 +104,7 @@ class Findings:
             mean = float(distance[mask].mean())
             if mean > limit * MEAN_SHARE:
                 largest, limit, note = mean, limit * MEAN_SHARE, "mean distance of a token"
+        note = f"{note}; {hint}" if note and hint else note
         self._add(quantity, means[0], means[1], largest, limit, note)
 
     def share(self, quantity: str, run: float, own: float, error: float, limit: float,

@@ -128,6 +128,10 @@ class Updates:
             start += length
         return found
 
+    def _hint(self, model: str) -> str:
+        count = self._counts[model]
+        return f"look at the gradient and the optimizer in update {count}" if count else ""
+
     def _check_normalizer(self, update: UpdateFacts, batch: list[int], name: str) -> float:
         config, mask = self.step.config, self.step.rows.mask[batch]
         z = normalizer(mask, aggregation_of(self.step), config.generate_max_len)
@@ -152,7 +156,8 @@ class Updates:
         own, entropy = step.policy.score(rows.ids, mask, temperature)
         run = self._new(number, "new", micros)
         new = Pair(own, own if run is None else run)
-        found.tokens(f"logprobs, {name}", new.run, new.own, mask, "logprobs")
+        found.tokens(f"logprobs, {name}", new.run, new.own, mask, "logprobs",
+                     hint=self._hint("actor"))  # fmt: skip
         share = token_shares(mask, aggregation_of(step)) / max(z, 1e-300)
         factors = np.ones(mask.shape) if weights is None else weights
         slopes = np.zeros(mask.shape)
@@ -205,7 +210,8 @@ class Updates:
         # Outside of responses a critic's values mean nothing.
         run = self._new(number, "new", micros)
         values = Pair(own, own if run is None else np.where(mask, run, 0.0))
-        step.found.tokens(f"values, {name}", values.run, values.own, mask, "logprobs")
+        step.found.tokens(f"values, {name}", values.run, values.own, mask, "logprobs",
+                          hint=self._hint("critic"))  # fmt: skip
         share = token_shares(mask, aggregation_of(step)) / max(z, 1e-300)
         term = value_term(values, numbers.values, self.inputs.returns, mask,
                           clip=step.config.value_clip, borders=step.borders)  # fmt: skip
