@@ -404,3 +404,7 @@ class RunOptions(StrategyConfig):
         "another shape or unused; those the model needs are initialised anew, alike in actor and "
         "reference.", group="models",
     )  # fmt: skip
+    audit_every: int = option(
+        0, "Record every K-th step, with the states before and after, for lightrft audit; 0 is "
+        "never.", group="monitoring", at_least=0, may_change=True,
+    )  # fmt: skip

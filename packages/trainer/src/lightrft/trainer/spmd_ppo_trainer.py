@@ -30,6 +30,7 @@ from lightrft.trainer.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.trainer.runs.prompts import PromptBatches, PromptStream, check_lengths, planned_steps
 from lightrft.trainer.training.alarms import alarms
 from lightrft.trainer.training.algorithm import check_algorithm, decide, unused_algorithm_options
+from lightrft.trainer.training.audit_record import NoRecord, StepRecorder
 from lightrft.trainer.training.checkpointing import load_trainer, save_trainer
 from lightrft.trainer.training.construction import (
     build_trainer_rewards,
@@ -129,6 +130,8 @@ class SPMDPPOTrainerBase:
     _experience: StepExperience | None = None
     _stop_request: Callable[[], bool] | None = None
     _is_first_step = True
+    # Of the whole run; 0 is unknown, since `fit` was not called.
+    _num_planned_steps = 0
 
     def __init__(
         self,
@@ -392,7 +395,9 @@ class SPMDPPOTrainerBase:
             for trained in self._models.trained:
                 self.strategy.maybe_load_optimizer(trained.optimizer)
                 trained.model.train()
-            self._update(step, metrics)
+            recorder = self._recorder(step)
+            self._update(step, metrics, recorder)
+            recorder.finish()
             for trained in self._models.trained:
                 self.strategy.maybe_offload_optimizer(trained.optimizer)
         before = self._engine_hash
@@ -430,7 +435,22 @@ class SPMDPPOTrainerBase:
             peak=peak_tflops(self.config),
         )
 
-    def _update(self, step: StepExperience, metrics: StepMetrics) -> None:
+    def _recorder(self, step: StepExperience) -> NoRecord:
+        """What receives the numbers of the step for an audit; collective where one is due."""
+        if not _is_due(self.state.num_steps + 1, self.config.audit_every):
+            return NoRecord()
+        num_updates = self._num_planned_steps * self.config.steps_per_rollout
+        models = {
+            each.name: PreparedModel(each.model, each.optimizer, each.scheduler)
+            for each in self._models.trained
+        }
+        recorder = StepRecorder(self.strategy, self.config, models, step)
+        recorder.begin(
+            self.state, has_reference=self.initial_model is not None, num_updates=num_updates
+        )
+        return recorder
+
+    def _update(self, step: StepExperience, metrics: StepMetrics, recorder: NoRecord) -> None:
         """All optimizer steps; none where dynamic sampling found nothing to learn from."""
         selection = step.samples.selection
         if selection is not None and selection.is_empty:
@@ -447,6 +467,7 @@ class SPMDPPOTrainerBase:
             metrics,
             self._algorithm.corrections,
             kl_coef=self._kl_coef if self.config.use_kl_loss else 0.0,
+            recorder=recorder,
         )
         number = self.state.num_steps
         update.train(step, self._models, step_number=number, pretrain=self._pretrain)
@@ -541,6 +562,7 @@ class SPMDPPOTrainerBase:
                 self.log_metrics(0, first_eval)
         num_saved, was_stopped = -1, False
         ended_by: tuple[str, ...] = ()
+        self._num_planned_steps = num_steps
         while self.state.num_steps < num_steps:
             if was_stopped := self.is_asked_to_stop():
                 break

@@ -32,6 +32,7 @@ from lightrft.models.support import SamplingSupport
 from lightrft.models.types import ActorOutput, EntropyMode
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.trainer.training.audit_record import NoRecord
 from lightrft.trainer.training.metrics import StepMetrics
 from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.step_metrics import record_policy, record_ratios, record_step
@@ -77,6 +78,7 @@ class Update:
         metrics: Receives the numbers.
         corrections: Terms for the difference between engine and trainer; () is none.
         kl_coef: Weight of the KL to the reference model in the loss; 0 is off.
+        recorder: Receives what an audit compares.
     """
 
     config: TrainConfig
@@ -85,6 +87,7 @@ class Update:
     metrics: StepMetrics
     corrections: tuple[CorrectionTerm, ...] = ()
     kl_coef: float = 0.0
+    recorder: NoRecord = NoRecord()  # noqa: RUF009 - it has no state
 
     def train(
         self,
@@ -156,6 +159,7 @@ class Update:
         if self.config.aux_loss_coef > 0:
             sums = self._router_sums(batch, actor.model, slices)
         normalizer = self._normalizer(batch)
+        self.recorder.begin_update(actor.name, batch, normalizer, weights)
         shares = [
             partial(self._policy_share, batch, rows, actor.model, normalizer, weights, sums)
             for rows in slices
@@ -170,6 +174,7 @@ class Update:
     ) -> None:
         """One optimizer step of the critic, aggregated like the policy's."""
         normalizer = self._normalizer(batch)
+        self.recorder.begin_update(critic.name, batch, normalizer, None)
         shares = [
             partial(self._value_share, select_experience(batch, rows), critic.model, normalizer)
             for rows in slices or self._row_slices(batch)
@@ -191,6 +196,7 @@ class Update:
                     result = strategy.optimizer_step(
                         optimizer, model, trained.scheduler, name=trained.name
                     )
+        self.recorder.end_update(result)
         record_step(trained.name, result, self.metrics)
 
     def _row_slices(self, batch: ExperienceBatch) -> Sequence[slice]:
@@ -313,6 +319,7 @@ class Update:
         if weights is not None:
             token_loss = token_loss.weighted(weights[rows, : mask.shape[1]])
         share = share_of(token_loss.loss)
+        terms = {"policy": share}
         metrics.add_mean("policy_loss", share, 0.0)
         if self.kl_coef > 0 and ref_logprobs is not None:
             kl = estimate_kl(
@@ -322,9 +329,12 @@ class Update:
                 estimator=config.kl_estimator,
                 old_logprobs=old_logprobs,
             )
-            share = share + self.kl_coef * share_of(kl)
+            terms["kl"] = share_of(kl)
+            share = share + self.kl_coef * terms["kl"]
         if config.entropy_coef > 0 and output.entropy is not None:
-            share = share - config.entropy_coef * share_of(output.entropy)
+            terms["entropy"] = share_of(output.entropy)
+            share = share - config.entropy_coef * terms["entropy"]
+        self.recorder.micro_batch(micro, output.logprobs, terms, old_logprobs)
         if router_sums is not None:
             balance = balance_share(_router_sums(output), router_sums)
             metrics.add_mean("aux_loss", balance, 0.0)
@@ -365,6 +375,7 @@ class Update:
         clip = self.config.value_clip or None
         loss = clipped_value_loss(values, old_values, micro.returns, mask, clip=clip)
         share = aggregate(loss, mask, str(self.config.loss_agg_mode), normalizer)
+        self.recorder.micro_batch(micro, values, {"value": share})
         self.metrics.add_mean("critic_loss", share, 0.0)
         return share
 
