@@ -40,46 +40,6 @@ def test_device_code_compiles_without_spills(repository, tmp_path, target):
     assert all(frame == ("0", "0", "0") for frame in frames), process.stderr
 
 
-def run_table(table, sources, outs, tile_elements, starts):
-    """What the kernel does, tile by tile in plain Python: (hashes, how often each out is set)."""
-    hashes = [0] * len(sources)
-    writes = [torch.zeros(out.numel(), dtype=torch.int32) for out in outs]
-    for tile, segment in enumerate(table.tile_segments.tolist()):
-        row = table.segments[segment].tolist()
-        _, _, num_rows, row_elements, source_stride, out_stride, index_stride = row[:7]
-        start, _, first_tile, slot = row[7:11]
-        source = sources[slot].as_strided(
-            (sources[slot].untyped_storage().nbytes() // sources[slot].element_size(),), (1,), 0
-        )
-        origin = sources[slot].storage_offset()
-        first = (tile - first_tile) * tile_elements
-        for i in range(first, min(first + tile_elements, num_rows * row_elements)):
-            y, x = divmod(i, row_elements)
-            out_index = y * out_stride + x
-            outs[slot][out_index] = source[origin + y * source_stride + x]
-            writes[slot][out_index] += 1
-            one = outs[slot][out_index : out_index + 1]
-            hashes[slot] += reference.hash_flat(one, start + y * index_stride + x)
-    return [reference.to_signed(total % 2**64) for total in hashes], writes
-
-
-def test_the_table_covers_every_element_once():
-    generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(13, 24, generator=generator)
-    sources = [matrix[:, 4:15], torch.randn(100, generator=generator), torch.empty(0), matrix[2]]
-    outs = [torch.zeros(source.numel(), dtype=torch.bfloat16) for source in sources]
-    starts = [7, 0, 0, 1000]
-    rows = cuda.segment_rows(sources, outs, starts)
-    assert len(rows) == 3
-    table = cuda.build_table(rows, 32)
-    hashes, writes = run_table(table, sources, outs, 32, starts)
-    for source, out, written in zip(sources, outs, writes, strict=True):
-        assert torch.equal(out, source.reshape(-1).to(torch.bfloat16))
-        assert (written == 1).all()
-    for out, start, value in zip(outs, starts, hashes, strict=True):
-        assert value == hash_tensor(out, start=start)
-
-
 @pytest.mark.parametrize("impl", ["torch", "auto"])
 def test_pack_of_column_shards_with_hashes(impl):
     generator = torch.Generator().manual_seed(1)
