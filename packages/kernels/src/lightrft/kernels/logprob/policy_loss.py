@@ -10,17 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightrft.kernels.logprob import validation
-from lightrft.kernels.logprob.autograd import AutogradContext, chunks
+from lightrft.kernels.logprob.passes import chunks
 from lightrft.kernels.logprob.product_engine import ProductEngine, target_products
-from lightrft.kernels.logprob.products import add_product_, full_precision_reductions
-from lightrft.kernels.logprob.rows import GradRows, RowStatistics, finish_target_logits
+from lightrft.kernels.logprob.products import add_product_
+from lightrft.kernels.logprob.rows import (
+    GradRows,
+    RowStatistics,
+    finish_target_logits,
+    scale_into_range,
+)
 from lightrft.kernels.logprob.selection import Request, select_product_engine
 from lightrft.kernels.logprob.types import (
     LogitsTransform,
@@ -108,7 +112,9 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
         raise ValueError(f"logits_budget_bytes must not be negative: got {logits_budget_bytes}")
     active = (targets != ignore_index).nonzero().squeeze(1)
     validation.validate_targets(targets[active], len(weight), ignore_index)
-    request = Request("auto", precision, True, "value", softcap is not None, DEFAULT_CHUNK_COLUMNS)
+    request = Request(
+        "auto", precision, True, "value", temperature, softcap is not None, DEFAULT_CHUNK_COLUMNS
+    )
     options = PolicyLossOptions(
         engine=select_product_engine(request, hidden, weight),
         token_loss=token_loss,
@@ -152,8 +158,21 @@ class _Totals:
     grad_bias: Tensor | None
 
 
-class _Context(AutogradContext, Protocol):
+class _Context(Protocol):
+    """The part of autograd's context that is used here."""
+
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
     is_present: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keeps tensors for the backward pass."""
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        """Outputs without gradient."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Whether a missing upstream gradient comes as zeros."""
 
 
 class LinearPolicyLoss(torch.autograd.Function):
@@ -185,9 +204,8 @@ class LinearPolicyLoss(torch.autograd.Function):
             grad_weight=zeros(weight, needs[1]),
             grad_bias=zeros(bias, needs[2]),
         )
-        with full_precision_reductions():
-            for rows in options.row_chunks:
-                _add_chunk(totals, hidden, layer, targets, rows, options)
+        for rows in options.row_chunks:
+            _add_chunk(totals, hidden, layer, targets, rows, options)
         gradients = (totals.grad_hidden, totals.grad_weight, totals.grad_bias)
         inputs = (hidden, weight, bias)
         narrow = [
@@ -196,24 +214,42 @@ class LinearPolicyLoss(torch.autograd.Function):
             if gradient is not None and tensor is not None
         ]
         ctx.is_present = tuple(gradient is not None for gradient in gradients)
-        ctx.save_for_backward(*narrow)
+        ctx.save_for_backward(hidden, weight, bias, *narrow)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(totals.logprobs, totals.entropy)
         return totals.loss, totals.logprobs, totals.entropy
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: _Context, grad_loss: Tensor | None, *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Scales the stored gradients by the upstream one, a number."""
         if grad_loss is None:
             return (None,) * 6
-        stored = iter(ctx.saved_tensors)
+        # Read once: a checkpoint gives saved tensors away when they are first asked for.
+        hidden, weight, bias, *narrow = ctx.saved_tensors
+        inputs, stored = (hidden, weight, bias), iter(narrow)
         gradients = [
-            next(stored) * grad_loss if is_present else None for is_present in ctx.is_present
+            _Undifferentiable.apply(next(stored) * grad_loss, *inputs) if is_present else None  # type: ignore[no-untyped-call]
+            for is_present in ctx.is_present
         ]
         return (*gradients, None, None, None)
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """A gradient that says, instead of dropping a term, that it has no gradient itself."""
+
+    @staticmethod
+    def forward(ctx: object, gradient: Tensor, *inputs: Tensor | None) -> Tensor:
+        del ctx, inputs
+        return gradient
+
+    @staticmethod
+    def backward(ctx: object, *_: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "linear_policy_loss has no second derivative: expected a single backward pass through "
+            "it, got a gradient of its gradient; use a loss of linear_logprob(impl='reference')"
+        )
 
 
 def plan_row_chunks(
@@ -279,6 +315,7 @@ def _add_chunk(
         grad_logprobs=grad_logprobs.detach().to(logprobs.dtype),
         grad_entropy=None if grad_entropy is None else grad_entropy.detach().to(entropy.dtype),
     )
+    grad_rows, scale = scale_into_range(grad_rows, layer.transform)
     grad_chunk = None
     if totals.grad_hidden is not None:
         grad_chunk = torch.zeros_like(forward.hidden, dtype=totals.grad_hidden.dtype)
@@ -287,11 +324,12 @@ def _add_chunk(
         if grad_chunk is not None:
             add_product_(grad_chunk, grad, chunk.weight)
         if totals.grad_weight is not None:
-            add_product_(totals.grad_weight[start:stop], grad.T, forward.hidden)
+            add_product_(totals.grad_weight[start:stop], grad.T, forward.hidden, scale=scale)
         if totals.grad_bias is not None:
-            totals.grad_bias[start:stop] += grad.sum(0, dtype=totals.grad_bias.dtype)
+            part = grad.sum(0, dtype=totals.grad_bias.dtype)
+            totals.grad_bias[start:stop] += part if scale is None else part / scale
     if totals.grad_hidden is not None and grad_chunk is not None:
-        totals.grad_hidden[rows] = grad_chunk
+        totals.grad_hidden[rows] = grad_chunk if scale is None else grad_chunk / scale
 
 
 @dataclass(slots=True)
