@@ -23,13 +23,7 @@ if TYPE_CHECKING:
 pytree.register_pytree_node(
     ActorOutput,
     lambda output: (
-        [
-            output.logprobs,
-            output.entropy,
-            output.router_sums,
-            output.log_kept_mass,
-            output.loss,
-        ],
+        [output.logprobs, output.entropy, output.router_sums, output.log_kept_mass, output.loss],
         None,
     ),
     lambda values, _: ActorOutput(*values),

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrft.kernels.logprob.autograd import chunks
-from lightrft.kernels.logprob.products import product_into, rounds_to_bfloat16
+from lightrft.kernels.logprob.passes import chunks
+from lightrft.kernels.logprob.products import product_into
 from lightrft.kernels.logprob.rows import GradRows, RowStatistics, RunningRows, grad_of_logits
 from lightrft.kernels.logprob.types import OutputLayer, accumulation_dtype
 
@@ -23,8 +23,8 @@ class ChunkedEngine:
 
     Args:
         chunk_columns: Columns of the vocabulary whose gradients exist at a time.
-        rounds_operands: Operands of products are rounded to bfloat16, their sums are float32: for
-            inputs that are bfloat16 already, on CPUs with instructions for it.
+        rounds_operands: Torch may round operands of products to bfloat16, with sums in float32: for
+            inputs that are bfloat16 already; see `products.cpu_multiplies_bfloat16`.
     """
 
     chunk_columns: int
@@ -45,13 +45,12 @@ class ChunkedEngine:
         columns = min(self.chunk_columns, block_columns(len(hidden)))
         num_logits = min(len(hidden), BLOCK_TOKENS) * columns
         buffers = wide.new_empty(2 if needs_entropy else 1, num_logits)
-        with rounds_to_bfloat16(self.rounds_operands):
-            for start, _, chunk in chunks(layer, columns, dtype):
-                for own, running in zip(blocks, rows, strict=True):
-                    shape = (len(running.targets), len(chunk.weight))
-                    views = [b[: shape[0] * shape[1]].view(shape) for b in buffers]
-                    logits_into(views[0], wide[own], chunk)
-                    running.add(views[0], start, scratch=views[1] if needs_entropy else None)
+        for start, _, chunk in chunks(layer, columns, dtype):
+            for own, running in zip(blocks, rows, strict=True):
+                shape = (len(running.targets), len(chunk.weight))
+                views = [b[: shape[0] * shape[1]].view(shape) for b in buffers]
+                logits_into(views[0], wide[own], chunk, is_rounded=self.rounds_operands)
+                running.add(views[0], start, scratch=views[1] if needs_entropy else None)
         parts = [running.statistics() for running in rows]
         if len(parts) == 1:
             return parts[0]
@@ -66,15 +65,14 @@ class ChunkedEngine:
         """Recomputes the chunk's logits, block by block."""
         grad = rows.hidden.new_empty(len(rows.hidden), len(chunk.weight))
         columns = block_columns(len(rows.hidden))
-        with rounds_to_bfloat16(self.rounds_operands):
-            for own in token_blocks(len(rows.hidden)):
-                part = rows.block(own)
-                for start, stop, block in chunks(chunk, columns, grad.dtype):
-                    logits = grad[own, start:stop]
-                    logits_into(logits, part.hidden, block)
-                    found = grad_of_logits(logits, part, first_column + start, chunk.transform)
-                    if found.data_ptr() != logits.data_ptr():
-                        logits.copy_(found)
+        for own in token_blocks(len(rows.hidden)):
+            part = rows.block(own)
+            for start, stop, block in chunks(chunk, columns, grad.dtype):
+                logits = grad[own, start:stop]
+                logits_into(logits, part.hidden, block, is_rounded=self.rounds_operands)
+                found = grad_of_logits(logits, part, first_column + start, chunk.transform)
+                if found.data_ptr() != logits.data_ptr():
+                    logits.copy_(found)
         return grad
 
 
@@ -90,9 +88,11 @@ def block_columns(num_tokens: int) -> int:
     return min(MAX_BLOCK_COLUMNS, BLOCK_LOGITS // max(1, min(num_tokens, BLOCK_TOKENS)))
 
 
-def logits_into(out: Tensor, hidden: Tensor, chunk: OutputLayer) -> None:
+def logits_into(
+    out: Tensor, hidden: Tensor, chunk: OutputLayer, *, is_rounded: bool = False
+) -> None:
     """Sets `out` [tokens, columns] to the logits of a part of the layer, whose weight is wide."""
-    product_into(out, hidden, chunk.weight.T)
+    product_into(out, hidden, chunk.weight.T, is_rounded=is_rounded)
     transform = chunk.transform
     if chunk.bias is not None:
         out.add_(chunk.bias.to(out.dtype))

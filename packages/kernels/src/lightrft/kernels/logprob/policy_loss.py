@@ -10,22 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightrft.kernels.logprob import validation
-from lightrft.kernels.logprob.autograd import AutogradContext, chunks
 from lightrft.kernels.logprob.chunked_engine import ChunkedEngine
+from lightrft.kernels.logprob.passes import chunks
 from lightrft.kernels.logprob.product_engine import ProductEngine, target_products
-from lightrft.kernels.logprob.products import (
-    add_product_,
-    full_precision_reductions,
-    rounds_to_bfloat16,
+from lightrft.kernels.logprob.products import add_product_
+from lightrft.kernels.logprob.rows import (
+    GradRows,
+    RowStatistics,
+    finish_target_logits,
+    scale_into_range,
 )
-from lightrft.kernels.logprob.rows import GradRows, RowStatistics, finish_target_logits
 from lightrft.kernels.logprob.selection import LossPlan, Request, plan_loss, select_loss_engine
 from lightrft.kernels.logprob.stored_logits import LayerGradients, StoredLogits
 from lightrft.kernels.logprob.types import (
@@ -119,7 +119,9 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
         raise ValueError(f"logits_budget_bytes must not be negative: got {logits_budget_bytes}")
     active = (targets != ignore_index).nonzero().squeeze(1)
     validation.validate_targets(targets[active], len(weight), ignore_index)
-    request = Request("auto", precision, True, entropy, softcap is not None, DEFAULT_CHUNK_COLUMNS)
+    request = Request(
+        "auto", precision, True, entropy, temperature, softcap is not None, DEFAULT_CHUNK_COLUMNS
+    )
     engine = select_loss_engine(request, hidden, weight)
     plan = plan_loss(
         len(active), hidden, weight, precision=precision, chunk_tokens=chunk_tokens,
@@ -169,8 +171,21 @@ class _Totals:
     gradients: LayerGradients
 
 
-class _Context(AutogradContext, Protocol):
+class _Context(Protocol):
+    """The part of autograd's context that is used here."""
+
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
     gradients: list[Tensor | None] | None
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keeps tensors for the backward pass."""
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        """Outputs without gradient."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Whether a missing upstream gradient comes as zeros."""
 
 
 class LinearPolicyLoss(torch.autograd.Function):
@@ -202,8 +217,7 @@ class LinearPolicyLoss(torch.autograd.Function):
                 zeros(hidden, needs[0]), zeros(weight, needs[1]), zeros(bias, needs[2])
             ),
         )
-        with full_precision_reductions():
-            _add_chunks(totals, hidden, layer, targets, options)
+        _add_chunks(totals, hidden, layer, targets, options)
         found = totals.gradients
         gradients = (found.hidden, found.weight, found.bias)
         inputs = (hidden, weight, bias)
@@ -213,12 +227,12 @@ class LinearPolicyLoss(torch.autograd.Function):
             None if gradient is None or tensor is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(gradients, inputs, strict=True)
         ]
+        ctx.save_for_backward(hidden, weight, bias)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(totals.logprobs, totals.entropy)
         return totals.loss, totals.logprobs, totals.entropy
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: _Context, grad_loss: Tensor | None, *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
@@ -231,9 +245,31 @@ class LinearPolicyLoss(torch.autograd.Function):
                 "linear_policy_loss was differentiated before: its gradients are handed over, not "
                 "kept; call it again, or add up the losses before one backward pass"
             )
-        scaled = [None if each is None else each.mul_(grad_loss) for each in gradients]
+        scaled = [None if each is None else each.mul_(grad_loss.detach()) for each in gradients]
         gradients.clear()
+        if torch.is_grad_enabled():
+            inputs = ctx.saved_tensors
+            scaled = [
+                None if each is None else _Undifferentiable.apply(each, *inputs)  # type: ignore[no-untyped-call]
+                for each in scaled
+            ]
         return (*scaled, None, None, None)
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """A gradient that says, instead of dropping a term, that it has no gradient itself."""
+
+    @staticmethod
+    def forward(ctx: object, gradient: Tensor, *inputs: Tensor | None) -> Tensor:
+        del ctx, inputs
+        return gradient
+
+    @staticmethod
+    def backward(ctx: object, *_: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "linear_policy_loss has no second derivative: expected a single backward pass through "
+            "it, got a gradient of its gradient; use a loss of linear_logprob(impl='reference')"
+        )
 
 
 def plan_row_chunks(
@@ -270,37 +306,29 @@ def plan_row_chunks(
 
 
 def _add_chunks(
-    totals: _Totals,
-    hidden: Tensor,
-    layer: OutputLayer,
-    targets: Tensor,
-    options: PolicyLossOptions,
+    totals: _Totals, hidden: Tensor, layer: OutputLayer, targets: Tensor, options: PolicyLossOptions
 ) -> None:
     """Adds loss and gradients of all chunks of tokens to the totals."""
-    engine, store = options.engine, None
+    engine, size = options.engine, 0
     if isinstance(engine, ChunkedEngine):
         most = max((len(rows) for rows in options.row_chunks), default=0) * len(layer.weight)
-        itemsize = totals.logprobs.dtype.itemsize
-        store = totals.logprobs.new_empty(min(most, options.plan.budget_bytes // itemsize))
+        size = min(most, options.plan.budget_bytes // totals.logprobs.dtype.itemsize)
+    # Used by one chunk after the other: fresh memory costs a CPU as much as a pass over it.
+    store = totals.logprobs.new_empty(size)
     for rows in options.row_chunks:
         kept: StoredLogits | _Forward
         if isinstance(engine, ProductEngine):
             kept = _Forward.run(hidden[rows], layer, targets[rows], engine, options)
         else:
-            assert store is not None
-            with rounds_to_bfloat16(engine.rounds_operands):
-                kept = StoredLogits.compute(
-                    hidden[rows].to(totals.logprobs.dtype), layer, targets[rows], store,
-                    needs_entropy=options.entropy != "none",
-                    keeps_logits=options.entropy == "grad" or layer.transform.softcap is not None,
-                )  # fmt: skip
+            kept = StoredLogits.compute(
+                hidden[rows].to(totals.logprobs.dtype), layer, targets[rows], store,
+                needs_entropy=options.entropy != "none",
+                keeps_logits=options.entropy == "grad" or layer.transform.softcap is not None,
+                rounds_operands=engine.rounds_operands,
+            )  # fmt: skip
         grad_rows = _rows_with_loss(totals, kept, targets, rows, options)
         if totals.gradients.are_needed:
-            if isinstance(kept, StoredLogits):
-                with rounds_to_bfloat16(isinstance(engine, ChunkedEngine) and engine.rounds_operands):
-                    kept.add_gradients(totals.gradients, grad_rows, rows)
-            else:
-                kept.add_gradients(totals.gradients, grad_rows, rows)
+            kept.add_gradients(totals.gradients, grad_rows, rows)
 
 
 def _rows_with_loss(
@@ -378,6 +406,7 @@ class _Forward:
 
     def add_gradients(self, totals: LayerGradients, rows: GradRows, places: Tensor) -> None:
         """See `StoredLogits.add_gradients`."""
+        rows, scale = scale_into_range(rows, self.layer.transform)
         grad_chunk = None
         if totals.hidden is not None:
             grad_chunk = torch.zeros_like(self.hidden, dtype=totals.hidden.dtype)
@@ -386,11 +415,12 @@ class _Forward:
             if grad_chunk is not None:
                 add_product_(grad_chunk, grad, chunk.weight)
             if totals.weight is not None:
-                add_product_(totals.weight[start:stop], grad.T, self.hidden)
+                add_product_(totals.weight[start:stop], grad.T, self.hidden, scale=scale)
             if totals.bias is not None:
-                totals.bias[start:stop] += grad.sum(0, dtype=totals.bias.dtype)
+                part = grad.sum(0, dtype=totals.bias.dtype)
+                totals.bias[start:stop] += part if scale is None else part / scale
         if totals.hidden is not None and grad_chunk is not None:
-            totals.hidden[places] = grad_chunk
+            totals.hidden[places] = grad_chunk if scale is None else grad_chunk / scale
 
     def _stored(self) -> Iterator[tuple[int, int, OutputLayer, Tensor]]:
         """(first column, end, chunk, its products), kept or computed again; frees as it goes."""

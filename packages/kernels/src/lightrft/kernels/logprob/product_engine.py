@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrft.kernels.logprob.autograd import chunks
+from lightrft.kernels.logprob.passes import chunks
 from lightrft.kernels.logprob.products import wide_product
 from lightrft.kernels.logprob.rows import (
     GradRows,

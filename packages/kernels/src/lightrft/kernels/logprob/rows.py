@@ -10,7 +10,7 @@ for upstream gradients gl (of logprobs) and ge (of the entropy).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -222,6 +222,96 @@ class GradRows:
             None if self.grad_logprobs is None else self.grad_logprobs[own],
             None if self.grad_entropy is None else self.grad_entropy[own],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RowSelection:
+    """Rows that count, gathered where the host may wait for their number.
+
+    Args:
+        mask: [tokens] bool, the rows that count.
+        index: [rows] int64, their places; None keeps every row, so that shapes are known.
+        smallest, largest: Of the values that were looked at; 0 if none were.
+    """
+
+    mask: Tensor
+    index: Tensor | None
+    smallest: int
+    largest: int
+
+    def take(self, values: Tensor) -> Tensor:
+        """The chosen rows of [tokens, ...]."""
+        return values if self.index is None else values[self.index]
+
+    def place(self, values: Tensor, fill: float) -> Tensor:
+        """Values [rows] in their places among all tokens, `fill` in the others."""
+        if self.index is None:
+            return torch.where(self.mask, values, fill)
+        everywhere = torch.full_like(self.mask, fill, dtype=values.dtype)
+        return everywhere.index_copy_(0, self.index, values)
+
+
+def select_rows(
+    mask: Tensor, values: Tensor | None = None, bound: int = 0, *, is_static: bool | None = None
+) -> RowSelection:
+    """Chooses rows with one transfer to the host, or with none while CUDA records a graph.
+
+    Args:
+        mask: [tokens] bool.
+        values: [tokens] int64 to look at where the mask holds, or None. Where nothing may be
+            transferred they are asserted on the device to lie in [0, bound).
+        bound: See `values`.
+        is_static: Keep every row and transfer nothing; None: as the device demands.
+    """
+    if is_static is None:
+        is_static = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    if values is not None:
+        values = torch.where(mask, values, 0)
+    if is_static:
+        if values is not None:
+            is_inside = ((values >= 0) & (values < bound)).all()
+            torch._assert_async(is_inside, f"targets must lie in [0, {bound})")
+        return RowSelection(mask, None, 0, 0)
+    numbers = [mask.sum()]
+    if values is not None and len(values) > 0:
+        numbers += torch.aminmax(values)
+    count, *bounds = torch.stack(numbers).tolist()
+    smallest, largest = bounds or (0, 0)
+    index = None
+    if count < len(mask):
+        index = torch.nonzero_static(mask, size=count).squeeze(1)
+    return RowSelection(mask, index, smallest, largest)
+
+
+def scale_into_range(rows: GradRows, transform: LogitsTransform) -> tuple[GradRows, Tensor | None]:
+    """Float16 gradients of logits times a power of two, so that small ones do not become 0.
+
+    Args:
+        rows: The rows with their upstream gradients.
+        transform: Of the logits; gradients are divided by its temperature.
+
+    Returns:
+        The rows with scaled upstream gradients, and the factor [] float32; None for a dtype with
+        the range of float32.
+    """
+    if rows.hidden.dtype != torch.float16 or len(rows.hidden) == 0:
+        return rows, None
+    largest = torch.zeros((), dtype=torch.float32, device=rows.hidden.device)
+    # |p (log p + H)| stays below the log of the vocabulary.
+    for gradient, factor in ((rows.grad_logprobs, 1.0), (rows.grad_entropy, 16.0)):
+        if gradient is not None:
+            largest = torch.maximum(largest, gradient.abs().amax().float() * factor)
+    exponent = torch.frexp(largest / transform.temperature).exponent
+    # The largest become about 2^9: a factor of 64 from the greatest float16, 2^33 from the least.
+    is_usable = largest.isfinite() & (largest > 0)
+    exponent = torch.where(is_usable, 9 - exponent, 0).clamp(-100, 100)
+    scale = torch.ldexp(torch.ones_like(largest), exponent)
+
+    def scaled(gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else gradient * scale
+
+    grad_logprobs, grad_entropy = scaled(rows.grad_logprobs), scaled(rows.grad_entropy)
+    return replace(rows, grad_logprobs=grad_logprobs, grad_entropy=grad_entropy), scale
 
 
 def grad_of_logits(

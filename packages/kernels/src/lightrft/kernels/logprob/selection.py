@@ -7,13 +7,13 @@ import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from lightrft.kernels.logprob.autograd import LogprobEngine
 from lightrft.kernels.logprob.chunked_engine import ChunkedEngine
+from lightrft.kernels.logprob.passes import LogprobEngine
 from lightrft.kernels.logprob.product_engine import ProductEngine
 from lightrft.kernels.logprob.products import cpu_multiplies_bfloat16
 from lightrft.kernels.logprob.types import (
@@ -47,6 +47,7 @@ class Request:
     Args:
         impl, precision, deterministic: The arguments of `linear_logprob`.
         entropy: Likewise.
+        temperature: Divides the logits.
         has_softcap: Whether logits are capped.
         chunk_columns: Columns of one chunk.
     """
@@ -55,8 +56,21 @@ class Request:
     precision: Precision
     deterministic: Determinism
     entropy: EntropyMode
+    temperature: float
     has_softcap: bool
     chunk_columns: int
+
+    @classmethod
+    def of(
+        cls, impl: str, precision: str, deterministic: str, entropy: str, *,
+        temperature: float, has_softcap: bool, chunk_columns: int,
+    ) -> Request:  # fmt: skip
+        """From an operator's arguments, checked before."""
+        return cls(
+            cast(LogprobImplementation, impl), cast(Precision, precision),
+            _DETERMINISM[deterministic], cast(EntropyMode, entropy), temperature, has_softcap,
+            chunk_columns,
+        )  # fmt: skip
 
     @property
     def needs_entropy(self) -> bool:
@@ -64,7 +78,51 @@ class Request:
         return self.entropy != "none"
 
 
+# An operator's argument is a string.
+_DETERMINISM: dict[str, Determinism] = {
+    "True": True, "False": False, "batch_invariant": "batch_invariant",
+}  # fmt: skip
 _chosen: dict[Hashable, int] = {}
+# Engines that are asked for by a name of their own.
+_named: dict[str, LogprobEngine] = {}
+
+
+def name_engine(engine: LogprobEngine) -> str:
+    """A value of the operators' `impl` that means this very engine, for tests and benchmarks."""
+    name = repr(engine)
+    _named[name] = engine
+    return name
+
+
+def choose_engine(request: Request, hidden: Tensor, layer: OutputLayer) -> LogprobEngine:
+    """The engine that serves the call; the same one in its forward and its backward pass.
+
+    Args:
+        request: What is asked for.
+        hidden: [tokens, hidden], all rows.
+        layer: This rank's columns.
+    """
+    if request.impl in _named:
+        return _named[request.impl]
+    engines = select_engines(request, hidden, layer.weight)
+    if len(engines) == 1:
+        return engines[0]
+    # Tokens are binned to a power of two.
+    key = (len(hidden).bit_length(), *layer.weight.shape, hidden.dtype, request.needs_entropy)
+    targets = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
+
+    def measure(engine: LogprobEngine) -> float:
+        # The first run compiles; only the second one counts.
+        for _ in range(2):
+            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            begin.record()
+            engine.statistics(hidden, layer, targets, needs_entropy=request.needs_entropy)
+            end.record()
+            end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+    return pick_fastest(key, engines, measure)
 
 
 def pick_fastest(

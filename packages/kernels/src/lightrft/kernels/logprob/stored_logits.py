@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightrft.kernels.logprob.autograd import chunks
 from lightrft.kernels.logprob.chunked_engine import block_columns, logits_into
+from lightrft.kernels.logprob.passes import chunks
 from lightrft.kernels.logprob.products import accumulate_into
 from lightrft.kernels.logprob.rows import GradRows, RowStatistics, RunningRows, grad_of_logits
 from lightrft.kernels.logprob.types import OutputLayer
@@ -66,6 +66,7 @@ class StoredLogits:
         layer: The output layer.
         targets: [tokens] int64.
         keeps_logits: Keep z, not exp(z - r).
+        rounds_operands: See `ChunkedEngine`.
         statistics: Of the rows.
         blocks: What is kept, by columns.
         references: r of each epoch: blocks of one epoch share it.
@@ -75,6 +76,7 @@ class StoredLogits:
     layer: OutputLayer
     targets: Tensor
     keeps_logits: bool
+    rounds_operands: bool
     statistics: RowStatistics
     blocks: list[Block] = field(default_factory=list)
     references: list[Tensor] = field(default_factory=list)
@@ -89,6 +91,7 @@ class StoredLogits:
         *,
         needs_entropy: bool,
         keeps_logits: bool,
+        rounds_operands: bool,
     ) -> StoredLogits:
         """Computes the logits and keeps those that the store has room for.
 
@@ -99,10 +102,11 @@ class StoredLogits:
             store: [numbers], wide; overwritten.
             needs_entropy: Whether statistics are to have it.
             keeps_logits: Keep z, not exp(z - r).
+            rounds_operands: See `ChunkedEngine`.
         """
         num_tokens = len(hidden)
         running = RunningRows.empty(targets, hidden.dtype)
-        stored = cls(hidden, layer, targets, keeps_logits, running.statistics())
+        stored = cls(hidden, layer, targets, keeps_logits, rounds_operands, running.statistics())
         columns = block_columns(num_tokens)
         has_scratch = needs_entropy or keeps_logits
         scratch = hidden.new_empty(3 if has_scratch else 1, num_tokens * columns)
@@ -112,7 +116,7 @@ class StoredLogits:
             shape = (num_tokens, stop - start)
             is_kept = used + size <= len(store)
             values = (store[used : used + size] if is_kept else scratch[0, :size]).view(shape)
-            logits_into(values, hidden, chunk)
+            logits_into(values, hidden, chunk, is_rounded=rounds_operands)
             summed = values
             if keeps_logits:
                 summed = scratch[1, :size].view(shape).copy_(values)
@@ -148,13 +152,13 @@ class StoredLogits:
             logits = block.values
             if logits is None:
                 logits = self.hidden.new_empty(len(self.hidden), block.stop - block.start)
-                logits_into(logits, self.hidden, chunk)
+                self._logits_into(logits, chunk)
             grad = grad_of_logits(logits, rows, block.start, chunk.transform)
             own = slice(block.start, block.stop)
             if grad_hidden is not None:
-                accumulate_into(grad_hidden, grad, chunk.weight)
+                self._accumulate(grad_hidden, grad, chunk.weight)
             if totals.weight is not None:
-                accumulate_into(totals.weight[own], grad.T, self.hidden)
+                self._accumulate(totals.weight[own], grad.T, self.hidden)
             if totals.bias is not None:
                 totals.bias[own] += grad.sum(0)
 
@@ -178,9 +182,9 @@ class StoredLogits:
             self._clear_targets(values, block)
             own = slice(block.start, block.stop)
             if partial is not None:
-                accumulate_into(partial, values, chunk.weight)
+                self._accumulate(partial, values, chunk.weight)
             if totals.weight is not None:
-                accumulate_into(totals.weight[own], values.T, scaled)
+                self._accumulate(totals.weight[own], values.T, scaled)
             if totals.bias is not None:
                 totals.bias[own] += factor @ values
         _add_scaled(grad_hidden, partial if epoch >= 0 else None, factor)
@@ -203,8 +207,14 @@ class StoredLogits:
         if block.values is not None:
             return block.values
         values = self.hidden.new_empty(len(self.hidden), block.stop - block.start)
-        logits_into(values, self.hidden, chunk)
+        self._logits_into(values, chunk)
         return values.sub_(self.references[block.epoch][:, None]).exp_()
+
+    def _logits_into(self, out: Tensor, chunk: OutputLayer) -> None:
+        logits_into(out, self.hidden, chunk, is_rounded=self.rounds_operands)
+
+    def _accumulate(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        accumulate_into(total, left, right, is_rounded=self.rounds_operands)
 
     def _clear_targets(self, values: Tensor, block: Block) -> None:
         is_inside = (self.targets >= block.start) & (self.targets < block.stop)

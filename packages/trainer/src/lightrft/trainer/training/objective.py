@@ -95,9 +95,7 @@ class PolicyObjective:
     kl_estimator: str
     entropy_coef: float
 
-    def terms(
-        self, tokens: LossTokens, logprobs: Tensor, entropy: Tensor | None
-    ) -> ObjectiveTerms:
+    def terms(self, tokens: LossTokens, logprobs: Tensor, entropy: Tensor | None) -> ObjectiveTerms:
         """The objective's value over some tokens.
 
         Args:
