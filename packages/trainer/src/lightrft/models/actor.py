@@ -81,9 +81,10 @@ class Actor(SequenceModel):
         dtype: str = "float32",
         fused_linear_logprob: bool = False,
         chunk_size: int | None = None,
+        allow_new_weights: Sequence[str] = (),
     ) -> Actor:
-        """Loads a checkpoint; errors as for `lightrft.models.loading.load_causal_lm`."""
-        model = load_causal_lm(path, dtype=dtype)
+        """Loads a checkpoint; see `lightrft.models.loading.load_causal_lm`."""
+        model = load_causal_lm(path, dtype=dtype, allow_new_weights=allow_new_weights)
         return cls(model, fused_linear_logprob=fused_linear_logprob, chunk_size=chunk_size)
 
     def forward(

@@ -68,12 +68,13 @@ class ObjectiveTerms:
 
     Args:
         token_loss: Of the policy, before further factors.
-        policy_share: [] share of the policy loss in the value of the optimizer batch.
+        parts: [] share of "policy", "kl" and "entropy" in the value of the optimizer batch, before
+            their coefficients; those that are on.
         share: [] share of everything.
     """
 
     token_loss: TokenLoss
-    policy_share: Tensor
+    parts: dict[str, Tensor]
     share: Tensor
 
 
@@ -109,7 +110,8 @@ class PolicyObjective:
 
         found = self.policy_loss(logprobs, old_logprobs, tokens.advantages, mask)
         weighted = found if tokens.factors is None else found.weighted(tokens.factors)
-        policy = share = share_of(weighted.loss)
+        share = share_of(weighted.loss)
+        parts = {"policy": share}
         if self.kl_coef > 0 and tokens.ref_logprobs is not None:
             kl = estimate_kl(
                 logprobs,
@@ -118,10 +120,12 @@ class PolicyObjective:
                 estimator=self.kl_estimator,
                 old_logprobs=old_logprobs,
             )
-            share = share + self.kl_coef * share_of(kl)
+            parts["kl"] = share_of(kl)
+            share = share + self.kl_coef * parts["kl"]
         if self.entropy_coef > 0 and entropy is not None:
-            share = share - self.entropy_coef * share_of(entropy)
-        return ObjectiveTerms(found, policy, share)
+            parts["entropy"] = share_of(entropy)
+            share = share - self.entropy_coef * parts["entropy"]
+        return ObjectiveTerms(found, parts, share)
 
 
 def why_loss_outside(config: TrainConfig, traits: PolicyLossTraits, actor: nn.Module) -> str | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -28,6 +29,7 @@ from lightrft.experience.minibatches import epoch_order, micro_slices
 from lightrft.experience.types import ExperienceBatch
 from lightrft.models.support import SamplingSupport
 from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
+from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.training.metrics import StepMetrics
 from lightrft.trainer.training.objective import LossTokens, PolicyObjective
@@ -181,13 +183,17 @@ class Update:
     def _optimize(self, trained: TrainedModel, shares: Sequence[Callable[[], Tensor]]) -> None:
         """One optimizer step from the losses of its micro batches, each computed in its turn."""
         strategy, model, optimizer = self.strategy, trained.model, trained.optimizer
+        limit = timedelta(minutes=self.config.timeout_minutes)
         result = None
         with strategy.accumulation(len(shares), optimizer):
             for share in shares:
-                strategy.backward(share(), model, optimizer)
-                result = strategy.optimizer_step(
-                    optimizer, model, trained.scheduler, name=trained.name
-                )
+                with phase("train", limit):
+                    loss = share()
+                    self.metrics.add_count("nonfinite/losses", (~loss.detach().isfinite()).sum())
+                    strategy.backward(loss, model, optimizer)
+                    result = strategy.optimizer_step(
+                        optimizer, model, trained.scheduler, name=trained.name
+                    )
         record_step(trained.name, result, self.metrics)
 
     def _row_slices(self, batch: ExperienceBatch) -> Sequence[slice]:
@@ -323,7 +329,7 @@ class Update:
         terms = objective.terms(tokens, output.logprobs, output.entropy)
         old_logprobs = tokens.old_logprobs_or(output.logprobs)
         record_ratios(terms.token_loss, output.logprobs, old_logprobs, mask, metrics)
-        metrics.add_mean("policy_loss", terms.policy_share, 0.0)
+        metrics.add_mean("policy_loss", terms.parts["policy"], 0.0)
         share = terms.share if output.loss is None else output.loss
         if router_sums is not None:
             balance = balance_share(_router_sums(output), router_sums)
