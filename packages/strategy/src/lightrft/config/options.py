@@ -39,6 +39,8 @@ class OptionInfo:
             not, "NAME VALUE" where it has this value, `CRITIC` where the advantage estimator has
             one; None is always.
         may_change: A continued run is exact although this changed.
+        by_machine: None leaves the value to the machine: it is decided at start, saved with the
+            run and kept when the run is continued.
         secret: The value is shown and saved nowhere.
         common: Listed by `train --help`.
         path: The value is the path of a file or a folder.
@@ -54,6 +56,7 @@ class OptionInfo:
     finite: bool = True
     acts_with: str | None = None
     may_change: bool = False
+    by_machine: bool = False
     secret: bool = False
     common: bool = False
     path: Literal["file", "folder"] | None = None
@@ -72,6 +75,7 @@ def option(  # noqa: PLR0913 - the one place where an option is described
     finite: bool = True,
     acts_with: str | None = None,
     may_change: bool = False,
+    by_machine: bool = False,
     secret: bool = False,
     common: bool = False,
     path: Literal["file", "folder"] | None = None,
@@ -80,8 +84,8 @@ def option(  # noqa: PLR0913 - the one place where an option is described
     """A dataclass field with a default and the `OptionInfo` of the other arguments."""
     info = OptionInfo(
         help=help, group=group, choices=choices, at_least=at_least, at_most=at_most, above=above,
-        finite=finite, acts_with=acts_with, may_change=may_change, secret=secret, common=common,
-        path=path, commands=commands,
+        finite=finite, acts_with=acts_with, may_change=may_change,
+        by_machine=by_machine, secret=secret, common=common, path=path, commands=commands,
     )  # fmt: skip
     made: T = field(default=default, metadata={"option": info})
     return made

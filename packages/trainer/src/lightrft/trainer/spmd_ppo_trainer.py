@@ -36,12 +36,14 @@ from lightrft.trainer.training.construction import (
     build_trainer_rewards,
     check_parts,
     configure_models,
+    decide_by_machine,
     is_deterministic,
     load_actor_tokenizer,
     trained_model,
 )
 from lightrft.trainer.training.evaluation import evaluate
 from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.trainer.training.objective import why_loss_outside
 from lightrft.trainer.training.parity import ParityReport, check_parity
 from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.state import BestModel, initial_state
@@ -165,7 +167,7 @@ class SPMDPPOTrainerBase:
         config = TrainConfig.from_args(strategy.config).replaced(keywords)
         loss_agg_mode = loss_agg_mode or config.loss_agg_mode
         config = replace(config, loss_agg_mode=loss_agg_mode, use_gspo=use_gspo or config.use_gspo)
-        self.config, self._algorithm = decide(config)
+        self.config, self._algorithm = decide(decide_by_machine(config, strategy))
         self.strategy = strategy
         trained = trained_model("actor", actor, actor_optim, actor_scheduler)
         self._models = TrainedModels(trained, None, ema_model)
@@ -192,6 +194,16 @@ class SPMDPPOTrainerBase:
             loggers = [ConsoleLogger(strategy.print, every=self.config.logging_steps)]
         self._loggers = LoggerGroup(loggers if strategy.is_rank_0() else ())
 
+    def _computes_loss_inside(self) -> bool:
+        """Whether the actor computes the loss in its output projection; says why it does not."""
+        reason = why_loss_outside(
+            self.config, self._algorithm.loss_traits, self.strategy.unwrap_model(self.actor)
+        )
+        if self.config.fused_linear_logprob:
+            place = "inside the output projection" if reason is None else f"after it: {reason}"
+            self.strategy.print(f"the policy loss is computed {place}")
+        return reason is None
+
     def _check_options(self) -> None:
         """Checks and configures the models, and warns about options without effect."""
         has_reference = self.initial_model is not None
@@ -205,6 +217,7 @@ class SPMDPPOTrainerBase:
         )
         models = (self.actor, self.critic, self.initial_model)
         configure_models(self.config, self.strategy, models)
+        self._loss_inside = self._computes_loss_inside()
         for text in unused_algorithm_options(
             self.config, self._algorithm, has_reference=has_reference
         ):
@@ -468,6 +481,7 @@ class SPMDPPOTrainerBase:
             self._algorithm.corrections,
             kl_coef=self._kl_coef if self.config.use_kl_loss else 0.0,
             recorder=recorder,
+            loss_inside=self._loss_inside,
         )
         number = self.state.num_steps
         update.train(step, self._models, step_number=number, pretrain=self._pretrain)

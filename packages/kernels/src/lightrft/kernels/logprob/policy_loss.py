@@ -350,7 +350,8 @@ def _rows_with_loss(
     _validate_token_loss(loss, grad_logprobs, grad_entropy, len(rows))
     if grad_entropy is not None and options.entropy != "grad":
         raise ValueError(
-            f"token_loss gave a gradient for the entropy: pass entropy='grad', got {options.entropy!r}"
+            "token_loss gave a gradient for the entropy: pass entropy='grad', got "
+            f"{options.entropy!r}"
         )
     totals.loss += loss.detach()
     return GradRows(

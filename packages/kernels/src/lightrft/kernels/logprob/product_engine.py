@@ -1,8 +1,8 @@
 """Logprobs from stored matrix products of the library, a chunk of the vocabulary at a time.
 
-Products are float32 or centred. Those of a chunk are laid out [columns, tokens]. Centred, they are stored in bfloat16 after a number close to
-each row's result was subtracted inside the product's epilogue, before rounding: what is rounded is
-small where it matters.
+Products are float32 or centred, those of a chunk laid out [columns, tokens]. Centred, they are
+stored in bfloat16 after a number close to each row's result was subtracted inside the product's
+epilogue, before rounding: what is rounded is small where it matters.
 """
 
 from dataclasses import dataclass

@@ -50,6 +50,7 @@ from lightrft.trainer.runs.start import end_run, sole_writer, start_run
 from lightrft.trainer.spmd_ppo_trainer import LoopResult, SPMDPPOTrainer
 from lightrft.trainer.training.alarms import RunAlarmError, run_verdict
 from lightrft.trainer.training.algorithm import algorithm_problems
+from lightrft.trainer.training.construction import decide_by_machine
 from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.stopping import RunStoppedError
 
@@ -129,6 +130,7 @@ def run_training(
     started = time.perf_counter()
     with ExitStack() as stack:
         plan = plan_run(config)
+        config = config.replaced(plan.kept)
         inputs = read_inputs(config)
         stack.callback(inputs.reward.close)
         folder, rank = Path(config.output_dir), int(os.environ.get("RANK", "0"))
@@ -147,6 +149,7 @@ def run_training(
         if rank == 0:
             loggers = (*build_trackers(config), *own_loggers(config), *loggers)
         strategy = stack.enter_context(get_strategy(config))
+        config = decide_by_machine(config, strategy)
         trainer, loader = build_trainer(config, inputs, strategy, loggers=loggers)
         stack.callback(trainer.close)
         num_resumed = start_run(config, trainer, plan)
@@ -258,6 +261,7 @@ def build_trainer(
             recipes=inputs.recipes,
         ),
         ckpt_path=str(config.checkpoint_dir),
+        fused_linear_logprob=config.fused_linear_logprob,
     )
     return trainer, loader
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -69,12 +68,13 @@ class ObjectiveTerms:
 
     Args:
         token_loss: Of the policy, before further factors.
-        parts: [] share of "policy", "kl" and "entropy" in the value of the optimizer batch.
+        parts: [] share of "policy", "kl" and "entropy" in the value of the optimizer batch, before
+            their coefficients; those that are on.
         share: [] share of everything.
     """
 
     token_loss: TokenLoss
-    parts: Mapping[str, Tensor]
+    parts: dict[str, Tensor]
     share: Tensor
 
 
