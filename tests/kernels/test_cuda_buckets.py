@@ -1,12 +1,9 @@
-"""The CUDA weight buckets: what compiles and what the table says here, all values on a GPU."""
+"""The CUDA weight buckets: what the table says here, all values on a GPU."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import re
-import shutil
-import subprocess
 
 import pytest
 import torch
@@ -23,24 +20,6 @@ from lightrft.kernels.weight_bucket import cuda, reference
 from lightrft.kernels.weight_bucket.native import Move
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
-@pytest.mark.parametrize("target", [80, 90, 100])
-def test_device_code_compiles_without_spills(repository, tmp_path, target):
-    source = repository / "packages" / "kernels" / "csrc" / "bucket.cu"
-    process = subprocess.run(
-        [
-            "nvcc", "-std=c++17", "-O3", f"-gencode=arch=compute_{target},code=sm_{target}",
-            "-Xptxas", "-v", "-cubin", "-o", str(tmp_path / "bucket.cubin"), str(source),
-        ],
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
-    pattern = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-    frames = re.findall(pattern, process.stderr)
-    assert len(frames) == 2  # with and without hash
-    assert all(frame == ("0", "0", "0") for frame in frames), process.stderr
 
 
 class RecordingExtension:

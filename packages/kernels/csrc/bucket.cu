@@ -206,14 +206,17 @@ struct VectorHash {
         }
         const BlockKey next(block + 1);
         const auto in_block = static_cast<int>(kBlockElements - first % kBlockElements);
-        std::uint64_t total = 0;
+        std::uint64_t sums[2] = {0, 0};
 #pragma unroll
         for (int i = 0; i < kUnits; ++i) {
-            const std::uint32_t block_mask = i < in_block ? key.mask : next.mask;
-            const std::uint64_t block_factor = i < in_block ? key.factor : next.factor;
-            total += mix_element(unit(vector, i) ^ mask[i] ^ block_mask, factor[i]) * block_factor;
+            const bool is_next = i >= in_block;
+            const std::uint32_t block_mask = is_next ? next.mask : key.mask;
+            const std::uint64_t mixed =
+                mix_element(unit(vector, i) ^ mask[i] ^ block_mask, factor[i]);
+            sums[0] += is_next ? 0 : mixed;
+            sums[1] += is_next ? mixed : 0;
         }
-        return total;
+        return sums[0] * key.factor + sums[1] * next.factor;
     }
 };
 
@@ -271,6 +274,7 @@ __device__ std::uint64_t run_vectors(
     };
     std::int64_t vector = threadIdx.x;
     // All loads of a step are issued before the first store.
+#pragma unroll 1
     for (; vector + (kSteps - 1) * kThreads < vectors; vector += kSteps * kThreads) {
         Words<4> values[kSteps];
 #pragma unroll
@@ -282,6 +286,7 @@ __device__ std::uint64_t run_vectors(
             finish(vector + step * kThreads, values[step]);
         }
     }
+#pragma unroll 1
     for (; vector < vectors; vector += kThreads) {
         finish(vector, load(vector));
     }
@@ -315,9 +320,11 @@ __device__ std::uint64_t run(
             total += hash_element(bits, index + i);
         }
     };
+#pragma unroll 1
     for (std::int64_t i = threadIdx.x; i < head; i += kThreads) {
         one(i);
     }
+#pragma unroll 1
     for (std::int64_t i = head + vectors * kVector + threadIdx.x; i < count; i += kThreads) {
         one(i);
     }
