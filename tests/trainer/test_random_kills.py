@@ -1,8 +1,8 @@
-"""Runs that are killed by SIGKILL at random moments end as the run that nobody killed, bit for bit.
+"""A run that is killed by SIGKILL at a random moment ends as the run that nobody killed.
 
-Two ranks, an actor and a critic, a checkpoint after every step, written in the background. Ranks are
-forked from a process that has imported everything, so that most of a run is training. After each
-kill the same options are started again; compared are every file of the last checkpoint of both
+Two ranks, an actor and a critic, a checkpoint after every step, written in the background. Ranks
+are forked from a process that has imported everything, so that most of a run is training. After
+each kill the same options are started again; compared are every file of the last checkpoint of both
 models (weights, optimizer, schedule, generators, state of the trainer), the exported model, metrics
 and samples.
 """
@@ -186,7 +186,7 @@ def run_backend(backend, folder, *, num_kills, chain, dice):
         finish(options)
         ended = result(options)
         differing = [name for name in expected if ended.get(name) != expected[name]]
-        assert differing == [], (backend, done)
+        assert differing == [], (backend, done, differing)
         assert ended.keys() == expected.keys()
         kills += done
         print(f"{backend}: {len(kills)} of {num_kills} kills, last {done}", flush=True)
