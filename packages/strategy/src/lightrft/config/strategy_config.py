@@ -150,7 +150,7 @@ class StrategyConfig:
     )  # fmt: skip
     timeout_minutes: float = option(
         60.0, "Deadline of every collective and of every phase.", group="distributed", above=0,
-        finite=False, may_change=True, commands=("eval",),
+        at_most=1e6, may_change=True, commands=("eval",),
     )  # fmt: skip
     engine_type: str = option(
         "vllm", "Rollout engine.", group="engine", choices=ENGINE_TYPES, common=True,

@@ -25,7 +25,7 @@ def read_toml(path: Path) -> dict[str, object]:
     try:
         with path.open("rb") as stream:
             return tomllib.load(stream)
-    except tomllib.TOMLDecodeError as err:
+    except (ValueError, RecursionError) as err:  # no TOML, no UTF-8, or numbers without end
         raise ConfigError(f"{path}: not a TOML file: {err}") from err
 
 
