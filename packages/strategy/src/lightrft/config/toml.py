@@ -84,6 +84,6 @@ def format_toml(value: object) -> str:
 
 def _quote(text: str) -> str:
     escaped = "".join(
-        _ESCAPES.get(char, char if char.isprintable() else f"\\u{ord(char):04x}") for char in text
+        _ESCAPES.get(char, char if char.isprintable() else f"\\U{ord(char):08x}") for char in text
     )
     return f'"{escaped}"'
