@@ -202,7 +202,6 @@ def test_options_that_contradict_each_other_are_named():
             {"meta_init": True, "lora_rank": 4, "fsdp": True},
             "leave out one of meta_init and lora_rank",
         ),
-        ({"stop_on_alarm": True}, "stop_on_alarm needs a bound"),
         ({"reward_weights": (1.0, 2.0), "reward_fn": ("gsm8k",)}, "2 numbers for 1 rewards"),
         ({"overlong_buffer": True, "overlong_buffer_len": 2000}, "overlong_buffer_len"),
     )

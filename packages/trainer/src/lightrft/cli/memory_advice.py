@@ -54,6 +54,8 @@ def _says_so(error: BaseException) -> bool:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
+    if type(error).__module__ == "lightrft.rewards.types":
+        return False  # the words of a user's function, about a process of its own
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(part in text for part in _TEXTS)
 
@@ -119,9 +121,15 @@ def _activations(config: TrainConfig) -> list[str]:
     return [
         "" if config.gradient_checkpointing
         else "--gradient_checkpointing: same result, activations are computed again",
-        "" if config.fused_linear_logprob
+        "" if config.fuses_logprob(has_gpu=_has_gpu())
         else "--fused_linear_logprob: same result, the logits never exist as a whole",
     ]  # fmt: skip
+
+
+def _has_gpu() -> bool:
+    # What is not imported did not run out of memory.
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_available())
 
 
 def _states(config: TrainConfig) -> list[str]:
