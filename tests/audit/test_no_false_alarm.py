@@ -10,8 +10,12 @@ from lightrft.audit.advantages import ESTIMATORS
 from lightrft.audit.corrections import PRESETS
 from lightrft.audit.findings import DIFFERS, NOT_AUDITED
 from lightrft.audit.losses import POLICY_LOSSES
-from lightrft.config.registry import ADVANTAGE_ESTIMATORS, AGGREGATIONS, KL_ESTIMATORS
-from lightrft.config.registry import POLICY_LOSSES as LOSS_NAMES
+from lightrft.config.registry import (
+    ADVANTAGE_ESTIMATORS,
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES as LOSS_NAMES,
+)
 
 ALIASES = {"clipped", "grpo"}
 LOSSES = [name for name in POLICY_LOSSES if name not in ALIASES]

@@ -94,9 +94,7 @@ def scripted_samples(actor, *, noise=0.3, fails=True, greedy=False, mode="temper
         )
         is_failed = fails and (group, index) == (1, 2)
         reward = 0.0 if is_failed else float(reward)
-        scored.append(
-            ScoredRollout(rollout, reward, is_masked=is_failed, unshaped_reward=reward)
-        )
+        scored.append(ScoredRollout(rollout, reward, is_masked=is_failed, unshaped_reward=reward))
     best = None
     if greedy:
         best = tabulate([item for item in scored if item.rollout.completion.sample_index == 0])
