@@ -35,18 +35,31 @@ def test_the_sum_is_weighted_and_components_are_not() -> None:
     assert reward.name == "one+two"
 
 
-def test_every_registered_reward_scores_a_right_and_a_wrong_answer() -> None:
-    for name in REWARDS:
-        with build_reward([name], weights=[0.5]) as reward:
-            assert reward.needs_labels
-            results = reward.score(["p"] * 2, [r"\boxed{4}", r"\boxed{5}"], ["4", "4"], {})
-        assert [result.reward for result in results] == [0.5, 0.0]
+# A right and a wrong answer, and the label, of each.
+ANSWERS = {
+    "boxed_math": (r"\boxed{4}", r"\boxed{5}", "4"),
+    "gsm8k": (r"\boxed{4}", r"\boxed{5}", "4"),
+    "unit_tests": ("x = 4", "x = 5", "assert x == 4"),
+}
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_every_registered_reward_scores_a_right_and_a_wrong_answer(name) -> None:
+    right, wrong, label = ANSWERS[name]
+    with build_reward([name], weights=[0.5]) as reward:
+        assert reward.needs_labels
+        results = reward.score(["p"] * 2, [right, wrong], [label, label], {})
+    assert [result.reward for result in results] == [0.5, 0.0]
 
 
 @pytest.mark.parametrize(
     ("names", "weights", "message"),
     [
-        ([], None, "no reward: set --reward_fn to boxed_math, gsm8k or FILE.py:FUNCTION"),
+        (
+            [],
+            None,
+            "no reward: set --reward_fn to boxed_math, gsm8k, unit_tests or FILE.py:FUNCTION",
+        ),
         (["gsm8"], None, "unknown reward function 'gsm8'.*did you mean gsm8k"),
         (["gsm8k", "gsm8k"], None, "must differ"),
         (["gsm8k"], [1.0, 2.0], "expected 1 finite numbers"),

@@ -216,6 +216,7 @@ ADVANTAGE_ESTIMATORS = Registry("advantage estimator", {
 REWARDS = Registry("reward function", {
     "boxed_math": "lightrft.rewards.math_rules:BOXED_MATH",
     "gsm8k": "lightrft.rewards.math_rules:GSM8K",
+    "unit_tests": "lightrft.rewards.unit_tests:UnitTestsReward",
 })  # fmt: skip
 LOGGERS = Registry("logger", {})
 # Choices that are the branches of one function.

@@ -60,8 +60,8 @@ class RunOptions(StrategyConfig):
         acts_with="eval_data", may_change=True, commands=("eval",),
     )  # fmt: skip
     reward_fn: tuple[str, ...] = option(
-        (), "Rewards, summed: boxed_math, gsm8k or FILE.py:FUNCTION.", group="reward", common=True,
-        path="file", commands=("data", "eval"),
+        (), "Rewards, summed: boxed_math, gsm8k, unit_tests or FILE.py:FUNCTION.", group="reward",
+        common=True, path="file", commands=("data", "eval"),
     )  # fmt: skip
     reward_args: Arguments = option(
         None, "Keyword-only arguments of own reward functions.", group="reward",
@@ -98,6 +98,15 @@ class RunOptions(StrategyConfig):
         (), "Environment variables with secrets that own reward functions may read; others, such "
         "as WANDB_API_KEY, are kept from them.", group="reward", may_change=True,
         commands=("data", "eval"),
+    )  # fmt: skip
+    sandbox: str = option(
+        "bubblewrap", "Where the reward unit_tests runs programs; unsafe has limits of resources "
+        "only.", group="reward", choices=("bubblewrap", "unsafe"),
+        commands=("data", "eval"),
+    )  # fmt: skip
+    test_timeout_seconds: float = option(
+        5.0, "Processor time of a program of the reward unit_tests; by the clock it may take three "
+        "times as long.", group="reward", above=0, at_most=1e7, commands=("data", "eval"),
     )  # fmt: skip
     remote_rm_token: str | None = option(
         None, "Token of the reward services, sent as Authorization: Bearer; unset takes "

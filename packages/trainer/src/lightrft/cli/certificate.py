@@ -11,7 +11,6 @@ from statistics import fmean
 from types import FrameType
 
 from lightrft.config import TrainConfig
-from lightrft.config.registry import REWARDS
 from lightrft.datasets.check import CheckedRow
 from lightrft.rewards import build_reward
 from lightrft.rewards.build import CombinedReward, reward_urls
@@ -90,7 +89,8 @@ def certify(rows: Sequence[CheckedRow], config: TrainConfig) -> Certificate:
         started = time.monotonic()
         scores = _score(reward, probes, config.reward_timeout_seconds)
         seconds = time.monotonic() - started
-    if all(REWARDS.is_built_in(name) for name in config.reward_fn) and not urls:
+    # The label of these is a right answer; of unit_tests, say, it is what tests one.
+    if {"boxed_math", "gsm8k"}.issuperset(config.reward_fn) and not urls:
         problems += _wrong_gold(reward.name, chosen, probes, scores)
     return Certificate(
         reward.name,

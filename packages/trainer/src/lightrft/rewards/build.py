@@ -11,7 +11,15 @@ from lightrft.config.registry import REWARDS
 from lightrft.rewards.math_rules import MathReward, MathRule
 from lightrft.rewards.recipes import RewardRecipes
 from lightrft.rewards.remote import RemoteReward
-from lightrft.rewards.types import Columns, Labels, RewardError, RewardFunction, RewardResult, Texts
+from lightrft.rewards.types import (
+    ChecksLabels,
+    Columns,
+    Labels,
+    RewardError,
+    RewardFunction,
+    RewardResult,
+    Texts,
+)
 from lightrft.rewards.user import FunctionReward, PlainReward, UserReward
 from lightrft.strategy.config import ConfigError
 
@@ -96,7 +104,7 @@ class CombinedReward:
     def label_problem(self, label: str | None) -> str | None:
         """Why no response to a row with this label can be right; None if nobody knows a reason."""
         for function in self._functions:
-            if isinstance(function, MathReward):
+            if isinstance(function, ChecksLabels):
                 problem = function.label_problem(label)
                 if problem is not None:
                     return f"reward {function.name!r}: {problem}"
@@ -206,14 +214,16 @@ def numbered(name: str, index: int, count: int) -> str:
 
 def _build_one(name: str, config: TrainConfig) -> RewardFunction:
     if REWARDS.is_built_in(name):
-        rule = cast("MathRule", REWARDS.load(name))
-        return MathReward(rule, batch_seconds=config.reward_timeout_seconds)
+        found = REWARDS.load(name)
+        if isinstance(found, MathRule):
+            return MathReward(found, batch_seconds=config.reward_timeout_seconds)
+        return cast("Callable[[TrainConfig], RewardFunction]", found)(config)
     path, separator, function = name.rpartition(":")
     if separator and path.endswith(".py") and function.isidentifier():
         return UserReward(path, function, config)
     if name.endswith(".py"):
         raise ConfigError(f"reward function {name}: expected FILE.py:FUNCTION, say {name}:reward")
-    found = REWARDS.load(name)
-    if callable(getattr(found, "score", None)):
-        return cast("RewardFunction", found)
-    return PlainReward(name, cast("Callable[..., object]", found), config)
+    own = REWARDS.load(name)
+    if callable(getattr(own, "score", None)):
+        return cast("RewardFunction", own)
+    return PlainReward(name, cast("Callable[..., object]", own), config)

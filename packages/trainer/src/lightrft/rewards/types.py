@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 # What is scored, one entry per response; columns by name.
 Texts = Sequence[str]
@@ -58,4 +58,13 @@ class RewardFunction(Protocol):
 
     def close(self) -> None:
         """Ends the worker processes; may be called twice."""
+        ...
+
+
+@runtime_checkable
+class ChecksLabels(Protocol):
+    """A reward that knows which labels it can use."""
+
+    def label_problem(self, label: str | None) -> str | None:
+        """Why no response to a row with this label can be right; None if one can."""
         ...

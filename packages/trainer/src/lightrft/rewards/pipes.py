@@ -1,0 +1,100 @@
+"""Feeding a process and reading it, within limits of time and size."""
+
+import os
+import select
+import selectors
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_CHUNK = 1 << 16
+# So often another thread's wish to stop is looked at.
+_LOOK_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What a process printed.
+
+    Args:
+        stdout, stderr: Together at most the limit.
+        is_complete: The process ended before any limit.
+        is_full: It printed more than the limit.
+    """
+
+    stdout: bytes
+    stderr: bytes
+    is_complete: bool
+    is_full: bool
+
+
+def capture(
+    process: "subprocess.Popen[bytes]",
+    stdin: bytes,
+    *,
+    ends: float,
+    max_bytes: int,
+    is_stopped: Callable[[], bool],
+) -> Captured:
+    """Sends the input and reads both outputs until the process ends or a limit is reached.
+
+    Args:
+        process: With three pipes; what it leaves running may hold them open.
+        stdin: Its standard input.
+        ends: By `time.monotonic`.
+        max_bytes: Of both outputs together.
+        is_stopped: Looked at four times a second.
+    """
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    outputs = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+    writes, pending = process.stdin.fileno(), memoryview(stdin)
+    with selectors.DefaultSelector() as selector:
+        for file in outputs:
+            os.set_blocking(file, False)
+            selector.register(file, selectors.EVENT_READ)
+        os.set_blocking(writes, False)
+        selector.register(writes, selectors.EVENT_WRITE)
+        num_open, is_full = len(outputs), False
+        while num_open and not is_full:
+            left = ends - time.monotonic()
+            if left <= 0 or is_stopped():
+                break
+            for key, _ in selector.select(min(left, _LOOK_SECONDS)):
+                if key.fd == writes:
+                    pending = _send(writes, pending)
+                    if not pending:
+                        selector.unregister(writes)
+                        process.stdin.close()
+                    continue
+                chunk = os.read(key.fd, _CHUNK)
+                outputs[key.fd] += chunk
+                if not chunk:
+                    selector.unregister(key.fd)
+                    num_open -= 1
+            is_full = sum(map(len, outputs.values())) > max_bytes
+    is_complete = not num_open and not is_full and _has_ended(process, ends)
+    stdout, stderr = (bytes(part[:max_bytes]) for part in outputs.values())
+    return Captured(stdout, stderr, is_complete, is_full)
+
+
+def _send(file: int, pending: memoryview) -> memoryview:
+    """What is left to send; nothing if nobody reads."""
+    try:
+        return pending[os.write(file, pending[:_CHUNK]) :] if pending else pending
+    except BrokenPipeError:
+        return pending[:0]
+
+
+def _has_ended(process: "subprocess.Popen[bytes]", ends: float) -> bool:
+    """Whether the process ends in time; it may close its outputs and go on.
+
+    It is not reaped: until then its number, and that of its group, belong to nobody else.
+    """
+    watched = os.pidfd_open(process.pid)
+    try:
+        return bool(select.select([watched], [], [], max(0.0, ends - time.monotonic()))[0])
+    finally:
+        os.close(watched)
