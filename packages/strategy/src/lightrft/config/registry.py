@@ -217,6 +217,7 @@ REWARDS = Registry("reward function", {
     "boxed_math": "lightrft.rewards.math_rules:BOXED_MATH",
     "gsm8k": "lightrft.rewards.math_rules:GSM8K",
     "unit_tests": "lightrft.rewards.unit_tests:UnitTestsReward",
+    "judge": "lightrft.rewards.judge:JudgeReward",
 })  # fmt: skip
 LOGGERS = Registry("logger", {})
 # Choices that are the branches of one function.

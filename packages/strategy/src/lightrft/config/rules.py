@@ -181,6 +181,9 @@ def unused_by_rules(c: RunOptions) -> list[str]:
     rules = (
         ("prompt_split", "a folder or data set in prompt_data", has_splits(c.prompt_data)),
         ("eval_split", "a folder or data set in eval_data", has_splits(c.eval_data)),
+        ("sandbox", "--reward_fn unit_tests", "unit_tests" in c.reward_fn),
+        ("test_timeout_seconds", "--reward_fn unit_tests", "unit_tests" in c.reward_fn),
+        ("judge_url", "--reward_fn judge", "judge" in c.reward_fn),
         ("parity_limit", "parity_check_steps >= 0", c.parity_check_steps >= 0),
     )
     return [

@@ -60,8 +60,8 @@ class RunOptions(StrategyConfig):
         acts_with="eval_data", may_change=True, commands=("eval",),
     )  # fmt: skip
     reward_fn: tuple[str, ...] = option(
-        (), "Rewards, summed: boxed_math, gsm8k, unit_tests or FILE.py:FUNCTION.", group="reward",
-        common=True, path="file", commands=("data", "eval"),
+        (), "Rewards, summed: boxed_math, gsm8k, unit_tests, judge or FILE.py:FUNCTION.",
+        group="reward", common=True, path="file", commands=("data", "eval"),
     )  # fmt: skip
     reward_args: Arguments = option(
         None, "Keyword-only arguments of own reward functions.", group="reward",
@@ -107,6 +107,24 @@ class RunOptions(StrategyConfig):
     test_timeout_seconds: float = option(
         5.0, "Processor time of a program of the reward unit_tests; by the clock it may take three "
         "times as long.", group="reward", above=0, at_most=1e7, commands=("data", "eval"),
+    )  # fmt: skip
+    judge_url: str | None = option(
+        None, "OpenAI-compatible server of the reward judge, http://HOST:PORT/v1; the environment "
+        "variable LIGHTRFT_JUDGE_KEY is its key.", group="reward", may_change=True,
+        commands=("data", "eval"),
+    )  # fmt: skip
+    judge_model: str | None = option(
+        None, "Name of the judge's model.", group="reward", acts_with="judge_url",
+        commands=("data", "eval"),
+    )  # fmt: skip
+    judge_template: str | None = option(
+        None, "Text file with the question to the judge, with {response} between marks with {mark}, "
+        "{prompt} and {label}.", group="reward", acts_with="judge_url", path="file",
+        commands=("data", "eval"),
+    )  # fmt: skip
+    judge_args: Arguments = option(
+        None, "Fields of the request to the judge, such as max_tokens=2048.", group="reward",
+        acts_with="judge_url", commands=("data", "eval"),
     )  # fmt: skip
     remote_rm_token: str | None = option(
         None, "Token of the reward services, sent as Authorization: Bearer; unset takes "

@@ -142,8 +142,12 @@ class RemoteReward:
         return numbers
 
 
-def service_address(url: str) -> str:
+def service_address(url: str, *, option: str = "remote_rm_url") -> str:
     """The address with its environment variables put in.
+
+    Args:
+        url: As it was given.
+        option: Where, for messages.
 
     Raises:
         ConfigError: It is none, hides what it is (`***`), or names a variable that is not set.
@@ -152,12 +156,11 @@ def service_address(url: str) -> str:
     missing = [name for name in _VARIABLE.findall(url) if not os.environ.get(name)]
     if missing:
         raise ConfigError(
-            f"remote_rm_url: {shown!r} names the environment variable {missing[0]}, which is not "
-            "set"
+            f"{option}: {shown!r} names the environment variable {missing[0]}, which is not set"
         )
     if MASK in url:
         raise ConfigError(
-            f"remote_rm_url: {shown!r} is an address whose secrets were left out when it was "
+            f"{option}: {shown!r} is an address whose secrets were left out when it was "
             "saved: give it again, best with ${NAME} of an environment variable in their place"
         )
     full = _VARIABLE.sub(lambda match: os.environ[match[1]], url)
@@ -169,8 +172,8 @@ def service_address(url: str) -> str:
         is_right = False
     if not is_right:
         raise ConfigError(
-            f"remote_rm_url: got {shown!r}, expected http://HOST:PORT/PATH; a "
-            "Python file is given by --reward_fn FILE.py:FUNCTION"
+            f"{option}: got {shown!r}, expected http://HOST:PORT/PATH; a Python "
+            "file is given by --reward_fn FILE.py:FUNCTION"
         )
     return full
 
