@@ -173,7 +173,6 @@ REWARDS = {
     "import": reward(REWARD, "import no_such_module\n" + GOOD, "No module named", "line 1"),
     "raises": reward(REWARD, "raise ValueError('broken at once')\n", "broken at once", "line 1"),
     "exits": reward(REWARD, "raise SystemExit(0)\n", "SystemExit"),
-    "async": reward(REWARD, "async def f(responses): return []\n", "async", "plain function"),
     "signature": reward(REWARD, "def f(texts): return []\n", "argument responses", "(texts)"),
     "positional": reward(REWARD, "def f(responses, /): return []\n", "keyword argument"),
     "column": reward(REWARD, "def f(responses, answer): return []\n", "'answer'", "no column",

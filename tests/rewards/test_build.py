@@ -55,11 +55,7 @@ def test_every_registered_reward_scores_a_right_and_a_wrong_answer(name) -> None
 @pytest.mark.parametrize(
     ("names", "weights", "message"),
     [
-        (
-            [],
-            None,
-            "no reward: set --reward_fn to boxed_math, gsm8k, unit_tests, judge or FILE.py:FUNCTION",
-        ),
+        ([], None, "no reward: set --reward_fn to boxed_math, gsm8k, unit_tests, judge or FILE.py"),
         (["gsm8"], None, "unknown reward function 'gsm8'.*did you mean gsm8k"),
         (["gsm8k", "gsm8k"], None, "must differ"),
         (["gsm8k"], [1.0, 2.0], "expected 1 finite numbers"),

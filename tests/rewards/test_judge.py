@@ -204,7 +204,7 @@ def test_no_bad_answer_becomes_a_score(judge, tmp_path, entry, message: str) -> 
 def test_a_dripping_answer_ends_at_the_deadline(judge, tmp_path) -> None:
     judge.script = [("drip", None)]
     started = time.monotonic()
-    with pytest.raises(RewardError, match="no answer within 0.5 s"):
+    with pytest.raises(RewardError, match=r"no answer within 0\.5 s"):
         ask(config_of(judge, tmp_path, reward_timeout_seconds=0.5), ["a"])
     assert time.monotonic() - started < 4.5
 

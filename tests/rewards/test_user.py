@@ -54,7 +54,6 @@ def hangs(responses):
 
 def no_responses(prompts): return [1.0]
 def positional(responses, query, /): return [1.0]
-async def later(responses): return [1.0]
 def lambd(responses, needed): return [1.0]
 """
 
@@ -154,7 +153,6 @@ def test_messages_larger_than_a_pipe_pass(file) -> None:
         ("{file}", ConfigError, "expected FILE.py:FUNCTION"),
         ("{file}:no_responses", RewardError, r"keyword argument responses.*\(prompts\)"),
         ("{file}:positional", RewardError, "must take the keyword argument responses"),
-        ("{file}:later", RewardError, "later is async"),
         ("{folder}/broken.py:f", RewardError, "could not be loaded: SyntaxError"),
         ("{folder}/imports.py:f", RewardError, "could not be loaded: ModuleNotFoundError.*no_such"),
     ],

@@ -60,7 +60,8 @@ class RunOptions(StrategyConfig):
         acts_with="eval_data", may_change=True, commands=("eval",),
     )  # fmt: skip
     reward_fn: tuple[str, ...] = option(
-        (), "Rewards, summed: boxed_math, gsm8k, unit_tests, judge or FILE.py:FUNCTION.",
+        (), "Rewards, summed: boxed_math, gsm8k, unit_tests, judge, reasoning_gym:NAME or "
+        "FILE.py:FUNCTION.",
         group="reward", common=True, path="file", commands=("data", "eval"),
     )  # fmt: skip
     reward_args: Arguments = option(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from lightrft.datasets.gym import gym_rows, is_gym_source
 from lightrft.datasets.types import DataError
 from lightrft.utils.hub import is_hub_reachable
 
@@ -38,7 +39,8 @@ def read_rows(path: str | Path, *, split: str = "train") -> list[Row]:
     Args:
         path: A .jsonl, .json (a list of objects) or .parquet file; a folder that holds
             `<split>.jsonl`, or `<split>-*.parquet` and the like, itself or in `data/`; a folder
-            that `datasets` has saved; or the name of a data set, `owner/name[:configuration]`.
+            that `datasets` has saved; the name of a data set, `owner/name[:configuration]`; or
+            a task of reasoning-gym, see `lightrft.datasets.gym`.
         split: Which files of a folder or part of a data set; a file has no splits.
 
     Raises:
@@ -60,6 +62,10 @@ def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataE
     Raises:
         DataError: nothing there, or no row of it can be read.
     """
+    if is_gym_source(str(path)):
+        for number, columns in enumerate(gym_rows(str(path), split), start=1):
+            yield Row(columns, f"{path}[{split}], row {number}")
+        return
     if is_hub_name(str(path)) or any((Path(path) / name).is_file() for name in SAVED_FILES):
         for number, columns in enumerate(_load_rows(str(path), split), start=1):
             yield Row(columns, f"{path}[{split}], row {number}")

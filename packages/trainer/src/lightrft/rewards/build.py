@@ -8,6 +8,8 @@ from typing import Self, cast
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import REWARDS
+from lightrft.config.sources import GYM_PREFIX
+from lightrft.rewards.gym import GymReward
 from lightrft.rewards.math_rules import MathReward, MathRule
 from lightrft.rewards.recipes import RewardRecipes
 from lightrft.rewards.remote import RemoteReward
@@ -218,6 +220,8 @@ def _build_one(name: str, config: TrainConfig) -> RewardFunction:
         if isinstance(found, MathRule):
             return MathReward(found, batch_seconds=config.reward_timeout_seconds)
         return cast("Callable[[TrainConfig], RewardFunction]", found)(config)
+    if name.startswith(GYM_PREFIX):
+        return GymReward(name, config)
     path, separator, function = name.rpartition(":")
     if separator and path.endswith(".py") and function.isidentifier():
         return UserReward(path, function, config)

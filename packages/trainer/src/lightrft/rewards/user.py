@@ -1,6 +1,7 @@
 """A user's reward functions: of this process, or of a file, in a process that can be killed."""
 
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -14,9 +15,11 @@ from lightrft.rewards.process import (
 )
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 from lightrft.rewards.user_task import (
+    AwaitLoop,
     CheckedResult,
     MissingFunctionError,
     Parameter,
+    can_wait,
     checked_results,
     describe_parameters,
 )
@@ -126,10 +129,20 @@ class PlainReward(FunctionReward):
     def __init__(self, name: str, function: Callable[..., object], config: TrainConfig) -> None:
         super().__init__(name, Signature(describe_parameters(function)), config)
         self._function = function
+        self._loop = AwaitLoop()
+        # A thread of its own: the caller's may already run a loop, as in a notebook.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
+
+    def close(self) -> None:
+        """Ends the thread of async functions; may be called twice."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _call(self, arguments: dict[str, object], num_responses: int) -> list[CheckedResult]:
         try:
-            return checked_results(self._function(**arguments), num_responses)
+            returned = self._function(**arguments)
+            if can_wait(returned):
+                returned = self._thread.submit(self._loop.settle, returned).result()
+            return checked_results(returned, num_responses)
         except Exception as error:
             raise RewardError(f"reward function {self.name} failed: {error}") from error
 

@@ -1,5 +1,6 @@
 """The part of a user's reward function that runs in a worker: loading, calling, checking."""
 
+import asyncio
 import importlib.util
 import inspect
 import math
@@ -49,20 +50,53 @@ class UserFunction:
     """
 
     def __init__(self, path: str, name: str) -> None:
-        self._name = name
         self._function = _load(Path(path), name)
+        self._loop = AwaitLoop()
 
     def describe(self) -> object:
         """Its parameters: name, whether it must be given, whether it takes all keywords."""
-        if inspect.iscoroutinefunction(self._function):
-            raise ReportedError(f"{self._name} is async: expected a plain function")
         return describe_parameters(self._function)
 
     def __call__(self, request: object) -> object:
         """The results as [reward or null, components] pairs, checked."""
         arguments = cast("dict[str, object]", request)
-        returned = self._function(**arguments)
+        returned = self._loop.settle(self._function(**arguments))
         return checked_results(returned, len(cast("list[object]", arguments["responses"])))
+
+
+class AwaitLoop:
+    """One event loop for all calls, so that connections which a function opens may stay open."""
+
+    def __init__(self) -> None:
+        self._runner: asyncio.Runner | None = None
+
+    def settle(self, returned: object) -> object:
+        """What a function returned, with all that can be awaited awaited.
+
+        Args:
+            returned: A value or something that gives one; of a list also every item, together.
+        """
+        if not can_wait(returned):
+            return returned
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        return self._runner.run(_settled(returned))
+
+
+def can_wait(returned: object) -> bool:
+    """Whether a value, or an item of a list, must be awaited."""
+    is_list = isinstance(returned, list | tuple)
+    return inspect.isawaitable(returned) or (
+        is_list and any(map(inspect.isawaitable, cast("Sequence[object]", returned)))
+    )
+
+
+async def _settled(returned: object) -> object:
+    value = await returned if inspect.isawaitable(returned) else returned
+    if not can_wait(value):
+        return value
+    items = cast("Sequence[object]", value)
+    return list(await asyncio.gather(*map(_settled, items)))
 
 
 def describe_parameters(function: Callable[..., object]) -> list[Parameter]:
