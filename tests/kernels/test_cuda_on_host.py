@@ -123,9 +123,7 @@ def move_of(source, out, start=0, dtype=None):
         (rows, row_elements), stride = source.shape, source.stride(0)
     address = 0 if out is None else out.data_ptr()
     dtype = dtype or (source if out is None else out).dtype
-    return Move(
-        source.data_ptr(), address, rows, row_elements, stride, source.dtype, dtype, start
-    )
+    return Move(source.data_ptr(), address, rows, row_elements, stride, source.dtype, dtype, start)
 
 
 def aligned(numel, dtype, shift):

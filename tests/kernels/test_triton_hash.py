@@ -43,7 +43,8 @@ for target in (80, 90, 100, 120):
         constexprs={place[name]: value for name, value in constants.items()},
         attrs={place[name]: [["tt.divisibility", 16]] for name in ("values", "place", "numel")},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": 8})
+    gpu = GPUTarget("cuda", target, 32)
+    compiled = triton.compile(source, target=gpu, options={"num_warps": 8})
     assert ".local" not in compiled.asm["ptx"], "registers are spilled"
     assert "ld.global.v" in compiled.asm["ptx"], "elements are loaded one by one"
     print(target, end=" ")

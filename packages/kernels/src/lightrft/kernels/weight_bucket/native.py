@@ -54,7 +54,7 @@ class Extension(Protocol):
         segments: Sequence[tuple[int, int, int, int, int, int]],
         bf16_nan: int,
         num_threads: int,
-        with_hash: bool,  # noqa: FBT001
+        with_hash: bool,
     ) -> list[int]:
         """Runs segments (source, destination, numel, cast code, element bytes, start) on the host.
 

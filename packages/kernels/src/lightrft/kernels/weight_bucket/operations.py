@@ -141,9 +141,7 @@ def pack(
     device = out.device
     are_beside = True
     moves = []
-    for slot, (source, offset, dtype) in enumerate(
-        zip(sources, byte_offsets, dtypes, strict=True)
-    ):
+    for slot, (source, offset, dtype) in enumerate(zip(sources, byte_offsets, dtypes, strict=True)):
         num_rows, row_elements, stride = _rows(source)
         _check_segment(address, size, offset, num_rows * row_elements, dtype)
         are_beside &= source.device == device
@@ -157,7 +155,9 @@ def pack(
     if runner is not None:
         _run(runner, moves, device, num_threads, hashes)
         return
-    places = [_place(out, o, s.numel(), d) for s, o, d in zip(sources, byte_offsets, dtypes, strict=True)]
+    places = [
+        _place(out, o, s.numel(), d) for s, o, d in zip(sources, byte_offsets, dtypes, strict=True)
+    ]
     reference.copy_segments([source.detach() for source in sources], places)
     if hashes is not None:
         moves = [move._replace(source_dtype=move.dtype) for move in moves]
@@ -204,7 +204,9 @@ def unpack(
     if runner is not None:
         _run(runner, moves, device, num_threads, None)
         return
-    places = [_place(bucket, o, out.numel(), out.dtype) for o, out in zip(byte_offsets, outs, strict=True)]
+    places = [
+        _place(bucket, o, out.numel(), out.dtype) for o, out in zip(byte_offsets, outs, strict=True)
+    ]
     reference.copy_segments(places, [out.detach().view(-1) for out in outs])
 
 
@@ -250,7 +252,7 @@ def _device_hasher(device: torch.device) -> Callable[[Tensor, int], Tensor]:
             sample = torch.arange(5000, dtype=torch.float32, device=device).to(dtype)
             found = triton_hash.hash_flat(sample, 77)
             if not torch.equal(found, reference.hash_flat(sample, 77)):
-                raise ValueError(f"it hashes {dtype} to another number")  # noqa: TRY301
+                raise ValueError(f"it hashes {dtype} to another number")
     except Exception as err:  # noqa: BLE001 - any fault of a compiler or driver
         warnings.warn(
             f"the Triton hash is not used on {device}, plain torch hashes more slowly: "
