@@ -10,9 +10,9 @@ from torch import Tensor
 from lightrft.engines.base import RolloutEngine
 from lightrft.engines.types import WeightPiece
 from lightrft.kernels import BucketBroadcaster, BucketLayout, combine_hashes, hash_tensors
+from lightrft.strategy.distributed.collectives import transfer_device
 from lightrft.strategy.weight_sync.accounting import PlannedParameter, WeightSyncError
 from lightrft.strategy.weight_sync.parameter_source import AddLocal, ParameterSource
-from lightrft.strategy.weight_sync.verification import transfer_device
 
 T = TypeVar("T")
 

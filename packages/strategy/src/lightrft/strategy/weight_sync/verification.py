@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightrft.engines.types import EngineParameter
 from lightrft.kernels import hash_tensors
-from lightrft.strategy.distributed.collectives import Group, gather_objects
+from lightrft.strategy.distributed.collectives import Group, gather_objects, transfer_device
 from lightrft.strategy.weight_sync.accounting import (
     MAX_LISTED_NAMES,
     PlannedParameter,
@@ -106,11 +107,22 @@ def cast_shard(
     return values.to(dtype)
 
 
-def transfer_device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors must lie to travel in the group."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def common_hashes(
+    first: ParameterSource, second: ParameterSource
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Hashes of two models' parameters by name, both in the dtypes of the second. Collective."""
+    dtypes = {entry.checkpoint_name: entry.local_shard.dtype for entry in second.parameters()}
+    found = []
+    for source in (first, second):
+        pairs = [
+            PlannedParameter(
+                EngineParameter(name, entry.shape, dtypes.get(name, entry.local_shard.dtype)), entry
+            )
+            for entry in source.parameters()
+            for name in (entry.checkpoint_name,)
+        ]
+        found.append(source_hashes(pairs, source)[0])
+    return found[0], found[1]
 
 
 def check_hashes(expected: Mapping[str, int], found: Mapping[str, int]) -> None:
