@@ -83,7 +83,8 @@ def test_toml_has_no_literal_for_an_object():
 
 def test_no_option_that_is_written_looks_like_a_secret():
     options = options_of(TrainConfig)
-    assert {name for name, (_, info) in options.items() if info.secret} == {"use_wandb"}
+    secret = {name for name, (_, info) in options.items() if info.secret}
+    assert secret == {"use_wandb", "remote_rm_token"}
     assert all(map(looks_secret, ("wandb_api_key", "hub_token", "db_password")))
 
 

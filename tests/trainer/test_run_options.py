@@ -171,7 +171,7 @@ def test_a_whole_run_with_a_service_an_average_and_trajectories(tmp_path, tiny_m
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
     (tmp_path / "r.py").write_text("def one(responses):\n    return [1.0 for _ in responses]\n")
     server = RewardServer(Letters())
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         values = {
             "pretrain": tiny_model, "prompt_data": str(tmp_path / "train.jsonl"),

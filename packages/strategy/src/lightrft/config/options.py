@@ -13,6 +13,9 @@ T = TypeVar("T")
 CRITIC = "a critic"
 _SECRET = re.compile(r"(key|token|secret|password|passwd|credentials?)$|wandb")
 _COLUMN = re.compile(r"(input|label|images?|videos?|reference)_key$")
+_ADDRESS = re.compile(r"\w*:?//[^\s'\"<>]*[@?][^\s'\"<>]*")
+_QUERY_VALUE = re.compile(r"((?:[^=&#]*=)?)([^&#]+)")
+MASK = "***"
 _SCALARS = (str, int, float)
 LARGEST_INT = 2**63 - 1
 
@@ -36,6 +39,8 @@ class OptionInfo:
             not, "NAME VALUE" where it has this value, `CRITIC` where the advantage estimator has
             one; None is always.
         may_change: A continued run is exact although this changed.
+        by_machine: None leaves the value to the machine: it is decided at start, saved with the
+            run and kept when the run is continued.
         secret: The value is shown and saved nowhere.
         common: Listed by `train --help`.
         path: The value is the path of a file or a folder.
@@ -51,6 +56,7 @@ class OptionInfo:
     finite: bool = True
     acts_with: str | None = None
     may_change: bool = False
+    by_machine: bool = False
     secret: bool = False
     common: bool = False
     path: Literal["file", "folder"] | None = None
@@ -69,6 +75,7 @@ def option(  # noqa: PLR0913 - the one place where an option is described
     finite: bool = True,
     acts_with: str | None = None,
     may_change: bool = False,
+    by_machine: bool = False,
     secret: bool = False,
     common: bool = False,
     path: Literal["file", "folder"] | None = None,
@@ -77,8 +84,8 @@ def option(  # noqa: PLR0913 - the one place where an option is described
     """A dataclass field with a default and the `OptionInfo` of the other arguments."""
     info = OptionInfo(
         help=help, group=group, choices=choices, at_least=at_least, at_most=at_most, above=above,
-        finite=finite, acts_with=acts_with, may_change=may_change, secret=secret, common=common,
-        path=path, commands=commands,
+        finite=finite, acts_with=acts_with, may_change=may_change,
+        by_machine=by_machine, secret=secret, common=common, path=path, commands=commands,
     )  # fmt: skip
     made: T = field(default=default, metadata={"option": info})
     return made
@@ -174,8 +181,8 @@ def check_value(name: str, value: object, hint: object, info: OptionInfo) -> str
         expected = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
         return f"{name}: got {_short(value)} ({type(value).__name__}), expected {expected}"
     if info.choices is not None and value is not None:
-        items = value if isinstance(value, tuple) else (value,)
-        wrong = [item for item in items if item not in info.choices]
+        given = value if isinstance(value, tuple) else (value,)
+        wrong = [item for item in given if item not in info.choices]
         if wrong:
             listing = list(info.choices)
             near = difflib.get_close_matches(str(wrong[0]), [str(c) for c in listing], n=1)
@@ -246,8 +253,30 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def mask_address(text: str) -> str:
-    """The text with user name and password of every address replaced by ***."""
-    return re.sub(r"//[^/@\s]+@", "//***@", text)
+    """The text with *** for user, password and query values of every address in it.
+
+    A `${NAME}` of the environment stays, since it tells nothing.
+    """
+    return _ADDRESS.sub(lambda match: _masked_address(match[0]), text)
+
+
+def _masked_address(address: str) -> str:
+    scheme, _, rest = address.partition("//")
+    authority, slash, path = rest.partition("/")
+    user, at, host = authority.rpartition("@")
+    user = MASK if at and not _is_variable(user) else user
+    place, mark, query = f"{scheme}//{user}{at}{host}{slash}{path}".partition("?")
+    return (
+        place
+        + mark
+        + _QUERY_VALUE.sub(
+            lambda match: match[0] if _is_variable(match[2]) else match[1] + MASK, query
+        )
+    )
+
+
+def _is_variable(text: str) -> bool:
+    return bool(re.fullmatch(r"(\$\{\w+\}:?)+", text))
 
 
 def looks_secret(name: str) -> bool:
@@ -269,7 +298,7 @@ def masked(value: object) -> object:
 def shown(value: object, *, secret: bool) -> str:
     """The value as text; secrets and passwords in addresses are hidden."""
     if isinstance(value, str):
-        return "***" if secret and value else mask_address(repr(value))
+        return MASK if secret and value else mask_address(repr(value))
     if isinstance(value, Mapping):
         items = ", ".join(
             f"{k}: {shown(v, secret=secret or looks_secret(str(k)))}" for k, v in value.items()

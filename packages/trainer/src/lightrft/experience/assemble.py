@@ -147,7 +147,7 @@ def _estimate(
         RowAdvantageInputs(
             rewards=rewards,
             group_ids=torch.from_numpy(table.group_ids),
-            lengths=torch.from_numpy(table.response_lengths),
+            lengths=torch.from_numpy(table.sampled_lengths),
             greedy_rewards=greedy_rewards,
             is_scored=torch.from_numpy(~table.is_masked),
         ),

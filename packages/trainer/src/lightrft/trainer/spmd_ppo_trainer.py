@@ -30,17 +30,20 @@ from lightrft.trainer.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.trainer.runs.prompts import PromptBatches, PromptStream, check_lengths, planned_steps
 from lightrft.trainer.training.alarms import alarms
 from lightrft.trainer.training.algorithm import check_algorithm, decide, unused_algorithm_options
+from lightrft.trainer.training.audit_record import NoRecord, StepRecorder
 from lightrft.trainer.training.checkpointing import load_trainer, save_trainer
 from lightrft.trainer.training.construction import (
     build_trainer_rewards,
     check_parts,
     configure_models,
+    decide_by_machine,
     is_deterministic,
     load_actor_tokenizer,
     trained_model,
 )
 from lightrft.trainer.training.evaluation import evaluate
 from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.trainer.training.objective import why_loss_outside
 from lightrft.trainer.training.parity import ParityReport, check_parity
 from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.state import BestModel, initial_state
@@ -129,6 +132,8 @@ class SPMDPPOTrainerBase:
     _experience: StepExperience | None = None
     _stop_request: Callable[[], bool] | None = None
     _is_first_step = True
+    # Of the whole run; 0 is unknown, since `fit` was not called.
+    _num_planned_steps = 0
 
     def __init__(
         self,
@@ -162,7 +167,7 @@ class SPMDPPOTrainerBase:
         config = TrainConfig.from_args(strategy.config).replaced(keywords)
         loss_agg_mode = loss_agg_mode or config.loss_agg_mode
         config = replace(config, loss_agg_mode=loss_agg_mode, use_gspo=use_gspo or config.use_gspo)
-        self.config, self._algorithm = decide(config)
+        self.config, self._algorithm = decide(decide_by_machine(config, strategy))
         self.strategy = strategy
         trained = trained_model("actor", actor, actor_optim, actor_scheduler)
         self._models = TrainedModels(trained, None, ema_model)
@@ -189,6 +194,16 @@ class SPMDPPOTrainerBase:
             loggers = [ConsoleLogger(strategy.print, every=self.config.logging_steps)]
         self._loggers = LoggerGroup(loggers if strategy.is_rank_0() else ())
 
+    def _computes_loss_inside(self) -> bool:
+        """Whether the actor computes the loss in its output projection; says why it does not."""
+        reason = why_loss_outside(
+            self.config, self._algorithm.loss_traits, self.strategy.unwrap_model(self.actor)
+        )
+        if self.config.fused_linear_logprob:
+            place = "inside the output projection" if reason is None else f"after it: {reason}"
+            self.strategy.print(f"the policy loss is computed {place}")
+        return reason is None
+
     def _check_options(self) -> None:
         """Checks and configures the models, and warns about options without effect."""
         has_reference = self.initial_model is not None
@@ -202,6 +217,7 @@ class SPMDPPOTrainerBase:
         )
         models = (self.actor, self.critic, self.initial_model)
         configure_models(self.config, self.strategy, models)
+        self._loss_inside = self._computes_loss_inside()
         for text in unused_algorithm_options(
             self.config, self._algorithm, has_reference=has_reference
         ):
@@ -392,7 +408,9 @@ class SPMDPPOTrainerBase:
             for trained in self._models.trained:
                 self.strategy.maybe_load_optimizer(trained.optimizer)
                 trained.model.train()
-            self._update(step, metrics)
+            recorder = self._recorder(step)
+            self._update(step, metrics, recorder)
+            recorder.finish()
             for trained in self._models.trained:
                 self.strategy.maybe_offload_optimizer(trained.optimizer)
         before = self._engine_hash
@@ -430,7 +448,22 @@ class SPMDPPOTrainerBase:
             peak=peak_tflops(self.config),
         )
 
-    def _update(self, step: StepExperience, metrics: StepMetrics) -> None:
+    def _recorder(self, step: StepExperience) -> NoRecord:
+        """What receives the numbers of the step for an audit; collective where one is due."""
+        if not _is_due(self.state.num_steps + 1, self.config.audit_every):
+            return NoRecord()
+        num_updates = self._num_planned_steps * self.config.steps_per_rollout
+        models = {
+            each.name: PreparedModel(each.model, each.optimizer, each.scheduler)
+            for each in self._models.trained
+        }
+        recorder = StepRecorder(self.strategy, self.config, models, step)
+        recorder.begin(
+            self.state, has_reference=self.initial_model is not None, num_updates=num_updates
+        )
+        return recorder
+
+    def _update(self, step: StepExperience, metrics: StepMetrics, recorder: NoRecord) -> None:
         """All optimizer steps; none where dynamic sampling found nothing to learn from."""
         selection = step.samples.selection
         if selection is not None and selection.is_empty:
@@ -447,6 +480,8 @@ class SPMDPPOTrainerBase:
             metrics,
             self._algorithm.corrections,
             kl_coef=self._kl_coef if self.config.use_kl_loss else 0.0,
+            recorder=recorder,
+            loss_inside=self._loss_inside,
         )
         number = self.state.num_steps
         update.train(step, self._models, step_number=number, pretrain=self._pretrain)
@@ -541,6 +576,7 @@ class SPMDPPOTrainerBase:
                 self.log_metrics(0, first_eval)
         num_saved, was_stopped = -1, False
         ended_by: tuple[str, ...] = ()
+        self._num_planned_steps = num_steps
         while self.state.num_steps < num_steps:
             if was_stopped := self.is_asked_to_stop():
                 break

@@ -22,6 +22,7 @@ from lightrft.models import load_tokenizer
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.recipes import RewardRecipes
 from lightrft.strategy import get_strategy
+from lightrft.strategy.distributed.context import print_on_first_rank
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.reporting.loggers import JsonLinesLogger, MetricsLogger, own_loggers
@@ -35,6 +36,7 @@ from lightrft.trainer.runs.files import (
     SUMMARY_FILE,
     TRAJECTORIES_FILE,
     JsonLines,
+    set_aside,
 )
 from lightrft.trainer.runs.models import (
     build_model_rewards,
@@ -48,6 +50,7 @@ from lightrft.trainer.runs.start import end_run, sole_writer, start_run
 from lightrft.trainer.spmd_ppo_trainer import LoopResult, SPMDPPOTrainer
 from lightrft.trainer.training.alarms import RunAlarmError, run_verdict
 from lightrft.trainer.training.algorithm import algorithm_problems
+from lightrft.trainer.training.construction import decide_by_machine
 from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.stopping import RunStoppedError
 
@@ -127,11 +130,18 @@ def run_training(
     started = time.perf_counter()
     with ExitStack() as stack:
         plan = plan_run(config)
+        config = config.replaced(plan.kept)
         inputs = read_inputs(config)
         stack.callback(inputs.reward.close)
         folder, rank = Path(config.output_dir), int(os.environ.get("RANK", "0"))
         if rank == 0:
             stack.enter_context(sole_writer(folder))
+            if plan.restarts:
+                aside = set_aside(folder, config.checkpoint_dir)
+                print_on_first_rank(
+                    None, f"{folder} held a run that ended before its first checkpoint: its files "
+                    f"are in {aside}; starting over",
+                )  # fmt: skip
             if not plan.resumes:
                 # Before anything can fail; a continued run keeps its options until it goes on.
                 config.save(folder / CONFIG_FILE)
@@ -139,6 +149,7 @@ def run_training(
         if rank == 0:
             loggers = (*build_trackers(config), *own_loggers(config), *loggers)
         strategy = stack.enter_context(get_strategy(config))
+        config = decide_by_machine(config, strategy)
         trainer, loader = build_trainer(config, inputs, strategy, loggers=loggers)
         stack.callback(trainer.close)
         num_resumed = start_run(config, trainer, plan)
@@ -245,6 +256,7 @@ def build_trainer(
             recipes=inputs.recipes,
         ),
         ckpt_path=str(config.checkpoint_dir),
+        fused_linear_logprob=config.fused_linear_logprob,
     )
     return trainer, loader
 

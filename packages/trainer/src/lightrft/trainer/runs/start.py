@@ -16,11 +16,9 @@ from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.reporting.loggers import drop_steps_after
 from lightrft.trainer.runs.files import (
     CONFIG_FILE,
-    METRICS_FILE,
-    SAMPLES_FILE,
     START_FILE,
+    STEP_FILES,
     SUMMARY_FILE,
-    TRAJECTORIES_FILE,
     write_event,
     write_start,
 )
@@ -44,8 +42,6 @@ def start_run(config: TrainConfig, trainer: SPMDPPOTrainer, plan: RunPlan) -> in
     rows = resume_rows(config, trainer, plan.changes) if resumed else []
     if resumed:
         strategy.print(resume_table(config, num_steps, rows))
-    elif plan.resumes:
-        strategy.print(f"no complete checkpoint under {config.checkpoint_dir}: starting anew")
     if strategy.is_rank_0():
         folder = Path(config.output_dir)
         config.save(folder / CONFIG_FILE)
@@ -53,7 +49,7 @@ def start_run(config: TrainConfig, trainer: SPMDPPOTrainer, plan: RunPlan) -> in
             folder / START_FILE, world_size=strategy.world_size, inputs=describe_inputs(config)
         )
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
-        for name in (METRICS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE):
+        for name in STEP_FILES:
             # The evaluation before the first step comes again, too.
             drop_steps_after(folder / name, num_steps or -1)
         details: dict[str, object] = {"world_size": strategy.world_size}

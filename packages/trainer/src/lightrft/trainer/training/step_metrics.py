@@ -34,7 +34,7 @@ def table_metrics(table: SampleTable) -> dict[str, float]:
     metrics = {"num_samples": float(len(table)), "masked_share": float(table.is_masked.mean())}
     if not len(kept):
         return metrics
-    rewards, lengths = kept.rewards, kept.response_lengths
+    rewards, lengths = kept.rewards, kept.sampled_lengths
     metrics |= {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std()),
@@ -86,7 +86,7 @@ def _stage_speeds(
 ) -> dict[str, float]:
     """Tokens per second of rollout (sampled tokens), forward and update (all tokens)."""
     outputs, num_tokens = step.batch.outputs, float(step.table.lengths.sum())
-    sampled = float(step.table.response_lengths.sum())
+    sampled = float(step.table.sampled_lengths.sum())
     for report in (step.samples.selection, step.samples.partial):
         if report is not None:
             sampled = float(report.num_sampled_tokens)
@@ -124,7 +124,7 @@ def partial_metrics(samples: Samples) -> dict[str, float]:
     report, versions = samples.partial, samples.table.token_versions
     if report is None or versions is None:
         return {}
-    staleness = report.version - versions
+    staleness = report.version - versions[samples.table.is_sampled]
     return {
         "partial/num_chunks": float(report.num_chunks),
         "partial/sampled_tokens": float(report.num_sampled_tokens),
@@ -171,7 +171,7 @@ def record_experience(step: StepExperience, metrics: StepMetrics, config: TrainC
             "explained_variance", batch.outputs.values, batch.returns, mask
         )
     for item in step.samples.scored:
-        shares = repeated_share(item.rollout.completion.output_token_ids)
+        shares = repeated_share(item.rollout.completion.sampled_token_ids)
         metrics.add_mean("repeated_share", shares, 1.0)
     metrics.add_mean("repeated_share", 0.0, 0.0)
 
