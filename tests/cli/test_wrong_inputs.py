@@ -126,7 +126,6 @@ CONFIGURATION = {
     "correction": usage("correction_high", "off_policy_correction", correction_high="2"),
     "truncated": usage("top_p", "correction", off_policy_correction="tis", top_p="0.9",
                        use_fire=""),
-    "alarm": usage("stop_on_alarm needs a bound", "alarm_kl", stop_on_alarm=""),
     "weights": usage("reward_weights", "2 numbers for 1 rewards", reward_weights="1 2"),
     "frozen": usage("freezing_actor_steps", "gae", freezing_actor_steps="3"),
     "two losses": usage("different policy losses", use_gspo="", use_cpg_loss=""),

@@ -608,6 +608,10 @@ class StrategyBase:
         is_skipped = not math.isfinite(norm)
         if is_skipped:
             self.num_skipped_steps[name] += 1
+            self.print(
+                f"warning: optimizer step of the {name} skipped: its gradients are not finite on "
+                f"some rank (norm {norm}); {self.num_skipped_steps[name]} skipped so far"
+            )
         else:
             # The schedule advances, and the engine is stale, only with weights that changed.
             if scheduler is not None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from lightrft.cli.memory_advice import is_out_of_memory, memory_report
+from lightrft.config.options import mask_address
+from lightrft.config.printable import printable
 from lightrft.strategy.distributed.error_report import write_error_report
 
 
@@ -24,6 +26,7 @@ class ExitCode(IntEnum):
     OUT_OF_MEMORY = 6
     DEADLINE = 7
     VERIFICATION = 8
+    NUMERICS = 9
     STOPPED = 75
     INTERRUPTED = 130
     BROKEN_PIPE = 141
@@ -67,12 +70,16 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.models.loading", "ModelLoadError", ExitCode.USAGE),
     ("lightrft.strategy.checkpoints.client_state", "CheckpointError", ExitCode.USAGE),
     ("lightrft.strategy.weight_sync.accounting", "WeightSyncError", ExitCode.VERIFICATION),
+    ("lightrft.experience.numerics", "NumericsError", ExitCode.NUMERICS),
     ("lightrft.trainer.training.parity", "ParityError", ExitCode.VERIFICATION),
+    ("lightrft.experience.ledger_gate", "LedgerError", ExitCode.VERIFICATION),
     ("lightrft.trainer.runs.export", "ExportError", ExitCode.VERIFICATION),
+    ("lightrft.audit.record", "RecordError", ExitCode.USAGE),
     ("lightrft.trainer.reporting.trackers", "TrackerError", ExitCode.PREFLIGHT),
     ("lightrft.trainer.reporting.inputs", "NotARunError", ExitCode.USAGE),
     ("lightrft.trainer.training.stopping", "RunStoppedError", ExitCode.STOPPED),
 )
+MAX_ERROR_CHARACTERS = 20_000
 LAUNCHED_BY_LIGHTRFT = "LIGHTRFT_LAUNCHED"
 _NOT_POSSIBLE_HERE = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM,
@@ -148,7 +155,8 @@ def run_guarded(program: str, body: Callable[[], int]) -> int:
         return ExitCode.BROKEN_PIPE
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the boundary to the shell
         code = exit_code_of(error)
-        text = describe(error)
+        # Parts of it may come from data, models, reward functions and other machines.
+        text = printable(mask_address(describe(error)), limit=MAX_ERROR_CHARACTERS)
         write_error_report(text, code)
         if LAUNCHED_BY_LIGHTRFT not in os.environ:
             rank = os.environ.get("RANK", "0")

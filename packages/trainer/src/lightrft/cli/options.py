@@ -9,7 +9,14 @@ from typing import NoReturn
 from lightrft.cli.errors import UsageError
 from lightrft.cli.unavailable import UNAVAILABLE
 from lightrft.config import TrainConfig
-from lightrft.config.options import OptionInfo, did_you_mean, from_text, options_of, type_hints
+from lightrft.config.options import (
+    OptionInfo,
+    coerce,
+    did_you_mean,
+    from_text,
+    options_of,
+    type_hints,
+)
 from lightrft.config.toml import read_toml
 from lightrft.utils.arguments import add_arguments
 
@@ -133,6 +140,7 @@ def merge_options(
         ConfigError: A file is not TOML.
     """
     known = available_options()
+    hints = type_hints(TrainConfig)
     problems: list[str] = []
     values: dict[str, object] = {}
     for path in files:
@@ -140,13 +148,13 @@ def merge_options(
             raise UsageError(f"--config: no such file: {path}")
         for name, value in read_toml(path).items():
             if name in known:
-                values[name] = value
+                values[name] = coerce(value, hints[name])
             else:
                 problems.append(f"{path}: {unknown_name(name)}")
+    texts = {name: from_text(value, hints[name]) for name, value in flags.items()}
     config = TrainConfig()
-    hints = type_hints(TrainConfig)
-    for name, value in {**values, **flags}.items():
-        setattr(config, name, from_text(value, hints[name]))
+    for name, value in {**values, **texts}.items():
+        setattr(config, name, value)
     problems += config.problems()
     problems += [
         f"{name}: {choice} is for tests: choose another"

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lightrft.models.loading import ModelLoadError, load_trunk
+from lightrft.models.loading import ModelLoadError, load_trunk, save_pretrained
 from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.strategy.meta_init import parameters_on_meta
 
@@ -75,7 +75,7 @@ class Critic(SequenceModel):
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes the trunk as a Hugging Face checkpoint with the value head beside it."""
-        self.trunk.save_pretrained(directory)
+        save_pretrained(self.trunk, None, directory)
         save_file(self.value_head.state_dict(), Path(directory) / HEAD_FILE)
 
     def forward(

@@ -20,8 +20,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lightrft.engines.process_state import deepspeed_unless_used
 from lightrft.strategy.meta_init import is_building_on_meta
 from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
+from lightrft.utils.hub import is_hub_reachable
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -72,7 +74,9 @@ def _read(
 ) -> object:
     _require(path, patterns, what)
     try:
-        return auto_class.from_pretrained(path, trust_remote_code=False)
+        return auto_class.from_pretrained(
+            path, trust_remote_code=False, local_files_only=_only_local(path)
+        )
     except _UNREADABLE as err:
         raise ModelLoadError(f"cannot read the {what} of {path!r}: {_first_line(err)}") from err
 
@@ -111,7 +115,8 @@ def save_pretrained(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: str | Path
 ) -> None:
     """Writes config, weights and, if given, the tokenizer as one checkpoint directory."""
-    model.save_pretrained(directory)
+    with deepspeed_unless_used():
+        model.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
 
@@ -159,7 +164,11 @@ def load_model(
             # New weights: alike in all processes, and in an actor and its reference.
             torch.manual_seed(torch.initial_seed())
             model, report = auto_class.from_pretrained(
-                path, output_loading_info=True, ignore_mismatched_sizes=True, **options
+                path,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                local_files_only=_only_local(path),
+                **options,
             )
     except ModelLoadError:
         raise
@@ -263,6 +272,11 @@ class _Fit:
 def _listed(texts: Sequence[str]) -> str:
     more = len(texts) - _MAX_LISTED_NAMES
     return ", ".join(sorted(texts)[:_MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _only_local(path: str) -> bool:
+    """Whether only files of this machine can be had; asks the hub only about its own names."""
+    return Path(path).is_dir() or not is_hub_reachable()
 
 
 def _require(path: str, patterns: tuple[str, ...], what: str) -> None:

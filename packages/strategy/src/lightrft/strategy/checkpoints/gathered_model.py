@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lightrft.engines.process_state import deepspeed_unless_used
 from lightrft.strategy.checkpoints.client_state import CheckpointError
 from lightrft.strategy.weight_sync.parameter_source import exported_state, tied_parameter_names
 
@@ -84,7 +85,8 @@ def save_gathered_model(
         for second, first in tied_parameter_names(pretrained).items():
             values[second] = values[first]
         # A copy, because transformers empties the dictionary while it writes.
-        pretrained.save_pretrained(folder, state_dict=dict(values))
+        with deepspeed_unless_used():
+            pretrained.save_pretrained(folder, state_dict=dict(values))
         _write_dtype(folder / CONFIG_NAME, values)
         for name, _ in module.named_children() if prefix else ():
             own = _under(state, f"{name}.")

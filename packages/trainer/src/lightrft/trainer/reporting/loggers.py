@@ -137,7 +137,7 @@ class LoggerGroup:
 def drop_steps_after(path: Path, step: int) -> None:
     """Removes the lines of later steps, which a resumed run is about to write again.
 
-    Lines that are no objects with a step are removed, too: the last one may be cut off by a kill.
+    Lines that are no object with a step, such as one cut off by a kill, are removed, too.
     """
     if not path.exists():
         return

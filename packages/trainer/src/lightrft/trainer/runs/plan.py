@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightrft.config import ConfigError, TrainConfig
@@ -42,11 +42,14 @@ class RunPlan:
         changes: What differs from the run on disk.
         restarts: It starts anew in the folder of a run that has no checkpoint, whose files are
             kept aside.
+        kept: Options that a machine decided when the run on disk started, and that the command
+            leaves open.
     """
 
     resumes: bool
     changes: tuple[Change, ...] = ()
     restarts: bool = False
+    kept: Mapping[str, object] = field(default_factory=dict)
 
 
 def plan_run(config: TrainConfig) -> RunPlan:
@@ -70,7 +73,8 @@ def plan_run(config: TrainConfig) -> RunPlan:
         _require_continuable(config, is_known=is_known, has_checkpoint=has_checkpoint)
     if not has_checkpoint:
         return RunPlan(resumes=False, restarts=is_used)
-    changes = find_changes(folder, config) if is_known else ()
+    kept = decided_before(folder, config) if is_known else {}
+    changes = find_changes(folder, config.replaced(kept)) if is_known else ()
     breaking = [change for change in changes if not change.is_free]
     if breaking and not config.allow_changes:
         lines = "\n".join(f"  {change}" for change in breaking)
@@ -78,7 +82,7 @@ def plan_run(config: TrainConfig) -> RunPlan:
             f"{config.output_dir} cannot be continued exactly, since these changed:\n{lines}\n"
             "give their old values, another --output_dir, or --allow_changes to continue anyway"
         )
-    return RunPlan(resumes=True, changes=changes)
+    return RunPlan(resumes=True, changes=changes, kept=kept)
 
 
 def _require_continuable(config: TrainConfig, *, is_known: bool, has_checkpoint: bool) -> None:
@@ -109,6 +113,16 @@ def shows_checkpoints(folder: Path) -> bool:
     """
     num_critics = len(checkpoint_folders(folder / "_critic"))
     return bool(checkpoint_folders(folder / "_actor")) or num_critics > 1
+
+
+def decided_before(folder: Path, config: TrainConfig) -> dict[str, object]:
+    """What the run in `folder` decided by its machine, of the options that are open here."""
+    old = TrainConfig.load(folder / CONFIG_FILE)
+    return {
+        name: old.__dict__[name]
+        for name, (_, info) in options_of(TrainConfig).items()
+        if info.by_machine and config.__dict__[name] is None and old.__dict__[name] is not None
+    }
 
 
 def find_changes(folder: Path, config: TrainConfig) -> tuple[Change, ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lightrft.config import TrainConfig
 from lightrft.strategy.config import ConfigError
+from lightrft.strategy.optimizers import PlannedLR
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.reporting.loggers import drop_steps_after
 from lightrft.trainer.runs.files import (
@@ -91,6 +92,9 @@ def resume_rows(
         ("engine", "holds the restored weights" + (
             f", version {sync.weights_version}" if sync is not None else "")),
     ]  # fmt: skip
+    scheduler = trainer.actor_scheduler
+    if isinstance(scheduler, PlannedLR) and scheduler.change:
+        rows.append(("learning rate", scheduler.change))
     for change in changes:
         kind = "changed" if change.is_free else "changed, exactness lost"
         rows.append((kind, str(change)))
