@@ -68,7 +68,7 @@ class RunOptions(StrategyConfig):
         commands=("data", "eval"),
     )  # fmt: skip
     reward_timeout_seconds: float = option(
-        120.0, "Deadline of one call of a reward function.", group="reward", above=0,
+        120.0, "Deadline of one call of a reward function.", group="reward", above=0, at_most=1e7,
         may_change=True, commands=("data", "eval"),
     )  # fmt: skip
     reward_weights: tuple[float, ...] = option(
@@ -169,7 +169,7 @@ class RunOptions(StrategyConfig):
     )  # fmt: skip
     heartbeat_seconds: float = option(
         60.0, "Say which phase is under way after so long without a line.", group="monitoring",
-        above=0, may_change=True,
+        above=0, at_most=1e7, may_change=True,
     )  # fmt: skip
     engine_type: str = option(
         "auto", "Rollout engine; auto takes vllm or sglang on a GPU, else hf.", group="engine",

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.config import StrategyConfig, TrainConfig
+from lightrft.config import ConfigError, StrategyConfig, TrainConfig
 from lightrft.config.options import options_of
 from lightrft.datasets.types import Prompt
 from lightrft.experience.assemble import AdvantageSettings
@@ -623,13 +623,13 @@ class SPMDPPOTrainerBase:
         """Saves the actor in `ckpt_path`/best if `best_metric` was never better; collective.
 
         Raises:
-            ValueError: The evaluation has no such metric; the message lists those it has.
+            ConfigError: The evaluation has no such metric; the message lists those it has.
         """
         metric, best = self.config.best_metric, self.state.best
         if metric is None or self.config.ckpt_path is None or not metrics:
             return
         if metric not in metrics:
-            raise ValueError(
+            raise ConfigError(
                 f"best_metric: the evaluation has no {metric!r}, it has "
                 f"{', '.join(sorted(metrics))}"
             )

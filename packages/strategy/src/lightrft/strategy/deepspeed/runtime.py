@@ -269,6 +269,21 @@ def full_master(parameter: nn.Parameter) -> Tensor | None:
     return None if master is None else master.view(full_shape(parameter))
 
 
+def link_moments(engine: ZeroEngine) -> None:
+    """Let `full_moment` find Adam's states as they are now.
+
+    Stages 1 and 2 of DeepSpeed link them once, after the first step of the first group: those of
+    other groups are missing.
+    """
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+    zero = vars(engine.optimizer)
+    for group, partition in zip(
+        zero.get("bit16_groups", ()), zero.get("single_partition_of_fp32_groups", ()), strict=True
+    ):
+        lazy_init_hp_params_optimizer_state(group, partition, zero["optimizer"].state)
+
+
 def full_moment(parameter: nn.Parameter, key: str) -> Tensor | None:
     """A state of Adam for a trained parameter, in full. Collective."""
     from deepspeed.utils import safe_get_full_optimizer_state

@@ -191,7 +191,8 @@ class ZeroBackend(Backend):
         if self.config.zero_stage == 0:
             yield from super().full_states(found)
             return
-        yield from training_state.full_states(inner_module(found), found.optimizer)
+        engine = runtime.as_engine(wrapped_module(found))
+        yield from training_state.full_states(engine, found.optimizer)
 
     def load_weights(self, module: nn.Module, path: Path, *, strict: bool) -> None:
         """Reads full weights into parameters and masters."""

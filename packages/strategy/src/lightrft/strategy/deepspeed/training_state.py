@@ -82,14 +82,19 @@ def full_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def full_states(module: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
+def full_states(
+    engine: runtime.ZeroEngine, optimizer: Optimizer | None
+) -> Iterator[tuple[str, Tensor]]:
     """`weight/NAME`, and with an optimizer that has stepped `KEY/NAME`. Collective.
 
     Args:
-        module: The module inside an engine of stage 1 to 3.
+        engine: Of stage 1 to 3.
         optimizer: Its optimizer, whose states are those of flat parts.
     """
+    module = engine.module
     states = [] if optimizer is None else [state for state in optimizer.state.values() if state]
+    if states and not engine.zero_optimization_partition_weights():
+        runtime.link_moments(engine)
     for name, parameter in module.named_parameters():
         master = runtime.full_master(parameter)
         if master is None:

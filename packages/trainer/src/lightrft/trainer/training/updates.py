@@ -312,13 +312,7 @@ class Update:
         """
         config, micro, metrics = self.config, select_experience(batch, rows), self.metrics
         mask = micro.rollouts.response_mask
-        objective = PolicyObjective(
-            self.policy_loss,
-            normalizer,
-            kl_coef=self.kl_coef,
-            kl_estimator=config.kl_estimator,
-            entropy_coef=config.entropy_coef,
-        )
+        objective = PolicyObjective(config, self.policy_loss, normalizer, self.kl_coef)
         tokens = LossTokens.of(
             micro,
             mode=str(config.loss_agg_mode),
