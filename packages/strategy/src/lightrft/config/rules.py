@@ -28,6 +28,10 @@ def has_alarm(c: RunOptions) -> bool:
     return any(bound is not None for bound in bounds)
 
 
+def _has_episodes(c: RunOptions) -> bool:
+    return c.environment is not None or bool(c.tools)
+
+
 def _num_rewards(c: RunOptions) -> int:
     urls = c.remote_rm_url or ()
     return len(c.reward_fn) + (1 if isinstance(urls, str) else len(urls)) + len(c.reward_pretrain)
@@ -118,6 +122,11 @@ RULES: tuple[Rule, ...] = (
     ),
     _excludes("partial_rollout", "dynamic_sampling", lambda c: c.dynamic_sampling),
     _excludes("partial_rollout", "use_fire", lambda c: c.use_fire),
+    lambda c: _has_episodes(c) and not c.apply_chat_template and (
+        "environment and tools need turns: add apply_chat_template"
+    ),
+    _excludes("partial_rollout", "environment and tools", lambda c: _has_episodes(c)),
+    _excludes("use_fire", "environment and tools", lambda c: _has_episodes(c)),
     _excludes(
         "use_rollout_logprobs",
         "top_p and top_k: the engine's logprobs then follow another distribution",
@@ -181,6 +190,17 @@ def unused_by_rules(c: RunOptions) -> list[str]:
         ("prompt_split", "a folder or data set in prompt_data", has_splits(c.prompt_data)),
         ("eval_split", "a folder or data set in eval_data", has_splits(c.eval_data)),
         ("parity_limit", "parity_check_steps >= 0", c.parity_check_steps >= 0),
+        *(
+            (name, "environment or tools", _has_episodes(c))
+            for name in (
+                "max_turns",
+                "max_tool_calls",
+                "tool_timeout_seconds",
+                "tool_parser",
+                "max_observation_tokens",
+                "environment_workers",
+            )
+        ),
     )
     return [
         f"{name} acts only with {needed}"

@@ -17,6 +17,7 @@ from lightrft.config import StrategyConfig, TrainConfig
 from lightrft.config.options import options_of
 from lightrft.datasets.types import Prompt
 from lightrft.experience.assemble import AdvantageSettings
+from lightrft.experience.environments.rounds import Environments
 from lightrft.experience.forward import ForwardModels, score_actor
 from lightrft.experience.maker import StepExperience, make_experience
 from lightrft.experience.model_rewards import ModelRewards
@@ -112,6 +113,7 @@ class SPMDPPOTrainerBase:
         sample_log: Receives samples of every step on the first rank.
         pretrain: Texts whose language-modelling loss is mixed in, or None.
         trajectory_log: Receives tokens with their logprobs and advantages on the first rank.
+        environments: Answer the calls of responses of several turns, or None.
         **keywords: Options, see `TrainConfig`. What is not given comes from the strategy's
             configuration.
 
@@ -154,6 +156,7 @@ class SPMDPPOTrainerBase:
         sample_log: SampleLog | None = None,
         pretrain: PretrainMix | None = None,
         trajectory_log: TrajectoryLog | None = None,
+        environments: Environments | None = None,
         **keywords: object,
     ) -> None:
         check_parts(strategy, processor, needs_processor=VLM or self.is_vision)
@@ -177,6 +180,7 @@ class SPMDPPOTrainerBase:
             decoder=self.tokenizer,
             config=self.config,
             needs_greedy=self._algorithm.estimator_traits.needs_greedy_rewards,
+            environments=environments,
         )
         self.eval_prompts, self._prompts_dataloader = eval_prompts, prompts_dataloader
         self.state = initial_state(self.config)
@@ -261,6 +265,7 @@ class SPMDPPOTrainerBase:
             first_request_id=self.state.num_requests,
             next_prompts=self._next_prompts(),
             carry=self.state.carry,
+            step=self.state.num_steps + 1,
         )
         self._release_engine()
         self._experience = make_experience(
