@@ -267,12 +267,15 @@ def test_bounds_of_turns_and_calls(stage):
 
 
 def test_an_episode_never_exceeds_its_tokens_and_no_answer_is_lost(stage):
-    for limit in range(420, 640, 23):
-        played = stage([call("guess", number=1)], max_len=limit, generate_max_len=100)
+    longest = len(stage(["hm"]).prompts[0].token_ids) + len(" Use the tool.")
+    for limit in range(longest + 100, longest + 320, 23):
+        played = stage(
+            [call("guess", number=1)], max_len=limit, generate_max_len=100, prompt_max_len=longest
+        )
         rollouts, _ = played.sample(n=1)
         completion, talk = rollouts[0].completion, rollouts[0].conversation
         total = len(completion.prompt_token_ids) + len(completion.output_token_ids)
-        assert total <= max(limit, len(completion.prompt_token_ids) + 1)
+        assert total <= limit
         # Whatever was called was shown.
         shown = played.text(rollouts[0]).count("<tool_response>")
         assert shown == len(talk.answers)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Protocol
 
 from lightrft.config import TrainConfig
@@ -21,6 +22,7 @@ from lightrft.experience.scoring import overlong_penalty, score_rollouts
 from lightrft.experience.stages import StageMeter
 from lightrft.experience.types import Rollout, ScoredRollout, Segment
 from lightrft.rewards.types import RewardError, RewardFunction, RewardResult
+from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 
 NOTHING_CARRIED = PartialRolloutState()
@@ -344,7 +346,8 @@ class RolloutSampler:
     ) -> tuple[list[ScoredRollout], SampleTable]:
         scored: list[ScoredRollout] = []
         problem: Exception | None = None
-        with meter.stage("reward"):
+        limit = timedelta(minutes=self._config.timeout_minutes)
+        with meter.stage("reward"), phase("reward", limit):
             # A collective: no failure of this rank alone may come before it.
             models = None if self._model_rewards is None else self._model_rewards.score(rollouts)
             try:

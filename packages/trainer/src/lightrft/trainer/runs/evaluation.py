@@ -14,10 +14,10 @@ from lightrft.datasets import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.experience.exchange import SampleTable
 from lightrft.experience.sampling import Decoder, RolloutSampler, greedy_params, training_params
-from lightrft.models import Actor
+from lightrft.models import Actor, load_tokenizer
 from lightrft.strategy import get_strategy
 from lightrft.trainer.reporting.loggers import JsonLinesFile
-from lightrft.trainer.runs.assembly import build_environments, load_run_prompts, load_run_tokenizer
+from lightrft.trainer.runs.assembly import build_environments, load_run_prompts
 from lightrft.trainer.runs.models import (
     build_model_rewards,
     build_run_reward,
@@ -84,7 +84,7 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
     """
     path = str(config.pretrain)
     with ExitStack() as stack:
-        tokenizer = load_run_tokenizer(config)
+        tokenizer = load_tokenizer(path, chat_template=config.chat_template)
         environments = build_environments(config, tokenizer, has_journal=False)
         if environments is not None:
             stack.callback(environments.close)
