@@ -297,8 +297,10 @@ class StrategyConfig:
         return found + [text for applies, text in rules if applies]
 
     def _acts(self, info: OptionInfo) -> bool:
-        """Whether the option that `acts_with` names has the value that is needed."""
-        needed = info.acts_with or ""
+        """Whether an option that `acts_with` names has the value that is needed."""
+        return any(self._holds(needed) for needed in (info.acts_with or "").split(" or "))
+
+    def _holds(self, needed: str) -> bool:
         name, _, value = needed.removeprefix("not ").partition(" ")
         if needed in ("", CRITIC):
             return True
