@@ -9,9 +9,10 @@ the mutants are made here, by the same operators: numbers, comparisons, arithmet
 unary operators, `min`/`max` and the like, keyword arguments left out, arguments replaced by None,
 return values.
 
-A mutant counts if it changes the gradient or a loss of one of the recorded steps of a very small
-model by more than the tolerances of the audit, or the metrics do not see it; it is found if the
-audit of a step then names a difference. The others are equivalent for these steps.
+Each runs in twelve steps of a very small model that between them use every loss and estimator. A
+mutant is "dead" if no step reaches it, "raises" if a step ends with an exception, "equivalent" if
+it changes no loss, gradient norm or weight of any step by more than the tolerances of the audit;
+of the others it is "found" if the audit of a step names a difference, else "missed".
 """
 
 from __future__ import annotations
@@ -254,7 +255,7 @@ class Bench:
         return sorted({i for (_, line), steps in lines.items() if line in shown for i in steps})
 
     def try_mutant(self, mutant: Mutant) -> str:
-        """ "dead" (no step reaches it), "raises", "equivalent", "found" or "missed"."""
+        """The outcome: dead (no step reaches it), raises, equivalent, found or missed."""
         steps = self.steps_for(mutant)
         if not steps:
             return "dead"
