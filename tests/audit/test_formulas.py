@@ -18,6 +18,7 @@ from lightrft.audit.losses import (
     value_term,
 )
 from lightrft.audit.optimizers import Group, Optimizer, learning_rate
+from lightrft.audit.record import OptimizerFacts
 from lightrft.config import TrainConfig
 
 MASK = np.array([[1, 1, 1, 1], [1, 1, 0, 0]], dtype=bool)
@@ -182,9 +183,13 @@ def test_rates_and_steps_have_the_worked_values():
     import torch
 
     config = TrainConfig(lr_warmup_ratio=0.2, min_lr_ratio=0.1)
-    found = [learning_rate(1.0, s, 10, config) for s in range(11)]
-    wanted = [0, 0.5, 1, 0.965746, 0.868198, 0.722208, 0.55, 0.377792, 0.231802, 0.134254, 0.1]
-    assert found == pytest.approx(wanted, abs=1e-6)
+    facts = OptimizerFacts("AdamW", [], 0, 10)
+    found = [learning_rate(1.0, s, facts, config) for s in range(11)]
+    wanted = [1, 0.965746, 0.868198, 0.722208, 0.55, 0.377792, 0.231802, 0.134254, 0.1]
+    assert found == pytest.approx([1 / 3, 2 / 3, *wanted], abs=1e-6)
+    longer = dataclasses.replace(facts, schedule_changed_at=4, schedule_gap=-0.3)
+    found = [learning_rate(1.0, s, longer, config) for s in (4, 5, 6)]
+    assert found == pytest.approx([0.868198 - 0.2, 0.722208 - 0.1, 0.55], abs=1e-6)
     for decay, after in ((0.1, 0.89), (0.0, 0.9)):
         weights = {"w": torch.tensor([1.0], dtype=torch.float64)}
         group = Group(betas=(0.9, 0.95), weight_decay=decay)

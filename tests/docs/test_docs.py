@@ -157,3 +157,24 @@ def test_every_literal_row_is_accepted_with_its_options(
     shown = capsys.readouterr().out
     assert "proposed options: none, the keys fit" in shown
     assert "1 prompts can be trained on" in shown
+
+
+def test_every_statement_on_security_names_tests_that_exist():
+    root = DOCS.parent
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGES["security.md"])
+    assert len(named) > 20
+    missing = [
+        f"{path}::{name}"
+        for path, name in named
+        if not re.search(rf"^def {name}\(", (root / path).read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert missing == []
+    is_held, untested = False, []
+    for line in PAGES["security.md"].splitlines():
+        if line.startswith("|") and "held by" in line:
+            is_held = True
+        elif not line.startswith("|"):
+            is_held = False
+        elif is_held and "---" not in line and "tests/" not in line:
+            untested.append(line)
+    assert untested == []

@@ -17,11 +17,12 @@ import torch
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_triton.py"
 
 from lightrft.kernels import Workspace, linear_logprob
-from lightrft.kernels.logprob.autograd import LogprobOptions, engine_logprob
+from lightrft.kernels.logprob.operators import logprob_forward
 from lightrft.kernels.logprob.policy_loss import LinearPolicyLoss, PolicyLossOptions
 from lightrft.kernels.logprob.product_engine import ProductEngine
+from lightrft.kernels.logprob.selection import name_engine
 from lightrft.kernels.logprob.triton_launch import TileConfig, TritonEngine
-from lightrft.kernels.logprob.types import LogitsTransform
+from lightrft.kernels.logprob.types import LogitsTransform, LogprobOutput
 
 # A few big tiles: the interpreter pays for each.
 TILES = TileConfig(128, 256, 64, 4, 2, tiles_per_split=2)
@@ -32,6 +33,15 @@ ENGINES = {
     "bulk": TritonEngine(1024, BULK, TILES),
     "products": ProductEngine(1024, is_centred=False, uses_triton=True),
 }
+
+
+def engine_logprob(hidden, weight, bias, targets, engine, transform, entropy):
+    """`linear_logprob` by this very engine."""
+    logprobs, entropies, _, _ = logprob_forward(
+        hidden, weight, bias, targets, None, transform.temperature, transform.softcap, -100,
+        entropy, name_engine(engine), "fp32", "True", 1024, 0, len(weight), None,
+    )  # fmt: skip
+    return LogprobOutput(logprobs, None if entropy == "none" else entropies)
 
 
 def float64_logprob(hidden, weight, bias, targets, transform):
@@ -63,8 +73,9 @@ def relative_error(value, expected):
 def check(engine, num_tokens, vocab, *, transform=HARD, dtype=torch.float32, bias=True):
     hidden, weight, bias_tensor, targets, upstream = make_inputs(num_tokens, vocab, dtype=dtype)
     leaves = [hidden, weight, bias_tensor] if bias else [hidden, weight]
-    options = LogprobOptions(engine, transform, "grad")
-    output = engine_logprob(hidden, weight, bias_tensor if bias else None, targets, options)
+    output = engine_logprob(
+        hidden, weight, bias_tensor if bias else None, targets, engine, transform, "grad"
+    )
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
     expected = float64_logprob(
         doubles[0], doubles[1], doubles[2] if bias else None, targets, transform
@@ -112,8 +123,9 @@ def test_no_phantom_columns(name):
     # Columns beyond the vocabulary read as 0 would hold nearly all the probability.
     hidden, weight, _, targets, _ = make_inputs(16, 300)
     bias = torch.full((300,), -30.0)
-    options = LogprobOptions(ENGINES[name], LogitsTransform(1.0, None), "value")
-    output = engine_logprob(hidden, weight, bias, targets, options)
+    output = engine_logprob(
+        hidden, weight, bias, targets, ENGINES[name], LogitsTransform(1.0, None), "value"
+    )
     expected, entropy = float64_logprob(hidden, weight, bias, targets, LogitsTransform(1.0, None))
     assert (output.logprobs - expected).abs().max() < 5e-5
     assert (output.entropy - entropy).abs().max() < 5e-5
@@ -124,8 +136,9 @@ def test_no_phantom_columns(name):
 def test_running_maximum_starts_below_every_logit(name, shift):
     hidden, weight, _, targets, upstream = make_inputs(16, 600)
     bias = torch.full((600,), shift)
-    options = LogprobOptions(ENGINES[name], LogitsTransform(1.0, None), "grad")
-    output = engine_logprob(hidden, weight, bias, targets, options)
+    output = engine_logprob(
+        hidden, weight, bias, targets, ENGINES[name], LogitsTransform(1.0, None), "grad"
+    )
     expected, entropy = float64_logprob(hidden, weight, None, targets, LogitsTransform(1.0, None))
     tolerance = max(5e-5, 4 * abs(shift) * 2**-23)
     assert (output.logprobs - expected).abs().max() < tolerance
@@ -147,8 +160,9 @@ def test_near_certain_target_keeps_its_gradient(name, certainty, relative):
     bias = torch.zeros(20)
     bias[7] = math.log(19 / certainty)
     bias.requires_grad_()
-    options = LogprobOptions(ENGINES[name], LogitsTransform(1.0, None), "none")
-    output = engine_logprob(hidden, weight, bias, torch.full((4,), 7), options)
+    output = engine_logprob(
+        hidden, weight, bias, torch.full((4,), 7), ENGINES[name], LogitsTransform(1.0, None), "none"
+    )
     (gradient,) = torch.autograd.grad(output.logprobs.sum(), bias)
     assert gradient[7].item() == pytest.approx(4 * certainty, rel=relative)
 
@@ -176,8 +190,9 @@ def test_rows_of_a_batch_do_not_depend_on_each_other():
         assert torch.equal(alone.logprobs, whole.logprobs[part])
         assert torch.equal(alone.entropy, whole.entropy[part])
     # Tiles that followed the size of the batch would be noticed: sums in another order differ.
-    options = LogprobOptions(ENGINES["bulk"], LogitsTransform(60.0, None), "value")
-    other = engine_logprob(hidden, weight, bias, targets, options)
+    other = engine_logprob(
+        hidden, weight, bias, targets, ENGINES["bulk"], LogitsTransform(60.0, None), "value"
+    )
     assert not torch.equal(other.entropy, whole.entropy)
     assert (other.entropy - whole.entropy).abs().max() < 5e-5
 
@@ -227,8 +242,9 @@ def test_centred_products_give_the_same_with_and_without_triton():
     results = []
     for uses_triton in (True, False):
         engine = ProductEngine(1024, is_centred=True, uses_triton=uses_triton)
-        options = LogprobOptions(engine, LogitsTransform(0.9, None), "grad")
-        output = engine_logprob(hidden, weight, None, targets, options)
+        output = engine_logprob(
+            hidden, weight, None, targets, engine, LogitsTransform(0.9, None), "grad"
+        )
         loss = (output.logprobs * upstream[0]).sum() + (output.entropy * upstream[1]).sum()
         gradients = torch.autograd.grad(loss, (hidden, weight))
         results.append((output.logprobs, output.entropy, *gradients))

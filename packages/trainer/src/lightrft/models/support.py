@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightrft.engines.hf.sampling import keep_support
-from lightrft.kernels.logprob.products import full_precision_reductions, wide_product
+from lightrft.kernels.logprob.products import wide_product
 from lightrft.kernels.logprob.types import OutputLayer, apply_transform
 
 # 16 MiB of logits: sorting them takes about ten times as much.
@@ -78,15 +78,14 @@ def replay_support(
     rows = max(1, block_logits // len(layer.weight))
     # One block even without tokens: the dtype of its empty result is that of all others.
     starts = range(0, max(1, len(hidden)), rows)
-    with full_precision_reductions():
-        masses = [
-            log_kept_mass(
-                _logits(hidden[start : start + rows], layer, chunk_size),
-                targets[start : start + rows],
-                support,
-            )
-            for start in starts
-        ]
+    masses = [
+        log_kept_mass(
+            _logits(hidden[start : start + rows], layer, chunk_size),
+            targets[start : start + rows],
+            support,
+        )
+        for start in starts
+    ]
     return torch.cat(masses)
 
 

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from lightrft.kernels.logprob import validation
-from lightrft.kernels.logprob.autograd import LogprobEngine, LogprobOptions, engine_logprob
-from lightrft.kernels.logprob.selection import Request, pick_fastest, select_engines
+from lightrft.kernels.logprob.operators import logprob_forward
 from lightrft.kernels.logprob.types import (
     Determinism,
     EntropyMode,
@@ -83,6 +82,9 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
         tp: The part of the vocabulary that `weight` is, see `VocabShard`; None is all of it.
         workspace: Chunk size, and where dL/dweight goes; None takes the defaults.
 
+    The tensors may be DTensors, all of them: with replicated tokens a weight that is split over its
+    rows is the vocabulary of `tp`; else the weight is gathered and ranks compute their own tokens.
+
     Raises:
         ValueError: A shape, dtype, target or option is invalid or cannot be honoured here.
     """
@@ -91,78 +93,46 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
     validation.validate_workspace(workspace, weight)
     if impl == "reference":
         validation.refuse_with_reference(precision, deterministic, tp, workspace)
+        layer = OutputLayer(weight, bias, LogitsTransform.of(temperature, softcap))
+        return _reference(hidden, layer, targets, ignore_index, entropy)
     # Chunks of a CPU should fit its caches; on a GPU each one costs a pass over dL/dhidden.
-    workspace = workspace or (Workspace(16384) if hidden.is_cuda else Workspace())
-    active = (targets != ignore_index).nonzero().squeeze(1)
-    num_tokens = len(targets)
-    if len(active) < num_tokens:
-        hidden, targets = hidden[active], targets[active]
-    validation.validate_targets(targets, len(weight) if tp is None else tp.vocab_size, ignore_index)
-    layer = OutputLayer(weight, bias, LogitsTransform.of(temperature, softcap))
-    columns = workspace.chunk_columns
-    request = Request(impl, precision, deterministic, entropy, softcap is not None, columns)
-    with torch.autocast(hidden.device.type, enabled=False):
-        output = _compute(hidden, layer, targets, request, workspace, tp)
-    return output if len(active) == num_tokens else _spread(output, active, num_tokens)
+    if workspace is None:
+        workspace = Workspace(16384) if hidden.is_cuda else Workspace()
+    problem = None
+    if any(type(tensor).__name__ == "DTensor" for tensor in (hidden, weight, targets, bias)):
+        from lightrft.kernels.logprob.sharding import localize
+
+        validation.refuse_with_dtensors(tp, workspace)
+        problem = localize(hidden, weight, targets, bias)
+        hidden, weight, targets, bias, tp = problem.arguments
+    shard = tp or VocabShard(None, 0, weight.shape[0])
+    logprobs, entropies, _, _ = logprob_forward(
+        hidden, weight, bias, targets, workspace.grad_weight, float(temperature),
+        None if softcap is None else float(softcap), ignore_index, entropy, impl, precision,
+        str(deterministic), workspace.chunk_columns, shard.start, shard.vocab_size,
+        None if tp is None else tp.group_name,
+    )  # fmt: skip
+    if problem is not None:
+        logprobs, entropies = problem.distribute(logprobs), problem.distribute(entropies)
+    return LogprobOutput(logprobs, None if entropy == "none" else entropies)
 
 
-def _compute(
-    hidden: Tensor,
-    layer: OutputLayer,
-    targets: Tensor,
-    request: Request,
-    workspace: Workspace,
-    tp: VocabShard | None,
+def _reference(
+    hidden: Tensor, layer: OutputLayer, targets: Tensor, ignore_index: int, entropy: EntropyMode
 ) -> LogprobOutput:
-    if request.impl == "reference":
-        return reference_logprob(hidden, layer, targets, entropy=request.entropy)
-    weight, bias = layer.weight, layer.bias
-    if weight.stride(1) != 1:
-        weight = weight.contiguous()
-    if tp is not None:
-        num_rows = max(0, tp.vocab_size - tp.start)  # rows beyond are padding
-        weight, bias = weight[:num_rows], None if bias is None else bias[:num_rows]
-        targets = targets - tp.start
-    engines = select_engines(request, hidden, weight)
-    engine = engines[0]
-    if len(engines) > 1:
-        part = OutputLayer(weight, bias, layer.transform)
-        engine = _fastest(engines, hidden, part, targets, needs_entropy=request.needs_entropy)
-    options = LogprobOptions(engine, layer.transform, request.entropy, tp, workspace.grad_weight)
-    return engine_logprob(hidden, weight, bias, targets, options)
-
-
-def _fastest(
-    engines: list[LogprobEngine],
-    hidden: Tensor,
-    layer: OutputLayer,
-    targets: Tensor,
-    *,
-    needs_entropy: bool,
-) -> LogprobEngine:
-    # Tokens are binned to a power of two.
-    key = (len(hidden).bit_length(), *layer.weight.shape, hidden.dtype, needs_entropy)
-
-    @torch.no_grad()
-    def measure(engine: LogprobEngine) -> float:
-        # The first run compiles; only the second one counts.
-        for _ in range(2):
-            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            begin.record()
-            engine.statistics(hidden, layer, targets, needs_entropy=needs_entropy)
-            end.record()
-            end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000
-
-    return pick_fastest(key, engines, measure)
-
-
-def _spread(output: LogprobOutput, active: Tensor, num_tokens: int) -> LogprobOutput:
-    """The outputs of the active rows in their places among all tokens; 0 elsewhere."""
+    """`reference_logprob` of the rows that count, in their places; 0 elsewhere."""
+    num_tokens = len(targets)
+    active = (targets != ignore_index).nonzero().squeeze(1)
+    validation.validate_targets(targets[active], layer.weight.shape[0], ignore_index)
+    if len(active) < len(targets):
+        hidden, targets = hidden[active], targets[active]
+    with torch.autocast(hidden.device.type, enabled=False):
+        output = reference_logprob(hidden, layer, targets, entropy=entropy)
+    if len(active) == num_tokens:
+        return output
 
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(num_tokens).index_copy(0, active, values)
 
-    entropy = None if output.entropy is None else spread(output.entropy)
-    return LogprobOutput(spread(output.logprobs), entropy)
+    entropies = None if output.entropy is None else spread(output.entropy)
+    return LogprobOutput(spread(output.logprobs), entropies)

@@ -1,9 +1,8 @@
-"""Logprobs from the library's matrix products, a chunk of the vocabulary at a time.
+"""Logprobs from stored matrix products of the library, a chunk of the vocabulary at a time.
 
-`ChunkedEngine` is plain torch. `ProductEngine` stores products, float32 or centred. Products of a
-chunk are laid out [columns, tokens]. Centred, they are stored in bfloat16 after a number close to
-each row's result was subtracted inside the product's epilogue, before rounding: what is rounded is
-small where it matters.
+Products are float32 or centred, those of a chunk laid out [columns, tokens]. Centred, they are
+stored in bfloat16 after a number close to each row's result was subtracted inside the product's
+epilogue, before rounding: what is rounded is small where it matters.
 """
 
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrft.kernels.logprob.autograd import chunks
+from lightrft.kernels.logprob.passes import chunks
 from lightrft.kernels.logprob.products import wide_product
 from lightrft.kernels.logprob.rows import (
     GradRows,
@@ -187,38 +186,3 @@ def target_products(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         rows = weight[targets[block].clamp(0, len(weight) - 1)].to(dtype)
         out[block] = (hidden[block].to(dtype) * rows).sum(1)
     return torch.where((targets >= 0) & (targets < len(weight)), out, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkedEngine:
-    """Products in float32 (float64 if an input is), `chunk_columns` columns at a time."""
-
-    chunk_columns: int
-
-    def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
-        """Both operands are widened."""
-        return accumulation_dtype(hidden, weight)
-
-    def statistics(
-        self, hidden: Tensor, layer: OutputLayer, targets: Tensor, *, needs_entropy: bool
-    ) -> RowStatistics:
-        """One chunk after another."""
-        dtype = accumulation_dtype(hidden, layer.weight, layer.bias)
-        wide = hidden.to(dtype)
-        rows = RowStatistics.empty(len(hidden), hidden, dtype)
-        for start, _, chunk in chunks(layer, self.chunk_columns, dtype):
-            logits = self._logits(wide, chunk)
-            rows = rows.merge(
-                RowStatistics.of_logits(
-                    logits, targets, start, needs_entropy=needs_entropy, may_overwrite=True
-                )
-            )
-        return rows
-
-    def grad_logits(self, rows: GradRows, chunk: OutputLayer, first_column: int) -> Tensor:
-        """Recomputes the chunk's logits."""
-        return grad_of_logits(self._logits(rows.hidden, chunk), rows, first_column, chunk.transform)
-
-    def _logits(self, hidden: Tensor, chunk: OutputLayer) -> Tensor:
-        product = wide_product(hidden, chunk.weight.T)
-        return finish_logits(product, chunk.bias, None, chunk.transform)

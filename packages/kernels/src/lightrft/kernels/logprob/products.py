@@ -1,8 +1,5 @@
 """Matrix products that accumulate in float32 whatever the dtype of their inputs is."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -10,43 +7,119 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """The product left @ right in float32 (float64 for float64 inputs), never rounded to less."""
+    """The product left @ right in float32 (float64 for float64 inputs), never rounded to less.
+
+    That holds whatever `torch.set_float32_matmul_precision` says, and without changing it.
+    """
     if _runs_on_tensor_cores(left, right):
         return torch.mm(left, right, out_dtype=torch.float32)
     dtype = _wide_dtype(left, right)
-    return left.to(dtype) @ right.to(dtype)
+    left, right = left.to(dtype), right.to(dtype)
+    if dtype == torch.float64 or not may_round_operands(left.device):
+        return left @ right
+    if left.is_cuda:
+        return product_of_parts(left, right)
+    return (left.double() @ right.double()).to(dtype)
 
 
-def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds left @ right to `total`; `total` is float32 (float64 for float64 inputs)."""
-    if _runs_on_tensor_cores(left, right) and total.dtype == torch.float32:
+def product_into(out: Tensor, left: Tensor, right: Tensor, *, is_rounded: bool = False) -> None:
+    """Sets `out` to left @ right, all of one wide dtype; allocates nothing where torch is exact.
+
+    Args:
+        out: [rows, columns].
+        left, right: Operands.
+        is_rounded: Rounding the operands to bfloat16 is allowed: they came from it.
+    """
+    if is_rounded or not _may_round(left):
+        torch.mm(left, right, out=out)
+    else:
+        out.copy_(wide_product(left, right))
+
+
+def accumulate_into(
+    total: Tensor, left: Tensor, right: Tensor, *, is_rounded: bool = False
+) -> None:
+    """Adds left @ right to `total`, all of one wide dtype; see `product_into`."""
+    if is_rounded or not _may_round(left):
+        torch.addmm(total, left, right, out=total)
+    else:
+        total += wide_product(left, right)
+
+
+def _may_round(operand: Tensor) -> bool:
+    return operand.dtype == torch.float32 and may_round_operands(operand.device)
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether float32 operands of a CPU's products are rounded to bfloat16 and summed in float32.
+
+    Several times faster with AMX or AVX512-BF16, and exact for operands that are bfloat16 numbers.
+    Torch has no such choice for one call, only for the process, where it would also round what
+    other code multiplies meanwhile: so it is used where the program has made it
+    (`torch.set_float32_matmul_precision("medium")`), never made here.
+    """
+    if torch.backends.mkldnn.matmul.fp32_precision != "bf16":
+        return False
+    has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return bool(torch.backends.mkldnn.is_available() and has_instructions)
+
+
+def may_round_operands(device: torch.device) -> bool:
+    """Whether float32 operands of a product may be rounded to fewer digits on this device."""
+    settings = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    return settings.matmul.fp32_precision not in ("ieee", "none")
+
+
+def product_of_parts(left: Tensor, right: Tensor) -> Tensor:
+    """The product left @ right in float32 from three products whose operands TF32 does not round.
+
+    x = head + rest with 11 digits in the head and at most 13 in the rest; what TF32 drops of the
+    rest, and the product of the rests, is below 2^-21 of the result's terms.
+    """
+    left_head, right_head = _head(left), _head(right)
+    small = (left - left_head) @ right_head + left_head @ (right - right_head)
+    return left_head @ right_head + small
+
+
+def _head(x: Tensor) -> Tensor:
+    """Float32 numbers with the lowest 13 of their 24 digits cut off."""
+    return (x.contiguous().view(torch.int32) & -(2**13)).view(torch.float32)
+
+
+def add_product_(
+    total: Tensor, left: Tensor, right: Tensor, *, scale: Tensor | None = None
+) -> None:
+    """Adds left @ right / scale to `total`, which is float32 (float64 for float64 inputs)."""
+    if scale is not None:
+        total += wide_product(left, right) / scale
+    elif _runs_on_tensor_cores(left, right) and total.dtype == torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-        return
-    # Summed apart and then added: a library may add term by term to what is already there.
-    total += left.to(total.dtype) @ right.to(total.dtype)
+    else:
+        # Summed apart and then added: a library may add term by term to what is already there.
+        total += wide_product(left, right)
 
 
-def write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Sets `out` to left @ right, accumulated in float32 and rounded once to the dtype of `out`."""
-    if _runs_on_tensor_cores(left, right) and out.dtype == left.dtype:
+def write_product(out: Tensor, left: Tensor, right: Tensor, *, scale: Tensor | None = None) -> None:
+    """Sets `out` to left @ right / scale, summed in float32 and rounded once to its dtype."""
+    is_exact = _runs_on_tensor_cores(left, right) and not may_round_partial_sums(left.dtype)
+    if scale is None and is_exact and out.dtype == left.dtype:
         torch.mm(left, right, out=out)
         return
-    out.copy_(wide_product(left, right))
+    product = wide_product(left, right)
+    out.copy_(product if scale is None else product / scale)
 
 
-@contextmanager
-def full_precision_reductions() -> Iterator[None]:
-    """Split products are summed in float32: by default cuBLAS may sum their parts in 16 bits."""
+def may_round_partial_sums(dtype: torch.dtype) -> bool:
+    """Whether cuBLAS may sum the parts of a split product in this 16-bit dtype.
+
+    It may by default (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`). Sums
+    that are stored in float32 are not concerned. The setting belongs to the program, not to an
+    operation: other threads compute at the same time.
+    """
     settings = torch.backends.cuda.matmul
-    before = settings.allow_bf16_reduced_precision_reduction
-    before_half = settings.allow_fp16_reduced_precision_reduction
-    settings.allow_bf16_reduced_precision_reduction = False
-    settings.allow_fp16_reduced_precision_reduction = False
-    try:
-        yield
-    finally:
-        settings.allow_bf16_reduced_precision_reduction = before
-        settings.allow_fp16_reduced_precision_reduction = before_half
+    if dtype == torch.float16:
+        return bool(settings.allow_fp16_reduced_precision_reduction)
+    return bool(settings.allow_bf16_reduced_precision_reduction)
 
 
 def _runs_on_tensor_cores(left: Tensor, right: Tensor) -> bool:

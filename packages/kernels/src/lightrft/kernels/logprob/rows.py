@@ -10,7 +10,7 @@ for upstream gradients gl (of logprobs) and ge (of the entropy).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -102,6 +102,94 @@ class RowStatistics:
         return self.log_sum - self.weighted_sum / self.exp_sum
 
 
+# How far a logit may rise above the reference of its row before the sums are scaled anew: terms of
+# a sum stay far from overflow, and one reference serves nearly all blocks of a row.
+_MAX_RISE = 4.0
+
+
+@dataclass(slots=True)
+class RunningRows:
+    """Statistics of rows whose logits come block by block, without a tensor per block.
+
+    Sums are relative to a `reference` of each row, not to its maximum: it changes only where a
+    logit rises far above it, so that blocks share one.
+
+    Args:
+        targets: [tokens] int64 columns of the targets.
+        maximum, target_logits: As in `RowStatistics`.
+        reference: [tokens] finite.
+        exp_sum, weighted_sum: [tokens] as in `RowStatistics`, relative to `reference`.
+        has_reference: A block was seen.
+    """
+
+    targets: Tensor
+    maximum: Tensor
+    target_logits: Tensor
+    reference: Tensor
+    exp_sum: Tensor
+    weighted_sum: Tensor
+    has_reference: bool = False
+
+    @classmethod
+    def empty(cls, targets: Tensor, dtype: torch.dtype) -> RunningRows:
+        """Of no column at all."""
+        zeros = torch.zeros(len(targets), dtype=dtype, device=targets.device)
+        nothing = torch.full_like(zeros, -torch.inf)
+        return cls(targets, nothing, zeros, nothing, zeros, zeros)
+
+    def add(self, logits: Tensor, first_column: int, *, scratch: Tensor | None) -> bool:
+        """Adds a block [tokens, columns]; its logits become exp(logits - reference).
+
+        Args:
+            logits: Of the columns from `first_column` on; overwritten.
+            first_column: Column of the vocabulary at which the block starts.
+            scratch: Like `logits`, for the entropy; None leaves the entropy out.
+
+        Returns:
+            Whether the references changed: earlier blocks were relative to others.
+        """
+        num_columns = logits.shape[1]
+        columns = self.targets - first_column
+        is_inside = (columns >= 0) & (columns < num_columns)
+        picked = logits.gather(1, columns.clamp_(0, num_columns - 1)[:, None]).squeeze(1)
+        self.target_logits = torch.where(is_inside, picked, self.target_logits)
+        self.maximum = torch.maximum(self.maximum, logits.amax(dim=1))
+        is_new = self._move_reference()
+        if scratch is None:
+            exponentials = logits.sub_(self.reference[:, None]).exp_()
+        else:
+            torch.sub(logits, self.reference[:, None], out=scratch)
+            exponentials = torch.exp(scratch, out=logits)
+            # 0 * -inf is not a number, 0 times a very negative number is 0.
+            weighted = scratch.clamp_(min=_VERY_NEGATIVE).mul_(exponentials)
+            self.weighted_sum = self.weighted_sum + weighted.sum(1)
+        self.exp_sum = self.exp_sum + exponentials.sum(1)
+        return is_new
+
+    def statistics(self) -> RowStatistics:
+        """What the blocks add up to."""
+        drop = self.reference - _finite(self.maximum)
+        scale = drop.exp()
+        exp_sum, weighted_sum = self._moved(drop, scale)
+        return RowStatistics(self.maximum, exp_sum, weighted_sum, self.target_logits)
+
+    def _move_reference(self) -> bool:
+        if not bool((self.maximum > self.reference + _MAX_RISE).any()) and self.has_reference:
+            return False
+        self.has_reference = True
+        reference = _finite(self.maximum)
+        drop = self.reference - reference
+        self.exp_sum, self.weighted_sum = self._moved(drop, drop.exp())
+        self.reference = reference
+        return True
+
+    def _moved(self, drop: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums relative to references that lie higher by -drop."""
+        # Where nothing was seen the reference is -inf and the sums are 0: 0 * -inf is not 0.
+        moved = torch.where(self.exp_sum > 0, drop * self.exp_sum, 0)
+        return scale * self.exp_sum, scale * (self.weighted_sum + moved)
+
+
 @dataclass(frozen=True, slots=True)
 class GradRows:
     """What a backward pass knows of the rows that have a gradient.
@@ -121,6 +209,109 @@ class GradRows:
     entropy: Tensor
     grad_logprobs: Tensor | None
     grad_entropy: Tensor | None
+
+    def block(self, own: slice) -> GradRows:
+        """Some of the rows."""
+        return GradRows(
+            self.hidden[own],
+            self.targets[own],
+            self.maximum[own],
+            self.log_sum[own],
+            self.logprobs[own],
+            self.entropy[own],
+            None if self.grad_logprobs is None else self.grad_logprobs[own],
+            None if self.grad_entropy is None else self.grad_entropy[own],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowSelection:
+    """Rows that count, gathered where the host may wait for their number.
+
+    Args:
+        mask: [tokens] bool, the rows that count.
+        index: [rows] int64, their places; None keeps every row, so that shapes are known.
+        smallest, largest: Of the values that were looked at; 0 if none were.
+    """
+
+    mask: Tensor
+    index: Tensor | None
+    smallest: int
+    largest: int
+
+    def take(self, values: Tensor) -> Tensor:
+        """The chosen rows of [tokens, ...]."""
+        return values if self.index is None else values[self.index]
+
+    def place(self, values: Tensor, fill: float) -> Tensor:
+        """Values [rows] in their places among all tokens, `fill` in the others."""
+        if self.index is None:
+            return torch.where(self.mask, values, fill)
+        everywhere = torch.full_like(self.mask, fill, dtype=values.dtype)
+        return everywhere.index_copy_(0, self.index, values)
+
+
+def select_rows(
+    mask: Tensor, values: Tensor | None = None, bound: int = 0, *, is_static: bool | None = None
+) -> RowSelection:
+    """Chooses rows with one transfer to the host, or with none while CUDA records a graph.
+
+    Args:
+        mask: [tokens] bool.
+        values: [tokens] int64 to look at where the mask holds, or None. Where nothing may be
+            transferred they are asserted on the device to lie in [0, bound).
+        bound: See `values`.
+        is_static: Keep every row and transfer nothing; None: as the device demands.
+    """
+    if is_static is None:
+        is_static = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    if values is not None:
+        values = torch.where(mask, values, 0)
+    if is_static:
+        if values is not None:
+            is_inside = ((values >= 0) & (values < bound)).all()
+            torch._assert_async(is_inside, f"targets must lie in [0, {bound})")
+        return RowSelection(mask, None, 0, 0)
+    numbers = [mask.sum()]
+    if values is not None and len(values) > 0:
+        numbers += torch.aminmax(values)
+    count, *bounds = torch.stack(numbers).tolist()
+    smallest, largest = bounds or (0, 0)
+    index = None
+    if count < len(mask):
+        index = torch.nonzero_static(mask, size=count).squeeze(1)
+    return RowSelection(mask, index, smallest, largest)
+
+
+def scale_into_range(rows: GradRows, transform: LogitsTransform) -> tuple[GradRows, Tensor | None]:
+    """Float16 gradients of logits times a power of two, so that small ones do not become 0.
+
+    Args:
+        rows: The rows with their upstream gradients.
+        transform: Of the logits; gradients are divided by its temperature.
+
+    Returns:
+        The rows with scaled upstream gradients, and the factor [] float32; None for a dtype with
+        the range of float32.
+    """
+    if rows.hidden.dtype != torch.float16 or len(rows.hidden) == 0:
+        return rows, None
+    largest = torch.zeros((), dtype=torch.float32, device=rows.hidden.device)
+    # |p (log p + H)| stays below the log of the vocabulary.
+    for gradient, factor in ((rows.grad_logprobs, 1.0), (rows.grad_entropy, 16.0)):
+        if gradient is not None:
+            largest = torch.maximum(largest, gradient.abs().amax().float() * factor)
+    exponent = torch.frexp(largest / transform.temperature).exponent
+    # The largest become about 2^9: a factor of 64 from the greatest float16, 2^33 from the least.
+    is_usable = largest.isfinite() & (largest > 0)
+    exponent = torch.where(is_usable, 9 - exponent, 0).clamp(-100, 100)
+    scale = torch.ldexp(torch.ones_like(largest), exponent)
+
+    def scaled(gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else gradient * scale
+
+    grad_logprobs, grad_entropy = scaled(rows.grad_logprobs), scaled(rows.grad_entropy)
+    return replace(rows, grad_logprobs=grad_logprobs, grad_entropy=grad_entropy), scale
 
 
 def grad_of_logits(

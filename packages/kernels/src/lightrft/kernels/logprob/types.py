@@ -79,6 +79,11 @@ class VocabShard:
                 f"start={self.start}, vocab_size={self.vocab_size}"
             )
 
+    @property
+    def group_name(self) -> str:
+        """Name of the group, which an operator takes instead of it; "" is the default group."""
+        return "" if self.group is None else self.group.group_name
+
 
 @dataclass(frozen=True, slots=True)
 class LogitsTransform:

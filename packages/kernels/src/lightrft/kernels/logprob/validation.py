@@ -69,6 +69,15 @@ def refuse_with_reference(
         raise ValueError("impl='reference' uses library products: pass deterministic=True")
 
 
+def refuse_with_dtensors(tp: object, workspace: Workspace) -> None:
+    """Placements say where things are."""
+    if tp is not None or workspace.grad_weight is not None:
+        raise ValueError(
+            "tp and workspace.grad_weight are for plain tensors: got them with DTensors, whose "
+            "placements say the same; leave them out"
+        )
+
+
 def validate_workspace(workspace: Workspace | None, weight: Tensor) -> None:
     """The weight's gradient has a place that fits, if it has one."""
     if workspace is None or workspace.grad_weight is None:

@@ -42,7 +42,7 @@ def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
     """Read shards into a model, whatever number of ranks wrote them.
 
     Raises:
-        RuntimeError: With `strict`, if names are missing or unexpected.
+        CheckpointError: With `strict`, if names are missing or unexpected.
         CheckpointError: A shape differs.
     """
     _fill(module, ShardReader(folder / MODEL_FOLDER), source=str(folder), strict=strict)
@@ -61,7 +61,7 @@ def load_full_weights(
 
     Raises:
         FileNotFoundError: There are no weights.
-        RuntimeError: A shape differs, or with `strict` names are missing or unexpected.
+        CheckpointError: A shape differs, or with `strict` names are missing or unexpected.
     """
     _fill(module, WeightFiles(path, module), source=str(path), strict=strict, names=names)
 

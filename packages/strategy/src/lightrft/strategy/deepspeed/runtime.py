@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import io
 import logging
 import os
 import warnings
@@ -152,7 +153,9 @@ def initialize(
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     index = torch.cuda.current_device() if torch.cuda.is_available() else 0
     # DeepSpeed asks for the variable, which only a launcher sets.
-    with environment({"LOCAL_RANK": str(index)}):
+    # It also prints the memory in use, whatever the level of its log.
+    quiet = contextlib.redirect_stdout(io.StringIO())
+    with environment({"LOCAL_RANK": str(index)}), quiet:
         engine: nn.Module = deepspeed.initialize(
             model=module, optimizer=optimizer, config=dict(config), dist_init_required=False
         )[0]
@@ -294,6 +297,9 @@ def discard_gradients(engine: ZeroEngine) -> None:
         return
     zero = engine.optimizer
     zero.zero_grad(set_to_none=True)
+    if hasattr(zero, "clear_hp_grads"):  # stage 1 in bfloat16 has an optimizer of its own
+        zero.clear_hp_grads()
+        return
     state = vars(zero)
     # Stage 3 copies instead of adding where this counter is 0; stages 1 and 2 count from -1.
     is_stage_3 = engine.zero_optimization_partition_weights()

@@ -43,7 +43,6 @@ class ZeroBackend(Backend):
 
     def __init__(self, ranks: DistributedContext, config: StrategyConfig) -> None:
         super().__init__(ranks, config)
-        self.offloads_adam = config.adam_offload
         self._engines: weakref.WeakKeyDictionary[Optimizer, nn.Module] = weakref.WeakKeyDictionary()
         self._has_told_offload = False
 

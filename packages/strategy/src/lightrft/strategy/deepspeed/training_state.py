@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightrft.strategy.checkpoints.client_state import CheckpointError
 from lightrft.strategy.checkpoints.gathered_model import WeightFiles, check_names
 from lightrft.strategy.deepspeed import runtime
 from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
@@ -18,7 +19,7 @@ def load_weights(folder: Path, engine: runtime.ZeroEngine, *, strict: bool) -> N
     """Read only the weights, in float32, whatever number of ranks wrote them.
 
     Raises:
-        RuntimeError: With `strict`, if names are missing or unexpected.
+        CheckpointError: With `strict`, if names are missing or unexpected.
     """
     if engine.zero_optimization_stage() == 0:
         with runtime.weights_only_loading():
@@ -35,7 +36,7 @@ def load_full_weights(path: Path, module: nn.Module, *, strict: bool) -> None:
 
     Raises:
         FileNotFoundError: There are no weights.
-        RuntimeError: A shape differs, or with `strict` names are missing or unexpected.
+        CheckpointError: A shape differs, or with `strict` names are missing or unexpected.
     """
     files = WeightFiles(path, module)
 
@@ -60,7 +61,7 @@ def _fill(
             continue
         shape = runtime.full_shape(parameters[name])
         if tuple(value.shape) != shape:
-            raise RuntimeError(
+            raise CheckpointError(
                 f"{name} has shape {tuple(value.shape)} in {source}, expected {shape}"
             )
         runtime.set_full_value(parameters[name], value)

@@ -1,0 +1,257 @@
+"""The passes that every implementation but `reference` shares, without autograd.
+
+An engine gives the row statistics of a weight and, chunk by chunk, the gradient of its logits.
+Here are the rest: the rows that count, the merge over ranks, and the products for dL/dhidden
+(summed over chunks in float32) and dL/dweight (each chunk of rows written once).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from lightrft.kernels.logprob.products import add_product_, write_product
+from lightrft.kernels.logprob.rows import GradRows, RowStatistics, scale_into_range, select_rows
+from lightrft.kernels.logprob.types import OutputLayer, accumulation_dtype
+from lightrft.kernels.weight_bucket.broadcaster import all_gather_single
+
+# As the largest logit of a row: all its probabilities come out as 0.
+_NO_PROBABILITY = 1e30
+
+
+class LogprobEngine(Protocol):
+    """One way to compute: products and their epilogues. Holds no tensors."""
+
+    @property
+    def chunk_columns(self) -> int:
+        """Columns of the vocabulary for one call of `grad_logits`."""
+
+    def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
+        """The dtype in which operands enter the products."""
+
+    def statistics(
+        self, hidden: Tensor, layer: OutputLayer, targets: Tensor, *, needs_entropy: bool
+    ) -> RowStatistics:
+        """Row statistics over all columns of the layer; targets may lie outside it."""
+
+    def grad_logits(self, rows: GradRows, chunk: OutputLayer, first_column: int) -> Tensor:
+        """dL/d(hidden @ weight.T + bias) of the chunk: [rows, columns], any strides."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassOptions:
+    """Everything that is not a tensor.
+
+    Args:
+        engine: How to compute.
+        needs_entropy: Whether the entropy is computed.
+        ignore_index: Rows with this target do not count.
+        start: Token id of the layer's first column.
+        vocab_size: Tokens of the whole vocabulary.
+        group: Name of the process group that holds the vocabulary, "" for the default group, or
+            None if the layer is all of it.
+    """
+
+    engine: LogprobEngine
+    needs_entropy: bool
+    ignore_index: int
+    start: int
+    vocab_size: int
+    group: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RowResults:
+    """What the backward pass keeps of every row, and the outputs: [tokens] each.
+
+    Args:
+        logprobs: 0 where the row does not count.
+        entropies: Likewise; no element where no entropy is asked for.
+        maximum, log_sum: Largest logit, and log of the sum of exponentials relative to it.
+    """
+
+    logprobs: Tensor
+    entropies: Tensor
+    maximum: Tensor
+    log_sum: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """Upstream gradients, [tokens] each, or None where there is none."""
+
+    logprobs: Tensor | None
+    entropies: Tensor | None
+
+    def reach(self, targets: Tensor) -> Tensor:
+        """Which rows have a gradient: [tokens] bool."""
+        reached = torch.zeros_like(targets, dtype=torch.bool)
+        for gradient in (self.logprobs, self.entropies):
+            if gradient is not None:
+                reached |= gradient != 0
+        return reached
+
+
+def statistics_of_rows(
+    hidden: Tensor, layer: OutputLayer, targets: Tensor, options: PassOptions
+) -> RowResults:
+    """The forward pass.
+
+    Args:
+        hidden: [tokens, hidden].
+        layer: This rank's columns.
+        targets: [tokens] int64, ids of the whole vocabulary or `options.ignore_index`.
+        options: The rest.
+    """
+    chosen = select_rows(targets != options.ignore_index, targets, options.vocab_size)
+    if chosen.smallest < 0 or chosen.largest >= options.vocab_size:
+        raise ValueError(
+            f"targets must lie in [0, {options.vocab_size}) or equal "
+            f"ignore_index={options.ignore_index}: got "
+            f"{chosen.smallest if chosen.smallest < 0 else chosen.largest}"
+        )
+    # Where an ignored row is computed with the others its target lies in no rank's columns.
+    columns = torch.where(chosen.mask, targets - options.start, -1)
+    rows = options.engine.statistics(
+        chosen.take(hidden), layer, chosen.take(columns), needs_entropy=options.needs_entropy
+    )
+    if options.group is not None:
+        rows = merge_over_ranks(rows, _resolve_group(options.group))
+    wide = accumulation_dtype(hidden, layer.weight, layer.bias)
+
+    def place(values: Tensor, fill: float) -> Tensor:
+        return chosen.place(values.to(wide), fill)
+
+    return RowResults(
+        logprobs=place(rows.logprobs, 0),
+        entropies=place(rows.entropy, 0) if options.needs_entropy else hidden.new_empty(0).to(wide),
+        maximum=place(rows.maximum, _NO_PROBABILITY),
+        log_sum=place(rows.log_sum, 0),
+    )
+
+
+def gradients_of_layer(
+    hidden: Tensor,
+    layer: OutputLayer,
+    targets: Tensor,
+    results: RowResults,
+    upstream: Upstream,
+    sink: GradientSink,
+    options: PassOptions,
+) -> Tensor | None:
+    """The backward pass: gradients of weight and bias go to the sink.
+
+    Args:
+        hidden, layer, targets, options: As in the forward pass.
+        results: Of the forward pass.
+        upstream: Gradients of its outputs.
+        sink: Which gradients are needed, and where they go.
+
+    Returns:
+        dL/dhidden in the dtype of hidden, or None if it is not needed.
+    """
+    mask = upstream.reach(targets) & (targets != options.ignore_index)
+    chosen = select_rows(mask)
+
+    def reached(gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else chosen.take(torch.where(mask, gradient, 0))
+
+    dtype = options.engine.product_dtype(hidden, layer.weight)
+    rows = GradRows(
+        hidden=chosen.take(hidden).to(dtype),
+        targets=chosen.take(targets - options.start),
+        # A row that is kept though nothing reaches it must not overflow on its way to 0.
+        maximum=chosen.take(torch.where(mask, results.maximum, _NO_PROBABILITY)),
+        log_sum=chosen.take(results.log_sum),
+        logprobs=chosen.take(results.logprobs),
+        entropy=chosen.take(results.entropies if options.needs_entropy else results.logprobs),
+        grad_logprobs=reached(upstream.logprobs),
+        grad_entropy=reached(upstream.entropies),
+    )
+    grad_rows = _layer_gradients(rows, layer, sink, options)
+    if grad_rows is None:
+        return None
+    if options.group is not None:
+        dist.all_reduce(grad_rows, group=_resolve_group(options.group))
+    narrow = grad_rows.to(hidden.dtype)
+    if chosen.index is None:
+        return narrow
+    return torch.zeros_like(hidden).index_copy_(0, chosen.index, narrow)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSink:
+    """Where gradients go; None where they are not needed.
+
+    Args:
+        needs_hidden: Whether dL/dhidden is computed.
+        weight: [columns, hidden], written.
+        weight_total: [columns, hidden] float32, added to.
+        bias: [columns], written.
+    """
+
+    needs_hidden: bool
+    weight: Tensor | None
+    weight_total: Tensor | None
+    bias: Tensor | None
+
+
+def _layer_gradients(
+    rows: GradRows, layer: OutputLayer, sink: GradientSink, options: PassOptions
+) -> Tensor | None:
+    """Gradient of rows.hidden in the accumulation dtype, if needed; the others go to the sink."""
+    rows, scale = scale_into_range(rows, layer.transform)
+    wide = accumulation_dtype(rows.hidden, layer.weight, layer.bias)
+    grad_rows = torch.zeros_like(rows.hidden, dtype=wide) if sink.needs_hidden else None
+    for start, stop, chunk in chunks(layer, options.engine.chunk_columns, rows.hidden.dtype):
+        grad_logits = options.engine.grad_logits(rows, chunk, start)
+        if grad_rows is not None:
+            add_product_(grad_rows, grad_logits, chunk.weight)
+        if sink.weight is not None:
+            write_product(sink.weight[start:stop], grad_logits.T, rows.hidden, scale=scale)
+        if sink.weight_total is not None:
+            part = sink.weight_total[start:stop]
+            add_product_(part, grad_logits.T, rows.hidden, scale=scale)
+        if sink.bias is not None:
+            total = grad_logits.sum(0, dtype=wide)
+            sink.bias[start:stop] = total if scale is None else total / scale
+    if grad_rows is not None and scale is not None:
+        grad_rows /= scale
+    return grad_rows
+
+
+def chunks(
+    layer: OutputLayer, chunk_columns: int, dtype: torch.dtype
+) -> Iterator[tuple[int, int, OutputLayer]]:
+    """(first column, end, that part of the layer with its weight in `dtype`)."""
+    for start in range(0, len(layer.weight), chunk_columns):
+        stop = min(start + chunk_columns, len(layer.weight))
+        bias = None if layer.bias is None else layer.bias[start:stop]
+        yield start, stop, OutputLayer(layer.weight[start:stop].to(dtype), bias, layer.transform)
+
+
+def _resolve_group(name: str) -> dist.ProcessGroup | None:
+    return _resolve_process_group(name) if name else None  # type: ignore[arg-type]
+
+
+def merge_over_ranks(rows: RowStatistics, group: dist.ProcessGroup | None) -> RowStatistics:
+    """Statistics of the whole vocabulary from every rank's part, merged in the order of ranks.
+
+    Args:
+        rows: This rank's part; all four statistics travel in one all-gather.
+        group: The ranks.
+    """
+    part = torch.stack((rows.maximum, rows.exp_sum, rows.weighted_sum, rows.target_logits))
+    world_size = dist.get_world_size(group)
+    parts = part.new_empty((world_size, *part.shape))
+    all_gather_single(parts.view(-1), part.view(-1), group=group)
+    merged = RowStatistics(*parts[0].unbind())
+    for other in parts[1:]:
+        merged = merged.merge(RowStatistics(*other.unbind()))
+    return merged

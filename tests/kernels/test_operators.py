@@ -1,0 +1,239 @@
+"""linear_logprob at home in torch: compilers, checkpoints, second derivatives, settings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lightrft.kernels import Workspace, linear_logprob, linear_policy_loss
+from lightrft.kernels.logprob.products import product_of_parts, wide_product
+from lightrft.kernels.logprob.rows import select_rows
+
+
+def make_inputs(dtype=torch.float32, num_tokens=20, vocab=100, size=24):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, size, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, size, generator=generator).to(dtype).requires_grad_()
+    bias = torch.randn(vocab, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocab, (num_tokens,), generator=generator)
+    targets[3] = -100
+    return hidden, weight, bias, targets
+
+
+def logprobs_and_entropy(hidden, weight, bias, targets):
+    output = linear_logprob(hidden, weight, targets, bias=bias, temperature=0.7, entropy="grad")
+    return output.logprobs, output.entropy
+
+
+def run(function, inputs):
+    """Both outputs and the gradients of a loss that is not linear in them."""
+    logprobs, entropy = function(*inputs)
+    loss = (logprobs**2).sum() + (entropy * logprobs.detach()).sum()
+    return logprobs, entropy, *torch.autograd.grad(loss, inputs[:3])
+
+
+def assert_same(values, expected):
+    for value, reference in zip(values, expected, strict=True):
+        assert torch.allclose(value, reference, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_in_one_graph_forward_and_backward(dynamic):
+    inputs = make_inputs()
+    compiled = torch.compile(
+        logprobs_and_entropy, fullgraph=True, dynamic=dynamic, backend="aot_eager"
+    )
+    assert_same(run(compiled, inputs), run(logprobs_and_entropy, inputs))
+    # Positive control: the compiled function follows its inputs.
+    changed = (inputs[0] * 2, *inputs[1:])
+    with pytest.raises(AssertionError):
+        assert_same(run(compiled, changed), run(logprobs_and_entropy, inputs))
+
+
+@pytest.mark.slow
+def test_compiles_in_one_graph_with_inductor():
+    inputs = make_inputs()
+    compiled = torch.compile(logprobs_and_entropy, fullgraph=True)
+    assert_same(run(compiled, inputs), run(logprobs_and_entropy, inputs))
+
+
+def test_a_checkpoint_that_does_not_reenter_recomputes_it():
+    inputs = make_inputs()
+
+    def recomputed(*arguments):
+        return checkpoint(logprobs_and_entropy, *arguments, use_reentrant=False)
+
+    assert_same(run(recomputed, inputs), run(logprobs_and_entropy, inputs))
+
+
+def test_a_checkpoint_of_a_loss_inside_recomputes_it():
+    hidden, weight, _, targets = make_inputs()
+
+    def loss_of(hidden, weight):
+        return linear_policy_loss(
+            hidden, weight, targets,
+            lambda logprobs, entropy, rows: (logprobs.sum(), torch.ones_like(logprobs), None),
+        ).loss  # fmt: skip
+
+    want = torch.autograd.grad(loss_of(hidden, weight), (hidden, weight))
+    loss = checkpoint(loss_of, hidden, weight, use_reentrant=False)
+    assert_same(torch.autograd.grad(loss, (hidden, weight)), want)
+
+
+def operator_arguments(grad_weight=None, entropy="grad"):
+    hidden, weight, bias, targets = make_inputs()
+    options = (0.7, 5.0, -100, entropy, "auto", "fp32", "True", 64, 0, 100, None)
+    forward = (hidden, weight, bias, targets, grad_weight, *options)
+    results = [tensor.detach() for tensor in torch.ops.lightrft.linear_logprob(*forward)]
+    upstream = (torch.randn(20), torch.randn(20) if entropy == "grad" else None)
+    inputs = [tensor.detach() for tensor in (hidden, weight, bias, targets)]
+    return forward, (*upstream, *inputs, *results, [True, True, True], *options)
+
+
+@pytest.mark.parametrize("entropy", ["grad", "none"])
+def test_operators_pass_torchs_own_checks(entropy):
+    forward, backward = operator_arguments(entropy=entropy)
+    torch.library.opcheck(torch.ops.lightrft.linear_logprob.default, forward)
+    torch.library.opcheck(torch.ops.lightrft.linear_logprob_backward.default, backward)
+    into = (torch.zeros(100, 24), *backward)
+    torch.library.opcheck(torch.ops.lightrft.linear_logprob_backward_into.default, into)
+
+
+def test_a_gradient_that_goes_to_a_buffer_compiles():
+    hidden, weight, _, targets = make_inputs()
+    totals = []
+    for wrap in (lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")):
+        total = torch.zeros(100, 24)
+
+        def logprobs(hidden, weight, total=total):
+            workspace = Workspace(64, grad_weight=total)
+            return linear_logprob(hidden, weight, targets, workspace=workspace).logprobs
+
+        wrap(logprobs)(hidden, weight).sum().backward()
+        totals.append(total)
+    assert totals[0].any()
+    assert torch.equal(*totals)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_second_derivatives_are_refused_also_beside_another_term(inside):
+    hidden, weight, _, targets = make_inputs()
+    if inside:
+        loss = linear_policy_loss(
+            hidden, weight, targets,
+            lambda logprobs, entropy, rows: (logprobs.sum(), torch.ones_like(logprobs), None),
+        ).loss  # fmt: skip
+    else:
+        loss = linear_logprob(hidden, weight, targets).logprobs.sum()
+    (gradient,) = torch.autograd.grad(loss + (hidden**3).sum(), hidden, create_graph=True)
+    assert torch.isfinite(gradient).all()
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        gradient.sum().backward()
+
+
+def test_vmap_is_refused_with_what_to_do():
+    _, weight, _, targets = make_inputs()
+
+    def logprobs(hidden):
+        return linear_logprob(hidden, weight.detach(), targets).logprobs
+
+    with pytest.raises(RuntimeError, match=r"batch of 3.*hidden\.flatten\(0, 1\)"):
+        torch.vmap(logprobs)(torch.randn(3, 20, 24))
+
+
+def settings():
+    matmul = torch.backends.cuda.matmul
+    return (
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_reduced_precision_reduction,
+        torch.get_float32_matmul_precision(),
+    )
+
+
+class Watch(TorchDispatchMode):
+    """The operations that run, and the program's settings while they do."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.settings = [], set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function._schema.name)
+        self.settings.add(settings())
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_setting_of_the_program_is_changed():
+    hidden, weight, _, targets = make_inputs(torch.bfloat16)
+    seen = []
+
+    def token_loss(logprobs, entropy, rows):
+        seen.append(settings())
+        return logprobs.sum(), torch.ones_like(logprobs), None
+
+    before = settings()
+    linear_policy_loss(hidden, weight, targets, token_loss)
+    assert set(seen) == {before}
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_float32_products_keep_their_digits_whatever_the_program_allows(precision):
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(300, 1024, generator=generator)
+    right = torch.randn(1024, 300, generator=generator)
+    exact = left.double() @ right.double()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        product = wide_product(left, right)
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert (product - exact).norm() < 2e-6 * exact.norm()
+
+
+def round_to_tf32(x):
+    """To 11 significant digits, to the nearest."""
+    bits = x.contiguous().view(torch.int32)
+    return ((bits + 2**12) & -(2**13)).view(torch.float32)
+
+
+def test_three_tf32_products_make_a_float32_one(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(64, 512, generator=generator)
+    right = torch.randn(512, 64, generator=generator)
+    exact = left.double() @ right.double()
+
+    def tensor_core(a, b):
+        return torch.mm(round_to_tf32(a).double(), round_to_tf32(b).double()).float()
+
+    rounded = (tensor_core(left, right) - exact).norm() / exact.norm()
+    assert rounded > 1e-4  # the product that TF32 would give
+    monkeypatch.setattr(torch.Tensor, "__matmul__", tensor_core)
+    product = product_of_parts(left, right)
+    monkeypatch.undo()
+    assert (product - exact).norm() < 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_rows_are_chosen_with_one_transfer_or_none(is_static):
+    mask = torch.tensor([True, False, True, True])
+    values = torch.tensor([4, -100, 0, 2])
+    with Watch() as watch:
+        chosen = select_rows(mask, values, 5, is_static=is_static)
+    # What a GPU would have to wait for: sizes that depend on values, and values themselves.
+    waits = {"aten::nonzero", "aten::_local_scalar_dense", "aten::item", "aten::masked_select"}
+    assert not waits & set(watch.names)
+    assert torch.equal(chosen.place(chosen.take(values + 1.0), 9.0), torch.tensor([5.0, 9, 1, 3]))
+    if not is_static:
+        assert (chosen.smallest, chosen.largest) == (0, 4)
+        assert chosen.index.tolist() == [0, 2, 3]
+
+
+def test_values_are_asserted_where_nothing_may_be_transferred():
+    mask = torch.tensor([True, False])
+    with pytest.raises(RuntimeError, match=r"targets must lie in \[0, 5\)"):
+        select_rows(mask, torch.tensor([5, 0]), 5, is_static=True)
+    select_rows(mask, torch.tensor([4, 7]), 5, is_static=True)
