@@ -45,7 +45,7 @@ def decide_by_machine(config: TrainConfig, strategy: StrategyBase) -> TrainConfi
     """
     if config.fused_linear_logprob is not None:
         return config
-    has_gpu = strategy.all_reduce(int(strategy.device.type == "cuda"), op="min") > 0
+    has_gpu = strategy.all_reduce(int(strategy.device.type != "cuda"), op="max") == 0
     chosen = config.fuses_logprob(has_gpu=has_gpu)
     where = "every rank has a GPU" if has_gpu else "not every rank has a GPU"
     strategy.print(f"fused_linear_logprob = {str(chosen).lower()}: {where}")
