@@ -60,10 +60,10 @@ def cpu_multiplies_bfloat16() -> bool:
     other code multiplies meanwhile: so it is used where the program has made it
     (`torch.set_float32_matmul_precision("medium")`), never made here.
     """
-    if torch.backends.mkldnn.matmul.fp32_precision != "bf16":
+    if _operand_precision(torch.device("cpu")) != "bf16":
         return False
     has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return bool(torch.backends.mkldnn.is_available() and has_instructions)
+    return bool(has_instructions and torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def split_product(left: Tensor, right: Tensor, *, num_parts: int = 3) -> Tensor:
@@ -87,8 +87,12 @@ def split_product(left: Tensor, right: Tensor, *, num_parts: int = 3) -> Tensor:
 
 def may_round_operands(device: torch.device) -> bool:
     """Whether float32 operands of a product may be rounded to fewer digits on this device."""
+    return _operand_precision(device) not in ("ieee", "none")
+
+
+def _operand_precision(device: torch.device) -> str:
     settings = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    return settings.matmul.fp32_precision not in ("ieee", "none")
+    return str(settings.matmul.fp32_precision)
 
 
 def product_of_parts(left: Tensor, right: Tensor) -> Tensor:
