@@ -215,11 +215,12 @@ def test_no_terminal_escape_of_the_data_reaches_the_console(check, model):
         {"question": [{"role": "user", "content": evil}], "answer": {evil: 1}},
         {"question": evil, "answer": "#### 1"}, '{"question": "\x1b[31m',
     ]  # fmt: skip
-    for flags in (("--pretrain", model), ("--input_key", "question")):
-        code, out, err = check(rows, "--reward_fn", "gsm8k", "--label_key", "answer", *flags)
-        assert code in (2, 4)
-        assert all(c.isprintable() or c in "\n\t" for c in out + err)
-        assert "owned" in out
+    code, out, err = check(
+        rows, "--reward_fn", "gsm8k", "--label_key", "answer", "--pretrain", model
+    )
+    assert code == 4
+    assert all(c.isprintable() or c in "\n\t" for c in out + err)
+    assert "owned" in out
 
 
 def test_progress_is_said(capsys, monkeypatch):

@@ -23,7 +23,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 LANGUAGES = {"bash", "python", "text"}
 # What takes seconds runs by default, what trains a model with the slow tests.
 CHEAP = ("errors.md", "data_formats.md", "library.md")
-COSTLY = ("after_a_run.md", "first_reward.md", "index.md", "scaling.md")
+COSTLY = ("after_a_run.md", "audit.md", "first_reward.md", "index.md", "scaling.md")
 
 
 def blocks(page):
@@ -94,11 +94,11 @@ def test_every_bash_block_parses_and_names_known_commands(page):
 
 @pytest.mark.parametrize("page", [*CHEAP, *COSTLY])
 def test_every_flag_in_the_text_exists(page):
-    from lightrft.cli import config_command, doctor, evaluate, slurm, train
+    from lightrft.cli import audit, config_command, doctor, evaluate, slurm, train
 
     known = {"--rdzv-backend", "--rdzv-endpoint", "--nnodes", "--help"}
     known |= {"--pretrian"}  # a misspelling that is shown on purpose
-    commands = (train, evaluate, slurm, doctor)
+    commands = (train, evaluate, slurm, doctor, audit)
     parsers = [command.build_parser() for command in commands]
     for parser in (*parsers, *config_command.build_parsers()):
         known |= {flag for action in parser._actions for flag in action.option_strings}

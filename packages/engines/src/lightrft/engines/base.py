@@ -261,7 +261,7 @@ class RolloutEngine(ABC):
             names: Which; None is all that can be read back.
 
         Returns:
-            Checkpoint name -> signed 64-bit hash as `lightrft.kernels.hash_tensor` defines it.
+            Checkpoint name -> signed 64-bit hash, that of `lightrft.kernels.hash_tensors`.
         """
         return self._weights.hashes(names)
 
@@ -273,6 +273,14 @@ class RolloutEngine(ABC):
             (nothing was changed).
         """
         return self._weights.alias(tensors)
+
+    def shared_names(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+        """Names of the parameters whose storage, as the engine computes with it, is the one given.
+
+        Args:
+            tensors: Checkpoint name -> full tensor of the trainer.
+        """
+        return self._weights.shared_names(tensors)
 
     def check_usable(self) -> None:
         """Raises unless the engine is awake and holds a complete set of weights."""

@@ -189,6 +189,9 @@ def check_value(name: str, value: object, hint: object, info: OptionInfo) -> str
             hint_text = f" (did you mean {near[0]!r}?)" if near else ""
             own = "" if isinstance(info.choices, tuple) else ", FILE.py:NAME or MODULE:NAME"
             return f"{name}: got {_short(wrong[0])}, expected one of {listing}{own}{hint_text}"
+    problem = _text_problem(value, info)
+    if problem is not None:
+        return f"{name}: got {_short(value)}, expected {problem}"
     items: Iterable[tuple[str, object]] = ((name, value),)
     if isinstance(value, tuple):
         items = ((name, item) for item in value)
@@ -201,6 +204,21 @@ def check_value(name: str, value: object, hint: object, info: OptionInfo) -> str
                 shown_value = number if isinstance(value, Mapping) else value
                 return f"{place}: got {_short(shown_value)}, expected {problem}"
     return None
+
+
+def _text_problem(value: object, info: OptionInfo) -> str | None:
+    """Why a text, or one of several, is none that files and the system take."""
+    texts = [item for item in (value if isinstance(value, tuple) else (value,))
+             if isinstance(item, str)]  # fmt: skip
+    if any("\0" in text or (not text.isprintable() and _has_surrogate(text)) for text in texts):
+        return "a text of UTF-8 characters without NUL"
+    if info.path is not None and "" in texts:
+        return f"the path of a {info.path}"
+    return None
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _short(value: object) -> str:
@@ -338,9 +356,10 @@ def _number(text: str, kind: type[int] | type[float]) -> object:
         return text
     if kind is float:
         return number
-    if text.lstrip("+-").isdigit():
-        return _untyped(text)  # floats have not all of its digits
-    return int(number) if number.is_integer() else text
+    try:
+        return int(text)  # floats have not all of its digits
+    except ValueError:
+        return int(number) if number.is_integer() else text
 
 
 def pairs(items: list[str]) -> dict[str, str | int | float | bool] | str:

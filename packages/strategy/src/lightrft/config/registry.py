@@ -113,8 +113,9 @@ def _load_file(path: Path) -> ModuleType:
             raise ImportError(f"no Python module: {file}")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
-        # The imports of a file from beside it work, as if it were run as a script.
-        sys.path.insert(0, str(file.parent))
+        # Imports from beside a file work, also later ones; at the end of the path, so that none of
+        # them takes the place of a package that this program imports.
+        sys.path.append(str(file.parent))
         try:
             spec.loader.exec_module(module)
         except BaseException:

@@ -14,6 +14,7 @@ UNKNOWN_ORDER = (
     "off_policy_correction cannot tell which tokens the {engine} engine kept with top_p and top_k "
     "together: leave one of the two out, or take engine_type vllm or hf"
 )
+MAX_SAMPLES = 10**7
 # A sentence on what is wrong with the values together; a falsy answer is nothing.
 Rule = Callable[[RunOptions], object]
 
@@ -100,6 +101,11 @@ RULES: tuple[Rule, ...] = (
     lambda c: c.overlong_buffer and c.overlong_buffer_len > c.generate_max_len and (
         "overlong_buffer_len must be at most generate_max_len: got "
         f"{c.overlong_buffer_len} and {c.generate_max_len}"
+    ),
+    lambda c: c.rollout_batch_size * c.n_samples_per_prompt > MAX_SAMPLES and (
+        "rollout_batch_size * n_samples_per_prompt: got "
+        f"{c.rollout_batch_size} * {c.n_samples_per_prompt}, expected at most {MAX_SAMPLES} "
+        "responses of a step: every process holds all of them"
     ),
     lambda c: c.max_len is not None and c.max_len < c.prompt_max_len + c.generate_max_len and (
         f"max_len must hold prompt_max_len + generate_max_len: got {c.max_len} and "

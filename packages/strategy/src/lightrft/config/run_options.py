@@ -68,7 +68,7 @@ class RunOptions(StrategyConfig):
         commands=("data", "eval"),
     )  # fmt: skip
     reward_timeout_seconds: float = option(
-        120.0, "Deadline of one call of a reward function.", group="reward", above=0,
+        120.0, "Deadline of one call of a reward function.", group="reward", above=0, at_most=1e7,
         may_change=True, commands=("data", "eval"),
     )  # fmt: skip
     reward_weights: tuple[float, ...] = option(
@@ -169,7 +169,7 @@ class RunOptions(StrategyConfig):
     )  # fmt: skip
     heartbeat_seconds: float = option(
         60.0, "Say which phase is under way after so long without a line.", group="monitoring",
-        above=0, may_change=True,
+        above=0, at_most=1e7, may_change=True,
     )  # fmt: skip
     engine_type: str = option(
         "auto", "Rollout engine; auto takes vllm or sglang on a GPU, else hf.", group="engine",
@@ -403,4 +403,8 @@ class RunOptions(StrategyConfig):
         (), "Names of tensors (patterns like 'score.*') that may be missing from a checkpoint, of "
         "another shape or unused; those the model needs are initialised anew, alike in actor and "
         "reference.", group="models",
+    )  # fmt: skip
+    audit_every: int = option(
+        0, "Record every K-th step, with the states before and after, for lightrft audit; 0 is "
+        "never.", group="monitoring", at_least=0, may_change=True,
     )  # fmt: skip

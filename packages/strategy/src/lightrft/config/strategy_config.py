@@ -73,8 +73,8 @@ class StrategyConfig:
     )  # fmt: skip
     l2: float = option(0.0, "Decoupled weight decay of matrices.", group="training", at_least=0)
     lr_warmup_ratio: float = option(
-        0.03, "Share of all optimizer steps in which the learning rate rises.", group="training",
-        at_least=0, at_most=1,
+        0.03, "Share of all optimizer steps in which the learning rate rises; the first of them has "
+        "a part of it already.", group="training", at_least=0, at_most=1,
     )  # fmt: skip
     lr_scheduler: str = option(
         "cosine_with_min_lr", "How the learning rate changes after the rise.", group="training",
@@ -152,7 +152,7 @@ class StrategyConfig:
     )  # fmt: skip
     timeout_minutes: float = option(
         60.0, "Deadline of every collective and of every phase.", group="distributed", above=0,
-        finite=False, may_change=True, commands=("eval",),
+        at_most=1e6, may_change=True, commands=("eval",),
     )  # fmt: skip
     engine_type: str = option(
         "vllm", "Rollout engine.", group="engine", choices=ENGINE_TYPES, common=True,

@@ -26,7 +26,7 @@ def read_toml(path: Path) -> dict[str, object]:
     try:
         with path.open("rb") as stream:
             return tomllib.load(stream)
-    except tomllib.TOMLDecodeError as err:
+    except (ValueError, RecursionError) as err:  # no TOML, no UTF-8, or numbers without end
         raise ConfigError(f"{path}: not a TOML file: {err}") from err
 
 
@@ -95,6 +95,6 @@ def format_toml(value: object) -> str:
 
 def _quote(text: str) -> str:
     escaped = "".join(
-        _ESCAPES.get(char, char if char.isprintable() else f"\\u{ord(char):04x}") for char in text
+        _ESCAPES.get(char, char if char.isprintable() else f"\\U{ord(char):08x}") for char in text
     )
     return f'"{escaped}"'

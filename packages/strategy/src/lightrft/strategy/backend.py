@@ -143,6 +143,25 @@ class Backend(ABC):
         for name, value in training_state.module_state(module).items():
             yield name, full_value(value)
 
+    def full_states(self, found: PreparedModel) -> Iterator[tuple[str, Tensor]]:
+        """Parameters as `weight/NAME`, optimizer states as `KEY/NAME`, in full, one by one.
+
+        Collective: every rank must take them all.
+        """
+        module = inner_module(found)
+        names = {name for name, _ in module.named_parameters()}
+        for name, value in self.full_values(module):
+            if name in names:
+                yield f"weight/{name}", value
+        if found.optimizer is not None:
+            yield from training_state.full_optimizer_states(module, found.optimizer)
+
+    def optimizer_groups(self, found: PreparedModel) -> list[dict[str, object]]:
+        """Names of the parameters, and numbers, of each group of the optimizer."""
+        if found.optimizer is None:
+            return []
+        return training_state.group_names(inner_module(found), found.optimizer)
+
     def load_weights(self, module: nn.Module, path: Path, *, strict: bool) -> None:
         """Reads full weights in safetensors format."""
         training_state.load_full_weights(path, module, strict=strict)

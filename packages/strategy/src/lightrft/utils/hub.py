@@ -20,15 +20,21 @@ def is_hub_reachable() -> bool:
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return False
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    scheme = urlsplit(endpoint).scheme
+    scheme = endpoint.partition("://")[0]
     return _answers(urllib.request.getproxies().get(scheme, endpoint))
 
 
 @lru_cache
 def _answers(address: str) -> bool:
-    parts = urlsplit(address if "//" in address else f"//{address}")
-    place = (parts.hostname or "", parts.port or _PORTS.get(parts.scheme, 443))
+    try:
+        parts = urlsplit(address if "//" in address else f"//{address}")
+        place = (parts.hostname or "", parts.port or _PORTS.get(parts.scheme, 443))
+    except ValueError:
+        return False
     opened = threading.Event()
+
+    if not place[0]:
+        return False
 
     def connect() -> None:
         try:

@@ -74,10 +74,12 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.trainer.training.parity", "ParityError", ExitCode.VERIFICATION),
     ("lightrft.experience.ledger_gate", "LedgerError", ExitCode.VERIFICATION),
     ("lightrft.trainer.runs.export", "ExportError", ExitCode.VERIFICATION),
+    ("lightrft.audit.record", "RecordError", ExitCode.USAGE),
     ("lightrft.trainer.reporting.trackers", "TrackerError", ExitCode.PREFLIGHT),
     ("lightrft.trainer.reporting.inputs", "NotARunError", ExitCode.USAGE),
     ("lightrft.trainer.training.stopping", "RunStoppedError", ExitCode.STOPPED),
 )
+MAX_ERROR_CHARACTERS = 20_000
 LAUNCHED_BY_LIGHTRFT = "LIGHTRFT_LAUNCHED"
 _NOT_POSSIBLE_HERE = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM,
@@ -154,7 +156,7 @@ def run_guarded(program: str, body: Callable[[], int]) -> int:
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the boundary to the shell
         code = exit_code_of(error)
         # Parts of it may come from data, models, reward functions and other machines.
-        text = printable(mask_address(describe(error)))
+        text = printable(mask_address(describe(error)), limit=MAX_ERROR_CHARACTERS)
         write_error_report(text, code)
         if LAUNCHED_BY_LIGHTRFT not in os.environ:
             rank = os.environ.get("RANK", "0")

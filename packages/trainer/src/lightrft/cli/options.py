@@ -1,6 +1,7 @@
 """Flags and TOML files of the commands, merged into one `TrainConfig`."""
 
 import argparse
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,9 +55,20 @@ class at_least:  # noqa: N801 - a type of argument reads like a function
 
     def __call__(self, text: str) -> int:
         """The number in `text`."""
-        if text.lstrip("+-").isdigit() and int(text) >= self.lowest:
+        if text.lstrip("+-").isdecimal() and len(text) < 20 and int(text) >= self.lowest:
             return int(text)
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number >= {self.lowest}")
+
+
+def finite(text: str) -> float:
+    """A type of argument: numbers that are neither NaN nor infinite."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a finite number")
+    return number
 
 
 def add_number(

@@ -17,9 +17,8 @@ from lightrft.rewards.process import (
 )
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 
-_BOXED = re.compile(r"\\(?:boxed|fbox)\s*+\{")
-# An escaped brace is not a brace.
-_BRACE = re.compile(r"\\.|[{}]", flags=re.DOTALL)
+# The start of a box, an escaped character (of which a brace is no brace), or a brace.
+_BRACE = re.compile(r"\\?\\(?:boxed|fbox)\s*+\{|\\.|[{}]", flags=re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
 _HASHES = re.compile(r"####\s*([^\n]+)")
 _DECORATION = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\$", "$")
@@ -36,19 +35,18 @@ def last_boxed(text: str) -> str | None:
 
     One pass over the text: what a model writes must not decide how long this takes.
     """
-    opening = {match.end() - 1 for match in _BOXED.finditer(text)}
-    if not opening:
-        return None
-    unclosed: list[int] = []
+    unclosed: list[tuple[int, bool]] = []
     start = end = -1
-    for brace in _BRACE.finditer(text):
-        if brace[0] == "{":
-            unclosed.append(brace.start())
-        elif brace[0] == "}" and unclosed:
-            position = unclosed.pop()
-            if position > start and position in opening:
-                start, end = position, brace.start()
-    return None if start < 0 else text[start + 1 : end].strip()
+    for found in _BRACE.finditer(text, 0, text.rfind("}") + 1):
+        piece = found[0]
+        if piece == "}":
+            if unclosed:
+                position, is_box = unclosed.pop()
+                if is_box and position > start:
+                    start, end = position, found.start()
+        elif piece == "{" or len(piece) > 2:
+            unclosed.append((found.end(), len(piece) > 2))
+    return None if start < 0 else text[start:end].strip()
 
 
 def last_hashes(text: str) -> str | None:

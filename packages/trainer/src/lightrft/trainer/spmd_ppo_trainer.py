@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.config import StrategyConfig, TrainConfig
+from lightrft.config import ConfigError, StrategyConfig, TrainConfig
 from lightrft.config.options import options_of
 from lightrft.datasets.types import Prompt
 from lightrft.experience.assemble import AdvantageSettings
@@ -30,6 +30,7 @@ from lightrft.trainer.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.trainer.runs.prompts import PromptBatches, PromptStream, check_lengths, planned_steps
 from lightrft.trainer.training.alarms import alarms
 from lightrft.trainer.training.algorithm import check_algorithm, decide, unused_algorithm_options
+from lightrft.trainer.training.audit_record import NoRecord, StepRecorder
 from lightrft.trainer.training.checkpointing import load_trainer, save_trainer
 from lightrft.trainer.training.construction import (
     build_trainer_rewards,
@@ -131,6 +132,8 @@ class SPMDPPOTrainerBase:
     _experience: StepExperience | None = None
     _stop_request: Callable[[], bool] | None = None
     _is_first_step = True
+    # Of the whole run; 0 is unknown, since `fit` was not called.
+    _num_planned_steps = 0
 
     def __init__(
         self,
@@ -405,7 +408,9 @@ class SPMDPPOTrainerBase:
             for trained in self._models.trained:
                 self.strategy.maybe_load_optimizer(trained.optimizer)
                 trained.model.train()
-            self._update(step, metrics)
+            recorder = self._recorder(step)
+            self._update(step, metrics, recorder)
+            recorder.finish()
             for trained in self._models.trained:
                 self.strategy.maybe_offload_optimizer(trained.optimizer)
         before = self._engine_hash
@@ -443,7 +448,22 @@ class SPMDPPOTrainerBase:
             peak=peak_tflops(self.config),
         )
 
-    def _update(self, step: StepExperience, metrics: StepMetrics) -> None:
+    def _recorder(self, step: StepExperience) -> NoRecord:
+        """What receives the numbers of the step for an audit; collective where one is due."""
+        if not _is_due(self.state.num_steps + 1, self.config.audit_every):
+            return NoRecord()
+        num_updates = self._num_planned_steps * self.config.steps_per_rollout
+        models = {
+            each.name: PreparedModel(each.model, each.optimizer, each.scheduler)
+            for each in self._models.trained
+        }
+        recorder = StepRecorder(self.strategy, self.config, models, step)
+        recorder.begin(
+            self.state, has_reference=self.initial_model is not None, num_updates=num_updates
+        )
+        return recorder
+
+    def _update(self, step: StepExperience, metrics: StepMetrics, recorder: NoRecord) -> None:
         """All optimizer steps; none where dynamic sampling found nothing to learn from."""
         selection = step.samples.selection
         if selection is not None and selection.is_empty:
@@ -460,6 +480,7 @@ class SPMDPPOTrainerBase:
             metrics,
             self._algorithm.corrections,
             kl_coef=self._kl_coef if self.config.use_kl_loss else 0.0,
+            recorder=recorder,
             loss_inside=self._loss_inside,
         )
         number = self.state.num_steps
@@ -555,6 +576,7 @@ class SPMDPPOTrainerBase:
                 self.log_metrics(0, first_eval)
         num_saved, was_stopped = -1, False
         ended_by: tuple[str, ...] = ()
+        self._num_planned_steps = num_steps
         while self.state.num_steps < num_steps:
             if was_stopped := self.is_asked_to_stop():
                 break
@@ -601,13 +623,13 @@ class SPMDPPOTrainerBase:
         """Saves the actor in `ckpt_path`/best if `best_metric` was never better; collective.
 
         Raises:
-            ValueError: The evaluation has no such metric; the message lists those it has.
+            ConfigError: The evaluation has no such metric; the message lists those it has.
         """
         metric, best = self.config.best_metric, self.state.best
         if metric is None or self.config.ckpt_path is None or not metrics:
             return
         if metric not in metrics:
-            raise ValueError(
+            raise ConfigError(
                 f"best_metric: the evaluation has no {metric!r}, it has "
                 f"{', '.join(sorted(metrics))}"
             )

@@ -257,6 +257,39 @@ def set_full_value(parameter: nn.Parameter, value: Tensor) -> None:
         safe_set_local_fp32_param(parameter, _partition_of(parameter, master))
 
 
+def full_master(parameter: nn.Parameter) -> Tensor | None:
+    """The float32 master of a trained parameter, in full; None for a frozen one. Collective."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if not parameter.requires_grad:
+        return None
+    master: Tensor | None = safe_get_full_fp32_param(parameter)
+    return None if master is None else master.view(full_shape(parameter))
+
+
+def link_moments(engine: ZeroEngine) -> None:
+    """Let `full_moment` find Adam's states as they are now.
+
+    Stages 1 and 2 of DeepSpeed link them once, after the first step of the first group: those of
+    other groups are missing.
+    """
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+    zero = vars(engine.optimizer)
+    for group, partition in zip(
+        zero.get("bit16_groups", ()), zero.get("single_partition_of_fp32_groups", ()), strict=True
+    ):
+        lazy_init_hp_params_optimizer_state(group, partition, zero["optimizer"].state)
+
+
+def full_moment(parameter: nn.Parameter, key: str) -> Tensor | None:
+    """A state of Adam for a trained parameter, in full. Collective."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    value: Tensor | None = safe_get_full_optimizer_state(parameter, key)
+    return None if value is None else value.view(full_shape(parameter))
+
+
 def discard_gradients(engine: ZeroEngine) -> None:
     """Forget the micro-batches of an optimizer step that was given up."""
     engine.zero_grad()

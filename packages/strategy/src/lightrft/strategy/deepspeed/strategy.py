@@ -186,6 +186,14 @@ class ZeroBackend(Backend):
         """Gathers one parameter at a time."""
         return training_state.full_values(module)
 
+    def full_states(self, found: PreparedModel) -> Iterator[tuple[str, Tensor]]:
+        """Float32 masters where there are any; see `Backend.full_states`."""
+        if self.config.zero_stage == 0:
+            yield from super().full_states(found)
+            return
+        engine = runtime.as_engine(wrapped_module(found))
+        yield from training_state.full_states(engine, found.optimizer)
+
     def load_weights(self, module: nn.Module, path: Path, *, strict: bool) -> None:
         """Reads full weights into parameters and masters."""
         training_state.load_full_weights(path, module, strict=strict)

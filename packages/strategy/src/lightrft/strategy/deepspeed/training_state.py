@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightrft.strategy.checkpoints.client_state import CheckpointError
 from lightrft.strategy.checkpoints.gathered_model import WeightFiles, check_names
@@ -79,3 +80,31 @@ def full_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in module.named_buffers():
         if name in saved_names:
             yield name, buffer
+
+
+def full_states(
+    engine: runtime.ZeroEngine, optimizer: Optimizer | None
+) -> Iterator[tuple[str, Tensor]]:
+    """`weight/NAME`, and with an optimizer that has stepped `KEY/NAME`. Collective.
+
+    Args:
+        engine: Of stage 1 to 3.
+        optimizer: Its optimizer, whose states are those of flat parts.
+    """
+    module = engine.module
+    states = [] if optimizer is None else [state for state in optimizer.state.values() if state]
+    if states and not engine.zero_optimization_partition_weights():
+        runtime.link_moments(engine)
+    for name, parameter in module.named_parameters():
+        master = runtime.full_master(parameter)
+        if master is None:
+            with torch.no_grad(), runtime.gathered([parameter]):
+                yield f"weight/{name}", parameter
+            continue
+        yield f"weight/{name}", master
+        for key in ("exp_avg", "exp_avg_sq") if states else ():
+            value = runtime.full_moment(parameter, key)
+            if value is not None:
+                yield f"{key}/{name}", value
+        if states and "step" in states[0]:
+            yield f"step/{name}", torch.as_tensor(states[0]["step"], dtype=torch.float32)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightrft.engines.types import EngineParameter
-from lightrft.kernels import hash_tensor
+from lightrft.kernels import hash_tensors
 from lightrft.strategy.distributed.collectives import Group, gather_objects, transfer_device
 from lightrft.strategy.weight_sync.accounting import (
     MAX_LISTED_NAMES,
@@ -67,7 +67,7 @@ def source_hashes(
         vouch for: the parameters it holds whole.
     """
     rank = local_rank_in(source.group)
-    own = [_shard_hash(pair, source, rank) for pair in pairs]
+    own = _shard_hashes(pairs, source, rank)
     unsharded = {p.name: h for p, h in zip(pairs, own, strict=True) if not p.source.is_sharded}
     total = torch.tensor(
         [h if p.source.is_sharded or rank == 0 else 0 for p, h in zip(pairs, own, strict=True)],
@@ -81,10 +81,19 @@ def source_hashes(
     return hashes, model_hash({**hashes, **unsharded})
 
 
-def _shard_hash(pair: PlannedParameter, source: ParameterSource, rank: int) -> int:
-    parameter = pair.source
-    start, _ = parameter.shards[rank if parameter.is_sharded else 0]
-    return hash_tensor(cast_shard(parameter, source, start, pair.target.dtype), start=start)
+def _shard_hashes(
+    pairs: Sequence[PlannedParameter], source: ParameterSource, rank: int
+) -> list[int]:
+    """The hash of this rank's range of each parameter, as it is sent."""
+    starts = [pair.source.shards[rank if pair.source.is_sharded else 0][0] for pair in pairs]
+    if source.add_local is None:
+        shards = [pair.source.local_shard for pair in pairs]
+        return hash_tensors(shards, starts=starts, dtypes=[pair.target.dtype for pair in pairs])
+    # One after the other: a shard with its adapters is a copy.
+    return [
+        hash_tensors([cast_shard(pair.source, source, start, pair.target.dtype)], starts=[start])[0]
+        for pair, start in zip(pairs, starts, strict=True)
+    ]
 
 
 def cast_shard(

@@ -226,12 +226,7 @@ def build_trainer(
     )
     num_steps = planned_steps(loader, config, strategy.world_size)
     strategy.print(inputs.prompts.report.summary())
-    if inputs.tokenizer.eos_token_id is None:
-        strategy.print(
-            f"warning: the tokenizer of {config.pretrain} has no end-of-sequence token: responses "
-            f"end only at generate_max_len = {config.generate_max_len} tokens, unless the model's "
-            "generation_config.json names another end"
-        )
+    warn_without_end(inputs.tokenizer, config, strategy.print)
     strategy.print(f"{num_steps} steps of {config.rollout_batch_size} prompts")
     with phase("load the models", timedelta(minutes=config.timeout_minutes)):
         models = build_models(config, strategy, num_steps * config.steps_per_rollout)
@@ -264,6 +259,18 @@ def build_trainer(
         fused_linear_logprob=config.fused_linear_logprob,
     )
     return trainer, loader
+
+
+def warn_without_end(
+    tokenizer: PreTrainedTokenizerBase, config: TrainConfig, write: Callable[[str], None]
+) -> None:
+    """Writes a line if the tokenizer has no token at which a response could end."""
+    if tokenizer.eos_token_id is None:
+        write(
+            f"warning: the tokenizer of {config.pretrain} has no end-of-sequence token: responses "
+            f"end only at generate_max_len = {config.generate_max_len} tokens, unless the model's "
+            "generation_config.json names another end"
+        )
 
 
 def first_rank_loggers(

@@ -94,18 +94,16 @@ class PolicyObjective:
     """policy + kl_coef KL - entropy_coef H, each aggregated with the same Z.
 
     Args:
-        policy_loss: One loss value per token.
+        config: Has the KL's estimator and the weight of the entropy, 0 of which is off.
+        token_loss: One loss value per token.
         normalizer: Z of the optimizer batch over all ranks.
         kl_coef: Weight of the KL to the reference model; 0 is off.
-        kl_estimator: A name in `algorithms.kl.KL_ESTIMATORS`.
-        entropy_coef: Weight of the entropy; 0 is off.
     """
 
-    policy_loss: PolicyLossFunction
+    config: TrainConfig
+    token_loss: PolicyLossFunction
     normalizer: Tensor
     kl_coef: float
-    kl_estimator: str
-    entropy_coef: float
 
     def terms(self, tokens: LossTokens, logprobs: Tensor, entropy: Tensor | None) -> ObjectiveTerms:
         """The objective's value over some tokens.
@@ -119,7 +117,7 @@ class PolicyObjective:
         def share_of(token_loss: Tensor) -> Tensor:
             return weighted_share(mask_out(token_loss, mask), tokens.shares, self.normalizer)
 
-        found = self.policy_loss(logprobs, old_logprobs, tokens.advantages, mask)
+        found = self.token_loss(logprobs, old_logprobs, tokens.advantages, mask)
         weighted = found if tokens.factors is None else found.weighted(tokens.factors)
         share = share_of(weighted.loss)
         parts = {"policy": share}
@@ -128,14 +126,14 @@ class PolicyObjective:
                 logprobs,
                 tokens.ref_logprobs,
                 mask,
-                estimator=self.kl_estimator,
+                estimator=self.config.kl_estimator,
                 old_logprobs=old_logprobs,
             )
             parts["kl"] = share_of(kl)
             share = share + self.kl_coef * parts["kl"]
-        if self.entropy_coef > 0 and entropy is not None:
+        if self.config.entropy_coef > 0 and entropy is not None:
             parts["entropy"] = share_of(entropy)
-            share = share - self.entropy_coef * parts["entropy"]
+            share = share - self.config.entropy_coef * parts["entropy"]
         return ObjectiveTerms(found, parts, share)
 
 

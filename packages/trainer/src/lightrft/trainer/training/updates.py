@@ -31,6 +31,7 @@ from lightrft.models.support import SamplingSupport
 from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.trainer.training.audit_record import NoRecord
 from lightrft.trainer.training.metrics import StepMetrics
 from lightrft.trainer.training.objective import LossTokens, PolicyObjective
 from lightrft.trainer.training.pretrain_mix import PretrainMix
@@ -77,6 +78,7 @@ class Update:
         metrics: Receives the numbers.
         corrections: Terms for the difference between engine and trainer; () is none.
         kl_coef: Weight of the KL to the reference model in the loss; 0 is off.
+        recorder: Receives what an audit compares.
         loss_inside: The actor computes the loss inside its output projection; see
             `objective.why_loss_outside`.
     """
@@ -87,6 +89,7 @@ class Update:
     metrics: StepMetrics
     corrections: tuple[CorrectionTerm, ...] = ()
     kl_coef: float = 0.0
+    recorder: NoRecord = NoRecord()  # noqa: RUF009 - it has no state
     loss_inside: bool = False
 
     def train(
@@ -159,6 +162,7 @@ class Update:
         if self.config.aux_loss_coef > 0:
             sums = self._router_sums(batch, actor.model, slices)
         normalizer = self._normalizer(batch)
+        self.recorder.begin_update(actor.name, batch, normalizer, weights)
         shares = [
             partial(self._policy_share, batch, rows, actor.model, normalizer, weights, sums)
             for rows in slices
@@ -173,6 +177,7 @@ class Update:
     ) -> None:
         """One optimizer step of the critic, aggregated like the policy's."""
         normalizer = self._normalizer(batch)
+        self.recorder.begin_update(critic.name, batch, normalizer, None)
         shares = [
             partial(self._value_share, select_experience(batch, rows), critic.model, normalizer)
             for rows in slices or self._row_slices(batch)
@@ -194,6 +199,7 @@ class Update:
                     result = strategy.optimizer_step(
                         optimizer, model, trained.scheduler, name=trained.name
                     )
+        self.recorder.end_update(result)
         record_step(trained.name, result, self.metrics)
 
     def _row_slices(self, batch: ExperienceBatch) -> Sequence[slice]:
@@ -306,13 +312,7 @@ class Update:
         """
         config, micro, metrics = self.config, select_experience(batch, rows), self.metrics
         mask = micro.rollouts.response_mask
-        objective = PolicyObjective(
-            self.policy_loss,
-            normalizer,
-            kl_coef=self.kl_coef,
-            kl_estimator=config.kl_estimator,
-            entropy_coef=config.entropy_coef,
-        )
+        objective = PolicyObjective(config, self.policy_loss, normalizer, self.kl_coef)
         tokens = LossTokens.of(
             micro,
             mode=str(config.loss_agg_mode),
@@ -330,6 +330,7 @@ class Update:
         old_logprobs = tokens.old_logprobs_or(output.logprobs)
         record_ratios(terms.token_loss, output.logprobs, old_logprobs, mask, metrics)
         metrics.add_mean("policy_loss", terms.parts["policy"], 0.0)
+        self.recorder.micro_batch(micro, output.logprobs, terms.parts, old_logprobs)
         share = terms.share if output.loss is None else output.loss
         if router_sums is not None:
             balance = balance_share(_router_sums(output), router_sums)
@@ -371,6 +372,7 @@ class Update:
         clip = self.config.value_clip or None
         loss = clipped_value_loss(values, old_values, micro.returns, mask, clip=clip)
         share = aggregate(loss, mask, str(self.config.loss_agg_mode), normalizer)
+        self.recorder.micro_batch(micro, values, {"value": share})
         self.metrics.add_mean("critic_loss", share, 0.0)
         return share
 
