@@ -100,8 +100,8 @@ class StrategyConfig:
         by_machine=True,
     )  # fmt: skip
     chunk_size: int | None = option(
-        None, "Vocabulary columns per chunk of the fused output projection; unset is what suits the "
-        "device.", group="training", at_least=1, acts_with="fused_linear_logprob",
+        None, "Vocabulary columns per chunk of the fused output projection; unset is what suits "
+        "the device.", group="training", at_least=1, acts_with="fused_linear_logprob",
     )  # fmt: skip
     fsdp: bool = option(
         False, "Use FSDP2 instead of DeepSpeed ZeRO.", group="distributed", common=True,
