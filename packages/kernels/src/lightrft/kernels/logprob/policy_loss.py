@@ -63,6 +63,9 @@ class PolicyLossOutput:
 
 
 DEFAULT_CHUNK_COLUMNS = 16384
+# A chunk of tokens shrinks until its logits fit the budget, but not below this: the weight's
+# gradient is read and written once for each chunk.
+_MIN_FITTING_TOKENS = 512
 
 
 def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent options
@@ -96,7 +99,8 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
         sequence_starts: [sequences] int64 ascending from 0. A chunk then holds whole sequences,
             for losses that couple the tokens of one; a sequence longer than `chunk_tokens` is a
             chunk of its own. None: chunks begin anywhere.
-        logits_budget_bytes: Logits stored at a time; those that do not fit are computed twice.
+        logits_budget_bytes: Logits stored at a time. Chunks shrink to fit; logits that still do
+            not are computed twice.
 
     Returns:
         The loss, whose gradient reaches hidden, weight and bias, and the detached values.
@@ -113,10 +117,15 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
     active = (targets != ignore_index).nonzero().squeeze(1)
     validation.validate_targets(targets[active], len(weight), ignore_index)
     request = Request(
-        "auto", precision, True, "value", temperature, softcap is not None, DEFAULT_CHUNK_COLUMNS
-    )
+        "auto", precision, True, "value", temperature, bias is not None, softcap is not None,
+        DEFAULT_CHUNK_COLUMNS,
+    )  # fmt: skip
+    engine = select_product_engine(request, hidden, weight)
+    fitting = logits_budget_bytes // (len(weight) * engine.logit_bytes(hidden, weight))
+    if fitting >= _MIN_FITTING_TOKENS:
+        chunk_tokens = min(chunk_tokens, fitting // 128 * 128)
     options = PolicyLossOptions(
-        engine=select_product_engine(request, hidden, weight),
+        engine=engine,
         token_loss=token_loss,
         row_chunks=plan_row_chunks(active, len(targets), chunk_tokens, sequence_starts),
         logits_budget_bytes=logits_budget_bytes,
@@ -208,8 +217,9 @@ class LinearPolicyLoss(torch.autograd.Function):
             _add_chunk(totals, hidden, layer, targets, rows, options)
         gradients = (totals.grad_hidden, totals.grad_weight, totals.grad_bias)
         inputs = (hidden, weight, bias)
+        # Float16 waits for the upstream gradient, which may be the scale that keeps it from 0.
         narrow = [
-            gradient.to(tensor.dtype)
+            gradient if tensor.dtype == torch.float16 else gradient.to(tensor.dtype)
             for gradient, tensor in zip(gradients, inputs, strict=True)
             if gradient is not None and tensor is not None
         ]
@@ -229,11 +239,12 @@ class LinearPolicyLoss(torch.autograd.Function):
         # Read once: a checkpoint gives saved tensors away when they are first asked for.
         hidden, weight, bias, *narrow = ctx.saved_tensors
         inputs, stored = (hidden, weight, bias), iter(narrow)
-        gradients = [
-            _Undifferentiable.apply(next(stored) * grad_loss, *inputs) if is_present else None  # type: ignore[no-untyped-call]
-            for is_present in ctx.is_present
-        ]
-        return (*gradients, None, None, None)
+        gradients: list[Tensor | None] = [None] * 6
+        for place, tensor in enumerate(inputs):
+            if ctx.is_present[place] and tensor is not None:
+                gradient = (next(stored) * grad_loss).to(tensor.dtype)
+                gradients[place] = _Undifferentiable.apply(gradient, *inputs)  # type: ignore[no-untyped-call]
+        return tuple(gradients)
 
 
 class _Undifferentiable(torch.autograd.Function):

@@ -40,6 +40,15 @@ class ProductEngine:
     is_centred: bool
     uses_triton: bool
 
+    @property
+    def row_multiple(self) -> int:
+        """Rows of products are contiguous: whole 16-byte vectors of them, if Triton reads them."""
+        return 16 if self.uses_triton else 1
+
+    def logit_bytes(self, hidden: Tensor, weight: Tensor) -> int:
+        """Bytes of one stored product."""
+        return 2 if self.is_centred else accumulation_dtype(hidden, weight).itemsize
+
     def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
         """16 bits where the products take them as they are, else the accumulation dtype."""
         takes_halves = self.is_centred or hidden.is_cuda
@@ -194,6 +203,11 @@ class ChunkedEngine:
     """Products in float32 (float64 if an input is), `chunk_columns` columns at a time."""
 
     chunk_columns: int
+
+    @property
+    def row_multiple(self) -> int:
+        """Any number of rows is as good."""
+        return 1
 
     def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
         """Both operands are widened."""
