@@ -13,11 +13,11 @@ from lightrft.kernels.logprob import triton_kernels
 from lightrft.kernels.logprob.rows import GradRows, RowStatistics, finish_target_logits
 from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
 
-_ROW_BLOCK = 128
-_EPILOGUE_ROWS = 64
-_EPILOGUE_COLUMNS = 64
-_MERGE_ROWS = 32
-_MERGE_SPLITS = 32
+EPILOGUE_BLOCK = {"BLOCK_ROWS": 64, "BLOCK_COLUMNS": 64}
+MERGE_BLOCK = {"BLOCK_ROWS": 32, "BLOCK_SPLITS": 32}
+TARGET_BLOCK = {"BLOCK_ROWS": 4, "BLOCK_SIZE": 256}
+# The interpreter pays for each program.
+_INTERPRETED_TARGET_BLOCK = {"BLOCK_ROWS": 128, "BLOCK_SIZE": 256}
 # Few columns for one program: a block of products must keep every core busy more than once.
 COLUMNS_PER_SPLIT = 256
 
@@ -153,10 +153,9 @@ class Partials:
         """Row statistics in natural units, merged in the order of splits."""
         _, num_splits, num_rows = self.values.shape
         maximum, exp_sum, weighted_sum = self.values.new_zeros((3, num_rows)).unbind()
-        triton_kernels.merge_partials[(triton.cdiv(num_rows, _MERGE_ROWS),)](
+        triton_kernels.merge_partials[(triton.cdiv(num_rows, MERGE_BLOCK["BLOCK_ROWS"]),)](
             self.values, maximum, exp_sum, weighted_sum, num_rows, num_splits,
-            NEEDS_ENTROPY=self.needs_entropy, BLOCK_ROWS=_MERGE_ROWS,
-            BLOCK_SPLITS=_MERGE_SPLITS,
+            NEEDS_ENTROPY=self.needs_entropy, **MERGE_BLOCK,
         )  # fmt: skip
         return RowStatistics(maximum, exp_sum, weighted_sum, target_logits)
 
@@ -199,17 +198,19 @@ def target_products(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """hidden[row] . weight[targets[row]] in float32, 0 where the target is outside: [rows]."""
     num_rows, size = hidden.shape
     out = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
-    block_rows = _ROW_BLOCK if is_interpreted() else 4
-    triton_kernels.target_products[(triton.cdiv(num_rows, block_rows),)](
+    block = _INTERPRETED_TARGET_BLOCK if is_interpreted() else TARGET_BLOCK
+    triton_kernels.target_products[(triton.cdiv(num_rows, block["BLOCK_ROWS"]),)](
         hidden, weight, targets, out, num_rows, len(weight), size, hidden.stride(0),
-        weight.stride(0), BLOCK_ROWS=block_rows, BLOCK_SIZE=256,
+        weight.stride(0), **block,
     )  # fmt: skip
     return out
 
 
 def fold_grid(num_rows: int, num_columns: int) -> tuple[int, int]:
     """Programs that fold products [columns, rows]."""
-    return triton.cdiv(num_rows, _EPILOGUE_ROWS), triton.cdiv(num_columns, COLUMNS_PER_SPLIT)
+    return triton.cdiv(num_rows, EPILOGUE_BLOCK["BLOCK_ROWS"]), triton.cdiv(
+        num_columns, COLUMNS_PER_SPLIT
+    )
 
 
 def fold_products(
@@ -225,7 +226,7 @@ def fold_products(
         products if centre is None else centre, partials.values, num_rows, num_columns,
         products.stride(0), scale, softcap, first_row, total_rows, first_split, total_splits,
         HAS_CENTRE=centre is not None, NEEDS_ENTROPY=partials.needs_entropy,
-        BLOCK_ROWS=_EPILOGUE_ROWS, BLOCK_COLUMNS=_EPILOGUE_COLUMNS,
+        **EPILOGUE_BLOCK,
         COLUMNS_PER_SPLIT=COLUMNS_PER_SPLIT, **flags,
     )  # fmt: skip
 
@@ -269,14 +270,13 @@ def grad_of_stored_products(
         return out
     scale, softcap, flags = transform_arguments(layer)
     grid = (
-        triton.cdiv(num_rows, _EPILOGUE_ROWS), triton.cdiv(num_columns, _EPILOGUE_COLUMNS)
+        triton.cdiv(num_rows, EPILOGUE_BLOCK["BLOCK_ROWS"]), triton.cdiv(num_columns, EPILOGUE_BLOCK["BLOCK_COLUMNS"])
     )  # fmt: skip
     triton_kernels.grad_of_stored_products[grid](
         products, products if layer.bias is None else layer.bias,
         products if centre is None else centre, *_row_arguments(rows), out, num_rows,
         num_columns, first_column, products.stride(0), scale, softcap,
-        HAS_CENTRE=centre is not None, **_gradient_flags(rows), BLOCK_ROWS=_EPILOGUE_ROWS,
-        BLOCK_COLUMNS=_EPILOGUE_COLUMNS, **flags,
+        HAS_CENTRE=centre is not None, **_gradient_flags(rows), **EPILOGUE_BLOCK, **flags,
     )  # fmt: skip
     return out
 
