@@ -41,7 +41,8 @@ _FLOATS = {
 # Counts that the launcher hides from the specialisation (see COUNTS in triton_kernels) never are.
 _ALIGNED = _FLOATS | {
     "hidden", "weight", "bias", "products", "out",
-    "targets", "size", "stride_h", "stride_w", "stride_out", "stride", "num_columns", "num_rows",
+    "targets", "size", "stride_h", "stride_w", "stride_out", "stride", "num_columns", "num_padded",
+    "num_rows",
 }  # fmt: skip
 
 
@@ -116,10 +117,12 @@ def _products(target: int) -> list[Case]:
         is_plain = "bias" not in features
         tiles = triton_launch.plain_tiles(capability, is_half=True, is_aligned=True)
         cases.append(_of_tiles("forward_partials", target, features, tiles, is_fast=target == 80))
-        for bulk in triton_launch.bulk_tiles(
+        bulk = triton_launch.bulk_tiles(
             capability, triton_launch.triton_version(), is_plain=is_plain
-        ):
-            cases.append(_of_tiles("forward_partials_tma", target, features, bulk, is_fast=True))
+        )
+        cases += [
+            _of_tiles("forward_partials_tma", target, features, t, is_fast=True) for t in bulk
+        ]
     for features in ("", "bias", "entropy-gradient", "bias softcap entropy-gradient"):
         tiles = triton_launch.gradient_tiles(
             capability, is_half=True, is_aligned=True, is_plain=not features
@@ -127,20 +130,29 @@ def _products(target: int) -> list[Case]:
         cases.append(_of_tiles("grad_products", target, features, tiles, is_fast=target == 90))
     tiles = triton_launch.gradient_tiles(capability, is_half=True, is_aligned=True, is_plain=True)
     # The last chunk of an odd vocabulary; any number of rows has a gradient.
-    for odd in (_LAST_COLUMNS, ("num_rows",)):
-        cases.append(
-            _of_tiles("grad_products", target, "", tiles, unaligned=odd, is_fast=target == 90)
-        )
+    cases += [
+        _of_tiles("grad_products", target, "", tiles, unaligned=odd, is_fast=target == 90)
+        for odd in (_LAST_COLUMNS, ("num_rows",))
+    ]
     most = "bias softcap entropy entropy-gradient"
     for kernel in ("forward_partials", "grad_products"):
         cases.append(
             _of_tiles(
-                kernel, target, most, triton_launch.UNALIGNED, unaligned=_NO_ALIGNMENT,
+                kernel, target, most,
+                triton_launch.plain_tiles(capability, is_half=True, is_aligned=False),
+                unaligned=_NO_ALIGNMENT,
                 is_fast=target == 90,
             )
         )  # fmt: skip
         cases.append(
-            _of_tiles(kernel, target, most, triton_launch.FLOAT32, element="fp32", stored="fp32")
+            _of_tiles(
+                kernel,
+                target,
+                most,
+                triton_launch.plain_tiles(capability, is_half=False, is_aligned=True),
+                element="fp32",
+                stored="fp32",
+            )
         )
     return cases
 
@@ -282,20 +294,22 @@ def to_markdown(rows: list[dict[str, object]]) -> str:
         "Machine code of the kernels of `linear_logprob`, compiled offline for GPUs that are not",
         "here: `python benchmarks/compile_table.py` writes this page and",
         "[compiled_kernels.json](compiled_kernels.json); `tests/kernels/test_compiled_kernels.py`",
-        f"compares them. Triton {triton.__version__}, its own ptxas. Registers are per thread, spills",
-        "are stores to local memory (STL), widths of global accesses are in bits; FFMA are not",
-        "products of matrices but the arithmetic around them.",
+        f"compares them. Triton {triton.__version__}, its own ptxas. Registers are per thread,",
+        "spills are stores to local memory (STL), widths of global accesses are in bits; FFMA are",
+        "not products of matrices but the arithmetic around them.",
         "",
         "| kernel | tile | warps, stages | registers | spills | shared memory | products | bulk"
         " copies | global accesses |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        lines.append(
+    lines += [
+        (
             f"| {row['case']} | {row['tile']} | {row['warps']}, {row['stages']} | "
             f"{row['registers']} | {row['spills']} | {row['shared_bytes']:,} | "
             f"{counts(row['products'])} | {row['bulk_copies']} | {counts(row['accesses'])} |"
         )
+        for row in rows
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -304,17 +318,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--print", action="store_true", help="one JSON line for each case")
     parser.add_argument("--fast", action="store_true", help="the cases of the default tests")
+    parser.add_argument(
+        "--only", nargs="+", metavar="TEXT", default=[""],
+        help="compile the cases whose name contains one of these; other rows stay as they are",
+    )  # fmt: skip
     arguments = parser.parse_args()
-    rows = []
-    for case in CASES:
-        if arguments.fast and not case.is_fast:
-            continue
-        rows.append(compile_case(case))
-        if arguments.print:
-            sys.stdout.write(json.dumps(rows[-1]) + "\n")
-            sys.stdout.flush()
+    cases = [
+        case
+        for case in CASES
+        if any(text in case.name for text in arguments.only)
+        and (case.is_fast or not arguments.fast)
+    ]
     if arguments.print:
+        for case in cases:
+            sys.stdout.write(json.dumps(compile_case(case)) + "\n")
+            sys.stdout.flush()
         return
+    known: dict[str, dict[str, object]] = {}
+    if arguments.only != [""]:
+        rows = json.loads((RESULTS / "compiled_kernels.json").read_text())["rows"]
+        known = {row["case"]: row for row in rows}
+    known.update((case.name, compile_case(case)) for case in cases)
+    rows = [known[case.name] for case in CASES]
     versions = {"triton": triton.__version__, "torch": torch.__version__.split("+")[0]}
     table = {"versions": versions, "rows": rows}
     (RESULTS / "compiled_kernels.json").write_text(json.dumps(table, indent=1) + "\n")

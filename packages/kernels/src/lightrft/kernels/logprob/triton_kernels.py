@@ -310,13 +310,17 @@ def _gradient(
 @triton.jit(do_not_specialize=COUNTS)
 def grad_products(
     hidden, weight, bias, targets, maximum, log_sum, logprobs, entropy, grad_logprobs,
-    grad_entropy, out, num_rows, num_columns, size, first_column, stride_h, stride_w, stride_out,
-    scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    grad_entropy, out, num_rows, num_columns, num_padded, size, first_column, stride_h, stride_w,
+    stride_out, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_GRAD_LOGPROB: tl.constexpr, HAS_GRAD_ENTROPY: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Recomputes products of one chunk and stores their gradient: out [rows, columns]."""
+    """Recomputes products of one chunk and stores their gradient: out [rows, columns].
+
+    Rows of `out` are padded to num_padded elements, so that whole vectors are stored also where the
+    chunk ends; what is stored behind its end means nothing.
+    """
     num_column_blocks = tl.cdiv(num_columns, BLOCK_COLUMNS)
     row_block, block = _tile_position(
         tl.program_id(0), num_rows, num_column_blocks, BLOCK_ROWS, GROUP
@@ -351,7 +355,8 @@ def grad_products(
         HAS_GRAD_ENTROPY, False,
     )  # fmt: skip
     pointers = out + rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
-    tl.store(pointers, grad.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    is_stored = is_row[:, None] & (columns < num_padded)[None, :]
+    tl.store(pointers, grad.to(out.dtype.element_ty), mask=is_stored)
 
 
 @triton.jit(do_not_specialize=COUNTS)

@@ -50,11 +50,13 @@ class TileConfig:
 
 PLAIN_SM80 = TileConfig(128, 128, 32, 8, 3)
 PLAIN_SM90 = TileConfig(128, 128, 64, 8, 3)
+PLAIN_SM100 = TileConfig(128, 128, 64, 8, 2)
 # For gradients with more than a product and a target: registers for half as many rows.
 HEAVY_SM80 = TileConfig(64, 128, 32, 8, 3)
 HEAVY_SM90 = TileConfig(64, 128, 64, 8, 3)
 # Float32 operands take twice the memory on the chip.
 FLOAT32 = TileConfig(64, 64, 32, 8, 2)
+FLOAT32_SM120 = TileConfig(64, 32, 32, 8, 2)
 # Rows that do not start at multiples of 16 bytes are loaded element by element: many pointers.
 UNALIGNED = TileConfig(64, 64, 32, 8, 2)
 FORWARD_TMA = TileConfig(128, 256, 64, 8, 4, tiles_per_split=1, group=16, uses_tma=True)
@@ -75,10 +77,12 @@ def plain_tiles(capability: tuple[int, int], *, is_half: bool, is_aligned: bool)
         is_aligned: Their rows start at multiples of 16 bytes.
     """
     if not is_half:
-        return FLOAT32
+        return FLOAT32_SM120 if capability >= (12, 0) else FLOAT32
     if not is_aligned:
         return UNALIGNED
-    return PLAIN_SM90 if _has_big_memory(capability) else PLAIN_SM80
+    if not _has_big_memory(capability):
+        return PLAIN_SM80
+    return PLAIN_SM100 if capability >= (10, 0) else PLAIN_SM90
 
 
 def gradient_tiles(
@@ -90,10 +94,11 @@ def gradient_tiles(
         capability, is_half, is_aligned: As for `plain_tiles`.
         is_plain: Neither bias nor softcap nor a gradient of the entropy.
     """
-    tiles = plain_tiles(capability, is_half=is_half, is_aligned=is_aligned)
-    if is_plain or tiles in (FLOAT32, UNALIGNED):
-        return tiles
-    return HEAVY_SM90 if _has_big_memory(capability) else HEAVY_SM80
+    if is_half and is_aligned and not is_plain:
+        return HEAVY_SM90 if _has_big_memory(capability) else HEAVY_SM80
+    if is_half and is_aligned and _has_big_memory(capability):
+        return PLAIN_SM90
+    return plain_tiles(capability, is_half=is_half, is_aligned=is_aligned)
 
 
 def bulk_tiles(
@@ -238,7 +243,7 @@ def grad_products(
     hidden, weight = rows.hidden, layer.weight
     num_rows, num_columns = len(hidden), len(weight)
     # Rows are padded to whole 16-byte vectors, so that the products that follow can use them.
-    padded = triton.cdiv(num_columns, 8) * 8
+    padded = triton.cdiv(num_columns, 16) * 16
     out = torch.empty((num_rows, padded), dtype=hidden.dtype, device=hidden.device)
     out = out[:, :num_columns]
     if num_rows == 0:
@@ -248,8 +253,9 @@ def grad_products(
     num_tiles *= triton.cdiv(num_columns, tiles.block_columns)
     triton_kernels.grad_products[(num_tiles,)](
         hidden, weight, hidden if layer.bias is None else layer.bias, *_row_arguments(rows), out,
-        num_rows, num_columns, hidden.shape[1], first_column, hidden.stride(0), weight.stride(0),
-        out.stride(0), scale, softcap, **_gradient_flags(rows), UPCAST=is_interpreted(),
+        num_rows, num_columns, padded, hidden.shape[1], first_column, hidden.stride(0),
+        weight.stride(0), out.stride(0), scale, softcap, **_gradient_flags(rows),
+        UPCAST=is_interpreted(),
         BLOCK_ROWS=tiles.block_rows, BLOCK_COLUMNS=tiles.block_columns,
         BLOCK_SIZE=tiles.block_size, GROUP=tiles.group, num_warps=tiles.num_warps,
         num_stages=tiles.num_stages, **flags,
@@ -270,8 +276,9 @@ def grad_of_stored_products(
         return out
     scale, softcap, flags = transform_arguments(layer)
     grid = (
-        triton.cdiv(num_rows, EPILOGUE_BLOCK["BLOCK_ROWS"]), triton.cdiv(num_columns, EPILOGUE_BLOCK["BLOCK_COLUMNS"])
-    )  # fmt: skip
+        triton.cdiv(num_rows, EPILOGUE_BLOCK["BLOCK_ROWS"]),
+        triton.cdiv(num_columns, EPILOGUE_BLOCK["BLOCK_COLUMNS"]),
+    )
     triton_kernels.grad_of_stored_products[grid](
         products, products if layer.bias is None else layer.bias,
         products if centre is None else centre, *_row_arguments(rows), out, num_rows,
