@@ -11,7 +11,7 @@ import harness
 import pytest
 import torch
 
-from lightrft.kernels import capabilities, hash_tensor, pack, unpack
+from lightrft.kernels import capabilities, hash_tensors, pack, unpack
 
 CASES = [
     (torch.float32, torch.bfloat16),
@@ -125,29 +125,59 @@ def test_pack(benchmark, device, source_dtype, out_dtype):
             assert torch.equal(tensor, source.to(out_dtype))
 
 
-def test_unpack_and_hash(benchmark, device):
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_unpack_and_hash(benchmark, device, dtype, num_threads):
+    if device.type == "cuda" and num_threads != 1:
+        pytest.skip("the device has threads of its own")
     name, _ = model_shapes(device)
-    dtype = torch.bfloat16
     buckets = make_buckets(device, dtype, dtype, 256 * 2**20)
     outs = [
         [torch.empty(source.shape, dtype=dtype, device=device) for source in sources]
         for sources, _, _ in buckets
     ]
+    sources = [source for sources, _, _ in buckets for source in sources]
     num_bytes = 2 * sum(t.numel() * dtype.itemsize for tensors in outs for t in tensors)
     half = torch.empty(num_bytes // 16, dtype=torch.int64, device=device).fill_(1)
     target = torch.empty_like(half)
-
-    def hash_all():
-        return [hash_tensor(source) for sources, _, _ in buckets for source in sources]
-
     runs = {
         "floor: one copy": functools.partial(target.copy_, half),
         "ours unpack": functools.partial(unpack_all, buckets, outs),
-        "ours hash": hash_all,
+        "ours hash": functools.partial(hash_tensors, sources),
+    }
+    earlier = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        timings = harness.interleave(runs, device, BUDGET_SECONDS)
+    finally:
+        torch.set_num_threads(earlier)
+    title = f"unpack and hash {name}, {dtype}, {num_threads} threads"
+    report(benchmark, device, title, timings, num_bytes)
+    benchmark.pedantic(runs["ours unpack"], rounds=1, iterations=1)
+
+
+def test_small_tensors(benchmark, device):
+    """What one small tensor costs on the host: 1000 of 512 bytes, moved and hashed."""
+    count, numel = 1000, 256
+    dtype = torch.bfloat16
+    sources = [torch.randn(numel, device=device) for _ in range(count)]
+    outs = [torch.empty(numel, dtype=dtype, device=device) for _ in range(count)]
+    offsets = [512 * index for index in range(count)]
+    bucket = torch.empty(512 * count, dtype=torch.uint8, device=device)
+    stacked = torch.empty(count * numel, device=device)
+    target = torch.empty(count * numel, dtype=dtype, device=device)
+    runs = {
+        "floor: one copy": functools.partial(target.copy_, stacked),
+        "ours pack": functools.partial(pack, sources, bucket, offsets, [dtype] * count),
+        "ours unpack": functools.partial(unpack, bucket, offsets, outs),
+        "ours hash": functools.partial(hash_tensors, sources, dtypes=[dtype] * count),
+        "copy per tensor": lambda: [o.copy_(s) for s, o in zip(sources, outs, strict=True)],
     }
     timings = harness.interleave(runs, device, BUDGET_SECONDS)
-    report(benchmark, device, f"unpack and hash {name}, {dtype}", timings, num_bytes)
-    benchmark.pedantic(runs["ours unpack"], rounds=1, iterations=1)
+    report(benchmark, device, f"{count} tensors of 512 bytes", timings, count * numel * 6)
+    for name, timing in timings.items():
+        print(f"  {name:<18} {timing.median / count * 1e6:9.2f} us a tensor")
+    benchmark.pedantic(runs["ours pack"], rounds=1, iterations=1)
 
 
 def report(benchmark, device, title, timings, num_bytes):

@@ -7,7 +7,7 @@ import sys
 
 PACKAGES = (
     "config", "kernels", "engines", "strategy", "utils", "algorithms", "models", "datasets",
-    "rewards", "experience", "trainer", "cli",
+    "rewards", "audit", "experience", "trainer", "cli",
 )  # fmt: skip
 OPTIONAL = ("vllm", "sglang", "deepspeed", "triton", "wandb", "matplotlib", "peft", "tensorboard")
 

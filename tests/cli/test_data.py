@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import threading
+import time
 
 import pytest
 
+from lightrft.cli import certificate, data
 from lightrft.cli.data import parse
 from lightrft.cli.main import main
 from lightrft.datasets.check import histogram, propose_keys
 from lightrft.models.presets import write_tiny_model
+from lightrft.rewards.service import RewardServer
+from lightrft.rewards.types import RewardResult
 
 GOOD = [
     {"question": "What is 1+1?", "answer": "so it is #### 2", "level": 1},
@@ -80,6 +86,149 @@ def test_every_bad_row_is_named_and_none_is_skipped(check, model):
     assert out.endswith("\n6 bad rows\n")
 
 
+def test_a_hanging_reward_ends_at_its_deadline_in_one_call(check, tmp_path):
+    (tmp_path / "r.py").write_text("def hangs(responses):\n    while True: pass\n")
+    start = time.monotonic()
+    code, out, err = check(
+        GOOD, "--reward_fn", "r.py:hangs", "--reward_timeout_seconds", "1"
+    )  # fmt: skip
+    assert time.monotonic() - start < 60
+    assert code == 5
+    assert "scoring 48 answers by hangs, at most 1 s" in out
+    assert "did not return within 1 s for 48 responses" in err
+
+
+def test_a_hanging_function_of_this_process_is_interrupted(check, tmp_path, monkeypatch):
+    (tmp_path / "slow_rewards.py").write_text("def hangs(responses):\n    while True: pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(certificate, "_GRACE_SECONDS", 0.5)
+    code, _, err = check(
+        GOOD, "--reward_fn", "slow_rewards:hangs", "--reward_timeout_seconds", "0.5"
+    )
+    assert code == 5
+    assert "did not return within 1 s" in err
+
+
+def test_a_reward_of_another_length_is_noticed(check, tmp_path):
+    (tmp_path / "r.py").write_text("def one(responses):\n    return [1.0]\n")
+    code, _, err = check(GOOD[:1], "--reward_fn", "r.py:one")
+    assert code == 5
+    assert "one result per response, 16 in all, got 1" in err
+
+
+def test_rows_that_a_run_leaves_out_are_not_counted_as_usable(check, model):
+    flags = ("--pretrain", model, "--reward_fn", "gsm8k", "--prompt_max_len")
+    code, out, _ = check(GOOD, *flags, "13")
+    assert code == 0
+    assert out.endswith("\n1 prompts can be trained on, 2 are left out as too long\n")
+    assert "reference answers of the first 1 rows" in out
+    code, out, _ = check(GOOD, *flags, "3")
+    assert code == 4
+    assert out.endswith("\n0 prompts can be trained on, 3 are left out as too long\n")
+
+
+REWARDS = """
+import itertools, re
+counter = itertools.count()
+def contains(responses, labels): return [float(l in r) for r, l in zip(responses, labels)]
+def counts(responses, labels): return [float(r.count(l)) for r, l in zip(responses, labels)]
+def same(responses): return [1.0] * len(responses)
+def drifts(responses): return [float(next(counter)) for _ in responses]
+def trusts(responses): return [float("correct" in r) for r in responses]
+def starts(responses, labels): return [float(l.startswith(r)) for r, l in zip(responses, labels)]
+def copies(responses, prompts): return [float(r in p) for r, p in zip(responses, prompts)]
+def right(responses, labels):
+    found = [re.findall(r"####\\s*(\\d+)\\s*$", r) for r in responses]
+    return [float(f[-1:] == [l] and r.count("####") == 1)
+            for f, r, l in zip(found, responses, labels)]
+"""
+NUMBERS = [{"input": f"What is {n}?", "label": str(n)} for n in (31, 42, 57)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("right", []),
+        ("contains", ["echoed", "all boxed"]),
+        ("counts", ["echoed", "repeated", "all boxed"]),
+        ("same", ["empty", "echoed", "truncated", "all boxed", "injected"]),
+        ("trusts", ["empty", "echoed", "truncated", "all boxed", "injected"]),
+        ("starts", ["empty", "truncated"]),
+        ("copies", ["empty", "echoed", "truncated"]),
+    ],
+)
+def test_the_certificate_says_what_a_reward_lets_pass(check, tmp_path, name, kinds):
+    (tmp_path / "r.py").write_text(REWARDS)
+    code, out, _ = check(NUMBERS, "--reward_fn", f"r.py:{name}")
+    assert code == 0
+    doubts = [line for line in out.splitlines() if line.startswith("warning")]
+    assert [re.search("3 of 3 (.*) answers get", line)[1] for line in doubts] == kinds
+
+
+def test_a_score_that_drifts_is_noticed(check, tmp_path):
+    (tmp_path / "r.py").write_text(REWARDS)
+    out = check(NUMBERS, "--reward_fn", "r.py:drifts")[1]
+    assert "warning: the same input gets another score within one call (p.jsonl:1)" in out
+    assert "the same input" not in check(NUMBERS, "--reward_fn", "r.py:counts")[1]
+
+
+@pytest.mark.parametrize("rule", ["boxed_math", "gsm8k"])
+def test_the_built_in_rules_are_certified(check, rule):
+    rows = [{**row, "label": row["label"] if rule == "boxed_math" else f"so #### {row['label']}"}
+            for row in NUMBERS]  # fmt: skip
+    code, out, _ = check(rows, "--reward_fn", rule)
+    assert code == 0
+    assert "warning" not in out
+    for kind in ("empty", "echoed", "truncated", "all boxed", "injected"):
+        assert f"  {kind}: 0.000" in out
+
+
+def test_a_service_is_certified_like_a_function(check):
+    server = RewardServer(Same())
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        code, out, _ = check(NUMBERS, "--remote_rm_url", url)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert code == 0
+    assert "mean reward by remote" in out
+    assert "warning: 3 of 3 empty answers" in out
+
+
+class Same:
+    name = "same"
+    needs_labels = False
+
+    def score(self, prompts, responses, labels, columns):
+        return [RewardResult(1.0) for _ in responses]
+
+    def close(self):
+        pass
+
+
+def test_no_terminal_escape_of_the_data_reaches_the_console(check, model):
+    evil = "\x1b]0;owned\x07\x1b[2Jx\u202ey\r\u2028\x85z"
+    rows = [
+        {"question": evil, "answer": evil, evil: evil}, {"question": "  ", evil: 1},
+        {"question": [{"role": "user", "content": evil}], "answer": {evil: 1}},
+        {"question": evil, "answer": "#### 1"}, '{"question": "\x1b[31m',
+    ]  # fmt: skip
+    code, out, err = check(
+        rows, "--reward_fn", "gsm8k", "--label_key", "answer", "--pretrain", model
+    )
+    assert code == 4
+    assert all(c.isprintable() or c in "\n\t" for c in out + err)
+    assert "owned" in out
+
+
+def test_progress_is_said(capsys, monkeypatch):
+    monkeypatch.setattr(data, "PROGRESS_SECONDS", 0.0)
+    assert list(data.with_progress("abc", "rows checked")) == ["a", "b", "c"]
+    assert capsys.readouterr().err.splitlines()[-1] == "2 of 3 rows checked"
+
+
 def test_keys_that_are_given_are_not_guessed(check):
     code, out, _ = check(GOOD, "--input_key", "questions")
     assert code == 4
@@ -110,9 +259,9 @@ def test_an_own_reward_is_shown_without_a_verdict(check, tmp_path):
     assert "  as it is: 0.500" in out
     assert "  after ####: 0.000" in out
     (tmp_path / "r.py").write_text("def half(responses):\n    return 1 / 0\n")
-    status, out, _ = check(GOOD, "--reward_fn", "r.py:half")
-    assert status == 4
-    assert "ZeroDivisionError" in out
+    status, out, err = check(GOOD, "--reward_fn", "r.py:half")
+    assert status == 5  # a bug of the reward, not of the data
+    assert "ZeroDivisionError" in err
 
 
 def test_options_of_a_run_may_come_from_its_file(check, tmp_path, capsys):

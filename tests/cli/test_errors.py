@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
+import sys
 
 import pytest
 
 from lightrft.cli.errors import ExitCode, UsageError, run_guarded
+from lightrft.cli.memory_advice import is_out_of_memory
 
 
 def raise_(error, cause=None):
@@ -69,6 +72,72 @@ def test_a_worker_of_our_own_launcher_leaves_a_report_and_prints_nothing(
     assert capsys.readouterr().err == ""
     report = json.loads((tmp_path / "error.json").read_text())["message"]
     assert (report["message"], report["errorCode"]) == ("text", 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rank 1: OSError: [Errno 28] No space left on device: '/x'",
+        "rank 0: SafetensorError: Error while serializing: I/O error: No space left on device "
+        "(os error 28)",
+        "saving into ckpt failed: rank 1: OSError: [Errno 122] Disk quota exceeded",
+        "rank 0: SafetensorError: I/O error: File too large (os error 27)",
+    ],
+)
+def test_a_full_disk_is_not_a_mistake_of_usage_whoever_says_so(capsys, text):
+    from safetensors import SafetensorError
+
+    from lightrft.strategy.checkpoints.client_state import CheckpointError
+
+    for error in (CheckpointError(text), SafetensorError(text)):
+        assert run_guarded("lightrft", raise_(error)) == ExitCode.PREFLIGHT
+        assert capsys.readouterr().err == f"lightrft: {text}\n"
+    assert run_guarded("lightrft", raise_(CheckpointError("rank 280 failed"))) == ExitCode.USAGE
+
+
+def test_a_file_that_cannot_be_written_says_why(tmp_path):
+    """The system's own limit stands for a full disk."""
+    program = """if True:
+        import resource, signal, sys
+        from pathlib import Path
+        import torch
+        from lightrft.cli.errors import run_guarded
+        from lightrft.strategy.checkpoints.folders import SaveRequest, write_checkpoint
+        from lightrft.strategy.checkpoints.file_writers import FileWriter
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        folder, kind = Path(sys.argv[1]), sys.argv[2]
+
+        def write(path):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+            state = {"a": torch.ones(10_000)}
+            if kind == "tensors":
+                FileWriter().tensors(path / "x", state)
+            else:
+                FileWriter().pickled(path / "x", state, is_zip=kind == "zip")
+
+        def body():
+            write_checkpoint(SaveRequest(save_dir=folder, strategy="s"), write)
+            return 0
+
+        sys.exit(run_guarded("lightrft", body))
+    """
+    for kind in ("tensors", "zip", "pickle"):
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path / kind), kind],
+            capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == ExitCode.PREFLIGHT, (kind, done.stderr)
+        assert list((tmp_path / kind).iterdir()) == []
+
+
+def test_the_words_of_a_reward_are_not_memory_of_ours(capsys):
+    from lightrft.rewards.types import RewardError
+
+    error = RewardError("the worker process was ended by SIGSEGV (out of memory, or a crash)")
+    assert run_guarded("lightrft", raise_(error)) == ExitCode.REWARD
+    assert not is_out_of_memory(error)
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
 
 
 def test_success_passes_its_code_on():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import textwrap
 
 import pytest
 
 from lightrft.cli.errors import WorkerError
-from lightrft.cli.launch import become_only_process, free_port, launch, worker_error
+from lightrft.cli.launch import become_only_process, free_port, launch, scratch_folder, worker_error
 
 
 def failure(rank, exitcode, path=None, **report):
@@ -38,6 +39,51 @@ def test_a_killed_process_is_told_by_its_signal():
     assert "rank 1" in str(error)
     assert "SIGKILL" in str(error)
     assert error.code == 137
+
+
+LOST = (
+    "RuntimeError: [../gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.1]:3154",
+    "saving into ckpt/_actor failed: rank 0: RuntimeError: Connection reset by peer",
+    "DistNetworkError: failed to recv, got 0 bytes",
+)
+
+
+@pytest.mark.parametrize("text", LOST)
+@pytest.mark.parametrize("code", [-9, -11, 1])
+def test_a_survivor_is_not_blamed_for_the_peer_that_died(tmp_path, text, code):
+    failures = {
+        # Noticed later, since the agent looks only now and then.
+        0: failure(0, 2, tmp_path / "0", message=text, errorCode=2, seconds=20.1),
+        1: failure(1, code),
+    }
+    error = worker_error(failures)
+    assert str(error).startswith("rank 1 ")
+    assert "peer" not in str(error)
+    # Positive control: a report of its own comes before a death.
+    failures[2] = failure(2, 4, tmp_path / "2", message="bad data", errorCode=4, seconds=20.2)
+    assert str(worker_error(failures)) == "rank 2: bad data"
+
+
+def test_one_that_lost_a_peer_of_another_machine_is_told(tmp_path):
+    failures = {
+        0: failure(0, 1, tmp_path / "0", message=LOST[0], errorCode=1, seconds=20.1),
+        1: failure(1, -15),
+    }
+    assert str(worker_error(failures)) == f"rank 0: {LOST[0]}"
+
+
+def test_a_killed_launcher_leaves_nothing_for_good(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "lightrft_launch_left" / "phases").mkdir(parents=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "lightrft_launch_link").symlink_to(tmp_path / "mine")
+    with scratch_folder() as one, scratch_folder() as two:
+        assert one != two
+        assert one.is_dir()
+        assert {p.name for p in tmp_path.iterdir()} == {
+            one.name, two.name, "mine", "lightrft_launch_link",
+        }  # fmt: skip
+    assert {p.name for p in tmp_path.iterdir()} == {"mine", "lightrft_launch_link"}
 
 
 def test_one_process_is_a_group_of_its_own(monkeypatch):
@@ -72,7 +118,10 @@ def test_message_and_code_of_the_failing_rank_reach_the_caller(tmp_path, monkeyp
         """)
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     with pytest.raises(WorkerError) as caught:
         launch("failing_worker", ["x y"], nproc_per_node=2)
+    assert list((tmp_path / "scratch").iterdir()) == []
     assert str(caught.value) == "rank 1: line 3 is odd: x y"
     assert caught.value.code == 4

@@ -12,7 +12,8 @@ import pytest
 from lightrft.cli.main import main
 
 SRUN = """#!/bin/bash
-shift  # --kill-on-bad-exit=1
+[ "$2" = --cpus-per-task=8 ] || exit 99
+shift 2  # --kill-on-bad-exit=1 --cpus-per-task=8
 worst=0
 for rank in 0 1 2 3; do
   export SLURM_PROCID=$rank SLURM_LOCALID=$((rank % 2)) SLURM_NTASKS=4 SLURM_NTASKS_PER_NODE=2

@@ -70,7 +70,7 @@ def test_names_of_secrets_are_recognised(name):
 
 def test_no_option_of_the_record_is_taken_for_a_secret_by_its_name():
     secret = {name for name, (_, info) in options_of(TrainConfig).items() if info.secret}
-    assert secret == {"use_wandb"}
+    assert secret == {"use_wandb", "remote_rm_token"}
     assert not any(map(looks_secret, ("input_key", "label_key", "images_key", "max_new_tokens")))
 
 

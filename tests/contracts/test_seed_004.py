@@ -285,7 +285,8 @@ def test_schedules_warm_up_and_fall_to_a_tenth():
         warmup = math.ceil(max_steps * 0.25)
         for step, rate in enumerate(rates):
             if step < warmup:
-                expected = step / warmup
+                # The first step trains: ceil(max_steps * ratio) steps lie below the peak.
+                expected = (step + 1) / (warmup + 1)
             else:
                 cosine = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (max_steps - warmup)))
                 expected = 0.1 + 0.9 * cosine

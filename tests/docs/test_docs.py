@@ -23,7 +23,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 LANGUAGES = {"bash", "python", "text"}
 # What takes seconds runs by default, what trains a model with the slow tests.
 CHEAP = ("errors.md", "data_formats.md", "library.md")
-COSTLY = ("after_a_run.md", "first_reward.md", "index.md", "scaling.md")
+COSTLY = ("after_a_run.md", "audit.md", "first_reward.md", "index.md", "scaling.md")
 
 
 def blocks(page):
@@ -94,11 +94,11 @@ def test_every_bash_block_parses_and_names_known_commands(page):
 
 @pytest.mark.parametrize("page", [*CHEAP, *COSTLY])
 def test_every_flag_in_the_text_exists(page):
-    from lightrft.cli import config_command, doctor, evaluate, slurm, train
+    from lightrft.cli import audit, config_command, doctor, evaluate, slurm, train
 
     known = {"--rdzv-backend", "--rdzv-endpoint", "--nnodes", "--help"}
     known |= {"--pretrian"}  # a misspelling that is shown on purpose
-    commands = (train, evaluate, slurm, doctor)
+    commands = (train, evaluate, slurm, doctor, audit)
     parsers = [command.build_parser() for command in commands]
     for parser in (*parsers, *config_command.build_parsers()):
         known |= {flag for action in parser._actions for flag in action.option_strings}
@@ -157,3 +157,24 @@ def test_every_literal_row_is_accepted_with_its_options(
     shown = capsys.readouterr().out
     assert "proposed options: none, the keys fit" in shown
     assert "1 prompts can be trained on" in shown
+
+
+def test_every_statement_on_security_names_tests_that_exist():
+    root = DOCS.parent
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGES["security.md"])
+    assert len(named) > 20
+    missing = [
+        f"{path}::{name}"
+        for path, name in named
+        if not re.search(rf"^def {name}\(", (root / path).read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert missing == []
+    is_held, untested = False, []
+    for line in PAGES["security.md"].splitlines():
+        if line.startswith("|") and "held by" in line:
+            is_held = True
+        elif not line.startswith("|"):
+            is_held = False
+        elif is_held and "---" not in line and "tests/" not in line:
+            untested.append(line)
+    assert untested == []

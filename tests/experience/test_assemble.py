@@ -42,6 +42,7 @@ def make_table(lengths, rewards, *, group_size=4, masked=()):
         response_lengths=np.array(lengths),
         token_ids=np.arange(2 * rows + sum(lengths)),
         rollout_logprobs=np.zeros(sum(lengths), dtype=np.float32),
+        is_sampled=np.ones(int(np.sum(lengths)), dtype=bool),
         rewards=np.array(rewards, dtype=np.float64),
         accuracies=np.array(rewards, dtype=np.float64),
         component_names=(),

@@ -25,6 +25,7 @@ def table(prompts, responses, *, masked=None):
         response_lengths=np.array([len(r) for r in responses]),
         token_ids=np.array(flat, dtype=np.int64),
         rollout_logprobs=-np.arange(1, sum(map(len, responses)) + 1, dtype=np.float32),
+        is_sampled=np.ones(sum(map(len, responses)), dtype=bool),
         rewards=np.arange(rows, dtype=np.float64),
         accuracies=np.arange(rows, dtype=np.float64),
         component_names=(),

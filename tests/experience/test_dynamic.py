@@ -17,6 +17,7 @@ def table(groups, *, rewards=None, masked=()):
         response_lengths=np.ones(rows, dtype=np.int64),
         token_ids=np.arange(2 * rows),
         rollout_logprobs=np.zeros(rows, dtype=np.float32),
+        is_sampled=np.ones(rows, dtype=bool),
         rewards=accuracies.copy() if rewards is None else np.array(rewards, dtype=np.float64),
         accuracies=accuracies,
         component_names=(),

@@ -1,4 +1,8 @@
+import subprocess
+import sys
+import threading
 from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -7,6 +11,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
 from lightrft.experience.scoring import overlong_penalty, score_rollouts
 from lightrft.experience.types import Rollout
+from lightrft.rewards.remote import RemoteReward
 from lightrft.rewards.types import RewardError, RewardResult
 
 
@@ -133,3 +138,66 @@ def test_accuracy_is_taken_before_the_length_shaping():
     (scored,) = score_rollouts([replying("a")], Fragile(), overlong_penalty=penalty(2, 2))
     assert scored.reward < 1.0
     assert scored.accuracy == 1.0
+
+
+PHASE = """
+import time
+from lightrft.config import TrainConfig
+from lightrft.datasets.types import Prompt
+from lightrft.engines.types import Completion
+from lightrft.experience.sampling import RolloutSampler
+from lightrft.experience.stages import StageMeter
+from lightrft.experience.types import Rollout
+from lightrft.rewards.types import RewardResult
+from lightrft.strategy import get_fake_strategy
+
+class Slow:
+    name, needs_labels = "slow", False
+    def score(self, prompts, responses, labels, columns):
+        time.sleep(float(responses[0]))
+        return [RewardResult(1.0) for _ in responses]
+
+config = TrainConfig(timeout_minutes=2 / 60)
+sampler = RolloutSampler(get_fake_strategy(), Slow(), None, decoder=None, config=config)
+completion = Completion(0, 0, (1,), (2,), (0.0,), "temperature", "stop")
+row = Prompt(id=0, text="p", token_ids=(1,), label=None, columns={})
+for seconds in ("0", "100"):
+    _, table = sampler._score([Rollout(row, completion, 0, 0, seconds)], StageMeter())
+    print("reward", table.rewards.tolist(), flush=True)
+"""
+
+
+def test_the_reward_phase_keeps_the_deadline_of_every_phase():
+    done = subprocess.run(
+        [sys.executable, "-c", PHASE], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.count("reward [1.0]") == 1
+    assert "spent more than 2 s in phase 'reward'" in done.stderr
+
+
+def test_what_a_service_answers_outside_its_protocol_is_masked_by_rule():
+    class Garbled(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            answer = b'{"rewards": [1.0]}' if b"x" not in body else b"[" * 100_000
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Garbled)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    reward = RemoteReward(f"http://127.0.0.1:{server.server_port}/", timeout_seconds=30)
+    try:
+        samples = [replying(text) for text in ("a", "x", "b")]
+        with pytest.raises(RewardError, match="nested too deeply"):
+            score_rollouts(samples, reward)
+        scored = score_rollouts(samples, reward, masks_failures=True)
+    finally:
+        reward.close()
+        server.shutdown()
+        server.server_close()
+    assert [item.is_masked for item in scored] == [False, True, False]

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightrft.kernels import BucketBroadcaster, BucketLayout, TensorSpec
+from lightrft.kernels.weight_bucket.broadcaster import Timeline
 from lightrft.strategy.testing import run_multiprocess
 
 
@@ -117,3 +118,62 @@ def test_wrong_sizes_are_refused():
         BucketBroadcaster(local, None, buffers=0)
     with pytest.raises(ValueError, match="shard of 'embed' must have at least"):
         next(BucketBroadcaster(local, None).gather(lambda name: torch.zeros(3)))
+
+
+class RecordedTimeline(Timeline):
+    """Writes down what is ordered; `filling` says which calls happen while buckets are filled."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.events = events = []
+        RecordedTimeline.last_events = events
+
+    def begin(self):
+        self.events.append("begin")
+
+    def hand_over(self):
+        self.events.append("hand over")
+
+    def end(self, works):
+        self.events.append(f"end with {len(list(works))} in flight")
+
+
+class RecordedBroadcaster(BucketBroadcaster):
+    timeline = RecordedTimeline
+
+
+def test_slots_are_handed_back_only_after_what_fills_them():
+    """Whoever stops early, or fails, would otherwise free memory that a stream still writes."""
+    layout = plan(dict.fromkeys(full_tensors(), "local"), 1, 500, torch.float32)
+    assert len(layout.buckets) > 4
+    source = shard_source(layout, 0)
+    abandoned = RecordedBroadcaster(layout, None).gather(source)
+    next(abandoned)
+    abandoned.close()
+    assert RecordedTimeline.last_events == ["begin", "begin", "hand over", "end with 0 in flight"]
+    broken = RecordedBroadcaster(layout, None).gather(lambda name: torch.zeros(0))
+    with pytest.raises(ValueError, match="shard of"):
+        next(broken)
+    assert RecordedTimeline.last_events == ["begin", "end with 0 in flight"]
+    list(RecordedBroadcaster(layout, None).gather(source))
+    assert RecordedTimeline.last_events[-2:] == ["hand over", "end with 0 in flight"]
+
+
+@pytest.mark.gpu
+def test_memory_of_an_abandoned_transfer_is_not_written_any_more():
+    numel = 2**22
+    specs = [TensorSpec(f"w{i}", (numel,), torch.float32, ((0, numel),)) for i in range(4)]
+    layout = BucketLayout.plan(specs, bucket_bytes=4 * numel)
+    ones = torch.ones(numel, device="cuda")
+
+    def late(name):
+        torch.cuda._sleep(200_000_000)  # on the stream that fills
+        return ones
+
+    gathered = BucketBroadcaster(layout, None, device="cuda").gather(late)
+    next(gathered)
+    gathered.close()
+    # The freed memory, whichever blocks these are.
+    others = [torch.full((4 * numel,), 7, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    torch.cuda.synchronize()
+    assert all((other == 7).all() for other in others)

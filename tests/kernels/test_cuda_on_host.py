@@ -18,12 +18,13 @@ import torch
 
 from lightrft.kernels import hash_tensor
 from lightrft.kernels.weight_bucket import cuda
+from lightrft.kernels.weight_bucket.native import Move
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or platform.machine() != "x86_64", reason="no g++ for x86-64"
 )
 
-TILE_ELEMENTS = 1 << 15
+TILE_ELEMENTS = 1 << 13
 SHIM = """
 #include <immintrin.h>
 #include <cstddef>
@@ -31,18 +32,23 @@ SHIM = """
 #include <cstring>
 #define __device__
 #define __forceinline__ inline
-struct uint2 { unsigned x, y; };
+struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct Thread { int x; };
 static Thread threadIdx;
 static long num_misaligned = 0;
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static float __uint_as_float(unsigned b) { float v; std::memcpy(&v, &b, 4); return v; }
+static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+    return static_cast<unsigned>((low | static_cast<std::uint64_t>(high) << 32) >> (shift & 31));
+}
 static unsigned __float_as_uint(float v) { unsigned b; std::memcpy(&b, &v, 4); return b; }
 template <typename T> void check(const T* p) {
     num_misaligned += reinterpret_cast<std::uintptr_t>(p) % sizeof(T) != 0;
 }
 template <typename T> T __ldcs(const T* p) { check(p); return *p; }
+template <typename T> T __ldg(const T* p) { check(p); return *p; }
 template <typename T> void __stcs(T* p, T v) { check(p); std::memcpy(p, &v, sizeof v); }
 static unsigned narrow(float v) {
     const unsigned b = __float_as_uint(v);
@@ -61,16 +67,15 @@ REPLACEMENTS = {
 DRIVER = """
 }  // namespace
 extern "C" long run_on_host(
-    const DeviceSegment* segments, const std::int32_t* tiles, std::int64_t num_tiles,
-    std::uint64_t* hashes) {
+    const DeviceSegment* segments, std::int64_t num_segments, std::int64_t num_tiles,
+    std::int64_t num_blocks, std::uint64_t* hashes) {
     num_misaligned = 0;
-    for (std::int64_t tile = 0; tile < num_tiles; ++tile) {
-        const DeviceSegment& segment = segments[tiles[tile]];
-        const std::int64_t first = (tile - segment.first_tile) * kDeviceTileElements;
-        const std::int64_t rest = segment.rows * segment.row_elements - first;
-        const std::int64_t count = rest < kDeviceTileElements ? rest : kDeviceTileElements;
+    const auto add = [&](std::int64_t slot, std::uint64_t total) { hashes[slot] += total; };
+    for (std::int64_t block = 0; block < num_blocks; ++block) {
         for (threadIdx.x = 0; threadIdx.x < kThreads; ++threadIdx.x) {
-            hashes[segment.hash_slot] += run_tile<true>(segment, first, count);
+            run_tiles<true>(
+                segments, num_segments, num_tiles * block / num_blocks,
+                num_tiles * (block + 1) / num_blocks, add);
         }
     }
     return num_misaligned;
@@ -91,14 +96,34 @@ def run_on_host(repository, tmp_path_factory):
     (folder / "bucket.cpp").write_text(SHIM + source + DRIVER)
     library = folder / "bucket.so"
     subprocess.run(
-        ["g++", "-std=c++17", "-O1", "-mf16c", "-shared", "-fPIC", f"-I{csrc}",
-         "-Wno-unknown-pragmas", "-o", str(library), str(folder / "bucket.cpp")],
+        ["g++", "-std=c++17", "-O1", "-mf16c", "-w", "-shared", "-fPIC", f"-I{csrc}",
+         "-o", str(library), str(folder / "bucket.cpp")],
         check=True, timeout=120,
     )  # fmt: skip
     function = ctypes.CDLL(str(library)).run_on_host
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    function.argtypes = [ctypes.c_void_p, *3 * [ctypes.c_int64], ctypes.c_void_p]
     function.restype = ctypes.c_long
-    return function
+
+    def run(moves, *, num_blocks):
+        """Hashes of the moves, which are carried out; no access may be misaligned."""
+        words, num_tiles = cuda.build_table(moves, TILE_ELEMENTS)
+        hashes = torch.zeros(len(moves), dtype=torch.int64)
+        num_segments = len(words) // 12
+        address, _ = words.buffer_info()
+        assert function(address, num_segments, num_tiles, num_blocks, hashes.data_ptr()) == 0
+        return hashes.tolist()
+
+    return run
+
+
+def move_of(source, out, start=0, dtype=None):
+    """One entry of `run`'s list; without `out` the source is only hashed."""
+    rows, row_elements, stride = 1, source.numel(), 0
+    if not source.is_contiguous():
+        (rows, row_elements), stride = source.shape, source.stride(0)
+    address = 0 if out is None else out.data_ptr()
+    dtype = dtype or (source if out is None else out).dtype
+    return Move(source.data_ptr(), address, rows, row_elements, stride, source.dtype, dtype, start)
 
 
 def aligned(numel, dtype, shift):
@@ -127,7 +152,7 @@ def test_bits_and_hashes_equal_torch(run_on_host, source_dtype, out_dtype, sourc
     generator = torch.Generator().manual_seed(0)
     special = torch.tensor([0.0, -0.0, float("inf"), 65504.0, 65520.0, 1e-8, 1e-40, 3.0])
     sources = []
-    for numel in (TILE_ELEMENTS + 4321, 3, 1, 17, 8192):
+    for numel in (3 * TILE_ELEMENTS + 4321, 3, 1, 17, 8192):
         values = torch.randn(numel, generator=generator) * 40
         if source_dtype != torch.uint8 and numel > 8:
             values[:8] = special
@@ -135,29 +160,53 @@ def test_bits_and_hashes_equal_torch(run_on_host, source_dtype, out_dtype, sourc
         source.copy_(values.abs() if source_dtype == torch.uint8 else values)
         sources.append(source)
     # A column shard of a matrix: rows that are apart, each aligned as it happens to be.
-    sources.append(sources[0][:36000].view(90, 400)[:, 7:150])
+    sources.append(sources[0][:24000].view(60, 400)[:, 7:150])
     outs = [aligned(source.numel(), out_dtype, out_shift) for source in sources]
     starts = [0, 10, 2**40, 5, 1, 77]
-    table = cuda.build_table(cuda.segment_rows(sources, outs, starts), TILE_ELEMENTS)
-    hashes = torch.zeros(len(sources), dtype=torch.int64)
-    num_misaligned = run_on_host(
-        table.segments.data_ptr(), table.tile_segments.data_ptr(), table.tile_segments.numel(),
-        hashes.data_ptr(),
-    )  # fmt: skip
-    assert num_misaligned == 0
-    for source, out, start, value in zip(sources, outs, starts, hashes.tolist(), strict=True):
+    moves = [move_of(*each) for each in zip(sources, outs, starts, strict=True)]
+    hashes = run_on_host(moves, num_blocks=3)
+    for source, out, start, value in zip(sources, outs, starts, hashes, strict=True):
         expected = source.to(out_dtype).reshape(-1)
         assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
         assert value == hash_tensor(expected, start=start)
 
 
-def test_hash_without_a_destination(run_on_host):
-    tensor = torch.randn(TILE_ELEMENTS * 2 + 5).bfloat16()[3:]
-    row = (tensor.data_ptr(), 0, 1, tensor.numel(), 0, 0, 0, 9, 1, 0, 0, 0)
-    table = cuda.build_table([row], TILE_ELEMENTS)
-    hashes = torch.zeros(1, dtype=torch.int64)
-    run_on_host(
-        table.segments.data_ptr(), table.tile_segments.data_ptr(), table.tile_segments.numel(),
-        hashes.data_ptr(),
-    )  # fmt: skip
-    assert hashes.item() == hash_tensor(tensor, start=9)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+def test_copies_of_any_alignment_write_nothing_else(run_on_host, dtype):
+    itemsize = dtype.itemsize
+    numel = 5000
+    source_bytes = torch.randint(0, 256, (numel * itemsize + 64,), dtype=torch.uint8)
+    for source_skip in range(0, 16, itemsize):
+        for out_skip in range(0, 16, itemsize):
+            memory = torch.full((numel * itemsize + 64,), 7, dtype=torch.uint8)
+            begin = -memory.data_ptr() % 16 + out_skip
+            first = -source_bytes.data_ptr() % 16 + source_skip
+            source = source_bytes[first : first + numel * itemsize].view(dtype)
+            out = memory[begin : begin + numel * itemsize].view(dtype)
+            (value,) = run_on_host([move_of(source, out, start=1021)], num_blocks=1)
+            assert torch.equal(out.view(torch.uint8), source.view(torch.uint8))
+            assert value == hash_tensor(source, start=1021)
+            assert (memory[:begin] == 7).all()
+            assert (memory[begin + numel * itemsize :] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_hash_without_a_destination(run_on_host, dtype):
+    tensor = torch.randn(TILE_ELEMENTS * 2 + 5).to(dtype)[3:]
+    (value,) = run_on_host([move_of(tensor, None, start=9)], num_blocks=2)
+    assert value == hash_tensor(tensor, start=9)
+    wide = tensor.float()
+    (value,) = run_on_host([move_of(wide, None, 9, torch.bfloat16)], num_blocks=2)
+    assert value == hash_tensor(wide.bfloat16(), start=9)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 4, 9, 400])
+def test_every_tile_is_done_once_however_many_blocks_there_are(run_on_host, num_blocks):
+    sizes = [1, 9 * TILE_ELEMENTS, 5, TILE_ELEMENTS, 3 * TILE_ELEMENTS + 1, 2]
+    sources = [torch.randn(size) for size in sizes]
+    outs = [torch.zeros_like(source) for source in sources]
+    moves = [move_of(source, out) for source, out in zip(sources, outs, strict=True)]
+    hashes = run_on_host(moves, num_blocks=num_blocks)
+    # A tile that is done twice would add to its hash twice.
+    assert hashes == [hash_tensor(source) for source in sources]
+    assert all(torch.equal(out, source) for out, source in zip(outs, sources, strict=True))

@@ -134,17 +134,3 @@ def test_centred_products_of_steep_logits_keep_gradients_bounded():
         for value in got:
             assert value.isfinite().all()
         assert got[0].norm() <= 2 * weight.detach().float().norm() * math.sqrt(24)
-
-
-def test_chunks_of_a_loss_inside_shrink_until_their_logits_fit():
-    # Logits beyond the budget would be computed a second time.
-    hidden, weight, targets, _ = make_inputs(num_tokens=1100, vocab=1000, size=8)
-    for budget, expected in ((600 * 1000 * 4, [512, 512, 76]), (100 * 1000 * 4, [1100])):
-        sizes = []
-
-        def token_loss(logprobs, entropy, rows, sizes=sizes):
-            sizes.append(len(rows))
-            return logprobs.sum(), torch.ones_like(logprobs), None
-
-        linear_policy_loss(hidden, weight, targets, token_loss, logits_budget_bytes=budget)
-        assert sizes == expected

@@ -86,8 +86,9 @@ def test_loss_and_gradients_equal_autograd(chunk_tokens, budget, dtype):
     got = torch.autograd.grad(3.0 * output.loss, leaves)
     for value, reference, leaf in zip(got, want, leaves, strict=True):
         assert value.dtype == leaf.dtype
-        # 16-bit gradients are rounded twice: when they are stored and when 3.0 scales them.
-        assert relative_error(value, reference) < (5e-6 if dtype == torch.float32 else 4e-3)
+        # 16-bit gradients are rounded when they are stored and when 3.0 scales them, and those of
+        # the logits before, on a CPU that multiplies bfloat16.
+        assert relative_error(value, reference) < (5e-6 if dtype == torch.float32 else 6e-3)
 
 
 def test_a_loss_over_sequences_sees_whole_sequences():

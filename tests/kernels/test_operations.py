@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from lightrft.kernels import combine_hashes, hash_tensor, pack, unpack
+from lightrft.kernels import combine_hashes, hash_tensor, hash_tensors, pack, unpack
 from lightrft.kernels.weight_bucket.native import load_extension
 
 MASK = 2**64 - 1
@@ -30,10 +30,22 @@ def mix64(x: int) -> int:
     return z ^ (z >> 31)
 
 
+def mix(x: int, factor: int) -> int:
+    x = x * factor % 2**32
+    product = (x ^ (x >> 15)) * factor
+    return product ^ (product >> 32)
+
+
 def slow_hash(tensor: torch.Tensor, start: int = 0) -> int:
+    """The definition, one unit of at most 32 bits after the other."""
     size = tensor.element_size()
-    bits = tensor.reshape(-1).view(BIT_DTYPES[size]).tolist()
-    total = sum(mix64((b & (2 ** (8 * size) - 1)) ^ mix64(start + i)) for i, b in enumerate(bits))
+    words = tensor.reshape(-1).view(BIT_DTYPES[min(size, 4)]).tolist()
+    total = 0
+    for index, word in enumerate(words, start * (2 if size == 8 else 1)):
+        block, place = divmod(index, 1024)
+        block_key, place_key = mix64(block), mix64(MASK - place)
+        x = (word & (2 ** (8 * min(size, 4)) - 1)) ^ (place_key % 2**32) ^ (block_key >> 32)
+        total += (block_key | 1) * mix(x, place_key >> 32 | 1)
     return (total + 2**63) % 2**64 - 2**63
 
 
@@ -55,9 +67,10 @@ def awkward_floats() -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_hash_equals_its_definition_in_python_integers(dtype, impl):
     torch.manual_seed(1)
-    tensor = (torch.randn(7, 43) * 50).to(dtype)
+    tensor = (torch.randn(41, 61) * 50).to(dtype)  # more than two blocks
     assert hash_tensor(tensor, impl=impl) == slow_hash(tensor)
     assert hash_tensor(tensor, start=2**40 + 3, impl=impl) == slow_hash(tensor, 2**40 + 3)
+    assert hash_tensor(tensor[:1, :5], start=1021, impl=impl) == slow_hash(tensor[:1, :5], 1021)
 
 
 def test_hash_is_additive_over_ranges_and_across_chunks(impl):
@@ -69,18 +82,23 @@ def test_hash_is_additive_over_ranges_and_across_chunks(impl):
     assert combine_hashes(parts) == combine_hashes(reversed(parts))
 
 
-def test_hash_notices_a_swap_a_bit_and_a_shifted_position(impl):
-    tensor = torch.arange(1000, dtype=torch.float32)
-    expected = hash_tensor(tensor, impl=impl)
-    swapped = tensor.clone()
-    swapped[[3, 4]] = swapped[[4, 3]]
-    flipped = tensor.clone()
-    bits(flipped)[500] ^= 1
-    negative_zero = tensor.clone()
-    negative_zero[0] = -0.0
-    for other in (swapped, flipped, negative_zero):
-        assert hash_tensor(other, impl=impl) != expected
-    assert hash_tensor(tensor, start=1, impl=impl) != expected
+def test_many_tensors_at_once_hash_like_each_alone_after_their_casts(impl):
+    torch.manual_seed(4)
+    tensors = [torch.randn(n) for n in (5, 0, 70_001, 1024)]
+    tensors += [torch.randn(6, 9).T, torch.randn(33).half(), torch.randn(12, dtype=torch.float64)]
+    starts = [0, 7, 2**33 + 1, 1023, 4, 0, 5]
+    dtypes = [torch.bfloat16, torch.float32, torch.float16, torch.bfloat16]
+    dtypes += [torch.float32, torch.float32, torch.float32]
+    if impl == "native":  # has no cast from float64
+        tensors, starts, dtypes = tensors[:-1], starts[:-1], dtypes[:-1]
+    expected = [
+        hash_tensor(t.to(d), start=s, impl="torch")
+        for t, s, d in zip(tensors, starts, dtypes, strict=True)
+    ]
+    found = hash_tensors(tensors, starts=starts, dtypes=dtypes, impl=impl, num_threads=2)
+    assert found == expected
+    assert hash_tensors(tensors, impl=impl) == [hash_tensor(t, impl="torch") for t in tensors]
+    assert hash_tensors([], impl=impl) == []
 
 
 def test_hash_of_strided_empty_and_scalar_tensors(impl):
@@ -95,6 +113,8 @@ def test_hash_of_strided_empty_and_scalar_tensors(impl):
 def test_hash_refuses_what_it_cannot_hash():
     with pytest.raises(ValueError, match="complex64"):
         hash_tensor(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="2 tensors, 1 starts, 2 dtypes"):
+        hash_tensors([torch.zeros(2)] * 2, starts=[0])
     with pytest.raises(ValueError, match="got -1"):
         hash_tensor(torch.zeros(2), start=-1)
     with pytest.raises(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
+import re
 import sys
+import time
 
 import pytest
 
 from lightrft.rewards import MathReward, RewardError, build_reward
-from lightrft.rewards.math_rules import BOXED_MATH, GSM8K
+from lightrft.rewards.math_rules import BOXED_MATH, GSM8K, last_boxed
 
 
 def _scores(reward, responses: list[str], labels: list[str | None]) -> list[float]:
@@ -84,7 +87,8 @@ def test_an_answer_that_hangs_the_grader_times_out_is_counted_and_harms_no_other
         reward.close()
     assert [result.reward for result in results] == [0.0, 1.0]
     assert [result.components["timeout"] for result in results] == [1.0, 0.0]
-    assert reward._workers[0].num_starts == 2
+    # A fork of the worker was killed, not the worker.
+    assert reward._workers[0].num_starts == 1
 
 
 @pytest.mark.parametrize(
@@ -99,3 +103,121 @@ def test_an_answer_that_hangs_the_grader_times_out_is_counted_and_harms_no_other
 def test_unusable_labels_are_errors_that_name_the_sample(rule, label, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         _scores(MathReward(rule), [r"\boxed{1}"] * 2, ["1", label])
+
+
+def steps(response: str) -> int:
+    """Lines of Python and tokens of patterns that finding the last box takes."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        count += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        last_boxed(response)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["\\boxed{", "\\boxed{{}", "\\boxed", "\\boxed ", "{", "}", "\\", "\\boxed{}}", "\\boxed\\{"],
+)
+def test_the_work_on_a_response_grows_with_its_length_and_no_faster(piece) -> None:
+    short, long = (steps(piece * (n // len(piece)) + "}") for n in (4_000, 32_000))
+    assert long <= 9 * short
+    assert long <= 8 * 32_000
+
+
+def slow_last_boxed(text: str) -> str | None:
+    """Every box in turn from the last one, its braces counted anew."""
+    for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))):
+        depth, position = 1, match.end()
+        while position < len(text):
+            if text[position] == "\\":
+                position += 2
+                continue
+            depth += (text[position] == "{") - (text[position] == "}")
+            if depth == 0:
+                return text[match.end() : position].strip()
+            position += 1
+    return None
+
+
+def test_the_last_box_is_that_of_the_slow_search() -> None:
+    pieces = ["\\boxed{", "\\fbox {", "{", "}", "\\{", "\\}", "\\\\", "\\", "a", " ", "\n"]
+    numbers = random.Random(7)
+    found = 0
+    for _ in range(3_000):
+        text = "".join(numbers.choices(pieces, k=numbers.randrange(1, 14)))
+        expected = slow_last_boxed(text)
+        found += expected is not None
+        assert last_boxed(text) == expected, text
+    assert found > 500
+
+
+HOSTILE = [
+    r"9^{9^{9^{9}}}", r"(10^{10})!", r"10^{10^{10}}", r"\sqrt{2}^{\sqrt{2}^{\sqrt{2}^{99999}}}",
+    r"\frac{1}{" * 60 + "2" + "}" * 60, "(" * 300 + "1" + ")" * 300,
+    r"\sqrt{" * 120 + "2" + "}" * 120, "{" * 300 + "1" + "}" * 300,
+    "+".join(f"x^{{{i}}}" for i in range(150)), "*".join(["(x+y+z)"] * 120), r"(x+y+z)^{2000}",
+    r"\int_0^1 \int_0^1 e^{x^{y^{x^{y}}}} dx dy",
+    r"\lim_{x\to 0} \frac{\sin(\sin(\sin(x^{99})))}{x^{999}}",
+    r"\sum_{k=1}^{10^{12}} \frac{1}{k^{k}}", r"\prod_{k=1}^{99999} (x+k)",
+    r"\binom{10^{9}}{5\cdot 10^{8}}", "9" * 999, "0." + "1" * 900, r"99999999^{9999999}",
+    r"\{" + ",".join(map(str, range(250))) + r"\}",
+    r"\begin{pmatrix}" + r"\\".join("&".join(["x^{9}"] * 8) for _ in range(8))
+    + r"\end{pmatrix}^{99}",
+    r"\log_{2}{(2^{2^{2^{2^{2^{2}}}}})}", r"x=y=z=\frac{x^{99}+y^{99}}{z^{99}-1}=\sin^{99}(x)",
+]  # fmt: skip
+
+
+def test_hostile_answers_end_with_the_batch_and_leave_the_worker_alive() -> None:
+    _need_math_verify()
+    assert len(HOSTILE) == 23
+    reward = MathReward(BOXED_MATH, grading_seconds=0.2, batch_seconds=60.0, num_workers=1)
+    try:
+        reward._workers[0].start()
+        responses = [f"\\boxed{{{answer}}}" for answer in HOSTILE]
+        start = time.monotonic()
+        results = reward.score([""] * 23, responses, [r"\frac{3}{7}+\sqrt{2}"] * 23, {})
+        # 23 times 0.2 s, then 8 times; a restart of the worker for each would take minutes.
+        assert time.monotonic() - start < 60
+        assert reward._workers[0].num_starts == 1
+    finally:
+        reward.close()
+    assert [result.reward for result in results] == [0.0] * 23
+    assert sum(result.components["timeout"] for result in results) >= 10
+
+
+def test_the_deadline_of_a_batch_holds_for_starts_and_all_answers() -> None:
+    _need_math_verify()
+    reward = MathReward(BOXED_MATH, batch_seconds=0.2, num_workers=1)
+    start = time.monotonic()
+    try:
+        results = reward.score([""] * 23, [f"\\boxed{{{h}}}" for h in HOSTILE], ["x"] * 23, {})
+    finally:
+        reward.close()
+    assert time.monotonic() - start < 20  # 23 starts, or 23 deadlines of 10 s, take longer
+    assert sum(result.components["timeout"] for result in results) > 15
+
+
+def test_what_a_model_writes_can_neither_name_another_gold_answer_nor_end_the_run() -> None:
+    _need_math_verify()
+    reward = MathReward(BOXED_MATH, num_workers=1)
+    try:
+        forged = ["\\boxed{x\0x\0}", '\\boxed{x", "x}', "\\boxed{\ud800}", "\\boxed{\\x\1}"]
+        results = reward.score([""] * 4, forged, ["y+1"] * 4, {})
+    finally:
+        reward.close()
+    assert [result.reward for result in results] == [0.0] * 4
+
+
+def test_a_number_of_thousands_of_digits_is_compared_as_text() -> None:
+    huge = "7" * 5_000
+    (result,) = MathReward(BOXED_MATH).score([""], [r"\boxed{7x}"], [f"\\boxed{{{huge}}}"], {})
+    assert result.reward == 0.0

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -34,10 +35,11 @@ def serve():
             def log_message(self, *args):
                 pass
 
-        return run(HTTPServer(("127.0.0.1", 0), Handler)), seen
+        server = HTTPServer(("127.0.0.1", 0), Handler)
+        return run(server, partial(server.serve_forever, 0.01)), seen
 
-    def run(server):
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    def run(server, body=None):
+        threading.Thread(target=body or server.serve_forever, daemon=True).start()
         servers.append(server)
         return f"http://127.0.0.1:{server.server_port}/score"
 
@@ -98,11 +100,11 @@ def test_nobody_listening_is_named():
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ((400, b"no such model"), "refused: status 400, 'no such model'"),
+        ((400, b"no such model"), "/score: status 400, 'no such model'"),
         ((200, b"<html>"), "no JSON"),
         ((200, {"rewards": [1]}), "must answer 2 finite numbers"),
         ((200, {"rewards": [1, None]}), "must answer 2 finite numbers"),
-        ((200, {"rewards": [1, float("nan")]}), "must answer 2 finite numbers"),
+        ((200, {"rewards": [1, float("nan")]}), "no JSON .NaN is no number"),
         ((200, {"scores": [1, 2]}), "must answer 2 finite numbers"),
         ((200, {"rewards": [1, 2], "components": {"x": [1]}}), "under 'x'"),
     ],

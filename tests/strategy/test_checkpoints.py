@@ -144,8 +144,9 @@ def test_latest_is_what_save_latest_says_and_a_tag_wins(tmp_path):
     save(tmp_path, "side", save_latest=False)
     assert find_checkpoint(tmp_path).manifest.tag == "b"
     assert find_checkpoint(tmp_path, "a").manifest.tag == "a"
-    (tmp_path / "latest").unlink()
-    assert find_checkpoint(tmp_path).manifest.tag == "side"
+    # The pointer is for people: a byte of it must not choose an older step.
+    (tmp_path / "latest").write_text("a\n")
+    assert find_checkpoint(tmp_path).manifest.tag == "b"
     with pytest.raises(FileNotFoundError, match="found \\['a', 'b', 'side'\\]"):
         find_checkpoint(tmp_path, "c")
 

@@ -15,7 +15,7 @@ PUBLISHED = {
     "grad_accum_dtype": None, "overlap_comm": False, "engine_type": "vllm", "engine_tp_size": 1,
     "local_rank": -1, "sp_size": 1, "adam_betas": (0.9, 0.95), "l2": 0.0, "lr_warmup_ratio": 0.03,
     "critic_pretrain": False, "remote_rm_url": None, "pretrain_data": None,
-    "fused_linear_logprob": False, "reward_running_norm": False,
+    "reward_running_norm": False,
     "reward_running_norm_minus_mean": False, "advantages_norm": False, "advantage_clip": 0.0,
     "reward_clip": 0.0, "micro_rollout_batch_size": 2, "n_samples_per_prompt": 8,
     "overlong_buffer": False, "overlong_buffer_len": 1024, "overlong_buffer_penalty_factor": 1.0,
@@ -24,7 +24,7 @@ PUBLISHED = {
     "extra_args": {},
 }  # fmt: skip
 DECIDED = {
-    "bf16": None, "enable_engine_sleep": True, "plot_every": -1, "actor_learning_rate": 1e-6,
+    "bf16": None, "fused_linear_logprob": None, "enable_engine_sleep": True, "plot_every": -1, "actor_learning_rate": 1e-6,
     "critic_learning_rate": 9e-6, "engine_mem_util": 0.5, "max_len": None, "pretrain": None,
     "timeout_minutes": 60.0, "log_dir": None, "verify_weight_sync": True, "weight_bucket_mb": 256,
 }  # fmt: skip

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import json
 import math
 
 import pytest
@@ -9,8 +11,8 @@ from torch import nn
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.optimizers import (
     AdamSettings,
+    LearningRatePlan,
     clip_gradients,
-    cosine_with_min_lr_factor,
     gradient_norm,
     learning_rate_schedule,
     parameter_groups,
@@ -18,17 +20,28 @@ from lightrft.strategy.optimizers import (
 
 
 def test_cosine_equals_the_worked_example_and_stays_at_the_floor():
-    expected = [0, 0.5, 1, 0.965746, 0.868198, 0.722208, 0.55, 0.377792, 0.231802, 0.134254, 0.1]
-    expected += [0.1, 0.1, 0.1]
-    found = [
-        cosine_with_min_lr_factor(s, num_warmup_steps=2, num_training_steps=10, min_lr_ratio=0.1)
-        for s in range(len(expected))
+    expected = [
+        1 / 3,
+        2 / 3,
+        1,
+        0.965746,
+        0.868198,
+        0.722208,
+        0.55,
+        0.377792,
+        0.231802,
+        0.134254,
+        0.1,
     ]
+    expected += [0.1, 0.1, 0.1]
+    plan = LearningRatePlan("cosine_with_min_lr", 2, 10, 0.1)
+    found = [plan(s) for s in range(len(expected))]
     assert found == pytest.approx(expected, abs=1e-6)
 
 
 def cosine(step, num_warmup, max_steps):
-    progress = min(1.0, (step - num_warmup) / max(1, max_steps - num_warmup))
+    progress = min(1.0, (step - num_warmup) / max(1e-9, max_steps - num_warmup))
+    progress = 1.0 if step >= max_steps else progress
     return 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2
 
 
@@ -54,7 +67,9 @@ def test_schedule_of_an_optimizer_at_every_step(name, after_rise, max_steps, rat
     num_warmup = math.ceil(max_steps * ratio)
     for step in range(max_steps + 3):
         is_rising = step < num_warmup
-        factor = step / num_warmup if is_rising else after_rise(step, num_warmup, max_steps)
+        fallen = after_rise(step, num_warmup, max_steps)
+        factor = (step + 1) / (num_warmup + 1) if is_rising else fallen
+        assert step > 0 or factor > 0
         assert optimizer.param_groups[0]["lr"] == pytest.approx(4.0 * factor)
         optimizer.step()
         schedule.step()
@@ -146,3 +161,65 @@ def test_the_floor_of_the_cosine_is_an_option_and_the_others_have_none():
     assert end("cosine_with_min_lr", 0.0) == pytest.approx(0.0)
     assert end("linear", 0.25) == 0.0
     assert end("constant", 0.25) == 2.0
+
+
+def rates_of(schedule, num_steps):
+    """The rates of the next optimizer steps."""
+    rates = []
+    for _ in range(num_steps):
+        rates.append(schedule.optimizer.param_groups[0]["lr"])
+        schedule.optimizer.step()
+        schedule.step()
+    return rates
+
+
+def new_schedule(name, max_steps, *, warmup=0.0):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    config = StrategyConfig(lr_scheduler=name, lr_warmup_ratio=warmup, min_lr_ratio=0.1)
+    return learning_rate_schedule(config, optimizer, max_steps=max_steps)
+
+
+def continued(schedule, name, max_steps, *, warmup=0.0):
+    """A schedule of another length that goes on as after a checkpoint: optimizer, then schedule."""
+    after = new_schedule(name, max_steps, warmup=warmup)
+    after.optimizer.load_state_dict(schedule.optimizer.state_dict())
+    after.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+    return after
+
+
+@pytest.mark.parametrize("name", ["cosine_with_min_lr", "linear", "constant"])
+def test_a_longer_run_leaves_the_end_of_the_old_schedule_without_a_jump(name):
+    first = new_schedule(name, 40, warmup=0.1)
+    before = rates_of(first, 40)
+    after = continued(first, name, 80, warmup=0.1)
+    assert ("planned for 40" in after.change, "now for 80" in after.change) == (True, True)
+    rates = [*before, *rates_of(after, 40)]
+    steps = [abs(a - b) for a, b in itertools.pairwise(rates)]
+    assert max(steps) <= 2.0 / 5 + 1e-9  # never faster than the warm-up
+    assert min(rates) > 0
+    planned = rates_of(new_schedule(name, 80, warmup=0.1), 80)
+    assert rates[48:] == pytest.approx(planned[48:])
+    # The naive way, the new schedule from the old end on, is what this test is there to catch.
+    naive = [*before, before[-1], *planned[41:]]
+    jumps = [abs(a - b) for a, b in itertools.pairwise(naive)]
+    assert name == "constant" or max(jumps) > 2.0 / 5
+
+
+def test_a_continued_run_of_the_same_length_has_the_same_rates():
+    whole = rates_of(new_schedule("cosine_with_min_lr", 9, warmup=0.3), 9)
+    first = new_schedule("cosine_with_min_lr", 9, warmup=0.3)
+    rates = rates_of(first, 4)
+    after = continued(first, "cosine_with_min_lr", 9, warmup=0.3)
+    assert after.change == ""
+    assert [*rates, *rates_of(after, 5)] == whole
+
+
+def test_an_extended_run_that_is_killed_goes_on_where_it_was():
+    first = new_schedule("linear", 4)
+    rates_of(first, 4)
+    whole = rates_of(continued(first, "linear", 12, warmup=0.25), 8)
+    second = continued(first, "linear", 12, warmup=0.25)
+    rates = rates_of(second, 2)
+    third = continued(second, "linear", 12, warmup=0.25)
+    assert third.change == ""
+    assert [*rates, *rates_of(third, 6)] == whole

@@ -140,6 +140,64 @@ def test_an_engine_that_can_share_storage_copies_nothing() -> None:
     assert copied.sync(module_parameter_source(actor)).engine_hash == report.engine_hash
 
 
+class CountingEngine(HFEngine):
+    """Writes down which parameters it is asked to hash."""
+
+    asked = ()
+
+    def hash_parameters(self, names=None):
+        self.asked = tuple(names)
+        return super().hash_parameters(names)
+
+
+class StaleCopiesEngine(HFEngine):
+    """Fault: agrees to share storage and keeps its own."""
+
+    def alias_weights(self, tensors):
+        return True
+
+
+class SharesUnderWrongNamesEngine(HFEngine):
+    """Fault: takes two tensors of one shape for each other."""
+
+    def alias_weights(self, tensors):
+        up, gate = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("up", "gate"))
+        return super().alias_weights({**tensors, up: tensors[gate], gate: tensors[up]})
+
+
+def engine_of(engine_class: type[HFEngine]) -> HFEngine:
+    return engine_class(EngineConfig(engine_type="hf", model_path=""), module=tiny_model(seed=99))
+
+
+def test_shared_storage_is_hashed_once_and_said_to_be_shared() -> None:
+    actor, engine = tiny_actor(), engine_of(CountingEngine)
+    num_bytes = sum(parameter.numel() * 4 for parameter in actor.parameters())
+    shared = WeightSync(engine).sync(module_parameter_source(actor))
+    assert engine.asked == ()
+    assert shared.num_aliased_bytes == shared.num_verified_bytes == num_bytes
+    assert "aliased, the same memory, hashed once" in shared.summary()
+    assert f"(of it {num_bytes / 2**20:.1f} MB aliased" in shared.summary()
+    # Storage of its own is read, and gives the same hash.
+    copied = WeightSync(engine, allow_alias=False).sync(module_parameter_source(actor))
+    assert set(engine.asked) == {name for name, _ in actor.model.named_parameters()}
+    assert copied.num_aliased_bytes == 0
+    assert copied.num_verified_bytes == num_bytes
+    assert copied.engine_hash == shared.engine_hash
+
+
+def test_an_engine_that_only_claims_to_share_is_hashed_and_found() -> None:
+    actor = tiny_actor()
+    with pytest.raises(WeightSyncError, match="differ from the trainer's") as caught:
+        WeightSync(engine_of(StaleCopiesEngine)).sync(module_parameter_source(actor))
+    assert caught.value.check == "hash"
+    with pytest.raises(WeightSyncError) as caught:
+        WeightSync(engine_of(SharesUnderWrongNamesEngine)).sync(module_parameter_source(actor))
+    assert set(caught.value.names) == {
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+    }
+
+
 def test_another_actor_is_honoured_and_a_shared_one_is_never_overwritten() -> None:
     first, second, engine = tiny_actor(), tiny_actor(seed=5), hf_engine()
     sync = WeightSync(engine)

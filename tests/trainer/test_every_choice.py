@@ -78,7 +78,8 @@ def samples():
     rewards[8:] = 0.5
     return SampleTable(
         sample_ids=np.arange(12), group_ids=np.arange(12) // 4, prompt_lengths=np.full(12, 2),
-        response_lengths=lengths, token_ids=generator.integers(0, VOCAB, num_tokens + 24),
+        response_lengths=lengths, is_sampled=np.ones(num_tokens, dtype=bool),
+        token_ids=generator.integers(0, VOCAB, num_tokens + 24),
         rollout_logprobs=generator.normal(-3.9, 0.5, num_tokens).astype(np.float32),
         rewards=rewards, accuracies=rewards, component_names=(), components=np.zeros((12, 0)),
         is_truncated=np.zeros(12, bool), is_masked=np.zeros(12, bool),

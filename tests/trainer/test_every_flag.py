@@ -21,8 +21,8 @@ from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.engine.session import engine_config
 from lightrft.trainer.runs.assembly import first_rank_loggers, pretrain_mix
 from lightrft.trainer.runs.models import build_models
+from lightrft.trainer.training.alarms import alarms
 from lightrft.trainer.training.algorithm import build_policy_loss
-from lightrft.trainer.training.step_metrics import alarms
 
 PACKAGES = Path(__file__).parents[2] / "packages"
 
@@ -298,7 +298,7 @@ OBSERVED = {
     "alarm_length": (5.0, raised_alarms, {}),
     "alarm_reward_std": (0.2, raised_alarms, {}),
     "engine_mem_util": (0.3, engine, {}),
-    "max_len": (99, engine, {}),
+    "max_len": (99, engine, {"prompt_max_len": 64, "generate_max_len": 8}),
     "weight_bucket_mb": (3, bucket, {}),
     "timeout_minutes": (3.0, deadline, {}),
     "logging_steps": (2, console, {}),

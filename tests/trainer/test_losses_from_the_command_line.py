@@ -58,6 +58,7 @@ def experience(policy):
     table = SampleTable(
         sample_ids=np.arange(ROWS), group_ids=np.arange(ROWS) // 4,
         prompt_lengths=np.full(ROWS, 2), response_lengths=lengths,
+        is_sampled=np.ones(num_tokens, dtype=bool),
         token_ids=draw.integers(0, VOCAB, num_tokens + 2 * ROWS),
         rollout_logprobs=np.zeros(num_tokens, np.float32), rewards=np.zeros(ROWS),
         accuracies=np.zeros(ROWS), component_names=(), components=np.zeros((ROWS, 0)),

@@ -13,7 +13,7 @@ from lightrft.rewards.service import RewardServer
 from lightrft.rewards.types import RewardResult
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.trainer.reporting.trajectories import TrajectoryLog
-from lightrft.trainer.training.step_metrics import alarms
+from lightrft.trainer.training.alarms import alarms
 
 
 def changed(before, after):
@@ -119,11 +119,6 @@ def test_an_alarm_warns_and_stops_only_if_told_to(build_world, capsys, stops, st
     assert capsys.readouterr().out.count("alarm after step") == steps
 
 
-def test_stopping_needs_a_bound(build_world):
-    with pytest.raises(ValueError, match="stop_on_alarm"):
-        build_world(stop_on_alarm=True)
-
-
 def test_trajectories_hold_one_value_per_token(build_world, tmp_path):
     log = TrajectoryLog(tmp_path / "t.jsonl", num_samples=3, every=2)
     world = build_world(
@@ -176,7 +171,7 @@ def test_a_whole_run_with_a_service_an_average_and_trajectories(tmp_path, tiny_m
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
     (tmp_path / "r.py").write_text("def one(responses):\n    return [1.0 for _ in responses]\n")
     server = RewardServer(Letters())
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         values = {
             "pretrain": tiny_model, "prompt_data": str(tmp_path / "train.jsonl"),

@@ -10,7 +10,8 @@ import pytest
 
 from lightrft.config import TrainConfig
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.runs.files import write_start
+from lightrft.trainer.reporting.loggers import drop_steps_after
+from lightrft.trainer.runs.files import set_aside, write_start
 from lightrft.trainer.runs.plan import describe_inputs, input_files, plan_run
 from lightrft.trainer.runs.start import sole_writer
 
@@ -58,20 +59,55 @@ def test_an_unfinished_run_is_continued_by_the_same_command(config):
     assert plan.changes == ()
 
 
-@pytest.mark.parametrize(
-    ("left", "expected"),
-    [
-        ({"summary": True}, ["complete after 2 steps", "--load_checkpoint", "--max_steps"]),
-        ({"checkpoint": False}, ["before its first checkpoint", "--save_steps"]),
-    ],
-)
-def test_other_used_folders_are_refused_unless_asked_for(config, left, expected):
-    leave_run(config(), **left)
+def test_a_complete_run_is_refused_unless_asked_for(config):
+    leave_run(config(), summary=True)
     with pytest.raises(ConfigError) as caught:
         plan_run(config())
-    for text in ("holds another run", *expected):
+    for text in ("holds another run", "complete after 2 steps", "--load_checkpoint", "--max_steps"):
         assert text in str(caught.value)
     assert plan_run(config(load_checkpoint=True)).resumes
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("half", ["nothing", "critic", "temporary"])
+def test_a_run_without_a_checkpoint_starts_over_and_its_files_are_kept(config, half, asked):
+    leave_run(config(), checkpoint=False)
+    folder, checkpoints = config().checkpoint_dir.parent, config().checkpoint_dir
+    if half != "nothing":
+        name = "_critic/global_step1" if half == "critic" else "_actor/.lightrft-tmp-global_step1"
+        (checkpoints / name / "rng").mkdir(parents=True)
+    plan = plan_run(config(load_checkpoint=asked, seed=7))
+    assert plan.restarts
+    assert not plan.resumes
+    (folder / "mine.txt").write_text("stays")
+    for number in (1, 2):
+        aside = set_aside(folder, checkpoints)
+        assert aside == folder / f"unfinished_{number}"
+        (folder / "metrics.jsonl").write_text("again")
+    assert (folder / "unfinished_1" / "metrics.jsonl").read_text().startswith('{"step": 1}')
+    assert (folder / "unfinished_2" / "metrics.jsonl").read_text() == "again"
+    assert (folder / "unfinished_1" / "config.toml").exists()
+    assert (folder / "unfinished_1" / "checkpoints").exists() == (half != "nothing")
+    assert (folder / "mine.txt").exists()
+
+
+def test_checkpoints_that_lost_their_manifests_are_not_taken_for_none(config):
+    leave_run(config(), checkpoint=False)
+    actor = config().checkpoint_dir / "_actor" / "global_step2"
+    (actor / "rng").mkdir(parents=True)
+    assert plan_run(config()).resumes
+    (actor / "rng").rmdir()
+    for step in (1, 2):
+        (config().checkpoint_dir / "_critic" / f"global_step{step}" / "rng").mkdir(parents=True)
+    assert plan_run(config()).resumes
+
+
+def test_lines_without_a_step_are_dropped_on_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = ['{"step": 1}', "7", "[]", "null", '{"x": 1}', '{"step": "1"}', "[" * 100_000, '{"ste']
+    path.write_text("\n".join([lines[0], *lines[1:], '{"step": 2}', '{"step": 3}']))
+    drop_steps_after(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_files_of_unknown_origin_are_not_overwritten(config, tmp_path):

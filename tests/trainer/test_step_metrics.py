@@ -17,6 +17,7 @@ def table(rewards, group_ids, lengths, *, masked=(), truncated=(), components=No
         response_lengths=np.array(lengths),
         token_ids=np.zeros(3 * rows + sum(lengths), dtype=np.int64),
         rollout_logprobs=np.zeros(sum(lengths), dtype=np.float32),
+        is_sampled=np.ones(int(np.sum(lengths)), dtype=bool),
         rewards=np.array(rewards, dtype=np.float64),
         accuracies=np.array(rewards, dtype=np.float64),
         component_names=names,

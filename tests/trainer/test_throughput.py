@@ -67,7 +67,7 @@ def test_frozen_weights_and_idle_experts_cost_less():
 
 def test_utilisation_is_the_share_of_all_devices_peak():
     class Table:
-        lengths, response_lengths = np.array([4, 6]), np.array([1, 2])
+        lengths, sampled_lengths = np.array([4, 6]), np.array([1, 2])
 
     model = TrainingFlops(1e12, 1e11, 1e10)
     total = 2 * (10e12 + 3e11 + 52e10)

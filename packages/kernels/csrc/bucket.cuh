@@ -33,12 +33,13 @@ enum class Operation : std::int64_t {
     kHalfToFloat = 7,
 };
 
-constexpr std::int64_t kDeviceTileElements = 1 << 15;
+// The unit in which work is dealt out: small, so that no block has much more than another.
+constexpr std::int64_t kDeviceTileElements = 1 << 13;
 
-// Runs the table on a stream. tile_segments[t] is the segment of tile t. Adds to hashes[hash_slot]
-// if hashes is not null. Casts round to nearest even. Returns a CUDA error code, 0 for success.
+// Runs the table on a stream. No segment is empty; num_tiles is that of all of them. Adds to
+// hashes[hash_slot] if hashes is not null. Casts round to nearest even. Returns a CUDA error code, 0 for success.
 int launch_segments(
-    const DeviceSegment* segments, const std::int32_t* tile_segments, std::int64_t num_tiles,
+    const DeviceSegment* segments, std::int64_t num_segments, std::int64_t num_tiles,
     unsigned long long* hashes, int device, void* stream);
 
 const char* cuda_error_text(int code);

@@ -1,17 +1,20 @@
 #include "copy.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
+#include "hash.hpp"
 #include "parallel.hpp"
 
 namespace lightrft {
 namespace {
 
-constexpr std::int64_t kTileElements = 1 << 16;
+// Small enough for what is copied to be hashed from the cache; whole blocks of the hash.
+constexpr std::int64_t kTileElements = 1 << 15;
 
 struct Tile {
-    const CopySegment* segment;
+    std::size_t segment;
     std::int64_t first;
     std::int64_t count;
 };
@@ -83,50 +86,83 @@ To* at(From* base, std::int64_t index) {
     return reinterpret_cast<To*>(base) + index;
 }
 
-void copy_tile(const Tile& tile, std::uint16_t bf16_nan) {
+void copy_elements(
+    const CopySegment& segment, std::int64_t first, std::int64_t count, char* destination,
+    std::uint16_t bf16_nan) {
     using Half = std::uint16_t;
     using Single = std::uint32_t;
-    const CopySegment& segment = *tile.segment;
-    const std::int64_t first = tile.first;
     switch (segment.cast) {
         case Cast::kNone:
             std::memcpy(
-                segment.destination + first * segment.itemsize,
-                segment.source + first * segment.itemsize,
-                static_cast<std::size_t>(tile.count * segment.itemsize));
+                destination, segment.source + first * segment.itemsize,
+                static_cast<std::size_t>(count * segment.itemsize));
             return;
         case Cast::kFloatToBfloat16:
             return float_to_bfloat16(
-                at<const Single>(segment.source, first), at<Half>(segment.destination, first),
-                tile.count, bf16_nan);
+                at<const Single>(segment.source, first), at<Half>(destination, 0), count,
+                bf16_nan);
         case Cast::kFloatToHalf:
             return float_to_half(
-                at<const Single>(segment.source, first), at<Half>(segment.destination, first),
-                tile.count);
+                at<const Single>(segment.source, first), at<Half>(destination, 0), count);
         case Cast::kBfloat16ToFloat:
             return bfloat16_to_float(
-                at<const Half>(segment.source, first), at<Single>(segment.destination, first),
-                tile.count);
+                at<const Half>(segment.source, first), at<Single>(destination, 0), count);
         case Cast::kHalfToFloat:
             return half_to_float(
-                at<const Half>(segment.source, first), at<Single>(segment.destination, first),
-                tile.count);
+                at<const Half>(segment.source, first), at<Single>(destination, 0), count);
     }
+}
+
+// Copies one tile, or casts it into `scratch` if it has no destination; returns its hash.
+std::uint64_t run_tile(
+    const CopySegment& segment, std::int64_t first, std::int64_t count, std::uint16_t bf16_nan,
+    bool with_hash, std::vector<char>& scratch) {
+    const char* result = segment.source + first * segment.itemsize;
+    if (segment.destination != nullptr || segment.cast != Cast::kNone) {
+        char* destination = segment.destination + first * segment.itemsize;
+        if (segment.destination == nullptr) {
+            scratch.resize(static_cast<std::size_t>(kTileElements * segment.itemsize));
+            destination = scratch.data();
+        }
+        copy_elements(segment, first, count, destination, bf16_nan);
+        result = destination;
+    }
+    if (!with_hash) {
+        return 0;
+    }
+    return hash_range(
+        result, count, static_cast<int>(segment.itemsize),
+        segment.start + static_cast<std::uint64_t>(first));
 }
 
 }  // namespace
 
-void copy_segments(
-    const std::vector<CopySegment>& segments, std::uint16_t bf16_nan, int num_threads) {
+void run_segments(
+    const std::vector<CopySegment>& segments, std::uint16_t bf16_nan, int num_threads,
+    std::uint64_t* hashes) {
     std::vector<Tile> tiles;
-    for (const CopySegment& segment : segments) {
-        for (std::int64_t first = 0; first < segment.numel; first += kTileElements) {
-            tiles.push_back({&segment, first, std::min(kTileElements, segment.numel - first)});
+    for (std::size_t index = 0; index < segments.size(); ++index) {
+        const std::int64_t numel = segments[index].numel;
+        for (std::int64_t first = 0; first < numel; first += kTileElements) {
+            tiles.push_back({index, first, std::min(kTileElements, numel - first)});
         }
     }
+    std::vector<std::atomic<std::uint64_t>> totals(hashes == nullptr ? 0 : segments.size());
+    std::vector<std::vector<char>> scratch(static_cast<std::size_t>(num_threads));
     for_each_tile(
-        static_cast<std::int64_t>(tiles.size()), num_threads,
-        [&](std::int64_t tile, int) { copy_tile(tiles[static_cast<std::size_t>(tile)], bf16_nan); });
+        static_cast<std::int64_t>(tiles.size()), num_threads, [&](std::int64_t number, int thread) {
+            const Tile& tile = tiles[static_cast<std::size_t>(number)];
+            const std::uint64_t hash = run_tile(
+                segments[tile.segment], tile.first, tile.count, bf16_nan, hashes != nullptr,
+                scratch[static_cast<std::size_t>(thread)]);
+            if (hashes != nullptr) {
+                // Sums wrap mod 2^64, so the order in which threads add does not matter.
+                totals[tile.segment].fetch_add(hash, std::memory_order_relaxed);
+            }
+        });
+    for (std::size_t index = 0; index < totals.size(); ++index) {
+        hashes[index] += totals[index].load(std::memory_order_relaxed);
+    }
 }
 
 }  // namespace lightrft

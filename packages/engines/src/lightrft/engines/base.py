@@ -9,6 +9,7 @@ from torch import nn
 from lightrft.engines.engine_weights import EngineWeights, StaleEngineError as StaleEngineError
 from lightrft.engines.hf.stopping import end_of_sequence_ids
 from lightrft.engines.hf.text import Text
+from lightrft.engines.ledger import Ledger
 from lightrft.engines.native_params import params_of_native
 from lightrft.engines.parameter_store import is_full_tensor
 from lightrft.engines.raw_completions import RawCompletion, completion_of
@@ -42,6 +43,7 @@ class RolloutEngine(ABC):
         weights_version: Version of the weights in use; -1 before the first update. Set by
             `set_weights_version` after the caller has verified the update.
         status: Asleep or awake.
+        ledger: What it sampled while somebody wanted it written down.
     """
 
     name: str
@@ -62,6 +64,7 @@ class RolloutEngine(ABC):
         self._dtype = config.torch_dtype
         self._text = Text(config.model_path)
         self._sleeping_tags: set[str] = set()
+        self.ledger = Ledger()
 
     @property
     @abstractmethod
@@ -137,9 +140,11 @@ class RolloutEngine(ABC):
         self.check_usable()
         rows = rows_of_requests(requests, sampling_params, self._limits, encode=self._encode)
         self._check_params(sampling_params)
+        raws = self._sample(rows, sampling_params)
+        self.ledger.append(rows, raws, self.weights_version)
         return [
             completion_of(row, raw, sampling_params, self.weights_version)
-            for row, raw in zip(rows, self._sample(rows, sampling_params), strict=True)
+            for row, raw in zip(rows, raws, strict=True)
         ]
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -256,7 +261,7 @@ class RolloutEngine(ABC):
             names: Which; None is all that can be read back.
 
         Returns:
-            Checkpoint name -> signed 64-bit hash as `lightrft.kernels.hash_tensor` defines it.
+            Checkpoint name -> signed 64-bit hash, that of `lightrft.kernels.hash_tensors`.
         """
         return self._weights.hashes(names)
 
@@ -268,6 +273,14 @@ class RolloutEngine(ABC):
             (nothing was changed).
         """
         return self._weights.alias(tensors)
+
+    def shared_names(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+        """Names of the parameters whose storage, as the engine computes with it, is the one given.
+
+        Args:
+            tensors: Checkpoint name -> full tensor of the trainer.
+        """
+        return self._weights.shared_names(tensors)
 
     def check_usable(self) -> None:
         """Raises unless the engine is awake and holds a complete set of weights."""

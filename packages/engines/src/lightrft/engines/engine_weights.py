@@ -143,6 +143,11 @@ class EngineWeights(ABC):
         del tensors
         return False
 
+    def shared_names(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+        """See `RolloutEngine.shared_names`."""
+        del tensors
+        return frozenset()
+
     @abstractmethod
     def hashes(self, names: Sequence[str] | None) -> dict[str, int]:
         """See `RolloutEngine.hash_parameters`."""

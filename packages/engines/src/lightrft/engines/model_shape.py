@@ -69,7 +69,9 @@ def model_configs(
     """
     architecture = architecture_of(type(module)) if isinstance(module, PreTrainedModel) else None
     if config.model_path:
-        hf_config = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
+        hf_config = AutoConfig.from_pretrained(
+            config.model_path, local_files_only=True, trust_remote_code=False
+        )
         try:
             generation = GenerationConfig.from_pretrained(config.model_path, local_files_only=True)
         except OSError:

@@ -101,19 +101,32 @@ class ParameterStore(EngineWeights):
 
     def hashes(self, names: Sequence[str] | None) -> dict[str, int]:
         """Position-keyed hashes of the stored tensors; a tied name gives that of its owner."""
-        from lightrft.kernels import hash_tensor
+        from lightrft.kernels import hash_tensors
 
         self._require_resident("hash_parameters")
-        result = {}
-        for name in self.tensors if names is None else names:
-            owner = self._tied.get(name, name)
-            if owner not in self.tensors:
+        wanted = list(self.tensors) if names is None else list(names)
+        for name in wanted:
+            if self._tied.get(name, name) not in self.tensors:
                 raise KeyError(
                     f"the {self._engine_name} engine has no parameter {name!r}; "
                     "names must be those of parameter_manifest()"
                 )
-            result[name] = int(hash_tensor(self.tensors[owner].detach().reshape(-1)))
-        return result
+        owners = [self._tied.get(name, name) for name in wanted]
+        hashes = hash_tensors([self.tensors[owner].detach() for owner in owners])
+        return dict(zip(wanted, hashes, strict=True))
+
+    def shared_names(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+        """See `RolloutEngine.shared_names`; compares addresses, not what was agreed on."""
+        self._require_resident("shared_names")
+        return frozenset(
+            name
+            for name, given in tensors.items()
+            if (own := self.tensors.get(self._tied.get(name, name))) is not None
+            and own.numel() > 0
+            and own.data_ptr() == given.data_ptr()
+            and own.stride() == given.stride()
+            and _fits(given, own)
+        )
 
 
 def is_full_tensor(tensor: torch.Tensor, shape: torch.Size) -> bool:

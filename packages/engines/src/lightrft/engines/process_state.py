@@ -4,6 +4,7 @@ import importlib
 import operator
 import os
 import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -91,3 +92,20 @@ def _exists(module: str, path: str) -> bool:
     except (ImportError, AttributeError):
         return False
     return True
+
+
+@contextmanager
+def deepspeed_unless_used() -> Iterator[None]:
+    """Inside, DeepSpeed cannot be imported unless it is already.
+
+    transformers asks it, when it saves, whether a model is one of its engines: an import of
+    seconds, and warnings about accelerators, in programs that do not use it.
+    """
+    if "deepspeed" in sys.modules:
+        yield
+        return
+    sys.modules["deepspeed"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["deepspeed"]

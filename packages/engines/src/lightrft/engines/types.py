@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import compress
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -129,19 +130,24 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled continuation of a prompt; what was sampled is what is trained on.
+    """The continuation of a prompt; what was sampled is what is trained on.
+
+    An engine returns what it sampled in one go. The response of several turns is joined from its
+    completions and the observations between them.
 
     Args:
         request_id: The request it answers.
         sample_index: 0 .. n-1 among the samples of that request.
         prompt_token_ids: The prompt as the model saw it.
-        output_token_ids: The sampled tokens, the stop token included if one was sampled.
+        output_token_ids: The tokens after the prompt, a sampled stop token included.
         output_logprobs: fp32 log-probability of each sampled token under the distribution it was
-            drawn from; T = 0 is scored at T = 1.
+            drawn from; T = 0 is scored at T = 1. 0 for tokens of an observation.
         logprobs_mode: "temperature" for log_softmax(logits / T), "truncated" for the renormalised
             distribution over the kept tokens.
         finish_reason: "stop" (end-of-sequence, stop id or string), "length" or "abort".
-        weights_version: Version of the weights that sampled it; -1 before the first update.
+        weights_version: Version of the weights that sampled its end; -1 before the first update.
+        sampled: Whether each token after the prompt was sampled, or is part of an observation;
+            None means that all were sampled.
     """
 
     request_id: int
@@ -152,14 +158,29 @@ class Completion:
     logprobs_mode: LogprobsMode
     finish_reason: FinishReason
     weights_version: int = -1
+    sampled: tuple[bool, ...] | None = None
 
     def __post_init__(self) -> None:
-        if len(self.output_token_ids) != len(self.output_logprobs):
+        num_tokens, num_logprobs = len(self.output_token_ids), len(self.output_logprobs)
+        num_flags = num_tokens if self.sampled is None else len(self.sampled)
+        if not num_tokens == num_logprobs == num_flags:
             raise ValueError(
-                "a completion needs one logprob per token: got "
-                f"{len(self.output_token_ids)} tokens and {len(self.output_logprobs)} logprobs "
-                f"for request {self.request_id}"
+                "a completion needs one logprob per token, and whether it was sampled: got "
+                f"{num_tokens} tokens, {num_logprobs} logprobs and {num_flags} flags for request "
+                f"{self.request_id}"
             )
+
+    @property
+    def is_sampled(self) -> tuple[bool, ...]:
+        """Whether each token after the prompt was sampled."""
+        return (True,) * len(self.output_token_ids) if self.sampled is None else self.sampled
+
+    @property
+    def sampled_token_ids(self) -> tuple[int, ...]:
+        """The tokens after the prompt without those of observations."""
+        if self.sampled is None:
+            return self.output_token_ids
+        return tuple(compress(self.output_token_ids, self.sampled))
 
     def __getitem__(self, name: str) -> object:
         """A field by its name."""

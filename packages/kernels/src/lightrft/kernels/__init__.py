@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
     from lightrft.kernels.weight_bucket.operations import (
         hash_tensor as hash_tensor,
+        hash_tensors as hash_tensors,
         pack as pack,
         unpack as unpack,
     )

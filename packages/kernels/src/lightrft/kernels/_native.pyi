@@ -4,10 +4,12 @@ interface_version: int
 has_cuda: bool
 device_tile_elements: int
 
-def copy_segments(
-    segments: Sequence[tuple[int, int, int, int, int]], bf16_nan: int, num_threads: int
-) -> None: ...
+def run_segments(
+    segments: Sequence[tuple[int, int, int, int, int, int]],
+    bf16_nan: int,
+    num_threads: int,
+    with_hash: bool,
+) -> list[int]: ...
 def launch_segments(
-    segments: int, tile_segments: int, num_tiles: int, hashes: int, device: int, stream: int
+    segments: int, num_segments: int, num_tiles: int, hashes: int, device: int, stream: int
 ) -> None: ...
-def hash_range(pointer: int, numel: int, itemsize: int, start: int, num_threads: int) -> int: ...

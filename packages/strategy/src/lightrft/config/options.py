@@ -13,7 +13,11 @@ T = TypeVar("T")
 CRITIC = "a critic"
 _SECRET = re.compile(r"(key|token|secret|password|passwd|credentials?)$|wandb")
 _COLUMN = re.compile(r"(input|label|images?|videos?|reference)_key$")
+_ADDRESS = re.compile(r"\w*:?//[^\s'\"<>]*[@?][^\s'\"<>]*")
+_QUERY_VALUE = re.compile(r"((?:[^=&#]*=)?)([^&#]+)")
+MASK = "***"
 _SCALARS = (str, int, float)
+LARGEST_INT = 2**63 - 1
 
 
 class ConfigError(ValueError):
@@ -35,6 +39,8 @@ class OptionInfo:
             not, "NAME VALUE" where it has this value, `CRITIC` where the advantage estimator has
             one; None is always.
         may_change: A continued run is exact although this changed.
+        by_machine: None leaves the value to the machine: it is decided at start, saved with the
+            run and kept when the run is continued.
         secret: The value is shown and saved nowhere.
         common: Listed by `train --help`.
         path: The value is the path of a file or a folder.
@@ -50,6 +56,7 @@ class OptionInfo:
     finite: bool = True
     acts_with: str | None = None
     may_change: bool = False
+    by_machine: bool = False
     secret: bool = False
     common: bool = False
     path: Literal["file", "folder"] | None = None
@@ -68,6 +75,7 @@ def option(  # noqa: PLR0913 - the one place where an option is described
     finite: bool = True,
     acts_with: str | None = None,
     may_change: bool = False,
+    by_machine: bool = False,
     secret: bool = False,
     common: bool = False,
     path: Literal["file", "folder"] | None = None,
@@ -76,8 +84,8 @@ def option(  # noqa: PLR0913 - the one place where an option is described
     """A dataclass field with a default and the `OptionInfo` of the other arguments."""
     info = OptionInfo(
         help=help, group=group, choices=choices, at_least=at_least, at_most=at_most, above=above,
-        finite=finite, acts_with=acts_with, may_change=may_change, secret=secret, common=common,
-        path=path, commands=commands,
+        finite=finite, acts_with=acts_with, may_change=may_change,
+        by_machine=by_machine, secret=secret, common=common, path=path, commands=commands,
     )  # fmt: skip
     made: T = field(default=default, metadata={"option": info})
     return made
@@ -142,41 +150,91 @@ def accepts(value: object, hint: object) -> bool:
 
 
 def coerce(value: object, hint: object) -> object:
-    """Parsers and TOML give lists and ints where tuples and floats are meant."""
+    """Parsers and TOML give lists, single strings and ints for tuples and floats."""
     kinds = alternatives(hint)
     if isinstance(value, list) and not accepts(value, hint):
-        return tuple(value)
-    if float in kinds and int not in kinds and isinstance(value, int):
-        return value if isinstance(value, bool) else float(value)
+        # Numbers within are floats, too.
+        return tuple(coerce(item, item_hint(kinds)) for item in value)
+    if isinstance(value, str) and str not in kinds and item_hint(kinds) is str:
+        return (value,)
+    if float in kinds and int not in kinds and is_number(value):
+        return _as_float(value)
     return value
+
+
+def _as_float(value: object) -> object:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except OverflowError:  # a whole number beyond floats; the bounds refuse it
+        return value
+
+
+def item_hint(kinds: tuple[object, ...]) -> object:
+    """The annotation of the items of a tuple among these kinds; `object` without one."""
+    tuples = [kind for kind in kinds if typing.get_origin(kind) is tuple]
+    return typing.get_args(tuples[0])[0] if tuples else object
 
 
 def check_value(name: str, value: object, hint: object, info: OptionInfo) -> str | None:
     """What is wrong with one value: its type, or its range; None if nothing is."""
     if not accepts(value, hint):
         expected = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
-        return f"{name}: got {value!r} ({type(value).__name__}), expected {expected}"
+        return f"{name}: got {_short(value)} ({type(value).__name__}), expected {expected}"
     if info.choices is not None and value is not None:
-        items = value if isinstance(value, tuple) else (value,)
-        wrong = [item for item in items if item not in info.choices]
+        given = value if isinstance(value, tuple) else (value,)
+        wrong = [item for item in given if item not in info.choices]
         if wrong:
             listing = list(info.choices)
             near = difflib.get_close_matches(str(wrong[0]), [str(c) for c in listing], n=1)
             hint_text = f" (did you mean {near[0]!r}?)" if near else ""
             own = "" if isinstance(info.choices, tuple) else ", FILE.py:NAME or MODULE:NAME"
-            return f"{name}: got {wrong[0]!r}, expected one of {listing}{own}{hint_text}"
-    numbers = value if isinstance(value, tuple) else (value,)
-    for number in numbers:
+            return f"{name}: got {_short(wrong[0])}, expected one of {listing}{own}{hint_text}"
+    problem = _text_problem(value, info)
+    if problem is not None:
+        return f"{name}: got {_short(value)}, expected {problem}"
+    items: Iterable[tuple[str, object]] = ((name, value),)
+    if isinstance(value, tuple):
+        items = ((name, item) for item in value)
+    elif isinstance(value, Mapping):
+        items = ((f"{name}: {key}", item) for key, item in value.items())
+    for place, number in items:
         if isinstance(number, int | float) and not isinstance(number, bool):
             problem = _range_problem(number, info)
             if problem is not None:
-                return f"{name}: got {value!r}, expected {problem}"
+                shown_value = number if isinstance(value, Mapping) else value
+                return f"{place}: got {_short(shown_value)}, expected {problem}"
     return None
 
 
+def _text_problem(value: object, info: OptionInfo) -> str | None:
+    """Why a text, or one of several, is none that files and the system take."""
+    texts = [item for item in (value if isinstance(value, tuple) else (value,))
+             if isinstance(item, str)]  # fmt: skip
+    if any("\0" in text or (not text.isprintable() and _has_surrogate(text)) for text in texts):
+        return "a text of UTF-8 characters without NUL"
+    if info.path is not None and "" in texts:
+        return f"the path of a {info.path}"
+    return None
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _short(value: object) -> str:
+    """The value as a message shows it."""
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of more digits than Python writes
+        text = f"a number of {int(value).bit_length()} bits"  # type: ignore[call-overload]
+    return text if len(text) <= 200 else f"{text[:200]} ..."
+
+
 def _range_problem(number: float, info: OptionInfo) -> str | None:
-    if math.isnan(number) or (info.finite and math.isinf(number)):
+    if isinstance(number, float) and (math.isnan(number) or (info.finite and math.isinf(number))):
         return "a finite number" if info.finite else "a number"
+    if isinstance(number, int) and abs(number) > LARGEST_INT:
+        return "a number of at most 64 bits"
     bounds = []
     if info.at_least is not None and number < info.at_least:
         bounds.append(f">= {info.at_least}")
@@ -195,8 +253,30 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def mask_address(text: str) -> str:
-    """The text with user name and password of every address replaced by ***."""
-    return re.sub(r"//[^/@\s]+@", "//***@", text)
+    """The text with *** for user, password and query values of every address in it.
+
+    A `${NAME}` of the environment stays, since it tells nothing.
+    """
+    return _ADDRESS.sub(lambda match: _masked_address(match[0]), text)
+
+
+def _masked_address(address: str) -> str:
+    scheme, _, rest = address.partition("//")
+    authority, slash, path = rest.partition("/")
+    user, at, host = authority.rpartition("@")
+    user = MASK if at and not _is_variable(user) else user
+    place, mark, query = f"{scheme}//{user}{at}{host}{slash}{path}".partition("?")
+    return (
+        place
+        + mark
+        + _QUERY_VALUE.sub(
+            lambda match: match[0] if _is_variable(match[2]) else match[1] + MASK, query
+        )
+    )
+
+
+def _is_variable(text: str) -> bool:
+    return bool(re.fullmatch(r"(\$\{\w+\}:?)+", text))
 
 
 def looks_secret(name: str) -> bool:
@@ -218,7 +298,7 @@ def masked(value: object) -> object:
 def shown(value: object, *, secret: bool) -> str:
     """The value as text; secrets and passwords in addresses are hidden."""
     if isinstance(value, str):
-        return "***" if secret and value else mask_address(repr(value))
+        return MASK if secret and value else mask_address(repr(value))
     if isinstance(value, Mapping):
         items = ", ".join(
             f"{k}: {shown(v, secret=secret or looks_secret(str(k)))}" for k, v in value.items()
@@ -230,7 +310,7 @@ def shown(value: object, *, secret: bool) -> str:
 
 
 def from_text(value: object, hint: object) -> object:
-    """Text of a flag, or a TOML value, as the annotated type; what does not fit stays as it is.
+    """Text of a flag as the annotated type; what does not fit stays as it is.
 
     The configuration itself reports values of the wrong type, all at once.
     """
@@ -259,14 +339,14 @@ def _sequence_from_list(items: list[object], kinds: tuple[object, ...]) -> objec
         return pairs([str(item) for item in items])
     if tuple not in origins:
         return items
-    item_hint = typing.get_args(kinds[origins.index(tuple)])[0]
-    if item_hint in (int, float):  # numbers may be separated by commas as well
+    hint = item_hint(kinds)
+    if hint in (int, float):  # numbers may be separated by commas as well
         items = [
             part
             for item in items
             for part in (item.split(",") if isinstance(item, str) else [item])
         ]
-    return tuple(from_text(item, item_hint) for item in items)
+    return tuple(from_text(item, hint) for item in items)
 
 
 def _number(text: str, kind: type[int] | type[float]) -> object:
@@ -276,7 +356,10 @@ def _number(text: str, kind: type[int] | type[float]) -> object:
         return text
     if kind is float:
         return number
-    return int(number) if number.is_integer() else text
+    try:
+        return int(text)  # floats have not all of its digits
+    except ValueError:
+        return int(number) if number.is_integer() else text
 
 
 def pairs(items: list[str]) -> dict[str, str | int | float | bool] | str:

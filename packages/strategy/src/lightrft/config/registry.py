@@ -91,9 +91,10 @@ def load_reference(text: str, *, kind: str) -> object:
         module = (
             _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
         )
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"{kind} {text}: {place} cannot be imported: {type(error).__name__}: {error}"
+            f"{kind} {text}: {place} cannot be imported: {type(error).__name__}: {reason}"
         ) from error
     if not hasattr(module, name):
         raise ConfigError(f"{kind} {text}: {place} has no {name!r}")
@@ -112,10 +113,14 @@ def _load_file(path: Path) -> ModuleType:
             raise ImportError(f"no Python module: {file}")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
+        # Imports from beside a file work, also later ones; at the end of the path, so that none of
+        # them takes the place of a package that this program imports.
+        sys.path.append(str(file.parent))
         try:
             spec.loader.exec_module(module)
         except BaseException:
             del sys.modules[name]
+            sys.path.remove(str(file.parent))
             raise
     return sys.modules[name]
 
@@ -150,8 +155,8 @@ def bind(
             continue
         annotation = _annotation(function, known[name])
         values[name] = coerce(value, annotation)
-        is_nan = isinstance(value, float) and math.isnan(value)
-        if is_nan or not accepts(values[name], annotation):
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        if not is_finite or not accepts(values[name], annotation):
             problems.append(f"{owner}: {name}: got {value!r}, expected {known[name].annotation}")
     missing = [
         name for name, item in known.items() if item.default is item.empty and name not in values
@@ -171,7 +176,7 @@ def _annotation(function: Callable[..., object], parameter: inspect.Parameter) -
         scope = getattr(inspect.unwrap(function), "__globals__", {})
         try:
             return eval(annotation, dict(scope))
-        except NameError:
+        except Exception:  # noqa: BLE001 - a name of a type checker only, or no expression at all
             return object
     return annotation
 

@@ -14,18 +14,13 @@ UNKNOWN_ORDER = (
     "off_policy_correction cannot tell which tokens the {engine} engine kept with top_p and top_k "
     "together: leave one of the two out, or take engine_type vllm or hf"
 )
+MAX_SAMPLES = 10**7
 # A sentence on what is wrong with the values together; a falsy answer is nothing.
 Rule = Callable[[RunOptions], object]
 
 
 def _truncates(c: RunOptions) -> bool:
     return c.top_p < 1 or c.top_k != -1
-
-
-def has_alarm(c: RunOptions) -> bool:
-    """Whether any bound of a metric is set."""
-    bounds = (c.alarm_kl, c.alarm_entropy, c.alarm_length, c.alarm_reward_std)
-    return any(bound is not None for bound in bounds)
 
 
 def _num_rewards(c: RunOptions) -> int:
@@ -107,8 +102,14 @@ RULES: tuple[Rule, ...] = (
         "overlong_buffer_len must be at most generate_max_len: got "
         f"{c.overlong_buffer_len} and {c.generate_max_len}"
     ),
-    lambda c: c.stop_on_alarm and not has_alarm(c) and (
-        "stop_on_alarm needs a bound: alarm_kl, alarm_entropy, alarm_length or alarm_reward_std"
+    lambda c: c.rollout_batch_size * c.n_samples_per_prompt > MAX_SAMPLES and (
+        "rollout_batch_size * n_samples_per_prompt: got "
+        f"{c.rollout_batch_size} * {c.n_samples_per_prompt}, expected at most {MAX_SAMPLES} "
+        "responses of a step: every process holds all of them"
+    ),
+    lambda c: c.max_len is not None and c.max_len < c.prompt_max_len + c.generate_max_len and (
+        f"max_len must hold prompt_max_len + generate_max_len: got {c.max_len} and "
+        f"{c.prompt_max_len} + {c.generate_max_len}; raise it or lower one of the others"
     ),
     lambda c: c.partial_rollout_prompts is not None
     and not c.rollout_batch_size <= c.partial_rollout_prompts <= 2 * c.rollout_batch_size and (
@@ -199,7 +200,7 @@ def batch_problems(config: RunOptions, world_size: int) -> list[str]:
     prompts, group_size = config.rollout_batch_size, config.n_samples_per_prompt
     samples, train = prompts * group_size, config.train_batch_size
     if world_size % config.sp_size:
-        legal = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        legal = _divisors(world_size)
         return [
             f"sp_size must divide the number of processes: got {config.sp_size} and {world_size}; "
             f"legal sp_size: {_either(legal)}"
@@ -207,7 +208,7 @@ def batch_problems(config: RunOptions, world_size: int) -> list[str]:
     # Ranks that share their sequences share their samples.
     num_data_ranks = world_size // config.sp_size
     unit = config.micro_train_batch_size * num_data_ranks
-    legal_train = [size for size in range(unit, samples + 1, unit) if samples % size == 0]
+    legal_train = [size for size in _divisors(samples) if size % unit == 0]
     found = []
     if world_size % config.engine_tp_size:
         found.append(
@@ -237,6 +238,12 @@ def batch_problems(config: RunOptions, world_size: int) -> list[str]:
             f"rollout_batch_size: {_either(legal_prompts)}"
         )
     return found
+
+
+def _divisors(number: int) -> list[int]:
+    """All divisors, ascending; of a number that would take long, only those near its ends."""
+    low = [size for size in range(1, min(math.isqrt(number), 10**6) + 1) if number % size == 0]
+    return sorted({*low, *(number // size for size in low)})
 
 
 def _multiples(value: int, unit: int) -> list[int]:

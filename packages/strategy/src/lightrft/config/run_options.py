@@ -68,7 +68,7 @@ class RunOptions(StrategyConfig):
         commands=("data", "eval"),
     )  # fmt: skip
     reward_timeout_seconds: float = option(
-        120.0, "Deadline of one call of a reward function.", group="reward", above=0,
+        120.0, "Deadline of one call of a reward function.", group="reward", above=0, at_most=1e7,
         may_change=True, commands=("data", "eval"),
     )  # fmt: skip
     reward_weights: tuple[float, ...] = option(
@@ -89,6 +89,20 @@ class RunOptions(StrategyConfig):
     reward_failure: str = option(
         "raise", "A failed reward ends the run, or excludes (masks) its sample.", group="reward",
         choices=("raise", "mask"),
+    )  # fmt: skip
+    reward_memory_gb: float | None = option(
+        16.0, "Memory in GB that the process of an own reward function and its children may hold; "
+        "none sets no limit.", group="reward", above=0, may_change=True, commands=("data", "eval"),
+    )  # fmt: skip
+    reward_env: tuple[str, ...] = option(
+        (), "Environment variables with secrets that own reward functions may read; others, such "
+        "as WANDB_API_KEY, are kept from them.", group="reward", may_change=True,
+        commands=("data", "eval"),
+    )  # fmt: skip
+    remote_rm_token: str | None = option(
+        None, "Token of the reward services, sent as Authorization: Bearer; unset takes "
+        "LIGHTRFT_REWARD_TOKEN of the environment.", group="reward", may_change=True, secret=True,
+        acts_with="remote_rm_url", commands=("data", "eval"),
     )  # fmt: skip
     rollout_batch_size: int = option(
         512, "Prompts per step, over all ranks.", group="rollout", at_least=1, common=True,
@@ -155,7 +169,7 @@ class RunOptions(StrategyConfig):
     )  # fmt: skip
     heartbeat_seconds: float = option(
         60.0, "Say which phase is under way after so long without a line.", group="monitoring",
-        above=0, may_change=True,
+        above=0, at_most=1e7, may_change=True,
     )  # fmt: skip
     engine_type: str = option(
         "auto", "Rollout engine; auto takes vllm or sglang on a GPU, else hf.", group="engine",
@@ -309,8 +323,9 @@ class RunOptions(StrategyConfig):
         above=0, may_change=True,
     )  # fmt: skip
     stop_on_alarm: bool = option(
-        False, "End the run after the step of an alarm, with a checkpoint.", group="monitoring",
-        may_change=True,
+        False, "End the run after the step of an alarm, with a checkpoint and exit code 9; also "
+        "without any alarm_* bound numbers that are not finite, skipped steps and steps that "
+        "change nothing are alarms.", group="monitoring", may_change=True,
     )  # fmt: skip
     parity_check_steps: int = option(
         0, "Compare engine and trainer logprobs in the first step and every N; 0: first only, -1: "
@@ -319,6 +334,10 @@ class RunOptions(StrategyConfig):
     parity_limit: float | None = option(
         None, "Mean distance of a logprob which that allows; unset depends on the dtype.",
         group="monitoring", above=0,
+    )  # fmt: skip
+    ledger_gate: bool = option(
+        True, "Compare each row to train on with what the engine wrote down as it sampled, bit for "
+        "bit.", group="monitoring",
     )  # fmt: skip
     output_dir: str = option(
         "lightrft_run", "Folder for everything that the run writes.", group="run", may_change=True,
@@ -379,4 +398,13 @@ class RunOptions(StrategyConfig):
     loggers: tuple[str, ...] = option(
         (), "Further receivers of metrics: FILE.py:CLASS, made from the options, or a registered "
         "name.", group="monitoring", choices=LOGGERS, may_change=True,
+    )  # fmt: skip
+    allow_new_weights: tuple[str, ...] = option(
+        (), "Names of tensors (patterns like 'score.*') that may be missing from a checkpoint, of "
+        "another shape or unused; those the model needs are initialised anew, alike in actor and "
+        "reference.", group="models",
+    )  # fmt: skip
+    audit_every: int = option(
+        0, "Record every K-th step, with the states before and after, for lightrft audit; 0 is "
+        "never.", group="monitoring", at_least=0, may_change=True,
     )  # fmt: skip

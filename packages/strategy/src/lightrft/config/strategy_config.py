@@ -73,8 +73,8 @@ class StrategyConfig:
     )  # fmt: skip
     l2: float = option(0.0, "Decoupled weight decay of matrices.", group="training", at_least=0)
     lr_warmup_ratio: float = option(
-        0.03, "Share of all optimizer steps in which the learning rate rises.", group="training",
-        at_least=0, at_most=1,
+        0.03, "Share of all optimizer steps in which the learning rate rises; the first of them has "
+        "a part of it already.", group="training", at_least=0, at_most=1,
     )  # fmt: skip
     lr_scheduler: str = option(
         "cosine_with_min_lr", "How the learning rate changes after the rise.", group="training",
@@ -94,12 +94,14 @@ class StrategyConfig:
         False, "FSDP2: bfloat16 parameters with float32 master copies in the optimizer.",
         group="training", acts_with="fsdp",
     )  # fmt: skip
-    fused_linear_logprob: bool = option(
-        False, "Compute logprobs and output projection together, in chunks.", group="training",
+    fused_linear_logprob: bool | None = option(
+        None, "Compute logprobs, where it allows it the policy loss, and the output projection "
+        "together, in chunks; unset means yes on GPUs and no on CPUs.", group="training",
+        by_machine=True,
     )  # fmt: skip
-    chunk_size: int = option(
-        4096, "Vocabulary columns per chunk of the fused output projection.", group="training",
-        at_least=1, acts_with="fused_linear_logprob",
+    chunk_size: int | None = option(
+        None, "Vocabulary columns per chunk of the fused output projection; unset is what suits the "
+        "device.", group="training", at_least=1, acts_with="fused_linear_logprob",
     )  # fmt: skip
     fsdp: bool = option(
         False, "Use FSDP2 instead of DeepSpeed ZeRO.", group="distributed", common=True,
@@ -118,7 +120,7 @@ class StrategyConfig:
         acts_with="not fsdp",
     )  # fmt: skip
     grad_accum_dtype: str | None = option(
-        None, "DeepSpeed: dtype in which gradients accumulate.", group="distributed",
+        None, "DeepSpeed: dtype in which gradients accumulate; unset is fp32.", group="distributed",
         choices=("fp32", "bf16", "fp16"), acts_with="not fsdp",
     )  # fmt: skip
     overlap_comm: bool = option(
@@ -150,7 +152,7 @@ class StrategyConfig:
     )  # fmt: skip
     timeout_minutes: float = option(
         60.0, "Deadline of every collective and of every phase.", group="distributed", above=0,
-        finite=False, may_change=True, commands=("eval",),
+        at_most=1e6, may_change=True, commands=("eval",),
     )  # fmt: skip
     engine_type: str = option(
         "vllm", "Rollout engine.", group="engine", choices=ENGINE_TYPES, common=True,
@@ -192,8 +194,9 @@ class StrategyConfig:
         path="folder", acts_with=CRITIC,
     )  # fmt: skip
     remote_rm_url: str | tuple[str, ...] | None = option(
-        None, "Address of a reward service; local reward models are then left alone.",
-        group="models", may_change=True, commands=("eval",),
+        None, "Address of a reward service, in which ${NAME} is an environment variable; local "
+        "reward models are then left alone.", group="models", may_change=True,
+        commands=("data", "eval"),
     )  # fmt: skip
     pretrain_data: str | None = option(
         None, "Text mixed into the loss.", group="models", acts_with="ptx_coef", path="file",
@@ -364,6 +367,10 @@ class StrategyConfig:
     def computes_in_bf16(self, *, has_gpu: bool) -> bool:
         """Whether models compute in bfloat16: as set, else exactly on a GPU."""
         return has_gpu if self.bf16 is None else self.bf16
+
+    def fuses_logprob(self, *, has_gpu: bool) -> bool:
+        """Whether the output projection is fused: as set, else exactly on a GPU."""
+        return has_gpu if self.fused_linear_logprob is None else self.fused_linear_logprob
 
     def summary(self) -> str:
         """All values by group, changed ones marked with `*`, secrets hidden."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,14 +26,15 @@ def read_toml(path: Path) -> dict[str, object]:
     try:
         with path.open("rb") as stream:
             return tomllib.load(stream)
-    except tomllib.TOMLDecodeError as err:
+    except (ValueError, RecursionError) as err:  # no TOML, no UTF-8, or numbers without end
         raise ConfigError(f"{path}: not a TOML file: {err}") from err
 
 
 def write_toml(config: StrategyConfig, path: Path) -> None:
     """Write the options of `config` in groups; those that are None and secrets are left out.
 
-    The file appears whole or not at all.
+    The file appears whole or not at all, and only its owner may read it: a value that nobody marked
+    may be a secret all the same.
     """
     groups: dict[str, list[str]] = {}
     options = options_of(type(config))
@@ -41,13 +43,22 @@ def write_toml(config: StrategyConfig, path: Path) -> None:
             groups.setdefault(options[name][1].group, []).append(f"{name} = {format_toml(value)}")
     text = "\n\n".join("\n".join([f"# {group}", *lines]) for group, lines in groups.items())
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text + "\n")
+    write_whole(path, text + "\n", mode=0o600)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that appears whole or not at all."""
+def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Writes a file that appears whole or not at all.
+
+    Args:
+        path: The file.
+        text: All of it.
+        mode: Who may read it, before the mask of the process.
+    """
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(text)
     partial.replace(path)
 
 
@@ -84,6 +95,6 @@ def format_toml(value: object) -> str:
 
 def _quote(text: str) -> str:
     escaped = "".join(
-        _ESCAPES.get(char, char if char.isprintable() else f"\\u{ord(char):04x}") for char in text
+        _ESCAPES.get(char, char if char.isprintable() else f"\\U{ord(char):08x}") for char in text
     )
     return f'"{escaped}"'

@@ -57,8 +57,6 @@ class Backend(ABC):
     wraps_before_optimizer = False
     # Whether `init_model_context(meta_init=True)` has an effect.
     builds_on_meta = False
-    # Whether Adam's states live on the CPU.
-    offloads_adam = False
 
     def __init__(self, ranks: DistributedContext, config: StrategyConfig) -> None:
         self.ranks = ranks
@@ -84,13 +82,12 @@ class Backend(ABC):
 
     def create_optimizer(self, module: nn.Module, settings: AdamSettings) -> Optimizer:
         """AdamW; biases and norm gains are not decayed."""
-        is_fused = self.ranks.has_gpu and not self.offloads_adam
         return torch.optim.AdamW(
             parameter_groups(module.named_parameters(), settings.weight_decay),
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
-            fused=True if is_fused else None,
+            fused=True,  # on a CPU, too: offloaded states would take ten times as long
         )
 
     def check_trainable(self, model: AnyModel) -> None:  # noqa: B027 - plain torch trains any
@@ -145,6 +142,25 @@ class Backend(ABC):
         """
         for name, value in training_state.module_state(module).items():
             yield name, full_value(value)
+
+    def full_states(self, found: PreparedModel) -> Iterator[tuple[str, Tensor]]:
+        """Parameters as `weight/NAME`, optimizer states as `KEY/NAME`, in full, one by one.
+
+        Collective: every rank must take them all.
+        """
+        module = inner_module(found)
+        names = {name for name, _ in module.named_parameters()}
+        for name, value in self.full_values(module):
+            if name in names:
+                yield f"weight/{name}", value
+        if found.optimizer is not None:
+            yield from training_state.full_optimizer_states(module, found.optimizer)
+
+    def optimizer_groups(self, found: PreparedModel) -> list[dict[str, object]]:
+        """Names of the parameters, and numbers, of each group of the optimizer."""
+        if found.optimizer is None:
+            return []
+        return training_state.group_names(inner_module(found), found.optimizer)
 
     def load_weights(self, module: nn.Module, path: Path, *, strict: bool) -> None:
         """Reads full weights in safetensors format."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -76,35 +75,101 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def cosine_with_min_lr_factor(
-    step: int, *, num_warmup_steps: int, num_training_steps: int, min_lr_ratio: float
-) -> float:
-    """Factor of the peak learning rate at an optimizer step.
+COSINE = "cosine_with_min_lr"
+# What follows the warm-up: the factor at p = (s - w) / (T - w), at most 1, with r = min_lr_ratio.
+LR_SCHEDULES: dict[str, Callable[[float, float], float]] = {
+    COSINE: lambda p, r: 0.5 * (1.0 + math.cos(math.pi * p)) * (1.0 - r) + r,
+    "linear": lambda p, r: 1.0 - p,
+    "constant": lambda p, r: 1.0,
+}
 
-    s < w: s / max(1, w);  else  max(0, f (1 - r) + r),  f = (1 + cos(pi p)) / 2,
-    p = min(1, (s - w) / max(1, T - w)): it stays at r after T.
+
+@dataclass(slots=True)
+class LearningRatePlan:
+    """Factor of the peak learning rate at every optimizer step of a run.
+
+    s < w: (s + 1) / (w + 1), above 0 from the first step on; then the schedule's fall, which
+    stays at its end after T. In a run that was made longer or shorter at step c, the factor goes
+    from where it was to the new plan's in as many steps as the warm-up has:
+    f(s) + gap * (1 - (s - c + 1) / (n + 1)), n = max(1, w).
 
     Args:
-        step: s, optimizer steps taken.
+        name: A key of `LR_SCHEDULES`.
         num_warmup_steps: w.
         num_training_steps: T.
-        min_lr_ratio: r, final over peak learning rate.
+        min_lr_ratio: r, final over peak learning rate of the cosine.
+        changed_at: c, the first step after the change; -1 without one.
+        gap: The former plan's factor less this plan's at step c.
     """
-    if step < num_warmup_steps:
-        return step / max(1, num_warmup_steps)
-    progress = (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-    return max(0.0, cosine * (1.0 - min_lr_ratio) + min_lr_ratio)
+
+    name: str
+    num_warmup_steps: int
+    num_training_steps: int
+    min_lr_ratio: float
+    changed_at: int = -1
+    gap: float = 0.0
+
+    def __call__(self, step: int) -> float:
+        """The factor at optimizer step s, counted from 0."""
+        num_return = max(1, self.num_warmup_steps)
+        passed = step - self.changed_at + 1
+        share = max(0.0, 1.0 - passed / (num_return + 1)) if self.changed_at >= 0 else 0.0
+        return self._planned(step) + self.gap * share
+
+    def _planned(self, step: int) -> float:
+        num_warmup, length = self.num_warmup_steps, self.num_training_steps
+        if step < num_warmup:
+            return (step + 1) / (num_warmup + 1)
+        progress = (step - num_warmup) / (length - num_warmup) if step < length else 1.0
+        return max(0.0, LR_SCHEDULES[self.name](progress, self.min_lr_ratio))
+
+    def going_on_from(self, former: LearningRatePlan, step: int) -> LearningRatePlan:
+        """This plan from `step` on, after `former`."""
+        return replace(self, changed_at=step, gap=former(step) - self._planned(step))
 
 
-COSINE = "cosine_with_min_lr"
-# Ours -> the name of `transformers.get_scheduler`. Its cosine rises again after the last step.
-LR_SCHEDULES = {COSINE: COSINE, "linear": "linear", "constant": "constant_with_warmup"}
+class PlannedLR(LambdaLR):
+    """A schedule that goes on without a jump where a run is continued with another length."""
+
+    def __init__(self, optimizer: Optimizer, plan: LearningRatePlan) -> None:
+        self.plan = plan
+        self.change = ""
+        super().__init__(optimizer, self._factor)
+
+    def _factor(self, step: int) -> float:
+        return self.plan(step)
+
+    def state_dict(self) -> dict[str, object]:
+        """Position and plan as plain values."""
+        state: dict[str, object] = super().state_dict()
+        return {**state, "plan": asdict(self.plan), "lr_lambdas": [None] * len(self.lr_lambdas)}
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        """Takes the position; of the plan only what has happened to it.
+
+        `change` then says whether the run has another length than it was planned with.
+        """
+        planned = self.plan
+        former = LearningRatePlan(**state_dict["plan"])  # type: ignore[arg-type]
+        super().load_state_dict({**state_dict, "plan": former, "change": ""})
+        length = planned.num_training_steps
+        if former.num_training_steps == length:
+            return
+        step = self.last_epoch
+        self.plan = planned.going_on_from(former, step)
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base * self.plan(step)
+        rates = [self.base_lrs[0] * factor for factor in (former(step), self.plan(step))]
+        self.change = (
+            f"planned for {former.num_training_steps} optimizer steps, now for {length}: goes on "
+            f"from {rates[0]:.3g} with {rates[1]:.3g} and reaches the new plan in "
+            f"{max(1, planned.num_warmup_steps)} steps"
+        )
 
 
 def learning_rate_schedule(
     config: StrategyConfig, optimizer: Optimizer, *, max_steps: int
-) -> LambdaLR:
+) -> PlannedLR:
     """The chosen schedule with a linear warm-up over ceil(max_steps * lr_warmup_ratio) steps.
 
     Args:
@@ -118,17 +183,8 @@ def learning_rate_schedule(
     name = config.lr_scheduler
     if name not in LR_SCHEDULES:
         raise ValueError(f"unknown lr_scheduler {name!r}: expected one of {list(LR_SCHEDULES)}")
-    steps = {
-        "num_warmup_steps": math.ceil(max_steps * config.lr_warmup_ratio),
-        "num_training_steps": max_steps,
-    }
-    if name == COSINE:
-        factor = partial(cosine_with_min_lr_factor, min_lr_ratio=config.min_lr_ratio, **steps)
-        return LambdaLR(optimizer, factor)
-    from transformers import get_scheduler
-
-    schedule: LambdaLR = get_scheduler(LR_SCHEDULES[name], optimizer, **steps)
-    return schedule
+    num_warmup = math.ceil(max_steps * config.lr_warmup_ratio)
+    return PlannedLR(optimizer, LearningRatePlan(name, num_warmup, max_steps, config.min_lr_ratio))
 
 
 def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -608,6 +608,10 @@ class StrategyBase:
         is_skipped = not math.isfinite(norm)
         if is_skipped:
             self.num_skipped_steps[name] += 1
+            self.print(
+                f"warning: optimizer step of the {name} skipped: its gradients are not finite on "
+                f"some rank (norm {norm}); {self.num_skipped_steps[name]} skipped so far"
+            )
         else:
             # The schedule advances, and the engine is stale, only with weights that changed.
             if scheduler is not None:
@@ -686,6 +690,27 @@ class StrategyBase:
         )
         self.checkpoints.save(request, self._resolve(model, optimizer, scheduler), model_ema)
 
+    def find_ckpt(
+        self,
+        load_dirs: Sequence[str],
+        accepts: Callable[[Mapping[str, object]], None] | None = None,
+    ) -> str | None:
+        """The newest tag under which every folder holds a whole checkpoint. Collective.
+
+        Every file is verified; a load of this tag that follows does not verify it again.
+
+        Args:
+            load_dirs: Folders of checkpoints of models that belong together.
+            accepts: Raises if a client state of the first folder is not usable.
+
+        Returns:
+            None where no folder shows a trace of a checkpoint.
+
+        Raises:
+            CheckpointError: None is whole; the message says what is wrong with each.
+        """
+        return self.checkpoints.find([Path(folder) for folder in load_dirs], accepts)
+
     def load_ckpt(
         self,
         model: AnyModel,
@@ -716,7 +741,8 @@ class StrategyBase:
             (path of the checkpoint, client_state).
 
         Raises:
-            FileNotFoundError: No complete checkpoint is there.
+            FileNotFoundError: There is no checkpoint.
+            CheckpointError: None is whole, or it is of another kind of strategy, model or world.
         """
         found = self._resolve(model, optimizer, scheduler)
         reads_all = not load_module_only

@@ -101,7 +101,21 @@ def aggregate(token_loss: Tensor, mask: Tensor, mode: str, normalizer: Tensor | 
         normalizer: Z of the whole optimizer batch; 0 (no token anywhere) gives 0.
     """
     loss = at_least_float32(token_loss)
-    total = (mask_out(loss, mask) * loss_weights(mask, mode, dtype=loss.dtype)).sum()
+    return weighted_share(
+        mask_out(loss, mask), loss_weights(mask, mode, dtype=loss.dtype), normalizer
+    )
+
+
+def weighted_share(token_loss: Tensor, weights: Tensor, normalizer: Tensor | float) -> Tensor:
+    """`aggregate` of some tokens whose weights u_i are known: their part of S_k / Z, scalar.
+
+    Args:
+        token_loss: Of any shape, finite.
+        weights: Like it, from `loss_weights` of the rows that the tokens belong to.
+        normalizer: Z of the whole optimizer batch; 0 (no token anywhere) gives 0.
+    """
+    loss = at_least_float32(token_loss)
+    total = (loss * weights.to(loss.dtype)).sum()
     z = torch.as_tensor(normalizer, dtype=torch.float64, device=loss.device)
     scale = torch.where(z > 0, 1.0 / z.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
     return total * scale.to(loss.dtype)

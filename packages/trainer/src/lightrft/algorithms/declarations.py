@@ -37,11 +37,14 @@ class PolicyLossTraits(_Declaration):
         is_sequence_level: One ratio per row; a token-level aggregation changes the objective.
         couples_rows: The loss of a token depends on the other rows of the same call, so that the
             step depends on how the optimizer batch is cut into micro-batches.
+        is_token_wise: The loss of a token depends on that token's numbers alone: it may be computed
+            for some tokens at a time, inside the output projection.
     """
 
     aggregation: str = "seq-mean-token-mean"
     is_sequence_level: bool = False
     couples_rows: bool = False
+    is_token_wise: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,7 +56,7 @@ class RowAdvantageInputs:
     Args:
         rewards: [rows].
         group_ids: [rows] int64; rows of one prompt share it. Any order.
-        lengths: [rows] int64, response tokens.
+        lengths: [rows] int64, sampled tokens.
         greedy_rewards: [rows] reward of the greedy completion of the row's prompt; ReMax only.
         is_scored: [rows] bool, False where the reward is missing: such a row gets 0 and its group
             does without it. None: all are scored.

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightrft.cli.errors import ExitCode, UsageError, refuse
-from lightrft.cli.options import Parser, add_options, available_options, parse_options
+from lightrft.cli.options import Parser, add_options, at_least, available_options, parse_options
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import did_you_mean
+from lightrft.config.rules import batch_problems
 from lightrft.config.toml import format_toml, without_secrets
 from lightrft.trainer.runs.files import CONFIG_FILE
 
@@ -45,6 +46,10 @@ def build_parsers() -> list[Parser]:
     show_parser.add_argument(
         "--changed", action="store_true", default=False, help="Only what differs from the default."
     )
+    show_parser.add_argument(
+        "--nproc_per_node", type=at_least(1), default=None, metavar="N",
+        help="Processes that the sizes have to fit; unset does not compare them.",
+    )  # fmt: skip
     add_options(show_parser)
     schema_parser = Parser("config schema", "Print a JSON schema of the TOML files, for editors.")
     diff_parser = Parser("config diff", "Print the options in which two files or runs differ.")
@@ -58,6 +63,8 @@ def build_parsers() -> list[Parser]:
 def show(argv: Sequence[str]) -> str:
     """The options as TOML."""
     config, parsed, problems = parse_options(build_parsers()[0], argv)
+    if parsed.nproc_per_node is not None and not problems:
+        problems = batch_problems(config, parsed.nproc_per_node)
     refuse(problems, ConfigError)
     values = without_secrets(config)
     lines: list[str] = []

@@ -3,127 +3,61 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from lightrft.cli.certificate import Certificate, certify
 from lightrft.cli.errors import ExitCode, UsageError, refuse
 from lightrft.cli.options import Parser, add_options, command_options, parse_options
 from lightrft.cli.preflight import PlainTokenizer, model_problems
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.registry import REWARDS
+from lightrft.config.printable import printable
 from lightrft.config.sources import split_sources
 from lightrft.datasets.check import CheckedRow, DataCheck, check_rows, histogram, propose_keys
 from lightrft.datasets.files import Row, scan_rows
 from lightrft.datasets.render import check_tokenizer
 from lightrft.datasets.types import DataError
-from lightrft.rewards import CombinedReward, build_reward
-from lightrft.rewards.types import RewardError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-MAX_ROWS = 500
-# How a reference answer may stand in a response.
-FORMS = {"as it is": "{}", "as \\boxed{...}": "\\boxed{{{}}}", "after ####": "#### {}"}
-
-
-@dataclass(frozen=True, slots=True)
-class GoldScore:
-    """What the reward gives to reference answers.
-
-    Args:
-        names: Of the rewards.
-        num_rows: Rows that were scored, the first ones.
-        means: Mean reward by form of the answer, for rows that could be scored.
-        problems: One line for each row whose reference answer cannot be scored, or gets less than
-            1 in every form from a reward that knows right from wrong.
-    """
-
-    names: Sequence[str]
-    num_rows: int
-    means: dict[str, float]
-    problems: tuple[str, ...]
-
-
-def score_labels(rows: Sequence[CheckedRow], config: TrainConfig) -> GoldScore:
-    """Scores the reference answers of the first rows in the forms of `FORMS`.
-
-    Args:
-        rows: With or without reference answers.
-        config: Rewards, their deadlines, and arguments of own functions.
-
-    Raises:
-        ConfigError, RewardError: A reward that cannot be loaded.
-    """
-    names, chosen = config.reward_fn, rows[:MAX_ROWS]
-    with build_reward(names, config=config) as reward:
-        by_form = {form: _score(reward, chosen, text) for form, text in FORMS.items()}
-    knows_right = all(REWARDS.is_built_in(name) for name in names)
-    problems = []
-    for position, row in enumerate(chosen):
-        outcomes = [scores[position] for scores in by_form.values()]
-        errors = [outcome for outcome in outcomes if isinstance(outcome, str)]
-        best = max((outcome for outcome in outcomes if isinstance(outcome, float)), default=None)
-        if best is None:
-            problems.append(f"{row.location}: {errors[0]}")
-        elif knows_right and best < 1:
-            problems.append(
-                f"{row.location}: the reference answer {str(row.label)[:60]!r} gets {best:g} from "
-                f"{' + '.join(names)}: expected 1"
-            )
-    means = {
-        form: fmean(numbers)
-        for form, scores in by_form.items()
-        if (numbers := [score for score in scores if not isinstance(score, str)])
-    }
-    return GoldScore(names, len(chosen), means, tuple(problems))
-
-
-def _score(reward: CombinedReward, rows: Sequence[CheckedRow], form: str) -> list[float | str]:
-    """Reward or error of each row."""
-    try:
-        return list(_call(reward, rows, form))
-    except RewardError:
-        found: list[float | str] = []
-        for row in rows:  # one by one, to find those that cannot be scored
-            try:
-                found += _call(reward, [row], form)
-            except RewardError as error:
-                found.append(str(error))
-        return found
-
-
-def _call(reward: CombinedReward, rows: Sequence[CheckedRow], form: str) -> list[float]:
-    names = sorted({name for row in rows for name in row.columns})
-    results = reward.score(
-        [row.text for row in rows],
-        [form.format(row.label or "") for row in rows],
-        [row.label for row in rows],
-        {name: [row.columns.get(name) for row in rows] for name in names},
-    )
-    return [result.reward for result in results]
-
-
+T = TypeVar("T")
 NUM_SAMPLES = 3
 MAX_LINES = 20
 BAR_WIDTH = 40
 MAX_CHARACTERS = 1500
+PROGRESS_SECONDS = 5.0
+
+
+def say(text: str = "") -> None:
+    """Prints what may hold text of the data, so that a terminal obeys none of it."""
+    print(printable(text), flush=True)
+
+
+def with_progress(items: Sequence[T], what: str) -> Iterator[T]:
+    """The items; how many have passed is said on standard error every few seconds."""
+    said = time.monotonic()
+    for number, item in enumerate(items):
+        if time.monotonic() - said >= PROGRESS_SECONDS:
+            said = time.monotonic()
+            print(f"{number} of {len(items)} {what}", file=sys.stderr, flush=True)
+        yield item
 
 
 def show_layout(source: str, rows: Sequence[Row], *, num_items: int) -> None:
     """Columns of the rows, with their types."""
-    print(f"{source}: {num_items} rows, {len(rows)} of them readable")
+    say(f"{source}: {num_items} rows, {len(rows)} of them readable")
     names = list(dict.fromkeys(name for row in rows for name in row.columns))
     for name in names:
         values = [row.columns[name] for row in rows if name in row.columns]
         kinds = sorted({_kind(value) for value in values})
         missing = len(rows) - len(values)
         note = f", missing in {missing} rows" if missing else ""
-        print(f"  {name}: {' or '.join(kinds)}{note}, for example {str(values[0])[:60]!r}")
+        say(f"  {name}: {' or '.join(kinds)}{note}, for example {str(values[0])[:60]!r}")
 
 
 def show_samples(
@@ -138,12 +72,12 @@ def show_samples(
         count = len(row.text) if tokenizer is None else len(row.token_ids)
         text = row.text if tokenizer is None else visible(row, tokenizer)
         end = None if tokenizer is None else tokenizer.eos_token
-        print(f"\nsample {number} of {len(places)}, {row.location}")
-        print(f"  prompt, {count} {unit}, not trained (mask 0):")
-        print("\n".join(f"    {line}" for line in text[:MAX_CHARACTERS].splitlines()))
+        say(f"\nsample {number} of {len(places)}, {row.location}")
+        say(f"  prompt, {count} {unit}, not trained (mask 0):")
+        say("\n".join(f"    {line}" for line in text[:MAX_CHARACTERS].split("\n")))
         until = f" up to and including ⟦{end}⟧" if end else ""
-        print(f"  response, at most {max_new_tokens} sampled tokens, trained (mask 1){until}")
-        print(f"  label: {'none' if row.label is None else str(row.label)[:200]!r}")
+        say(f"  response, at most {max_new_tokens} sampled tokens, trained (mask 1){until}")
+        say(f"  label: {'none' if row.label is None else str(row.label)[:200]!r}")
 
 
 def visible(row: CheckedRow, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -162,13 +96,13 @@ def show_check(found: DataCheck, *, prompt_max_len: int, in_tokens: bool) -> Non
     """Lengths, counts, and the rows that cannot be used."""
     lengths = [len(row.token_ids) if in_tokens else len(row.text) for row in found.rows]
     bins = histogram(lengths)
-    print(f"\nlength of the prompts in {'tokens' if in_tokens else 'characters'}")
+    say(f"\nlength of the prompts in {'tokens' if in_tokens else 'characters'}")
     highest = max((count for _, _, count in bins), default=1)
     width = max((len(str(last)) for _, last, _ in bins), default=1)
     for first, last, count in bins:
         bar = "#" * -(-BAR_WIDTH * count // highest)
-        print(f"  {first:>{width}} to {last:>{width}}  {count:>7}  {bar}")
-    print()
+        say(f"  {first:>{width}} to {last:>{width}}  {count:>7}  {bar}")
+    say()
     if in_tokens:
         _show_places(
             f"over {prompt_max_len} tokens (a run leaves them out; --prompt_max_len)",
@@ -176,35 +110,41 @@ def show_check(found: DataCheck, *, prompt_max_len: int, in_tokens: bool) -> Non
         )
     pairs = [f"{place} = {first}" for place, first in found.duplicates]
     _show_places("duplicate prompts (a run uses them all)", pairs)
-    print(f"empty prompts: {found.num_empty}")
-    print(f"without label: {found.num_without_label}")
-    print(f"rows that cannot be used: {len(found.problems)}")
+    say(f"empty prompts: {found.num_empty}")
+    say(f"without label: {found.num_without_label}")
+    say(f"rows that cannot be used: {len(found.problems)}")
     _show_lines(found.problems)
 
 
-def show_gold(gold: GoldScore | None) -> None:
-    """What the reward gives to the reference answers."""
-    if gold is None:
-        print("reference answers: not scored, no --reward_fn")
+def show_certificate(found: Certificate | None) -> None:
+    """What the reward gives to reference answers, and to what must not pass."""
+    if found is None:
+        say("reference answers: not scored, no --reward_fn")
         return
-    names = " + ".join(gold.names)
-    print(f"reference answers of the first {gold.num_rows} rows, mean reward by {names}")
-    for form, mean in gold.means.items():
-        print(f"  {form}: {mean:.3f}")
-    print(f"reference answers that cannot be right: {len(gold.problems)}")
-    _show_lines(gold.problems)
+    say(f"reference answers of the first {found.num_rows} rows, mean reward by {found.name}")
+    for name, mean in found.means.items():
+        say(f"  {name}: {mean:.3f}")
+    if found.num_responses:
+        say(
+            f"{found.num_responses} answers in one call: {found.seconds:.1f} s, "
+            f"{1000 * found.seconds / found.num_responses:.2f} ms each"
+        )
+    for doubt in found.doubts:
+        say(f"warning: {doubt}")
+    say(f"reference answers that cannot be right: {len(found.problems)}")
+    _show_lines(found.problems)
 
 
 def _show_places(what: str, places: Sequence[str]) -> None:
     examples = f", first: {', '.join(places[:3])}" if places else ""
-    print(f"{what}: {len(places)}{examples}")
+    say(f"{what}: {len(places)}{examples}")
 
 
 def _show_lines(lines: Sequence[str]) -> None:
     for line in lines[:MAX_LINES]:
-        print(f"  {line}")
+        say(f"  {line}")
     if len(lines) > MAX_LINES:
-        print(f"  and {len(lines) - MAX_LINES} more")
+        say(f"  and {len(lines) - MAX_LINES} more")
 
 
 def _kind(value: object) -> str:
@@ -246,7 +186,7 @@ def run(argv: Sequence[str]) -> int:
         UsageError: Arguments that cannot be read.
         ConfigError: Options with wrong values.
         DataError: A source that cannot be read at all.
-        RewardError: A reward function that cannot be loaded.
+        RewardError: A reward function that cannot be loaded, or that fails.
     """
     if argv and argv[0] == "check":
         return check(parse(argv[1:]))
@@ -270,14 +210,18 @@ def check(request: Request) -> int:
     config = propose_keys_of(request, rows)
     tokenizer = load_tokenizer(config)
     plain = PlainTokenizer() if tokenizer is None else tokenizer
-    found = check_rows(items, plain, config)
+    found = check_rows(with_progress(items, "rows checked"), plain, config)
     show_samples(found, tokenizer, max_new_tokens=config.generate_max_len)
     show_check(found, prompt_max_len=config.prompt_max_len, in_tokens=tokenizer is not None)
-    gold = score_labels(found.rows, config) if config.reward_fn and found.rows else None
-    show_gold(gold)
-    num_bad = len(found.problems) + (0 if gold is None else len(gold.problems))
-    print(f"{len(found.rows)} prompts can be trained on" if not num_bad else f"{num_bad} bad rows")
-    return ExitCode.DATA if num_bad else ExitCode.OK
+    usable = found.rows if tokenizer is None else found.usable
+    scores = bool(config.reward_fn or config.remote_rm_url)
+    certificate = certify(usable, config) if scores and usable else None
+    show_certificate(certificate)
+    num_bad = len(found.problems) + (0 if certificate is None else len(certificate.problems))
+    left_out = len(found.rows) - len(usable)
+    note = f", {left_out} are left out as too long" if left_out else ""
+    say(f"{num_bad} bad rows" if num_bad else f"{len(usable)} prompts can be trained on{note}")
+    return ExitCode.DATA if num_bad or not usable else ExitCode.OK
 
 
 def parse(argv: Sequence[str]) -> Request:
@@ -331,7 +275,7 @@ def propose_keys_of(request: Request, rows: Sequence[Row]) -> TrainConfig:
     ):
         proposed["apply_chat_template"] = True
         flags.append("--apply_chat_template")
-    print(f"proposed options: {' '.join(flags) or 'none, the keys fit'}")
+    say(f"proposed options: {' '.join(flags) or 'none, the keys fit'}")
     return config.replaced(proposed)
 
 
@@ -342,7 +286,7 @@ def load_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase | None:
         DataError: It has no chat template, and one is needed.
     """
     if config.pretrain is None:
-        print("no --pretrain: lengths are in characters, and no chat template is applied")
+        say("no --pretrain: lengths are in characters, and no chat template is applied")
         return None
     from lightrft.models.loading import load_tokenizer as load
 

@@ -2,12 +2,15 @@
 
 import errno
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from lightrft.cli.memory_advice import is_out_of_memory, memory_report
+from lightrft.config.options import mask_address
+from lightrft.config.printable import printable
 from lightrft.strategy.distributed.error_report import write_error_report
 
 
@@ -23,6 +26,7 @@ class ExitCode(IntEnum):
     OUT_OF_MEMORY = 6
     DEADLINE = 7
     VERIFICATION = 8
+    NUMERICS = 9
     STOPPED = 75
     INTERRUPTED = 130
     BROKEN_PIPE = 141
@@ -64,18 +68,26 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.datasets.types", "DataError", ExitCode.DATA),
     ("lightrft.rewards.types", "RewardError", ExitCode.REWARD),
     ("lightrft.models.loading", "ModelLoadError", ExitCode.USAGE),
-    ("lightrft.strategy.checkpoints.manifest", "CheckpointError", ExitCode.USAGE),
+    ("lightrft.strategy.checkpoints.client_state", "CheckpointError", ExitCode.USAGE),
     ("lightrft.strategy.weight_sync.accounting", "WeightSyncError", ExitCode.VERIFICATION),
+    ("lightrft.experience.numerics", "NumericsError", ExitCode.NUMERICS),
     ("lightrft.trainer.training.parity", "ParityError", ExitCode.VERIFICATION),
+    ("lightrft.experience.ledger_gate", "LedgerError", ExitCode.VERIFICATION),
     ("lightrft.trainer.runs.export", "ExportError", ExitCode.VERIFICATION),
+    ("lightrft.audit.record", "RecordError", ExitCode.USAGE),
     ("lightrft.trainer.reporting.trackers", "TrackerError", ExitCode.PREFLIGHT),
     ("lightrft.trainer.reporting.inputs", "NotARunError", ExitCode.USAGE),
     ("lightrft.trainer.training.stopping", "RunStoppedError", ExitCode.STOPPED),
 )
+MAX_ERROR_CHARACTERS = 20_000
 LAUNCHED_BY_LIGHTRFT = "LIGHTRFT_LAUNCHED"
 _NOT_POSSIBLE_HERE = (
-    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EADDRINUSE,
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM,
+    errno.EADDRINUSE,
 )  # fmt: skip
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# How Python and safetensors write the system's error number.
+_ERROR_NUMBER = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
 # What gloo and NCCL say when a peer did not come in time.
 _TIMED_OUT = ("Timed out waiting", "timed out in", "Watchdog caught collective operation timeout")
 
@@ -88,16 +100,22 @@ def exit_code_of(error: BaseException) -> int:
         return ExitCode.INTERRUPTED
     for module, name, code in _CODES:
         if module in sys.modules and isinstance(error, getattr(sys.modules[module], name)):
-            # A checkpoint that failed on another rank comes as the text of that rank's error.
-            is_full_disk = f"[Errno {errno.ENOSPC}]" in str(error)
-            return ExitCode.PREFLIGHT if is_full_disk else code
+            return ExitCode.PREFLIGHT if _tells_of_full_disk(error) else code
     if isinstance(error, OSError) and error.errno in _NOT_POSSIBLE_HERE:
+        return ExitCode.PREFLIGHT
+    if type(error).__name__ == "SafetensorError" and _tells_of_full_disk(error):
         return ExitCode.PREFLIGHT
     if isinstance(error, RuntimeError) and any(text in str(error) for text in _TIMED_OUT):
         return ExitCode.DEADLINE
     if is_out_of_memory(error):
         return ExitCode.OUT_OF_MEMORY
     return ExitCode.UNEXPECTED if error.__cause__ is None else exit_code_of(error.__cause__)
+
+
+def _tells_of_full_disk(error: BaseException) -> bool:
+    """Whether its text has the number: what failed on another rank comes as that rank's text."""
+    numbers = {int(a or b) for a, b in _ERROR_NUMBER.findall(str(error))}
+    return bool(numbers & set(_FULL_DISK))
 
 
 def describe(error: BaseException) -> str:
@@ -110,7 +128,11 @@ def describe(error: BaseException) -> str:
     if code == ExitCode.OUT_OF_MEMORY and not isinstance(error, MemoryExhaustedError):
         return memory_report(error, _phase_of(error), None)
     if code == ExitCode.DEADLINE:
-        return f"deadline: a peer did not come in phase {_phase_of(error)!r}: {error}"
+        rank = os.environ.get("RANK", "0")
+        return (
+            f"deadline: rank {rank} waited in vain for a peer in phase {_phase_of(error)!r}: "
+            f"{str(error).strip().splitlines()[0]}"
+        )
     return str(error)
 
 
@@ -133,7 +155,8 @@ def run_guarded(program: str, body: Callable[[], int]) -> int:
         return ExitCode.BROKEN_PIPE
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the boundary to the shell
         code = exit_code_of(error)
-        text = describe(error)
+        # Parts of it may come from data, models, reward functions and other machines.
+        text = printable(mask_address(describe(error)), limit=MAX_ERROR_CHARACTERS)
         write_error_report(text, code)
         if LAUNCHED_BY_LIGHTRFT not in os.environ:
             rank = os.environ.get("RANK", "0")

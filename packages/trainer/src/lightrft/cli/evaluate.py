@@ -17,6 +17,7 @@ from lightrft.cli.options import (
     add_options,
     at_least,
     command_options,
+    finite,
     merge_options,
     normalise,
     unknown_flags,
@@ -124,7 +125,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     text = "Samples of each prompt; 0 draws none, greedy answers only."
     add_number(group, "--num_samples", text, default=default.num_samples, lowest=0)
     group.add_argument(
-        "--threshold", default=default.threshold, type=float, metavar="X",
+        "--threshold", default=default.threshold, type=finite, metavar="X",
         help=f"A response is right from this accuracy on. Default: {default.threshold}.",
     )  # fmt: skip
     group.add_argument(

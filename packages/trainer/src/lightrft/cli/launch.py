@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -26,6 +28,12 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _PR_SET_PDEATHSIG = 1
+_SCRATCH_PREFIX = "lightrft_launch_"
+# What gloo, NCCL and the store say when another process is gone.
+_LOST_PEER = (
+    "connection closed by peer", "connection reset by peer", "connection refused", "broken pipe",
+    "failed to recv", "recvvalue failed", "remote process exited", "connectfullmesh failed",
+)  # fmt: skip
 
 
 def is_worker() -> bool:
@@ -65,39 +73,81 @@ def launch(module: str, arguments: Sequence[str], *, nproc_per_node: int) -> int
         WorkerError: A process failed; message and code are those of the first one.
         KeyboardInterrupt: The user stopped the run; all processes have ended.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ[LAUNCHED_BY_LIGHTRFT] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc_per_node)))
     _silence_agent()
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc_per_node,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        # The agent would kill the workers 30 s after one of the others.
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
-    )
-    phases = tempfile.TemporaryDirectory(prefix="lightrft_phases_")
-    os.environ[PHASE_FOLDER_VARIABLE] = phases.name
-    try:
-        with passing_on(STOP_SIGNALS):
-            elastic_launch(config, sys.executable)("-m", module, *arguments)
-    except ChildFailedError as failed:
-        raise worker_error(failed.failures, phases=Path(phases.name)) from None
-    except SignalException as stopped:
-        if stopped.sigval.name == "SIGINT":
-            raise KeyboardInterrupt from None
-        raise WorkerError(f"stopped by {stopped.sigval.name}", ExitCode.TERMINATED) from None
-    finally:
-        del os.environ[LAUNCHED_BY_LIGHTRFT], os.environ[PHASE_FOLDER_VARIABLE]
-        phases.cleanup()
+    with scratch_folder() as scratch:
+        phases = scratch / "phases"
+        phases.mkdir()
+        os.environ[PHASE_FOLDER_VARIABLE] = str(phases)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc_per_node,
+            # Otherwise the agent makes a folder of its own and leaves it.
+            logs_specs=DefaultLogsSpecs(log_dir=str(scratch / "agent")),
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            # The agent would kill the workers 30 s after one of the others.
+            signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
+        )
+        try:
+            with passing_on(STOP_SIGNALS):
+                elastic_launch(config, sys.executable)("-m", module, *arguments)
+        except ChildFailedError as failed:
+            raise worker_error(failed.failures, phases=phases) from None
+        except SignalException as stopped:
+            if stopped.sigval.name == "SIGINT":
+                raise KeyboardInterrupt from None
+            raise WorkerError(f"stopped by {stopped.sigval.name}", ExitCode.TERMINATED) from None
+        finally:
+            del os.environ[LAUNCHED_BY_LIGHTRFT], os.environ[PHASE_FOLDER_VARIABLE]
     return ExitCode.OK
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder of this launcher; those that killed launchers left are removed.
+
+    Each is locked by its launcher, and the system lets go of the lock however that one ends.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_SCRATCH_PREFIX}*"):
+        # Held by a launcher that runs, of another user, or gone meanwhile.
+        with contextlib.suppress(OSError):
+            descriptor = _lock_folder(left)
+            try:
+                shutil.rmtree(left)
+            finally:
+                os.close(descriptor)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_SCRATCH_PREFIX))
+        with contextlib.suppress(OSError):  # another launcher took it for one that was left
+            descriptor = _lock_folder(folder)
+            break
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _lock_folder(folder: Path) -> int:
+    """A descriptor that holds the lock of a folder of ours; raises an OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not folder.exists() or os.fstat(descriptor).st_uid != os.getuid():
+            raise FileNotFoundError(folder)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 @contextmanager
@@ -174,9 +224,13 @@ def _unreported_end(rank: int, failure: ProcessFailure, phase: LastPhase | None)
     return WorkerError(f"rank {rank} ended without a word{where}: {how}", code)
 
 
-def _failed_at(failure: ProcessFailure) -> tuple[bool, float]:
-    """Sort key: reports of an error by their time, before processes that were only ended."""
+def _failed_at(failure: ProcessFailure) -> tuple[int, float]:
+    """Sort key: errors of a process itself and deaths that nobody reported, by their time; then
+    reports that another process is gone; then processes that were only ended.
+    """
     report = failure.error_file_data.get("message")
     if isinstance(report, dict) and "seconds" in report:
-        return (False, float(report["seconds"]))
-    return (failure.exitcode == -15, float(failure.timestamp))
+        text = str(report.get("message", "")).lower()
+        has_lost_peer = any(words in text for words in _LOST_PEER)
+        return (int(has_lost_peer), float(report["seconds"]))
+    return (2 * (failure.exitcode == -signal.SIGTERM), float(failure.timestamp))

@@ -40,6 +40,9 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether it, or a cause of it, says that memory could not be had."""
+    rewards = sys.modules.get("lightrft.rewards.types")
+    if rewards is not None and isinstance(error, rewards.RewardError):
+        return False  # that of another process, for which no option of the trainer helps
     return any(_says_so(link) for link in chain(error))
 
 
@@ -51,6 +54,8 @@ def _says_so(error: BaseException) -> bool:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
+    if type(error).__module__ == "lightrft.rewards.types":
+        return False  # the words of a user's function, about a process of its own
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(part in text for part in _TEXTS)
 
@@ -116,9 +121,15 @@ def _activations(config: TrainConfig) -> list[str]:
     return [
         "" if config.gradient_checkpointing
         else "--gradient_checkpointing: same result, activations are computed again",
-        "" if config.fused_linear_logprob
+        "" if config.fuses_logprob(has_gpu=_has_gpu())
         else "--fused_linear_logprob: same result, the logits never exist as a whole",
     ]  # fmt: skip
+
+
+def _has_gpu() -> bool:
+    # What is not imported did not run out of memory.
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_available())
 
 
 def _states(config: TrainConfig) -> list[str]:

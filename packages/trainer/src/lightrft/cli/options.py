@@ -1,6 +1,7 @@
 """Flags and TOML files of the commands, merged into one `TrainConfig`."""
 
 import argparse
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,14 @@ from typing import NoReturn
 from lightrft.cli.errors import UsageError
 from lightrft.cli.unavailable import UNAVAILABLE
 from lightrft.config import TrainConfig
-from lightrft.config.options import OptionInfo, did_you_mean, from_text, options_of, type_hints
+from lightrft.config.options import (
+    OptionInfo,
+    coerce,
+    did_you_mean,
+    from_text,
+    options_of,
+    type_hints,
+)
 from lightrft.config.toml import read_toml
 from lightrft.utils.arguments import add_arguments
 
@@ -47,9 +55,20 @@ class at_least:  # noqa: N801 - a type of argument reads like a function
 
     def __call__(self, text: str) -> int:
         """The number in `text`."""
-        if text.lstrip("+-").isdigit() and int(text) >= self.lowest:
+        if text.lstrip("+-").isdecimal() and len(text) < 20 and int(text) >= self.lowest:
             return int(text)
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number >= {self.lowest}")
+
+
+def finite(text: str) -> float:
+    """A type of argument: numbers that are neither NaN nor infinite."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a finite number")
+    return number
 
 
 def add_number(
@@ -133,6 +152,7 @@ def merge_options(
         ConfigError: A file is not TOML.
     """
     known = available_options()
+    hints = type_hints(TrainConfig)
     problems: list[str] = []
     values: dict[str, object] = {}
     for path in files:
@@ -140,13 +160,13 @@ def merge_options(
             raise UsageError(f"--config: no such file: {path}")
         for name, value in read_toml(path).items():
             if name in known:
-                values[name] = value
+                values[name] = coerce(value, hints[name])
             else:
                 problems.append(f"{path}: {unknown_name(name)}")
+    texts = {name: from_text(value, hints[name]) for name, value in flags.items()}
     config = TrainConfig()
-    hints = type_hints(TrainConfig)
-    for name, value in {**values, **flags}.items():
-        setattr(config, name, from_text(value, hints[name]))
+    for name, value in {**values, **texts}.items():
+        setattr(config, name, value)
     problems += config.problems()
     problems += [
         f"{name}: {choice} is for tests: choose another"

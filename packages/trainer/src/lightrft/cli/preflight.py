@@ -8,6 +8,7 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.mixture import read_sources
 from lightrft.datasets.render import render
 from lightrft.strategy.config import ConfigError
+from lightrft.trainer.runs.files import read_json
 from lightrft.trainer.runs.plan import plan_run
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
@@ -24,9 +25,11 @@ def check_paths(config: TrainConfig) -> list[str]:
     if config.pretrain is None:
         problems.append("--pretrain is missing: give a model directory, see lightrft init-model")
     else:
-        problems += model_problems("--pretrain", config.pretrain)
+        problems += model_problems("--pretrain", config.pretrain) or context_problems(config)
     if isinstance(config.critic_pretrain, str):
         problems += model_problems("--critic_pretrain", config.critic_pretrain)
+    for path in config.reward_pretrain:
+        problems += model_problems("--reward_pretrain", path)
     if config.prompt_data is None:
         problems.append("--prompt_data is missing: give a JSONL, JSON or Parquet file")
     if not config.reward_fn and not config.remote_rm_url:
@@ -49,6 +52,19 @@ def model_problems(flag: str, name: str) -> list[str]:
         f"{flag}: no {what} in {name}: expected {' or '.join(patterns)}"
         for what, patterns in MODEL_FILES.items()
         if not any(any(directory.glob(pattern)) for pattern in patterns)
+    ]
+
+
+def context_problems(config: TrainConfig) -> list[str]:
+    """A response that no prompt would fit before, by the model's own configuration."""
+    values = read_json(Path(str(config.pretrain)) / "config.json")
+    text = values.get("text_config")
+    longest = (text if isinstance(text, dict) else values).get("max_position_embeddings")
+    if not isinstance(longest, int) or config.generate_max_len < longest:
+        return []
+    return [
+        f"generate_max_len: got {config.generate_max_len}, expected less than the "
+        f"{longest} positions of {config.pretrain}"
     ]
 
 

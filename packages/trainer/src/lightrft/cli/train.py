@@ -25,9 +25,9 @@ Boolean options have a negative form, --no_NAME. Options may stand in TOML files
 (--config a.toml b.toml): later files win over earlier ones, flags over files.
 
 exit codes: 0 done, 1 unexpected error, 2 usage, 3 not possible on this machine, 4 data, 5 reward
-function, 6 out of memory, 7 deadline, 8 verification of weights or logprobs, 75 stopped by SIGTERM
-or SIGUSR1 with a checkpoint (the same command continues), 130 interrupted, 143 stopped before
-anything was done
+function, 6 out of memory, 7 deadline, 8 verification of weights or logprobs, 9 ended by an alarm
+(--stop_on_alarm) or by numbers that are not finite, 75 stopped by SIGTERM or SIGUSR1 with a
+checkpoint (the same command continues), 130 interrupted, 143 stopped before anything was done
 """
 
 

@@ -60,6 +60,12 @@ class DataCheck:
     duplicates: tuple[tuple[str, str], ...]
 
     @property
+    def usable(self) -> tuple[CheckedRow, ...]:
+        """Rows that a run trains on: those that are not too long."""
+        left_out = set(self.too_long)
+        return tuple(row for row in self.rows if row.location not in left_out)
+
+    @property
     def num_without_label(self) -> int:
         """Rows without a reference answer."""
         return sum(row.label is None for row in self.rows)

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import cast
 
 from lightrft.datasets.types import DataError
+from lightrft.utils.hub import is_hub_reachable
 
 # One of these marks a folder that `save_to_disk` has written.
 SAVED_FILES = ("dataset_dict.json", "dataset_info.json")
 _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<configuration>[\w.-]+))?\Z")
+MAX_DEPTH = 100
+_TOO_DEEP = f"JSON nested deeper than {MAX_DEPTH} levels: expected a row of columns"
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 
 
@@ -89,6 +93,8 @@ def _load_rows(source: str, split: str) -> Iterator[Mapping[str, object]]:
             f"{source}: reading a data set needs the package datasets (`pip install datasets`), "
             "or give a JSONL, JSON or Parquet file"
         ) from err
+    if is_hub_name(source) and not is_hub_reachable():
+        datasets.config.HF_HUB_OFFLINE = True  # else every file is asked for several times
     try:
         if is_hub_name(source):
             name, _, configuration = source.partition(":")
@@ -197,7 +203,7 @@ def _parse(content: bytes, location: str) -> object:
     text = ""
     try:
         text = content.decode("utf-8")
-        return cast("object", json.loads(text))
+        value = cast("object", json.loads(text))
     except UnicodeDecodeError as err:
         raise DataError(f"{location} is not UTF-8: {err.reason} at byte {err.start}") from err
     except json.JSONDecodeError as err:
@@ -205,6 +211,46 @@ def _parse(content: bytes, location: str) -> object:
         excerpt = text[max(err.pos - 20, 0) : err.pos + 20].strip()
         raise DataError(
             f"{location}: not valid JSON ({err.msg} at {where}, near {excerpt!r})"
+        ) from err
+    except RecursionError as err:
+        raise DataError(f"{location}: {_TOO_DEEP}") from err
+    except ValueError as err:
+        raise DataError(f"{location}: a number has too many digits ({err})") from err
+    if (
+        max(text.count("["), text.count("{")) > MAX_DEPTH
+        and isinstance(value, list | dict)
+        and not _is_flat(value)
+    ):
+        raise DataError(f"{location}: {_TOO_DEEP}")
+    if _SURROGATE.search(text):
+        _require_text(value, location)
+    return value
+
+
+def _is_flat(value: object) -> bool:
+    """Whether lists and objects are nested at most `MAX_DEPTH` deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for each in level
+            for item in (each.values() if isinstance(each, dict) else cast("list[object]", each))
+            if isinstance(item, list | dict)
+        ]
+        if not level:
+            return True
+    return False
+
+
+def _require_text(value: object, location: str) -> None:
+    """Raise a DataError if a string has half of a surrogate pair, which is no character."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as err:
+        raise DataError(
+            f"{location}: a string has half of a surrogate pair "
+            f"(\\u{ord(err.object[err.start]):04x}), which is no character: write it in pairs or "
+            "leave it out"
         ) from err
 
 

@@ -73,6 +73,12 @@ def tokenise(
         DataError: As for `render`, or a prompt has no tokens.
     """
     texts = [render(row, tokenizer, config) for row in rows]
+    for row, text in zip(rows, texts, strict=True):
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise DataError(
+                f"{row.location}: the rendered prompt has half of a surrogate pair, which is no "
+                f"character: got {text[:80]!r}"
+            )
     # A chat template writes the special tokens itself.
     add_special_tokens = not config.apply_chat_template
     token_ids = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]

@@ -23,6 +23,7 @@ from lightrft.algorithms.types import (
 )
 from lightrft.config import TrainConfig
 from lightrft.experience.exchange import SampleTable
+from lightrft.experience.numerics import NumericsError
 from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.strategy.strategy_base import StrategyBase
 
@@ -102,7 +103,7 @@ def assemble(
         strategy: Sums the moments over all ranks.
 
     Raises:
-        RuntimeError: An advantage is not finite.
+        NumericsError: An advantage is not finite.
     """
     estimated = _estimate(table, rows, rollouts, outputs, rewards, greedy_rewards, settings)
     advantages, mask = estimated.advantages, rollouts.response_mask
@@ -116,7 +117,7 @@ def assemble(
         advantages = advantages.clamp(-clip, clip)
     if not bool(torch.isfinite(advantages).all()):
         bad = rollouts.sample_ids[~torch.isfinite(advantages).all(dim=1)].tolist()
-        raise RuntimeError(
+        raise NumericsError(
             f"advantages must be finite: those of samples {bad[:10]} are not; look at their "
             "rewards, and at the logprobs of actor and reference model"
         )
@@ -146,7 +147,7 @@ def _estimate(
         RowAdvantageInputs(
             rewards=rewards,
             group_ids=torch.from_numpy(table.group_ids),
-            lengths=torch.from_numpy(table.response_lengths),
+            lengths=torch.from_numpy(table.sampled_lengths),
             greedy_rewards=greedy_rewards,
             is_scored=torch.from_numpy(~table.is_masked),
         ),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Self
 
 from lightrft.datasets.types import Prompt
+from lightrft.engines.ledger import LedgerEntry
 from lightrft.engines.types import Completion, FinishReason, LogprobsMode
+from lightrft.experience.types import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +22,14 @@ class OpenSample:
         logprobs: fp32 logprob of each token under the weights that sampled it.
         versions: Version of those weights, for each token.
         finish_reason: None while it goes on.
+        segments: The calls of the engine that sampled it.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
+    segments: tuple[Segment, ...] = ()
 
     def extended(self, part: Completion, *, max_tokens: int) -> OpenSample:
         """The response with a further part.
@@ -40,6 +45,7 @@ class OpenSample:
             (*self.logprobs, *part.output_logprobs),
             (*self.versions, *(part.weights_version for _ in part.output_token_ids)),
             part.finish_reason if is_over else None,
+            (*self.segments, Segment(part.request_id, part.sample_index)),
         )
 
 
@@ -92,11 +98,24 @@ class PartialRolloutState:
         groups: Ordered by request id; those without tokens have not begun.
         num_calls: Calls of the engine so far; each has random numbers of its own.
         weights_version: Of the engine during the step.
+        entries: What the engines' ledgers say about the groups that have begun.
     """
 
     groups: tuple[InFlightGroup, ...] = ()
     num_calls: int = 0
     weights_version: int = -1
+    entries: tuple[LedgerEntry, ...] = ()
+
+    def with_entries(self, entries: Iterable[LedgerEntry]) -> PartialRolloutState:
+        """The same with those entries that belong to its groups."""
+        calls = {
+            (segment.request_id, segment.sample_index)
+            for group in self.groups
+            for sample in group.samples
+            for segment in sample.segments
+        }
+        kept = (entry for entry in entries if entry.key[:2] in calls)
+        return replace(self, entries=tuple(kept))
 
     def rebased(self, weights_version: int) -> PartialRolloutState:
         """The same for an engine that counts anew.
@@ -117,7 +136,10 @@ class PartialRolloutState:
             )
             for group in self.groups
         )
-        return replace(self, groups=groups, weights_version=weights_version - 1)
+        entries = tuple(
+            replace(entry, weights_version=entry.weights_version + shift) for entry in self.entries
+        )
+        return replace(self, groups=groups, weights_version=weights_version - 1, entries=entries)
 
     def to_json(self) -> str:
         """Text for a checkpoint."""
@@ -149,6 +171,10 @@ class PartialRolloutState:
                             tuple(sample["logprobs"]),
                             tuple(sample["versions"]),
                             sample["finish_reason"],
+                            tuple(
+                                Segment(each["request_id"], each["sample_index"])
+                                for each in sample["segments"]
+                            ),
                         )
                         for sample in group["samples"]
                     ),
@@ -156,7 +182,18 @@ class PartialRolloutState:
                 for group in values["groups"]
                 for prompt in (group["prompt"],)
             ]
-            return cls(tuple(groups), values["num_calls"], values["weights_version"])
+            entries = tuple(
+                LedgerEntry(
+                    entry["request_id"],
+                    entry["sample_index"],
+                    entry["context_hash"],
+                    tuple(entry["token_ids"]),
+                    tuple(entry["logprobs"]),
+                    entry["weights_version"],
+                )
+                for entry in values["entries"]
+            )
+            return cls(tuple(groups), values["num_calls"], values["weights_version"], entries)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"the checkpoint's unfinished responses cannot be read: {error!r}; start anew, or "

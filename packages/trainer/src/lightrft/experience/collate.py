@@ -25,7 +25,8 @@ def collate(
     """The rows of a table as right-padded tensors.
 
     A row that is excluded from the loss has an empty response mask. The response mask covers
-    exactly the sampled tokens: no end-of-sequence token is added to a truncated response.
+    exactly the sampled tokens: observations are context only, and no end-of-sequence token is
+    added to a truncated response.
 
     Args:
         table: The rows.
@@ -43,13 +44,15 @@ def collate(
     positions = torch.arange(width)[None, :]  # [1, seq]
     attention_mask = positions < lengths
     is_response = attention_mask & (positions >= prompt_lengths)
+    is_sampled = torch.zeros_like(is_response)
+    is_sampled[is_response] = torch.from_numpy(table.is_sampled)
     token_ids = torch.full((len(table), width), pad_token_id, dtype=torch.int64)
     token_ids[attention_mask] = torch.from_numpy(table.token_ids).long()
     logprobs = torch.zeros((len(table), width), dtype=torch.float32)
     logprobs[is_response] = torch.from_numpy(table.rollout_logprobs)
     is_kept = torch.from_numpy(~table.is_masked)[:, None]
     is_compared = is_kept & torch.from_numpy(table.is_untruncated == (support is None))[:, None]
-    is_compared = is_compared & is_response & (positions >= prompt_lengths + num_uncompared_tokens)
+    is_compared = is_compared & is_sampled & (positions >= prompt_lengths + num_uncompared_tokens)
     if table.token_versions is not None:
         is_current = torch.zeros_like(is_response)
         is_current[is_response] = torch.from_numpy(table.token_versions == version)
@@ -57,7 +60,7 @@ def collate(
     return RolloutBatch(
         token_ids=token_ids.to(device),
         attention_mask=attention_mask.to(device),
-        response_mask=(is_response & is_kept).to(device),
+        response_mask=(is_sampled & is_kept).to(device),
         rollout_logprobs=torch.where(is_kept, logprobs, 0.0).to(device),
         rewards=torch.from_numpy(table.rewards.astype(np.float32)).to(device),
         group_ids=torch.from_numpy(table.group_ids).to(device),

@@ -25,7 +25,7 @@ class Selection:
         num_groups, num_constant, num_surplus: Groups sampled, constant among them, and mixed ones
             beyond what the step needed.
         num_solved: Constant groups at the highest accuracy that any response of the step reached.
-        num_sampled_tokens: Response tokens of all sampled groups.
+        num_sampled_tokens: Tokens sampled for all groups.
     """
 
     rows: NDArray[np.int64]
@@ -74,7 +74,7 @@ def select_groups(table: SampleTable, num_wanted: int) -> Selection:
         num_constant=len(constant),
         num_surplus=len(mixed) - len(kept),
         num_solved=len(solved),
-        num_sampled_tokens=int(table.response_lengths.sum()),
+        num_sampled_tokens=int(table.sampled_lengths.sum()),
     )
 
 

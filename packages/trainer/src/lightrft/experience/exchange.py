@@ -28,7 +28,9 @@ class SampleTable:
         sample_ids, group_ids: [rows] int64.
         prompt_lengths, response_lengths: [rows] int64, in tokens.
         token_ids: [sum of lengths] int32; prompt then response, row after row.
-        rollout_logprobs: [sum of response lengths] float32, from the engine.
+        rollout_logprobs: [sum of response lengths] float32, from the engine; 0 in observations.
+        is_sampled: [sum of response lengths] bool, False for tokens of an observation, which are
+            context only.
         rewards: [rows] float64, shaping included.
         accuracies: [rows] float64, what tells a right from a wrong response: the component
             "accuracy" if the reward has one, else the reward before shaping.
@@ -38,8 +40,9 @@ class SampleTable:
         is_masked: [rows] bool; excluded from the loss.
         is_untruncated: [rows] bool; no token was excluded from what `rollout_logprobs` measure.
         weights_versions: [rows] int64 of the weights that sampled the end of the row.
-        token_versions: [sum of response lengths] int32 of the weights that sampled each token;
-            None without partial rollouts: those of the row's end.
+        token_versions: [sum of response lengths] int32 of the weights that sampled each token,
+            -1 in observations; None where one call of the engine gave the whole response: those
+            of the row's end.
     """
 
     sample_ids: NDArray[np.int64]
@@ -48,6 +51,7 @@ class SampleTable:
     response_lengths: NDArray[np.int64]
     token_ids: NDArray[np.int32]
     rollout_logprobs: NDArray[np.float32]
+    is_sampled: NDArray[np.bool_]
     rewards: NDArray[np.float64]
     accuracies: NDArray[np.float64]
     component_names: tuple[str, ...]
@@ -66,6 +70,14 @@ class SampleTable:
         """[rows] int64: prompt plus response, in tokens."""
         return self.prompt_lengths + self.response_lengths
 
+    @property
+    def sampled_lengths(self) -> NDArray[np.int64]:
+        """[rows] int64: tokens of the response that were sampled, without observations."""
+        stops = np.cumsum(self.response_lengths)
+        counts = np.concatenate([[0], np.cumsum(self.is_sampled, dtype=np.int64)])
+        found: NDArray[np.int64] = counts[stops] - counts[stops - self.response_lengths]
+        return found
+
     def take(self, rows: NDArray[np.int64]) -> SampleTable:
         """The given rows, in the given order."""
         versions = self.token_versions
@@ -76,11 +88,12 @@ class SampleTable:
             **{name: getattr(self, name)[rows] for name in ROW_COLUMNS},
             token_ids=_take_segments(self.token_ids, self.lengths, rows),
             rollout_logprobs=_take_segments(self.rollout_logprobs, self.response_lengths, rows),
+            is_sampled=_take_segments(self.is_sampled, self.response_lengths, rows),
             token_versions=versions,
         )
 
 
-TOKEN_COLUMNS = ("token_ids", "rollout_logprobs")
+TOKEN_COLUMNS = ("token_ids", "rollout_logprobs", "is_sampled")
 ROW_COLUMNS = tuple(
     field.name
     for field in fields(SampleTable)
@@ -103,6 +116,7 @@ def tabulate(scored: Sequence[ScoredRollout]) -> SampleTable:
         rollout_logprobs=np.array(
             [value for c in completions for value in c.output_logprobs], dtype=np.float32
         ),
+        is_sampled=np.array([flag for c in completions for flag in c.is_sampled], dtype=np.bool_),
         rewards=np.array([item.reward for item in scored], dtype=np.float64),
         accuracies=np.array([item.accuracy for item in scored], dtype=np.float64),
         component_names=names,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
+from lightrft.experience.types import Segment
 from lightrft.strategy.strategy_base import StrategyBase
 
 # Continuations are requests of their own; another seed keeps their random numbers apart from
@@ -62,7 +63,7 @@ def generate_fire(
     unfinished = [
         GenerationRequest(
             prompt_token_ids=(*first.prompt_token_ids, *first.output_token_ids),
-            request_id=first.request_id * sampling_params.n + first.sample_index,
+            request_id=_request_of_rest(first.request_id, first.sample_index, sampling_params.n),
         )
         for first in (firsts[i] for i in open_positions)
     ]
@@ -71,6 +72,19 @@ def generate_fire(
     for position, continuation in zip(open_positions, continuations, strict=True):
         completions[position] = _join(firsts[position], continuation)
     return completions
+
+
+def fire_segments(response: Completion, *, group_size: int) -> tuple[Segment, ...]:
+    """The calls of the engine that sampled a response of `generate_fire`."""
+    request_id, index = response.request_id, response.sample_index
+    first = Segment(request_id, index)
+    if len(response.output_token_ids) < 2:
+        return (first,)
+    return first, Segment(_request_of_rest(request_id, index, group_size))
+
+
+def _request_of_rest(request_id: int, sample_index: int, group_size: int) -> int:
+    return request_id * group_size + sample_index
 
 
 def _join(first: Completion, rest: Completion) -> Completion:

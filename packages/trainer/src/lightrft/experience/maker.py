@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from lightrft.algorithms.moments import Moments
 from lightrft.engines.types import SamplingParams, has_known_order
@@ -10,9 +11,12 @@ from lightrft.experience.assemble import AdvantageSettings, ShapedRewards, assem
 from lightrft.experience.collate import collate
 from lightrft.experience.exchange import SampleTable
 from lightrft.experience.forward import ForwardModels, compute_outputs
+from lightrft.experience.ledger_gate import check_ledger
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
 from lightrft.experience.sampling import Samples, training_params
 from lightrft.experience.types import ExperienceBatch
+from lightrft.models.layout import LayoutPolicy
+from lightrft.models.sequence_model import layout_policy
 from lightrft.models.support import SamplingSupport
 from lightrft.strategy.strategy_base import StrategyBase
 
@@ -76,10 +80,20 @@ def make_experience(
         temperature=params.temperature,
         device=strategy.device,
         num_uncompared_tokens=int(config.use_fire),
-        version=None if samples.partial is None else samples.partial.version,
+        version=_version(samples),
         support=replayed_support(params, strategy.inference_engine_type),
     )
     slices = plan.forward_slices(table.lengths, rank=rank, config=config)
+    if samples.evidence is not None:
+        with samples.meter.stage("exchange"):
+            check_ledger(
+                batch,
+                table.take(index),
+                samples.evidence,
+                policy=_layout_policy(models, strategy),
+                slices=slices,
+                strategy=strategy,
+            )
     is_reused = reuses_policy_logprobs and plan.num_minibatches == 1
     scores_actor = not config.use_rollout_logprobs and not is_reused
     with samples.meter.stage("forward"):
@@ -99,6 +113,18 @@ def make_experience(
         strategy=strategy,
     )
     return StepExperience(experience, samples, shaped, plan)
+
+
+def _layout_policy(models: ForwardModels, strategy: StrategyBase) -> LayoutPolicy:
+    actor = models.actor
+    return layout_policy(strategy.unwrap_model(actor) if isinstance(actor, nn.Module) else actor)
+
+
+def _version(samples: Samples) -> int:
+    """Of the weights that the step began with: those of the last token."""
+    if samples.partial is not None:
+        return samples.partial.version
+    return int(samples.table.weights_versions.max(initial=-1))
 
 
 def _greedy_rewards(samples: Samples) -> torch.Tensor | None:

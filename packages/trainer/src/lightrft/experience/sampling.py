@@ -1,22 +1,27 @@
 """The samples of one step: generated, scored, exchanged; drawn again for zero-variance groups."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Protocol
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
+from lightrft.engines.ledger import LedgerEntry
 from lightrft.engines.types import Completion, GenerationRequest, MultiModalInputs, SamplingParams
 from lightrft.experience.carry import InFlightGroup, PartialRolloutState
 from lightrft.experience.dynamic import Selection, apply_selection, mixed_groups, select_groups
 from lightrft.experience.exchange import SampleTable, exchange, merge
-from lightrft.experience.fire import generate_fire
+from lightrft.experience.fire import fire_segments, generate_fire
+from lightrft.experience.ledger_gate import Evidence, gather_evidence
 from lightrft.experience.model_rewards import ModelRewards
 from lightrft.experience.partial import PartialReport, finish_groups, open_groups
 from lightrft.experience.scoring import overlong_penalty, score_rollouts
 from lightrft.experience.stages import StageMeter
-from lightrft.experience.types import Rollout, ScoredRollout
+from lightrft.experience.types import Rollout, ScoredRollout, Segment
 from lightrft.rewards.types import RewardError, RewardFunction
+from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 
 NOTHING_CARRIED = PartialRolloutState()
@@ -62,6 +67,7 @@ class Samples:
         greedy: The greedy completions of all ranks, or None where the estimator needs none.
         selection: What dynamic sampling did, or None.
         partial: What partial rollouts did, or None.
+        evidence: What the ledger gate compares the samples with, or None without it.
     """
 
     scored: Sequence[ScoredRollout]
@@ -72,6 +78,7 @@ class Samples:
     greedy: SampleTable | None = None
     selection: Selection | None = None
     partial: PartialReport | None = None
+    evidence: Evidence | None = None
 
 
 class RolloutSampler:
@@ -121,6 +128,9 @@ class RolloutSampler:
                 rollouts; None if there are none.
             carry: Responses that the step before left unfinished.
         """
+        engine = self._strategy.inference_engine
+        if engine is not None:
+            engine.ledger.take()  # of a step that was given up
         if self._config.partial_rollout:
             samples = self._collect_partial(prompts, first_request_id, next_prompts, carry)
         else:
@@ -163,9 +173,10 @@ class RolloutSampler:
             if self._needs_greedy:
                 params = greedy_params(config)
                 greedy.append(self._sample(prompts, positions, first_request_id, params, meter)[1])
-            own, table = self._sample(
-                prompts, positions, first_request_id, training_params(config), meter
-            )
+            with self._recording():
+                own, table = self._sample(
+                    prompts, positions, first_request_id, training_params(config), meter
+                )
             scored += own
             tables.append(table)
             num_prompts += num_new
@@ -177,7 +188,24 @@ class RolloutSampler:
             num_prompts=num_prompts,
             num_rounds=len(tables),
             greedy=merge(greedy) if greedy else None,
+            evidence=self._evidence([item.rollout for item in scored], meter),
         )
+
+    def _recording(self) -> AbstractContextManager[None]:
+        """Has the engine write down what it samples, for the ledger gate."""
+        engine = self._strategy.inference_engine
+        if engine is None or not self._config.ledger_gate:
+            return nullcontext()
+        return engine.ledger.recording()
+
+    def _evidence(
+        self, rollouts: Sequence[Rollout], meter: StageMeter, *, carried: Sequence[LedgerEntry] = ()
+    ) -> Evidence | None:
+        """What the ledger gate needs to know of a step; collective."""
+        if self._strategy.inference_engine is None or not self._config.ledger_gate:
+            return None
+        with meter.stage("exchange"):
+            return gather_evidence(rollouts, self._strategy, carried=carried)
 
     def _collect_partial(
         self,
@@ -201,7 +229,7 @@ class RolloutSampler:
             if next_prompts is None or len(groups) >= config.num_prompts_in_flight:
                 break
             prompts = next_prompts()
-        with meter.stage("rollout"):
+        with meter.stage("rollout"), self._recording():
             chosen, report = finish_groups(
                 replace(carry, groups=tuple(groups)),
                 num_wanted,
@@ -212,7 +240,10 @@ class RolloutSampler:
             own = own_positions(strategy, num_wanted)
             rollouts = [item for i in own for item in self._group_rollouts(chosen[i], i)]
         scored, table = self._score(rollouts, meter)
-        return Samples(scored, table, meter, num_prompts, partial=report)
+        evidence = self._evidence(rollouts, meter, carried=carry.entries)
+        if evidence is not None:
+            report = replace(report, carry=report.carry.with_entries(evidence.entries.values()))
+        return Samples(scored, table, meter, num_prompts, partial=report, evidence=evidence)
 
     def _group_rollouts(self, group: InFlightGroup, group_id: int) -> list[Rollout]:
         rollouts = pair_completions(
@@ -224,7 +255,7 @@ class RolloutSampler:
             decoder=self._decoder,
         )
         return [
-            replace(item, token_versions=sample.versions)
+            replace(item, token_versions=sample.versions, segments=sample.segments)
             for item, sample in zip(rollouts, group.samples, strict=True)
         ]
 
@@ -261,8 +292,9 @@ class RolloutSampler:
         """
         request_ids = [first_request_id + position for position in positions]
         requests = build_requests(prompts, request_ids)
+        uses_fire = self._config.use_fire and not params.is_greedy
         with meter.stage("rollout"):
-            if self._config.use_fire and not params.is_greedy:
+            if uses_fire:
                 completions = generate_fire(
                     self._strategy,
                     params,
@@ -277,6 +309,11 @@ class RolloutSampler:
                 prompts, request_ids, completions, group_ids=positions, decoder=self._decoder,
                 group_size=params.n,
             )  # fmt: skip
+            if uses_fire:
+                rollouts = [
+                    replace(item, segments=fire_segments(item.completion, group_size=params.n))
+                    for item in rollouts
+                ]
         return self._score(rollouts, meter, shapes_rewards=shapes_rewards)
 
     def _score(
@@ -284,7 +321,8 @@ class RolloutSampler:
     ) -> tuple[list[ScoredRollout], SampleTable]:
         scored: list[ScoredRollout] = []
         problem: Exception | None = None
-        with meter.stage("reward"):
+        limit = timedelta(minutes=self._config.timeout_minutes)
+        with meter.stage("reward"), phase("reward", limit):
             # A collective: no failure of this rank alone may come before it.
             models = None if self._model_rewards is None else self._model_rewards.score(rollouts)
             try:
@@ -361,6 +399,7 @@ def pair_completions(
             group_id=group_ids[position // group_size],
             sample_id=group_ids[position // group_size] * group_size + completion.sample_index,
             response_text=decoder.decode(completion.output_token_ids, skip_special_tokens=True),
+            segments=(Segment(completion.request_id, completion.sample_index),),
         )
         for position, completion in enumerate(completions)
     ]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 from lightrft.config import TrainConfig
 from lightrft.experience.types import Rollout, ScoredRollout
@@ -12,9 +13,9 @@ MAX_FAILURES_IN_A_ROW = 3
 
 
 def overlong_penalty(config: TrainConfig) -> Callable[[int], float] | None:
-    """What is added to the reward of a response by its number of tokens, at most 0; or None.
+    """What is added to the reward of a response by the tokens of its longest turn; or None.
 
-    0 up to max_tokens - buffer_tokens, then linear, -factor at max_tokens and beyond.
+    At most 0: 0 up to max_tokens - buffer_tokens, then linear, -factor at max_tokens and beyond.
 
     Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13.
     """
@@ -77,10 +78,15 @@ def score_rollouts(
             components |= added.components
             _check_finite(rollout, reward)
         if overlong_penalty is not None:
-            penalty = overlong_penalty(len(rollout.completion.output_token_ids))
+            penalty = overlong_penalty(_longest_turn(rollout.completion.is_sampled))
             components["overlong"] = penalty
         scored.append(ScoredRollout(rollout, reward + penalty, components, unshaped_reward=reward))
     return scored
+
+
+def _longest_turn(is_sampled: Sequence[bool]) -> int:
+    """Tokens of the longest run that was sampled without an observation: each has its own bound."""
+    return max((sum(1 for _ in run) for flag, run in groupby(is_sampled) if flag), default=0)
 
 
 def _results(

@@ -11,17 +11,35 @@ from lightrft.models.support import SamplingSupport
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """What one call of the engine added to a response, and the observation after it.
+
+    Args:
+        request_id, sample_index: Under which the engine sampled it.
+        observation: Token ids that were appended, which nobody sampled; () if none were.
+        text_spans: [start, stop) of `observation` that are text from outside, in which no special
+            token may stand.
+    """
+
+    request_id: int
+    sample_index: int = 0
+    observation: tuple[int, ...] = ()
+    text_spans: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
-    """A prompt and one completion sampled for it.
+    """A prompt and the response to it.
 
     Args:
         prompt: The data row.
-        completion: What the engine sampled; its ids are what is trained on.
+        completion: The response; of its ids, what the engine sampled is what is trained on.
         group_id: Completions of one prompt in one step share it; global over ranks.
         sample_id: Unique within the step and global over ranks: group_id * group_size + index.
-        response_text: The decoded response only, special tokens removed.
-        token_versions: Version of the weights that sampled each token; None means that of the
-            completion for all.
+        response_text: What was sampled, decoded turn by turn, special tokens removed.
+        token_versions: Version of the weights that sampled each token, -1 for observations; None
+            means that of the completion for all.
+        segments: How the response came about, call by call of the engine.
     """
 
     prompt: Prompt
@@ -30,6 +48,7 @@ class Rollout:
     sample_id: int
     response_text: str
     token_versions: tuple[int, ...] | None = None
+    segments: tuple[Segment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +86,15 @@ class RolloutBatch:
     Args:
         token_ids: [batch, seq] int64, prompt then response, padded with the pad id.
         attention_mask: [batch, seq] bool, True on prompt and response tokens.
-        response_mask: [batch, seq] bool, True on tokens the policy sampled.
+        response_mask: [batch, seq] bool, True on tokens the policy sampled; observations between
+            them are context.
         rollout_logprobs: [batch, seq] float32, from the engine.
         rewards: [batch] float32.
         group_ids: [batch] int64.
         sample_ids: [batch] int64.
         model_inputs: Modality tensors, opaque to everything but the modality ({} for text).
         temperature: Temperature all rows were sampled at.
-        compared_mask: [batch, seq] bool, response tokens whose `rollout_logprobs` follow the
+        compared_mask: [batch, seq] bool, sampled tokens whose `rollout_logprobs` follow the
             distribution the trainer scores with, or with `support` the truncated one; None if no
             token's do.
         support: What the sampling excluded, to be replayed; None replays nothing.

@@ -14,7 +14,7 @@ from lightrft.models.head import LinearLogprobHead, read_head_transform
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.models.support import SamplingSupport
-from lightrft.models.types import ActorOutput, EntropyMode
+from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 pytree.register_pytree_node(
     ActorOutput,
     lambda output: (
-        [output.logprobs, output.entropy, output.router_sums, output.log_kept_mass],
+        [output.logprobs, output.entropy, output.router_sums, output.log_kept_mass, output.loss],
         None,
     ),
     lambda values, _: ActorOutput(*values),
@@ -81,9 +81,10 @@ class Actor(SequenceModel):
         dtype: str = "float32",
         fused_linear_logprob: bool = False,
         chunk_size: int | None = None,
+        allow_new_weights: Sequence[str] = (),
     ) -> Actor:
-        """Loads a checkpoint; errors as for `lightrft.models.loading.load_causal_lm`."""
-        model = load_causal_lm(path, dtype=dtype)
+        """Loads a checkpoint; see `lightrft.models.loading.load_causal_lm`."""
+        model = load_causal_lm(path, dtype=dtype, allow_new_weights=allow_new_weights)
         return cls(model, fused_linear_logprob=fused_linear_logprob, chunk_size=chunk_size)
 
     def forward(
@@ -96,6 +97,7 @@ class Actor(SequenceModel):
         entropy: EntropyMode = "none",
         model_inputs: Mapping[str, Tensor] | None = None,
         support: SamplingSupport | None = None,
+        token_loss: TokenLossFunction | None = None,
     ) -> ActorOutput:
         """Logprobs (and entropy) of the scored tokens.
 
@@ -108,6 +110,8 @@ class Actor(SequenceModel):
             entropy: "none", "value" (detached) or "grad".
             model_inputs: Further inputs of the model (images ...), passed on by name.
             support: The truncation the scored tokens were drawn with, to get `log_kept_mass`.
+            token_loss: A loss to compute inside the output projection, for some tokens at a time;
+                the head must be fused. Of sequences that ranks share, each adds its own tokens.
 
         Raises:
             ValueError: Shapes differ, `scored_mask` marks padding or a first token, or the ranks
@@ -119,12 +123,13 @@ class Actor(SequenceModel):
         )
         hidden: Tensor = output.last_hidden_state
         head = self.model.get_output_embeddings()
-        logprobs, entropies, masses = head(
+        logprobs, entropies, masses, loss = head(
             layout.select(hidden),
             layout.targets,
             temperature=temperature,
             entropy=entropy,
             support=support,
+            token_loss=None if token_loss is None else layout.placed(token_loss),
         )
         return ActorOutput(
             logprobs=layout.scatter(logprobs),
@@ -139,6 +144,7 @@ class Actor(SequenceModel):
             if self.sums_routers
             else None,
             log_kept_mass=None if masses is None else layout.scatter(masses),
+            loss=None if loss is None else layout.join(loss),
         )
 
     def enable_router_sums(self) -> None:
@@ -159,11 +165,12 @@ class Actor(SequenceModel):
         """The wrapped model."""
         return self.model
 
-    def fuse_head(self, chunk_size: int) -> None:
+    def fuse_head(self, chunk_size: int | None) -> None:
         """Never hold the logits of all positions and tokens at once, from now on.
 
         Args:
-            chunk_size: Columns of the vocabulary that are computed at a time.
+            chunk_size: Columns of the vocabulary that are computed at a time; None takes those
+                that suit the device.
         """
         self.model.get_output_embeddings().fuse(chunk_size)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lightrft.models.loading import load_trunk
+from lightrft.models.loading import ModelLoadError, load_trunk, save_pretrained
 from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.strategy.meta_init import parameters_on_meta
 
@@ -54,17 +55,27 @@ class Critic(SequenceModel):
             self.value_head = ValueHead(hidden_size, trunk.dtype)
 
     @classmethod
-    def from_pretrained(cls, path: str, *, dtype: str = "float32") -> Critic:
-        """Loads the trunk of any checkpoint, and the value head if it was saved beside it."""
-        critic = cls(load_trunk(path, dtype=dtype))
+    def from_pretrained(
+        cls, path: str, *, dtype: str = "float32", allow_new_weights: Sequence[str] = ()
+    ) -> Critic:
+        """Loads the trunk of any checkpoint, and the value head if it was saved beside it.
+
+        Raises:
+            ModelLoadError: See `lightrft.models.loading.load_causal_lm`; or the head does not fit.
+        """
+        critic = cls(load_trunk(path, dtype=dtype, allow_new_weights=allow_new_weights))
         head_file = Path(path) / HEAD_FILE
         if head_file.is_file():
-            critic.value_head.load_state_dict(load_file(head_file))
+            try:
+                critic.value_head.load_state_dict(load_file(head_file))
+            except (RuntimeError, OSError, SafetensorError) as err:
+                text = " ".join(str(err).split())
+                raise ModelLoadError(f"{head_file} is no value head of {path!r}: {text}") from err
         return critic
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes the trunk as a Hugging Face checkpoint with the value head beside it."""
-        self.trunk.save_pretrained(directory)
+        save_pretrained(self.trunk, None, directory)
         save_file(self.value_head.state_dict(), Path(directory) / HEAD_FILE)
 
     def forward(

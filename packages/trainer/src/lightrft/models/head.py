@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightrft.kernels import Workspace, linear_logprob
+from lightrft.kernels import Workspace, linear_logprob, linear_policy_loss
 from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
 from lightrft.models.support import SamplingSupport, replay_support
 from lightrft.models.types import EntropyMode
@@ -82,7 +84,8 @@ class LinearLogprobHead(nn.Module):
         projection: The layer it replaces; its parameters are taken over, not copied.
         transform: What the model does to the logits.
         is_fused: Work by chunks of the vocabulary instead of holding all logits.
-        chunk_size: Columns of the vocabulary in one chunk, if fused.
+        chunk_size: Columns of the vocabulary in one chunk, if fused; None takes those that suit the
+            device.
     """
 
     bias: nn.Parameter | None
@@ -107,7 +110,7 @@ class LinearLogprobHead(nn.Module):
     def fuse(self, chunk_size: int | None) -> None:
         """Compute logprobs together with the projection, in chunks of the vocabulary."""
         self.is_fused = True
-        self._workspace = Workspace() if chunk_size is None else Workspace(chunk_size)
+        self._workspace = None if chunk_size is None else Workspace(chunk_size)
 
     def forward(
         self,
@@ -117,7 +120,8 @@ class LinearLogprobHead(nn.Module):
         temperature: float = 1.0,
         entropy: EntropyMode = "none",
         support: SamplingSupport | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None]:
+        token_loss: Callable[[Tensor, Tensor | None, Tensor], Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Logprobs and entropy of targets; without targets the plain projection.
 
         The plain projection is what the model's own forward calls: scale and softcap are left to
@@ -129,14 +133,28 @@ class LinearLogprobHead(nn.Module):
             temperature: Divides the logits.
             entropy: "none", "value" (detached) or "grad".
             support: The truncation the targets were drawn with; None replays none.
+            token_loss: Of some targets, with a graph: (logprobs, entropy or None, their indices)
+                -> []. It is computed with its gradients, chunk by chunk; needs a fused head.
 
         Returns:
             (logprobs [tokens] float32, entropy [tokens] float32 or None, log kept mass [tokens]
-            float32 without graph or None), or logits [..., vocab].
+            float32 without graph or None, loss [] or None), or logits [..., vocab]. With a loss,
+            only that has a graph.
+
+        Raises:
+            ValueError: There is a loss, and the head is not fused.
         """
         if targets is None:
             return F.linear(hidden, self.weight, self.bias)
         scaled = temperature / self.transform.scale
+        mass = None
+        if support is not None:
+            transform = LogitsTransform(scaled, self.transform.softcap)
+            layer = OutputLayer(self.weight, self.bias, transform)
+            size = (self._workspace or Workspace()).chunk_columns
+            mass = replay_support(hidden, layer, targets, support, chunk_size=size)
+        if token_loss is not None:
+            return self._with_loss(hidden, targets, scaled, entropy, mass, token_loss)
         output = linear_logprob(
             hidden,
             self.weight,
@@ -148,13 +166,42 @@ class LinearLogprobHead(nn.Module):
             impl="auto" if self.is_fused else "reference",
             workspace=self._workspace if self.is_fused else None,
         )
-        if support is None:
-            return output.logprobs, output.entropy, None
-        layer = OutputLayer(self.weight, self.bias, LogitsTransform(scaled, self.transform.softcap))
-        mass = replay_support(
-            hidden, layer, targets, support, chunk_size=self._workspace.chunk_columns
+        return output.logprobs, output.entropy, mass, None
+
+    def _with_loss(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float,
+        entropy: EntropyMode,
+        mass: Tensor | None,
+        token_loss: Callable[[Tensor, Tensor | None, Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        if not self.is_fused:
+            raise ValueError("a loss inside the output projection needs fused_linear_logprob")
+
+        def differentiated(
+            logprobs: Tensor, entropies: Tensor, index: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor | None]:
+            leaves = [logprobs.detach().requires_grad_()]
+            if entropy == "grad":
+                leaves.append(entropies.detach().requires_grad_())
+            given = None if entropy == "none" else leaves[-1] if entropy == "grad" else entropies
+            loss = token_loss(leaves[0], given, index)
+            found = torch.autograd.grad(loss, leaves, materialize_grads=True)
+            return loss, found[0], found[1] if entropy == "grad" else None
+
+        output = linear_policy_loss(
+            hidden,
+            self.weight,
+            targets,
+            differentiated,
+            bias=self.bias,
+            temperature=temperature,
+            softcap=self.transform.softcap,
+            entropy=entropy,
         )
-        return output.logprobs, output.entropy, mass
+        return output.logprobs, output.entropy, mass, output.loss
 
     def extra_repr(self) -> str:
         """Sizes and mode, as `nn.Linear` shows them."""

@@ -1,5 +1,6 @@
 """How a padded batch is laid out for a model's forward pass, and where its scored tokens lie."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightrft.models.packed_attention import SequenceBounds
+from lightrft.models.types import TokenLossFunction
 from lightrft.models.ulysses import check_same_batch, sum_over_ranks
 
 
@@ -137,6 +139,16 @@ class TokenLayout:
     def select(self, hidden: Tensor) -> Tensor:
         """Hidden states the scored tokens are predicted from: [.., tokens, h] -> [scored, h]."""
         return hidden.flatten(0, 1)[self.sources]
+
+    def placed(
+        self, token_loss: TokenLossFunction
+    ) -> Callable[[Tensor, Tensor | None, Tensor], Tensor]:
+        """The loss as a function of indices into the scored tokens instead of their places."""
+
+        def loss(logprobs: Tensor, entropy: Tensor | None, index: Tensor) -> Tensor:
+            return token_loss(logprobs, entropy, self.rows[index], self.columns[index])
+
+        return loss
 
     def scatter(self, values: Tensor) -> Tensor:
         """One value per scored token back into [batch, seq]; all other entries are 0.

@@ -1,20 +1,29 @@
 """Reads and writes Hugging Face checkpoints, with errors that fit one line."""
 
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
-from safetensors import SafetensorError
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from lightrft.engines.process_state import deepspeed_unless_used
 from lightrft.strategy.meta_init import is_building_on_meta
+from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
+from lightrft.utils.hub import is_hub_reachable
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -22,6 +31,9 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
 }
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+# Output layers of other tasks, which a trunk leaves in the file.
+OTHER_HEADS = ("lm_head.*", "score.*", "classifier.*", "v_head.*")
+_MAX_LISTED_NAMES = 5
 
 
 class ModelLoadError(OSError):
@@ -30,6 +42,7 @@ class ModelLoadError(OSError):
 
 # transformers does not check a JSON file's structure before it uses it.
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+AutoClass = type[AutoModel] | type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]
 
 
 def load_config(path: str) -> PretrainedConfig:
@@ -61,35 +74,49 @@ def _read(
 ) -> object:
     _require(path, patterns, what)
     try:
-        return auto_class.from_pretrained(path)
+        return auto_class.from_pretrained(
+            path, trust_remote_code=False, local_files_only=_only_local(path)
+        )
     except _UNREADABLE as err:
         raise ModelLoadError(f"cannot read the {what} of {path!r}: {_first_line(err)}") from err
 
 
-def load_causal_lm(path: str, *, dtype: str = "float32") -> PreTrainedModel:
+def load_causal_lm(
+    path: str, *, dtype: str = "float32", allow_new_weights: Sequence[str] = ()
+) -> PreTrainedModel:
     """A language model with its output projection.
 
     Args:
         path: Directory of a checkpoint, or a model id of the Hugging Face hub.
         dtype: A key of `DTYPES`.
+        allow_new_weights: Patterns of tensor names (`score.*`) that may be missing, of another
+            shape, or unexpected. What the model needs of them is initialised anew, with the same
+            numbers in every process and every model that is loaded from this path.
 
     Raises:
-        ModelLoadError: Configuration or weights are missing or unreadable.
+        ModelLoadError: Configuration or weights are missing or unreadable, or a tensor is missing,
+            unexpected or of another shape; the message names it.
         ValueError: The dtype is unknown.
     """
-    return _load(AutoModelForCausalLM, path, dtype)
+    return load_model(AutoModelForCausalLM, path, dtype, allow_new_weights)
 
 
-def load_trunk(path: str, *, dtype: str = "float32") -> PreTrainedModel:
-    """A model up to its last hidden states; arguments and errors as for `load_causal_lm`."""
-    return _load(AutoModel, path, dtype)
+def load_trunk(
+    path: str, *, dtype: str = "float32", allow_new_weights: Sequence[str] = ()
+) -> PreTrainedModel:
+    """A model up to its last hidden states; arguments and errors as for `load_causal_lm`.
+
+    Output layers in the file are left there.
+    """
+    return load_model(AutoModel, path, dtype, allow_new_weights, left_out=OTHER_HEADS)
 
 
 def save_pretrained(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: str | Path
 ) -> None:
     """Writes config, weights and, if given, the tokenizer as one checkpoint directory."""
-    model.save_pretrained(directory)
+    with deepspeed_unless_used():
+        model.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
 
@@ -101,19 +128,155 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _load(
-    auto_class: type[AutoModel] | type[AutoModelForCausalLM], path: str, dtype: str
+def load_model(
+    auto_class: AutoClass,
+    path: str,
+    dtype: str,
+    allow_new_weights: Sequence[str] | None = (),
+    *,
+    left_out: Sequence[str] = (),
 ) -> PreTrainedModel:
-    options = {"dtype": parse_dtype(dtype), "attn_implementation": "sdpa"}
+    """A model of any kind; see `load_causal_lm`.
+
+    Args:
+        auto_class: Chooses the kind.
+        path, dtype, allow_new_weights: See `load_causal_lm`; None is for models in which nothing
+            may be new.
+        left_out: Patterns of tensors that may stand in the file unused.
+    """
+    options = {
+        "dtype": parse_dtype(dtype), "attn_implementation": "sdpa", "trust_remote_code": False,
+    }  # fmt: skip
     config = load_config(path)
     _require(path, WEIGHT_PATTERNS, "weights")
-    if is_building_on_meta():
-        # The strategy reads the weights from the configuration's directory, shard by shard.
-        return auto_class.from_config(config, **options)
+    is_on_meta = is_building_on_meta()
+    if is_on_meta:
+        # What is in no file would get no memory.
+        allow_new_weights, left_out = None, (*left_out, *(allow_new_weights or ()))
+    fits = _Fit(path, allow_new_weights, left_out)
     try:
-        return auto_class.from_pretrained(path, **options)
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as err:
+        if is_on_meta:
+            # The strategy reads the weights from the configuration's directory, shard by shard.
+            model: PreTrainedModel = auto_class.from_config(config, **options)
+            fits.check_files(model)
+            return model
+        with _quietly(), torch.random.fork_rng():
+            # New weights: alike in all processes, and in an actor and its reference.
+            torch.manual_seed(torch.initial_seed())
+            model, report = auto_class.from_pretrained(
+                path,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                local_files_only=_only_local(path),
+                **options,
+            )
+    except ModelLoadError:
+        raise
+    except UnpicklingError as err:
+        raise ModelLoadError(
+            f"cannot load the model {path!r}: a .bin file holds pickled objects other than "
+            "tensors, which are not run; give the model as safetensors"
+        ) from err
+    except Exception as err:  # the bytes of a file may fail anywhere in three libraries
         raise ModelLoadError(f"cannot load the model {path!r}: {_first_line(err)}") from err
+    fits.check(
+        model,
+        missing=report["missing_keys"],
+        unexpected=report["unexpected_keys"],
+        mismatched=report["mismatched_keys"],
+    )
+    return model
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Leaves out the table that transformers prints about tensors that do not fit."""
+    found = logging.getLogger("transformers.modeling_utils")
+    was_disabled, found.disabled = found.disabled, True
+    try:
+        yield
+    finally:
+        found.disabled = was_disabled
+
+
+class _Fit:
+    """Whether the tensors of a checkpoint are those of a model.
+
+    Args:
+        path: Of the checkpoint.
+        new: Patterns of names that need not fit; None where nothing can be new.
+        left_out: Patterns of names that may stand in the file unused.
+    """
+
+    def __init__(self, path: str, new: Sequence[str] | None, left_out: Sequence[str]) -> None:
+        self._path, self._new, self._unused = path, new or (), (*(new or ()), *left_out)
+        self._remedy = "unused" if new is None else "new or unused"
+
+    def check(
+        self,
+        model: PreTrainedModel,
+        *,
+        missing: Iterable[str],
+        unexpected: Iterable[str],
+        mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]],
+    ) -> None:
+        """Raises a ModelLoadError that names every tensor that does not fit, up to a few."""
+        # A trunk has the names of the whole model without their first part.
+        prefix = f"{model.base_model_prefix}."
+
+        def matches(name: str, patterns: Sequence[str]) -> bool:
+            return any(fnmatchcase(n, p) for p in patterns for n in (name, prefix + name))
+
+        kinds = {
+            "missing": [name for name in missing if not matches(name, self._new)],
+            "unexpected": [name for name in unexpected if not matches(name, self._unused)],
+            "of another shape": [
+                f"{name} is {list(stored)} instead of {list(wanted)}"
+                for name, stored, wanted in mismatched
+                if not matches(name, self._new)
+            ],
+        }
+        texts = [
+            f"{len(found)} {kind} ({_listed(found)})" for kind, found in kinds.items() if found
+        ]
+        if texts:
+            raise ModelLoadError(
+                f"the tensors of {self._path!r} do not fit the model: {', '.join(texts)}; give a "
+                f"complete checkpoint, or --allow_new_weights PATTERN for what is {self._remedy} "
+                "by intent"
+            )
+
+    def check_files(self, model: PreTrainedModel) -> None:
+        """The same for a model that is built without memory, from the headers of its files."""
+        stored: dict[str, tuple[int, ...]] = {}
+        for file in sorted(Path(self._path).glob("model*.safetensors")):
+            with safe_open(file, "pt") as stream:
+                for name in stream.keys():  # noqa: SIM118  # not a mapping
+                    stored[name] = tuple(stream.get_slice(name).get_shape())
+        tied = tied_parameter_names(model)
+        shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        wanted = {tied.get(name, name) for name in shapes}
+        found = {tied.get(name, name): shape for name, shape in stored.items()}
+        self.check(
+            model,
+            missing=wanted - found.keys(),
+            unexpected=found.keys() - wanted,
+            mismatched=[
+                (name, found[name], shapes[name])
+                for name in sorted(wanted & found.keys())
+                if found[name] != shapes[name]
+            ],
+        )
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = len(texts) - _MAX_LISTED_NAMES
+    return ", ".join(sorted(texts)[:_MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _only_local(path: str) -> bool:
+    """Whether only files of this machine can be had; asks the hub only about its own names."""
+    return Path(path).is_dir() or not is_hub_reachable()
 
 
 def _require(path: str, patterns: tuple[str, ...], what: str) -> None:

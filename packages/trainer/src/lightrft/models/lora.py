@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lightrft.config import TrainConfig
 from lightrft.models.actor import Actor
+from lightrft.strategy.distributed.collectives import transfer_device
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
-from lightrft.strategy.weight_sync.verification import transfer_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from lightrft.models.layout import TokenLayout
-from lightrft.models.loading import ModelLoadError, load_config, parse_dtype
+from lightrft.models.loading import ModelLoadError, load_config, load_model
 from lightrft.models.sequence_model import trunk_output
 
 HEAD = "score"
@@ -42,11 +43,19 @@ class RewardModel(nn.Module):
         self.model = model
 
     @classmethod
-    def from_pretrained(cls, path: str, *, dtype: str = "float32") -> RewardModel:
+    def from_pretrained(
+        cls, path: str, *, dtype: str = "float32", allow_new_weights: Sequence[str] = ()
+    ) -> RewardModel:
         """Loads a sequence classifier.
 
+        Args:
+            path, dtype: See `lightrft.models.loading.load_causal_lm`.
+            allow_new_weights: Patterns of tensors that may stand in the file unused; none may be
+                missing.
+
         Raises:
-            ModelLoadError: It cannot be read, has more than one label, or lacks a trained head.
+            ModelLoadError: It cannot be read, has more than one label, lacks a trained head, or
+                its tensors do not fit.
         """
         config = load_config(path)
         if config.num_labels != 1:
@@ -55,18 +64,10 @@ class RewardModel(nn.Module):
                 f"{config.num_labels}; give a sequence classifier that was trained as a reward "
                 "model"
             )
-        try:
-            model, report = AutoModelForSequenceClassification.from_pretrained(
-                path, dtype=parse_dtype(dtype), attn_implementation="sdpa", output_loading_info=True
-            )
-        except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as err:
-            first_line = (str(err).strip().splitlines() or [type(err).__name__])[0]
-            raise ModelLoadError(f"cannot load the reward model {path!r}: {first_line}") from err
-        if report["missing_keys"]:
-            raise ModelLoadError(
-                f"the reward model {path!r} lacks {', '.join(sorted(report['missing_keys'])[:3])}: "
-                "a language model without a trained head gives random rewards"
-            )
+        # Nothing may be new: a head without training gives random rewards.
+        model = load_model(
+            AutoModelForSequenceClassification, path, dtype, None, left_out=allow_new_weights
+        )
         return cls(model)
 
     def forward(self, token_ids: Tensor, attention_mask: Tensor) -> Tensor:

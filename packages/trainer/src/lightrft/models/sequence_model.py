@@ -87,6 +87,11 @@ class SequenceModel(nn.Module):
         self.layout_policy = policy
 
 
+def layout_policy(model: object) -> LayoutPolicy:
+    """How a model lays batches out; models of other kinds see padded rows."""
+    return model.layout_policy if isinstance(model, SequenceModel) else LayoutPolicy()
+
+
 def trunk_output(
     trunk: nn.Module,
     layout: TokenLayout,

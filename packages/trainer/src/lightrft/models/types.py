@@ -22,12 +22,15 @@ class ActorOutput:
             `lightrft.models.actor.router_sums`; None where nobody asked.
         log_kept_mass: [batch, seq] float32 without graph: log-probability of the tokens that a
             truncated distribution could have drawn, 0 outside the scored mask; None if untruncated.
+        loss: [] of the loss that was computed inside the output projection, over the scored tokens;
+            logprobs and entropy have no graph then. None where nobody asked.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     router_sums: Tensor | None = None
     log_kept_mass: Tensor | None = None
+    loss: Tensor | None = None
 
     @property
     def sampling_logprobs(self) -> Tensor:
@@ -37,6 +40,9 @@ class ActorOutput:
         return self.logprobs - self.log_kept_mass
 
 
+# The loss of some scored tokens, with a graph: (logprobs [tokens], entropy [tokens] or None,
+# rows [tokens], columns [tokens]) -> []; losses of disjoint sets of tokens must add up.
+TokenLossFunction = Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor]
 # What every actor is to its callers, wrapped by a strategy or not; see
 # `lightrft.models.actor.Actor.forward`.
 PolicyModel = Callable[..., ActorOutput]

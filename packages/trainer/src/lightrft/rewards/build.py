@@ -11,7 +11,7 @@ from lightrft.config.registry import REWARDS
 from lightrft.rewards.math_rules import MathReward, MathRule
 from lightrft.rewards.recipes import RewardRecipes
 from lightrft.rewards.remote import RemoteReward
-from lightrft.rewards.types import Columns, Labels, RewardFunction, RewardResult, Texts
+from lightrft.rewards.types import Columns, Labels, RewardError, RewardFunction, RewardResult, Texts
 from lightrft.rewards.user import FunctionReward, PlainReward, UserReward
 from lightrft.strategy.config import ConfigError
 
@@ -65,13 +65,20 @@ class CombinedReward:
                 [labels[i] for i in rows],
                 {name: [values[i] for i in rows] for name, values in columns.items()},
             )
+            if len(found) != len(rows):
+                raise RewardError(
+                    f"reward {self._functions[index].name} returned {len(found)} results for "
+                    f"{len(rows)} responses: expected one for each"
+                )
             return dict(zip(rows, found, strict=True))
 
-        if not self._functions:
-            return [RewardResult(0.0) for _ in responses]
-        # Functions wait for processes and services, so threads are enough to overlap them.
-        with ThreadPoolExecutor(len(self._functions), thread_name_prefix="reward") as threads:
-            by_function = list(threads.map(score, range(len(self._functions))))
+        count = len(self._functions)
+        if count <= 1:  # in this thread, where a signal can interrupt it
+            by_function = [score(index) for index in range(count)]
+        else:
+            # Functions wait for processes and services, so threads are enough to overlap them.
+            with ThreadPoolExecutor(count, thread_name_prefix="reward") as threads:
+                by_function = list(threads.map(score, range(count)))
         return [
             self._combine(row, [found.get(i) for found in by_function])
             for i, row in enumerate(weights)
@@ -85,6 +92,15 @@ class CombinedReward:
         recipes = [self._recipes.weights_of(value) for value in values]
         names = [function.name for function in self._functions]
         return [{i: row[n] for i, n in enumerate(names) if n in row} for row in recipes]
+
+    def label_problem(self, label: str | None) -> str | None:
+        """Why no response to a row with this label can be right; None if nobody knows a reason."""
+        for function in self._functions:
+            if isinstance(function, MathReward):
+                problem = function.label_problem(label)
+                if problem is not None:
+                    return f"reward {function.name!r}: {problem}"
+        return None
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise a RewardError if a user's function needs an argument that is no column."""
@@ -134,8 +150,7 @@ def build_reward(
         weights: One factor per name and then per address; None means 1 each.
         recipes: Weights by row instead of `weights`, or None.
         has_models: Reward models score the responses too, so that there may be no names.
-        config: Its options `reward_timeout_seconds` and `reward_args` count; None takes their
-            defaults.
+        config: Its options on rewards count; None takes their defaults.
 
     Returns:
         The sum; close it, or use it as a context manager.
@@ -161,8 +176,14 @@ def build_reward(
             functions.append(function)
         for index, url in enumerate(urls):
             name = numbered("remote", index, len(urls))
-            seconds = config.reward_timeout_seconds
-            functions.append(RemoteReward(url, name=name, timeout_seconds=seconds))
+            remote = RemoteReward(
+                url,
+                name=name,
+                timeout_seconds=config.reward_timeout_seconds,
+                token=config.remote_rm_token,
+            )
+            opened.callback(remote.close)
+            functions.append(remote)
         used = {
             option
             for function in functions
@@ -185,7 +206,8 @@ def numbered(name: str, index: int, count: int) -> str:
 
 def _build_one(name: str, config: TrainConfig) -> RewardFunction:
     if REWARDS.is_built_in(name):
-        return MathReward(cast("MathRule", REWARDS.load(name)))
+        rule = cast("MathRule", REWARDS.load(name))
+        return MathReward(rule, batch_seconds=config.reward_timeout_seconds)
     path, separator, function = name.rpartition(":")
     if separator and path.endswith(".py") and function.isidentifier():
         return UserReward(path, function, config)

@@ -1,13 +1,13 @@
 """Rule rewards for mathematics: the final answer of the response against the label."""
 
-import logging
 import queue
 import re
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, cast
+from typing import cast
 
 from lightrft.rewards.process import (
     WorkerFailedError,
@@ -17,21 +17,36 @@ from lightrft.rewards.process import (
 )
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 
-_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# The start of a box, an escaped character (of which a brace is no brace), or a brace.
+_BRACE = re.compile(r"\\?\\(?:boxed|fbox)\s*+\{|\\.|[{}]", flags=re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
 _HASHES = re.compile(r"####\s*([^\n]+)")
 _DECORATION = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\$", "$")
+MAX_ANSWER_CHARACTERS = 1000
+# Every answer gets the short time; then some of those that need more get the long one.
+_SHORT_SECONDS, _MAX_LONG = 1.0, 8
+_GRACE_SECONDS = 5.0
 # Spaces that separate nothing: `1 2` and `1 1/2` keep theirs.
 _SPACE = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last complete `\boxed{...}`, braces balanced; None if there is none."""
-    for match in reversed(list(_BOXED.finditer(text))):
-        content = _balanced(text, match.end())
-        if content is not None:
-            return content.strip()
-    return None
+    r"""Content of the last complete `\boxed{...}`, braces balanced; None if there is none.
+
+    One pass over the text: what a model writes must not decide how long this takes.
+    """
+    unclosed: list[tuple[int, bool]] = []
+    start = end = -1
+    for found in _BRACE.finditer(text, 0, text.rfind("}") + 1):
+        piece = found[0]
+        if piece == "}":
+            if unclosed:
+                position, is_box = unclosed.pop()
+                if is_box and position > start:
+                    start, end = position, found.start()
+        elif piece == "{" or len(piece) > 2:
+            unclosed.append((found.end(), len(piece) > 2))
+    return None if start < 0 else text[start:end].strip()
 
 
 def last_hashes(text: str) -> str | None:
@@ -42,6 +57,8 @@ def last_hashes(text: str) -> str | None:
 
 def to_number(text: str) -> Fraction | None:
     """The number a plain text such as `1,234.50`, `-3/4` or `$18` stands for; None otherwise."""
+    if len(text) > MAX_ANSWER_CHARACTERS:
+        return None
     parts = normalize(text).removesuffix("%").split("/")
     if len(parts) > 2 or not all(_is_number(part) for part in parts):
         return None
@@ -75,24 +92,8 @@ def _is_number(text: str) -> bool:
     return bool(_NUMBER.fullmatch(text)) and any(character.isdigit() for character in text)
 
 
-def _balanced(text: str, start: int) -> str | None:
-    depth = 1
-    position = start
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            position += 2  # an escaped brace is not a brace
-            continue
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[start:position]
-        position += 1
-    return None
-
-
-MAX_ANSWER_CHARACTERS = 1000
 _MEMORY_BYTES = 4 << 30
-_TASK = WorkerTask("lightrft.rewards.math_rules", "MathGrader", memory_bytes=_MEMORY_BYTES)
+_TASK = WorkerTask("lightrft.rewards.math_grader", "MathGrader", memory_bytes=_MEMORY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,42 +145,53 @@ class MathReward:
     """1 if the response's final answer equals the label's, else 0; sees only the response.
 
     Equal text and plain numbers are decided here; everything else by math-verify in worker
-    processes. An answer that the grader cannot decide within the deadline scores 0 and counts in
-    the component `timeout`; one of more than 1000 characters is no final answer and scores 0.
+    processes. An answer that the grader cannot decide in time scores 0 and counts in the component
+    `timeout`; one of more than 1000 characters is no final answer and scores 0. Every answer of a
+    batch is tried for a second before eight of those that need more get the whole deadline.
 
     Args:
         rule: Where the answers stand.
         grading_seconds: Deadline of one comparison.
+        batch_seconds: Deadline of one call of `score`, starts of workers included.
         num_workers: Grading processes at most; none starts before it is needed.
     """
 
     needs_labels = True
 
     def __init__(
-        self, rule: MathRule, *, grading_seconds: float = 10.0, num_workers: int = 2
+        self,
+        rule: MathRule,
+        *,
+        grading_seconds: float = 10.0,
+        batch_seconds: float = 120.0,
+        num_workers: int = 2,
     ) -> None:
         self.name = rule.name
         self._rule = rule
-        self._seconds = grading_seconds
-        self._workers = [WorkerProcess(_TASK) for _ in range(num_workers)]
+        self._grading_seconds = grading_seconds
+        self._batch_seconds = batch_seconds
+        self._workers = [WorkerProcess(_TASK, name=rule.name) for _ in range(num_workers)]
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
     ) -> list[RewardResult]:
         """See `RewardFunction.score`."""
         del prompts, columns
-        outcomes: list[bool | Literal["timeout"]] = [False] * len(responses)
-        undecided: list[tuple[int, str, str]] = []
+        deadline = time.monotonic() + self._batch_seconds
+        outcomes: list[bool | None] = [False] * len(responses)
+        pairs: dict[int, tuple[str, str]] = {}
         for index, (response, label) in enumerate(zip(responses, labels, strict=True)):
             answer, gold = self._rule.find_answer(response), self._gold(index, label)
             if answer is None or len(answer) > MAX_ANSWER_CHARACTERS:
                 continue
-            match = quick_match(answer, gold)
-            if match is None:
-                undecided.append((index, answer, gold))
-            outcomes[index] = bool(match)
-        for index, outcome in self._grade_all(undecided):
-            outcomes[index] = outcome
+            outcomes[index] = quick_match(answer, gold)
+            if outcomes[index] is None:
+                pairs[index] = (answer, gold)
+        for seconds, most in ((_SHORT_SECONDS, len(pairs)), (self._grading_seconds, _MAX_LONG)):
+            undecided = [index for index in pairs if outcomes[index] is None][:most]
+            found = self._grade([pairs[index] for index in undecided], seconds, deadline)
+            for index, outcome in zip(undecided, found, strict=True):
+                outcomes[index] = outcome
         return [self._result(outcome) for outcome in outcomes]
 
     def close(self) -> None:
@@ -187,37 +199,41 @@ class MathReward:
         for worker in self._workers:
             worker.close()
 
+    def label_problem(self, label: str | None) -> str | None:
+        """Why no response to a row with this label can be right; None if one can."""
+        if label is None:
+            return "the row has no label: set --label_key"
+        try:
+            self._rule.find_gold(label)
+        except ValueError as err:
+            return str(err)
+        return None
+
     def _gold(self, index: int, label: str | None) -> str:
         if label is None:
             raise RewardError(
                 f"reward {self.name!r} needs a label and sample {index} has none: set --label_key "
                 "to the column with the reference answer"
             )
-        try:
-            return self._rule.find_gold(label)
-        except ValueError as err:
-            raise RewardError(f"reward {self.name!r}, label of sample {index}: {err}") from err
+        problem = self.label_problem(label)
+        if problem is not None:
+            raise RewardError(f"reward {self.name!r}, label of sample {index}: {problem}")
+        return self._rule.find_gold(label)
 
-    def _grade_all(
-        self, pairs: Sequence[tuple[int, str, str]]
-    ) -> list[tuple[int, bool | Literal["timeout"]]]:
+    def _grade(
+        self, pairs: Sequence[tuple[str, str]], seconds: float, deadline: float
+    ) -> list[bool | None]:
+        """Whether each answer equals its gold answer; None where that was not found in time."""
         if not pairs:
             return []
         idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
         for worker in self._workers:
             idle.put(worker)
 
-        def grade(pair: tuple[int, str, str]) -> tuple[int, bool | Literal["timeout"]]:
-            worker, (index, answer, gold) = idle.get(), pair
+        def grade(pair: tuple[str, str]) -> bool | None:
+            worker, limit = idle.get(), min(seconds, self._grading_seconds)
             try:
-                return index, bool(worker.call((answer, gold), seconds=self._seconds))
-            except WorkerTimeoutError:
-                return index, "timeout"
-            except WorkerFailedError as err:
-                raise RewardError(
-                    f"reward {self.name!r} failed on sample {index}, answer {answer[:200]!r} "
-                    f"against {gold!r}: {err}"
-                ) from err
+                return self._grade_one(worker, pair, limit, deadline)
             finally:
                 idle.put(worker)
 
@@ -225,35 +241,29 @@ class MathReward:
         with ThreadPoolExecutor(num_threads, thread_name_prefix="reward") as threads:
             return list(threads.map(grade, pairs))
 
-    def _result(self, outcome: bool | Literal["timeout"]) -> RewardResult:
-        score = 1.0 if outcome is True else 0.0
-        return RewardResult(score, {self.name: score, "timeout": float(outcome == "timeout")})
+    def _grade_one(
+        self, worker: WorkerProcess, pair: tuple[str, str], seconds: float, deadline: float
+    ) -> bool | None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return None
+        try:
+            if not worker.is_running:
+                worker.start(seconds=left)
+                left = deadline - time.monotonic()
+            limit = min(seconds, 0.9 * left)  # the worker gives up first, and lives on
+            answer = worker.call((*pair, limit), seconds=min(limit + _GRACE_SECONDS, left))
+            return cast("bool | None", answer)
+        except WorkerTimeoutError:
+            return None
+        except WorkerFailedError as err:
+            if time.monotonic() >= deadline:
+                return None
+            raise RewardError(
+                f"reward {self.name!r} cannot grade the answer {pair[0][:200]!r} against "
+                f"{pair[1][:200]!r}: {err}"
+            ) from err
 
-
-class MathGrader:
-    """Compares two answers in LaTeX or plain notation by their mathematical value, in a worker.
-
-    math-verify limits its time by SIGALRM, which works in a main thread only and does not stop
-    native code; here its limits are off and the parent kills the worker at the deadline.
-    """
-
-    def __init__(self) -> None:
-        import math_verify
-
-        logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-        self._parse = math_verify.parse
-        self._verify = math_verify.verify
-        self(("\\frac{1}{2}", "0.5"))  # loads the grammar now, not within the first deadline
-
-    def describe(self) -> object:
-        """Nothing to say."""
-        return None
-
-    def __call__(self, request: object) -> bool:
-        """Whether (answer, gold) are equal by value; what cannot be parsed has no value."""
-        answer, gold = cast("tuple[str, str]", request)
-        parsed_gold = self._parse(f"\\boxed{{{gold}}}", parsing_timeout=None)
-        parsed = self._parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
-        if not parsed_gold or not parsed:
-            return False
-        return bool(self._verify(parsed_gold, parsed, timeout_seconds=None))
+    def _result(self, outcome: bool | None) -> RewardResult:
+        score = 1.0 if outcome else 0.0
+        return RewardResult(score, {self.name: score, "timeout": float(outcome is None)})

@@ -2,7 +2,8 @@
 
 The worker is a new interpreter that runs `worker.py`, not a fork and not a spawn of the present
 program: it holds no CUDA context, no process group and no lock of the trainer, and a script
-without an `if __name__ == "__main__"` guard is not run twice.
+without an `if __name__ == "__main__"` guard is not run twice. `keeper.py` stands between: it ends
+the worker with everything that it started, also when the trainer itself is killed.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import os
 import pickle
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,10 +21,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
-from lightrft.rewards import worker as worker_module
+from lightrft.rewards import keeper as keeper_module, worker as worker_module
+from lightrft.rewards.environment import worker_environment
+from lightrft.rewards.keeper import MEMORY_REASON
+from lightrft.rewards.output import WorkerOutput
 from lightrft.rewards.worker import FRAME
 
 _CHUNK = 1 << 16
+_END_SECONDS = 10.0
+_MAX_CHUNKS = 64
 
 
 class WorkerTimeoutError(Exception):
@@ -53,6 +60,9 @@ class WorkerTask:
         arguments: Picklable.
         shown_file: Tracebacks start at the first frame of this file.
         memory_bytes: Limit of the worker's address space; None sets none.
+        resident_bytes: Memory that the worker and its children may hold together; None sets no
+            limit. It is looked at four times a second.
+        passed_variables: Variables of the environment that it gets although they are secrets.
         start_seconds: Deadline of the start, imports included.
     """
 
@@ -61,40 +71,84 @@ class WorkerTask:
     arguments: tuple[object, ...] = ()
     shown_file: str | None = None
     memory_bytes: int | None = None
+    resident_bytes: int | None = None
+    passed_variables: tuple[str, ...] = ()
     start_seconds: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A worker that runs.
+
+    Args:
+        process: Its keeper.
+        channel: Closed to end both; says why the keeper ended the worker, if it did.
+        output: Of the worker.
+    """
+
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    output: WorkerOutput
 
 
 class WorkerProcess:
     """One worker, started on first use and again after it was killed."""
 
-    def __init__(self, task: WorkerTask) -> None:
+    def __init__(self, task: WorkerTask, *, name: str = "") -> None:
         self._task = task
-        self._process: subprocess.Popen[bytes] | None = None
-        self._finalizer: weakref.finalize[[subprocess.Popen[bytes]], WorkerProcess] | None = None
+        self._name = name or task.factory
+        self._started: _Started | None = None
+        self._finalizer: weakref.finalize[[_Started], WorkerProcess] | None = None
         self.num_starts = 0
 
-    def start(self) -> object:
+    @property
+    def pid(self) -> int | None:
+        """Process id of the keeper, None while there is none."""
+        return None if self._started is None else self._started.process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a worker to call."""
+        return self._started is not None and self._started.process.poll() is None
+
+    def start(self, *, seconds: float | None = None) -> object:
         """Starts the worker: what its handler says of itself.
 
+        Args:
+            seconds: Deadline where it is shorter than `start_seconds`.
+
         Raises:
-            WorkerFailedError: the task could not be set up, or not within `start_seconds`.
+            WorkerFailedError: the task could not be set up, or not in time.
         """
         self.close()
+        ours, theirs = socket.socketpair()
+        task = self._task
         process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(worker_module.__file__))],
+            [
+                sys.executable, "-P", str(Path(keeper_module.__file__)), str(theirs.fileno()),
+                str(task.resident_bytes or 0), str(Path(worker_module.__file__)),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # so that its children die with it, and Ctrl-C does not hit it
-        )
-        self._process = process
-        self._finalizer = weakref.finalize(self, _kill, process)
+            stderr=subprocess.PIPE,
+            env=worker_environment(task.passed_variables),
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,  # Ctrl-C does not hit it
+        )  # fmt: skip
+        theirs.close()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+        started = _Started(process, ours, WorkerOutput(self._name))
+        self._started = started
+        self._finalizer = weakref.finalize(self, _end, started)
         self.num_starts += 1
-        seconds = self._task.start_seconds
+        seconds = min(seconds or task.start_seconds, task.start_seconds)
         try:
-            return self._exchange(process, {"path": sys.path, **asdict(self._task)}, seconds)
+            return self._exchange(started, {"path": sys.path, **asdict(task)}, seconds)
         except WorkerTimeoutError as err:
             raise WorkerFailedError(
-                f"the worker process was not ready within {seconds:g} s"
+                f"the worker process was not ready within {seconds:g} s", kind="timeout"
             ) from err
         except WorkerFailedError:
             self.close()
@@ -112,32 +166,31 @@ class WorkerProcess:
                 another.
             WorkerFailedError: the handler raised, or the worker died.
         """
-        process = self._process
-        if process is None or process.poll() is not None:
+        if not self.is_running:
             self.start()
-            process = self._process
-        assert process is not None
-        return self._exchange(process, request, seconds)
+        assert self._started is not None
+        return self._exchange(self._started, request, seconds)
 
     def close(self) -> None:
         """Kills the worker and its children, if it runs."""
         if self._finalizer is not None:
             self._finalizer()
-        self._process, self._finalizer = None, None
+        self._started, self._finalizer = None, None
 
-    def _exchange(
-        self, process: subprocess.Popen[bytes], message: object, seconds: float
-    ) -> object:
+    def _exchange(self, started: _Started, message: object, seconds: float) -> object:
         body = pickle.dumps(message)
         deadline = time.monotonic() + seconds
         try:
-            answer = _transfer(process, FRAME.pack(len(body)) + body, deadline)
+            answer = _transfer(started, FRAME.pack(len(body)) + body, deadline)
         except (WorkerTimeoutError, KeyboardInterrupt):
             self.close()
             raise
         except (BrokenPipeError, EOFError) as err:
+            text = self._ending(started)
             self.close()
-            raise WorkerFailedError(_ending(process.returncode)) from err
+            raise WorkerFailedError(text) from err
+        finally:
+            started.output.end_call()
         reply = cast("dict[str, object]", json.loads(answer))
         if "error" in reply:
             raise WorkerFailedError(
@@ -145,33 +198,72 @@ class WorkerProcess:
             )
         return reply["ok"]
 
+    def _ending(self, started: _Started) -> str:
+        """How the worker ended, in words."""
+        returncode: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            returncode = started.process.wait(_END_SECONDS)
+        _drain(started)
+        started.channel.setblocking(False)
+        with contextlib.suppress(OSError):
+            if started.channel.recv(len(MEMORY_REASON)) == MEMORY_REASON:
+                size = (self._task.resident_bytes or 0) / 1e9
+                return f"it held more than the {size:g} GB that --reward_memory_gb allows"
+        if returncode is None or returncode >= 0:
+            return f"the worker process ended with exit code {returncode}"
+        name = signal.Signals(-returncode).name
+        cause = (
+            "the system does so when memory is used up"
+            if returncode == -signal.SIGKILL
+            else "a crash in native code"
+        )
+        return f"the worker process was ended by {name} ({cause})"
 
-def _transfer(process: subprocess.Popen[bytes], outgoing: bytes, deadline: float) -> bytes:
+
+def _transfer(started: _Started, outgoing: bytes, deadline: float) -> bytes:
     """Sends a frame and reads one, both without blocking beyond the deadline."""
+    process = started.process
     assert process.stdin is not None
     assert process.stdout is not None
+    assert process.stderr is not None
     requests, answers = process.stdin.fileno(), process.stdout.fileno()
-    os.set_blocking(requests, False)
-    os.set_blocking(answers, False)
     pending, received = memoryview(outgoing), bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(requests, selectors.EVENT_WRITE)
         selector.register(answers, selectors.EVENT_READ)
+        selector.register(process.stderr, selectors.EVENT_READ)
         while not _is_complete(received):
-            ready = selector.select(max(deadline - time.monotonic(), 0))
-            if not ready and time.monotonic() >= deadline:
+            left = deadline - time.monotonic()
+            if left <= 0:  # also while a worker prints without end
                 raise WorkerTimeoutError
-            for key, _ in ready:
+            for key, _ in selector.select(left):
                 if key.fd == requests:
                     pending = pending[os.write(requests, pending[:_CHUNK]) :]
                     if not pending:
                         selector.unregister(requests)
                     continue
-                chunk = os.read(answers, _CHUNK)
-                if not chunk:
-                    raise EOFError
-                received += chunk
+                chunk = os.read(key.fd, _CHUNK)
+                if key.fd == answers:
+                    if not chunk:
+                        raise EOFError
+                    received += chunk
+                elif chunk:
+                    started.output.feed(chunk)
+                else:
+                    selector.unregister(process.stderr)
+    _drain(started)
     return bytes(received[FRAME.size :])
+
+
+def _drain(started: _Started) -> None:
+    """Takes what the worker has printed by now."""
+    assert started.process.stderr is not None
+    with contextlib.suppress(BlockingIOError):
+        for _ in range(_MAX_CHUNKS):
+            chunk = os.read(started.process.stderr.fileno(), _CHUNK)
+            if not chunk:
+                return
+            started.output.feed(chunk)
 
 
 def _is_complete(received: bytearray) -> bool:
@@ -181,18 +273,17 @@ def _is_complete(received: bytearray) -> bool:
     return len(received) >= FRAME.size + size
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # its own session: the group id is its pid
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
+def _end(started: _Started) -> None:
+    """Has the keeper kill the worker and all its descendants, and waits for that."""
+    process = started.process
+    started.channel.close()
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:  # somebody stopped the keeper
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # its own session: the group id is its pid
+        process.wait()
+    for pipe in (process.stdin, process.stdout, process.stderr):
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-
-
-def _ending(returncode: int | None) -> str:
-    if returncode is not None and returncode < 0:
-        name = signal.Signals(-returncode).name
-        return f"the worker process was ended by {name} (out of memory, or a crash in native code)"
-    return f"the worker process ended with exit code {returncode}"

@@ -9,23 +9,28 @@ that know them under this name; `components` may be left out.
 """
 
 import json
-import math
-import time
-import urllib.error
-import urllib.request
+import os
+import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from lightrft.config.options import MASK, mask_address
+from lightrft.config.printable import one_line
+from lightrft.rewards.http import (
+    HttpClient,
+    HttpError,
+    HttpLimits,
+    HttpRequest,
+    finite_numbers,
+    parse_json,
+    shown_address,
+)
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
-from lightrft.strategy.config import ConfigError, mask_address
+from lightrft.strategy.config import ConfigError
 
-MAX_WAIT_SECONDS = 10.0
-# Statuses of a service that is starting, restarting or overloaded.
-_TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
-
-
-class _TemporaryError(Exception):
-    """The request may succeed if it is sent again."""
+TOKEN_VARIABLE = "LIGHTRFT_REWARD_TOKEN"
+MAX_COMPONENTS, MAX_NAME_CHARACTERS = 100, 100
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 class RemoteReward:
@@ -34,28 +39,34 @@ class RemoteReward:
     The service is reached directly, never through a proxy of the environment.
 
     Args:
-        url: Address, http or https.
+        url: Address, http or https; `${NAME}` in it stands for an environment variable.
         name: Name of the reward and of its component.
         timeout_seconds: Deadline of one call, repetitions included.
+        token: Sent as `Authorization: Bearer TOKEN`; None takes `LIGHTRFT_REWARD_TOKEN` of the
+            environment, if that is set.
 
     Raises:
-        ConfigError: The address is none.
+        ConfigError: The address is none, or names a variable that is not set.
     """
 
     needs_labels = False
 
-    def __init__(self, url: str, *, name: str = "remote", timeout_seconds: float = 120.0) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ConfigError(
-                f"remote_rm_url: got {mask_address(url)!r}, expected http://HOST:PORT/PATH; a "
-                "Python file is given by --reward_fn FILE.py:FUNCTION"
-            )
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str = "remote",
+        timeout_seconds: float = 120.0,
+        token: str | None = None,
+    ) -> None:
         self.name = name
-        self._url = url
-        self._shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-        self._seconds = timeout_seconds
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._url = service_address(url)
+        self._shown = shown_address(self._url)
+        token = token or os.environ.get(TOKEN_VARIABLE)
+        self._headers = {"content-type": "application/json"}
+        if token:
+            self._headers["authorization"] = f"Bearer {token}"
+        self._client = HttpClient(HttpLimits(timeout_seconds))
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
@@ -74,74 +85,101 @@ class RemoteReward:
         return self._results(self._ask(request), len(responses))
 
     def close(self) -> None:
-        """Has nothing to end."""
+        """Ends the connections; may be called twice."""
+        self._client.close()
 
     def _ask(self, request: Mapping[str, object]) -> object:
         try:
-            body = json.dumps(request, ensure_ascii=False).encode()
-        except (TypeError, ValueError) as err:
-            raise RewardError(f"reward service {self._shown}: a column is no JSON: {err}") from err
-        deadline = time.monotonic() + self._seconds
-        wait_seconds, num_attempts = 0.25, 0
-        while True:
-            num_attempts += 1
-            try:
-                return self._ask_once(body, max(deadline - time.monotonic(), 0.001))
-            except _TemporaryError as err:
-                if time.monotonic() + wait_seconds >= deadline:
-                    raise RewardError(
-                        f"reward service {self._shown} gave no answer within {self._seconds:g} s "
-                        f"and {num_attempts} attempts: {err}; start it, or raise the reward timeout"
-                    ) from err
-            time.sleep(wait_seconds)
-            wait_seconds = min(2 * wait_seconds, MAX_WAIT_SECONDS)
-
-    def _ask_once(self, body: bytes, seconds: float) -> object:
-        request = urllib.request.Request(
-            self._url, data=body, headers={"Content-Type": "application/json"}
-        )
-        try:
-            with self._opener.open(request, timeout=seconds) as answer:
-                text = answer.read()
-        except urllib.error.HTTPError as err:
-            said = err.read(500).decode(errors="replace").strip()
-            message = f"status {err.code}, {said!r}"
-            if err.code in _TEMPORARY:
-                raise _TemporaryError(message) from err
-            raise RewardError(f"reward service {self._shown} refused: {message}") from err
-        except OSError as err:  # URLError, time-outs and lost connections
-            raise _TemporaryError(str(err)) from err
-        try:
-            return json.loads(text)
-        except ValueError as err:
+            body = json.dumps(request, allow_nan=False).encode()
+        except (TypeError, ValueError, RecursionError) as err:
             raise RewardError(
-                f"reward service {self._shown} answered no JSON: {text[:200]!r}"
+                f"reward service {self._shown}: a column is no JSON: {one_line(str(err))}"
+            ) from err
+        try:
+            answer = self._client.fetch(HttpRequest(self._url, body, headers=self._headers))
+        except HttpError as err:
+            hint = "; start it, or raise the reward timeout" if err.is_temporary else ""
+            raise RewardError(f"reward service {err}{hint}") from err
+        try:
+            return parse_json(answer)
+        except ValueError as err:
+            said = one_line(answer[:800].decode(errors="replace"))
+            raise RewardError(
+                f"reward service {self._shown} answered no JSON ({err}): {said!r}"
             ) from err
 
     def _results(self, answer: object, count: int) -> list[RewardResult]:
-        rewards = answer.get("rewards") if isinstance(answer, dict) else None
-        components = answer.get("components", {}) if isinstance(answer, dict) else {}
-        if not isinstance(components, dict):
-            raise RewardError(f"reward service {self._shown}: components must be an object")
-        values = self._numbers("rewards", rewards, count)
-        columns = {
-            str(name): self._numbers(str(name), found, count) for name, found in components.items()
-        }
+        if not isinstance(answer, dict):
+            raise RewardError(
+                f"reward service {self._shown} must answer {count} finite numbers under 'rewards' "
+                f"of an object: got {type(answer).__name__}"
+            )
+        components = answer.get("components", {})
+        if not isinstance(components, dict) or len(components) > MAX_COMPONENTS:
+            raise RewardError(
+                f"reward service {self._shown}: components must be an object of at most "
+                f"{MAX_COMPONENTS} lists"
+            )
+        values = self._numbers("rewards", answer.get("rewards"), count)
+        columns = {name: self._numbers(name, found, count) for name, found in components.items()}
         return [
             RewardResult(value, {self.name: value, **{n: c[i] for n, c in columns.items()}})
             for i, value in enumerate(values)
         ]
 
     def _numbers(self, name: str, found: object, count: int) -> list[float]:
-        is_right = (
-            isinstance(found, list)
-            and len(found) == count
-            and all(isinstance(x, int | float) and not isinstance(x, bool) for x in found)
-            and all(math.isfinite(x) for x in found)
-        )
-        if not is_right or not isinstance(found, list):
+        if not name.isprintable() or not 0 < len(name) <= MAX_NAME_CHARACTERS:
+            raise RewardError(
+                f"reward service {self._shown}: the name of a component must have 1 to "
+                f"{MAX_NAME_CHARACTERS} printable characters: got {one_line(name)!r}"
+            )
+        numbers = finite_numbers(found, count)
+        if numbers is None:
             raise RewardError(
                 f"reward service {self._shown} must answer {count} finite numbers under {name!r}: "
-                f"got {str(found)[:200]}"
+                f"got {_described(found)}"
             )
-        return [float(x) for x in found]
+        return numbers
+
+
+def service_address(url: str) -> str:
+    """The address with its environment variables put in.
+
+    Raises:
+        ConfigError: It is none, hides what it is (`***`), or names a variable that is not set.
+    """
+    shown = mask_address(url)
+    missing = [name for name in _VARIABLE.findall(url) if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"remote_rm_url: {shown!r} names the environment variable {missing[0]}, which is not "
+            "set"
+        )
+    if MASK in url:
+        raise ConfigError(
+            f"remote_rm_url: {shown!r} is an address whose secrets were left out when it was "
+            "saved: give it again, best with ${NAME} of an environment variable in their place"
+        )
+    full = _VARIABLE.sub(lambda match: os.environ[match[1]], url)
+    try:
+        parts = urlsplit(full)
+        is_right = parts.scheme in ("http", "https") and bool(parts.hostname)
+        is_right = is_right and parts.port != 0 and full.isprintable() and " " not in full
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise ConfigError(
+            f"remote_rm_url: got {shown!r}, expected http://HOST:PORT/PATH; a "
+            "Python file is given by --reward_fn FILE.py:FUNCTION"
+        )
+    return full
+
+
+def _described(found: object) -> str:
+    """What was found in the place of numbers, without spelling out a nested or huge value."""
+    if not isinstance(found, list):
+        is_short = found is None or isinstance(found, str | float | bool)
+        return one_line(repr(found)) if is_short else type(found).__name__
+    wrong = [x for x in found if isinstance(x, bool) or not isinstance(x, int | float)]
+    first = f", the first {type(wrong[0]).__name__}" if wrong else ""
+    return f"a list of {len(found)} with {len(wrong)} that are no numbers{first}"

@@ -161,7 +161,10 @@ class UserReward(FunctionReward):
                 "UserFunction",
                 (str(file), function),
                 shown_file=str(file),
-            )
+                resident_bytes=int(1e9 * (config.reward_memory_gb or 0)) or None,
+                passed_variables=config.reward_env,
+            ),
+            name=self._spelling,
         )
         super().__init__(self._spelling, self._load(), config)
 

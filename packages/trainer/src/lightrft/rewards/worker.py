@@ -5,7 +5,7 @@ pickles, since columns may hold any object; the worker answers in JSON, so that 
 code made is unpickled in the trainer. The first message is `{"path": ..., "module": ...,
 "factory": ..., "arguments": ..., "memory_bytes": ...}`: the worker imports `module`, calls
 `factory(*arguments)`, answers with what `describe` of the result says, and then answers every
-request with `handler(request)`.
+request with `handler(request)`. `keeper.py` starts it, and ends it with the trainer.
 """
 
 import importlib
@@ -16,13 +16,10 @@ import pickle
 import resource
 import struct
 import sys
-import threading
-import time
 import traceback
 from typing import BinaryIO, Protocol, cast
 
 FRAME = struct.Struct("<Q")
-_PARENT_POLL_SECONDS = 1.0
 
 
 class Handler(Protocol):
@@ -42,9 +39,8 @@ class ReportedError(Exception):
 
 
 def main() -> None:
-    """Serves requests until stdin ends or the parent is gone."""
+    """Serves requests until stdin ends."""
     requests, answers = _private_pipes()
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     setup = cast("dict[str, object]", _read(requests))
     handler: Handler | None = None
     try:
@@ -84,13 +80,6 @@ def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(2, 1)
     cast("io.TextIOWrapper", sys.stdout).reconfigure(line_buffering=True)
     return requests, answers
-
-
-def _end_with_parent(parent: int) -> None:
-    # A worker in an endless loop never sees the end of stdin.
-    while os.getppid() == parent:
-        time.sleep(_PARENT_POLL_SECONDS)
-    os._exit(1)
 
 
 def _failure(err: BaseException, setup: dict[str, object]) -> dict[str, object]:

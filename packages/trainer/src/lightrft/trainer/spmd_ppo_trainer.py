@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.config import StrategyConfig, TrainConfig
+from lightrft.config import ConfigError, StrategyConfig, TrainConfig
 from lightrft.config.options import options_of
 from lightrft.datasets.types import Prompt
 from lightrft.experience.assemble import AdvantageSettings
@@ -28,23 +28,26 @@ from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.reporting.loggers import ConsoleLogger, LoggerGroup, MetricsLogger
 from lightrft.trainer.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.trainer.runs.prompts import PromptBatches, PromptStream, check_lengths, planned_steps
+from lightrft.trainer.training.alarms import alarms
 from lightrft.trainer.training.algorithm import check_algorithm, decide, unused_algorithm_options
+from lightrft.trainer.training.audit_record import NoRecord, StepRecorder
 from lightrft.trainer.training.checkpointing import load_trainer, save_trainer
 from lightrft.trainer.training.construction import (
     build_trainer_rewards,
     check_parts,
     configure_models,
+    decide_by_machine,
     is_deterministic,
     load_actor_tokenizer,
     trained_model,
 )
 from lightrft.trainer.training.evaluation import evaluate
 from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.trainer.training.objective import why_loss_outside
 from lightrft.trainer.training.parity import ParityReport, check_parity
 from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.state import BestModel, initial_state
 from lightrft.trainer.training.step_metrics import (
-    alarms,
     finished_metrics,
     record_experience,
     record_stages,
@@ -77,6 +80,7 @@ class LoopResult:
         last_eval: Metrics of the last evaluation.
         last_metrics: Metrics of the last step; empty if there was none.
         was_stopped: The run was asked to stop before its last step.
+        alarms: What ended the run (`stop_on_alarm`); empty if nothing did.
     """
 
     num_steps: int
@@ -84,6 +88,7 @@ class LoopResult:
     last_eval: dict[str, float]
     last_metrics: dict[str, float]
     was_stopped: bool = False
+    alarms: tuple[str, ...] = ()
 
 
 class SPMDPPOTrainerBase:
@@ -127,6 +132,8 @@ class SPMDPPOTrainerBase:
     _experience: StepExperience | None = None
     _stop_request: Callable[[], bool] | None = None
     _is_first_step = True
+    # Of the whole run; 0 is unknown, since `fit` was not called.
+    _num_planned_steps = 0
 
     def __init__(
         self,
@@ -160,7 +167,7 @@ class SPMDPPOTrainerBase:
         config = TrainConfig.from_args(strategy.config).replaced(keywords)
         loss_agg_mode = loss_agg_mode or config.loss_agg_mode
         config = replace(config, loss_agg_mode=loss_agg_mode, use_gspo=use_gspo or config.use_gspo)
-        self.config, self._algorithm = decide(config)
+        self.config, self._algorithm = decide(decide_by_machine(config, strategy))
         self.strategy = strategy
         trained = trained_model("actor", actor, actor_optim, actor_scheduler)
         self._models = TrainedModels(trained, None, ema_model)
@@ -187,6 +194,16 @@ class SPMDPPOTrainerBase:
             loggers = [ConsoleLogger(strategy.print, every=self.config.logging_steps)]
         self._loggers = LoggerGroup(loggers if strategy.is_rank_0() else ())
 
+    def _computes_loss_inside(self) -> bool:
+        """Whether the actor computes the loss in its output projection; says why it does not."""
+        reason = why_loss_outside(
+            self.config, self._algorithm.loss_traits, self.strategy.unwrap_model(self.actor)
+        )
+        if self.config.fused_linear_logprob:
+            place = "inside the output projection" if reason is None else f"after it: {reason}"
+            self.strategy.print(f"the policy loss is computed {place}")
+        return reason is None
+
     def _check_options(self) -> None:
         """Checks and configures the models, and warns about options without effect."""
         has_reference = self.initial_model is not None
@@ -200,6 +217,7 @@ class SPMDPPOTrainerBase:
         )
         models = (self.actor, self.critic, self.initial_model)
         configure_models(self.config, self.strategy, models)
+        self._loss_inside = self._computes_loss_inside()
         for text in unused_algorithm_options(
             self.config, self._algorithm, has_reference=has_reference
         ):
@@ -229,6 +247,11 @@ class SPMDPPOTrainerBase:
     def actor_optim(self) -> Optimizer:
         """The actor's optimizer."""
         return self._models.actor.optimizer
+
+    @property
+    def actor_scheduler(self) -> LRScheduler | None:
+        """The actor's learning rate schedule."""
+        return self._models.actor.scheduler
 
     @property
     def _kl_coef(self) -> float:
@@ -350,6 +373,12 @@ class SPMDPPOTrainerBase:
         )
 
     @property
+    def _engine_hash(self) -> int:
+        """Of the weights that the engine holds; 0 if they are not known."""
+        report = self.strategy.last_weight_sync
+        return 0 if report is None else report.engine_hash
+
+    @property
     def _trains_actor(self) -> bool:
         return self.state.num_steps >= self.config.freezing_actor_steps
 
@@ -379,11 +408,16 @@ class SPMDPPOTrainerBase:
             for trained in self._models.trained:
                 self.strategy.maybe_load_optimizer(trained.optimizer)
                 trained.model.train()
-            self._update(step, metrics)
+            recorder = self._recorder(step)
+            self._update(step, metrics, recorder)
+            recorder.finish()
             for trained in self._models.trained:
                 self.strategy.maybe_offload_optimizer(trained.optimizer)
+        before = self._engine_hash
         with step.samples.meter.stage("weight_sync"):
             self.strategy.update_engine_weights(self.actor)
+        if before and self._engine_hash and self._trains_actor:
+            metrics.add_max("weights_changed", float(before != self._engine_hash))
         record_stages(step.samples.meter, metrics)
         reduced = metrics.reduce(self.strategy)
         reduced |= self._utilisation(step, reduced["train_seconds"])
@@ -414,7 +448,22 @@ class SPMDPPOTrainerBase:
             peak=peak_tflops(self.config),
         )
 
-    def _update(self, step: StepExperience, metrics: StepMetrics) -> None:
+    def _recorder(self, step: StepExperience) -> NoRecord:
+        """What receives the numbers of the step for an audit; collective where one is due."""
+        if not _is_due(self.state.num_steps + 1, self.config.audit_every):
+            return NoRecord()
+        num_updates = self._num_planned_steps * self.config.steps_per_rollout
+        models = {
+            each.name: PreparedModel(each.model, each.optimizer, each.scheduler)
+            for each in self._models.trained
+        }
+        recorder = StepRecorder(self.strategy, self.config, models, step)
+        recorder.begin(
+            self.state, has_reference=self.initial_model is not None, num_updates=num_updates
+        )
+        return recorder
+
+    def _update(self, step: StepExperience, metrics: StepMetrics, recorder: NoRecord) -> None:
         """All optimizer steps; none where dynamic sampling found nothing to learn from."""
         selection = step.samples.selection
         if selection is not None and selection.is_empty:
@@ -431,6 +480,8 @@ class SPMDPPOTrainerBase:
             metrics,
             self._algorithm.corrections,
             kl_coef=self._kl_coef if self.config.use_kl_loss else 0.0,
+            recorder=recorder,
+            loss_inside=self._loss_inside,
         )
         number = self.state.num_steps
         update.train(step, self._models, step_number=number, pretrain=self._pretrain)
@@ -523,8 +574,9 @@ class SPMDPPOTrainerBase:
             self.keep_best(0, first_eval)
             if first_eval:
                 self.log_metrics(0, first_eval)
-        num_saved = -1
-        was_stopped = False
+        num_saved, was_stopped = -1, False
+        ended_by: tuple[str, ...] = ()
+        self._num_planned_steps = num_steps
         while self.state.num_steps < num_steps:
             if was_stopped := self.is_asked_to_stop():
                 break
@@ -533,7 +585,8 @@ class SPMDPPOTrainerBase:
             if was_stopped := self.is_asked_to_stop():
                 break
             metrics = self.ppo_train(step)
-            is_alarmed = self.check_alarms(metrics)
+            found = self.check_alarms(metrics)
+            is_alarmed = bool(found) and self.config.stop_on_alarm
             is_last = is_alarmed or step == num_steps
             is_evaluated = is_last or _is_due(step, self.config.eval_steps)
             if is_evaluated:
@@ -544,17 +597,21 @@ class SPMDPPOTrainerBase:
                 self.save_checkpoint()
                 num_saved = step
             if is_alarmed:
+                ended_by = found
                 break
         if was_stopped and num_saved != self.state.num_steps:
             self.save_checkpoint()
-        return LoopResult(self.state.num_steps, first_eval, last_eval, metrics, was_stopped)
+        return LoopResult(
+            self.state.num_steps, first_eval, last_eval, metrics, was_stopped, ended_by
+        )
 
-    def check_alarms(self, metrics: Mapping[str, float]) -> bool:
-        """Warns about metrics out of bounds; returns whether the run is to stop."""
-        found = alarms(self.config, metrics)
+    def check_alarms(self, metrics: Mapping[str, float]) -> tuple[str, ...]:
+        """Warns about numbers out of bounds, a line each, and returns the sentences."""
+        compares_groups = self._algorithm.estimator_traits.needs_groups
+        found = alarms(self.config, metrics, compares_groups=compares_groups)
         for text in found:
             self.strategy.print(f"warning: alarm after step {self.state.num_steps}: {text}")
-        return bool(found) and self.config.stop_on_alarm
+        return tuple(found)
 
     def is_asked_to_stop(self) -> bool:
         """Whether any rank was asked to stop; the same answer on all of them."""
@@ -566,13 +623,13 @@ class SPMDPPOTrainerBase:
         """Saves the actor in `ckpt_path`/best if `best_metric` was never better; collective.
 
         Raises:
-            ValueError: The evaluation has no such metric; the message lists those it has.
+            ConfigError: The evaluation has no such metric; the message lists those it has.
         """
         metric, best = self.config.best_metric, self.state.best
         if metric is None or self.config.ckpt_path is None or not metrics:
             return
         if metric not in metrics:
-            raise ValueError(
+            raise ConfigError(
                 f"best_metric: the evaluation has no {metric!r}, it has "
                 f"{', '.join(sorted(metrics))}"
             )

@@ -70,8 +70,9 @@ def _load(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
             "pass the path of a Hugging Face checkpoint, or a module"
         )
     model, report = AutoModelForCausalLM.from_pretrained(
-        model_path, dtype=dtype, local_files_only=True, output_loading_info=True
-    )
+        model_path, dtype=dtype, local_files_only=True, output_loading_info=True,
+        trust_remote_code=False,
+    )  # fmt: skip
     if report["missing_keys"]:
         raise ValueError(
             f"the checkpoint at {model_path} lacks {len(report['missing_keys'])} parameters "

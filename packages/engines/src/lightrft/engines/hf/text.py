@@ -25,7 +25,9 @@ class Text:
                 )
             from transformers import AutoTokenizer
 
-            self._loaded = AutoTokenizer.from_pretrained(self._model_path, local_files_only=True)
+            self._loaded = AutoTokenizer.from_pretrained(
+                self._model_path, local_files_only=True, trust_remote_code=False
+            )
         return self._loaded
 
     def load(self) -> None:

@@ -206,7 +206,9 @@ def _rank_variables() -> Iterator[None]:
         yield
         return
     rank = str(dist.get_rank())
-    with environment({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}):
+    # The device of this process, which on a second node is not its rank.
+    local = str(torch.cuda.current_device()) if torch.cuda.is_available() else rank
+    with environment({"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": str(dist.get_world_size())}):
         yield
 
 

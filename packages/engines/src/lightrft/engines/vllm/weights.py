@@ -82,21 +82,27 @@ class VLLMWeights(AssembledWeights):
                 f"the {self._engine_name} engine cannot read back parameter {unknown[0]!r}; names "
                 "must be those of parameter_manifest() that are verifiable"
             )
-        local = [self._local_hash(self._layout.places[tied.get(n, n)]) for n in wanted]
+        local = self._local_hashes([self._layout.places[tied.get(n, n)] for n in wanted])
         return dict(zip(wanted, self._sum_over_group(local), strict=True))
 
-    def _local_hash(self, place: Place) -> int:
+    def _local_hashes(self, places: Sequence[Place]) -> list[int]:
+        """What this rank adds to the hash of each; 0 where another rank of the group does."""
         from vllm.distributed.parallel_state import get_tp_group
 
-        from lightrft.kernels import hash_tensor
+        from lightrft.kernels import hash_tensors
 
-        if place.is_replicated and get_tp_group().rank_in_group != 0:
-            return 0
-        parameters = dict(self._modules[place.module_name].named_parameters(recurse=False))
-        tensor = parameters[place.attribute].detach()
-        rows = tensor[place.local_start : place.local_start + place.num_rows].contiguous()
-        row_size = rows[0].numel() if place.num_rows else 0
-        return int(hash_tensor(rows.view(-1), start=place.global_start * row_size))
+        is_first = get_tp_group().rank_in_group == 0
+        own = [place for place in places if is_first or not place.is_replicated]
+        parts, starts = [], []
+        for place in own:
+            parameters = dict(self._modules[place.module_name].named_parameters(recurse=False))
+            tensor = parameters[place.attribute].detach()
+            rows = tensor[place.local_start : place.local_start + place.num_rows].contiguous()
+            row_size = rows[0].numel() if place.num_rows else 0
+            parts.append(rows)
+            starts.append(place.global_start * row_size)
+        hashes = iter(hash_tensors(parts, starts=starts))
+        return [next(hashes) if is_first or not place.is_replicated else 0 for place in places]
 
     def _sum_over_group(self, hashes: list[int]) -> list[int]:
         from vllm.distributed.parallel_state import get_tp_group

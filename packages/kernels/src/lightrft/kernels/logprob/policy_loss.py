@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightrft.kernels.logprob import validation
+from lightrft.kernels.logprob.chunked_engine import ChunkedEngine
 from lightrft.kernels.logprob.passes import chunks
 from lightrft.kernels.logprob.product_engine import ProductEngine, target_products
 from lightrft.kernels.logprob.products import add_product_
@@ -25,8 +26,10 @@ from lightrft.kernels.logprob.rows import (
     finish_target_logits,
     scale_into_range,
 )
-from lightrft.kernels.logprob.selection import Request, select_product_engine
+from lightrft.kernels.logprob.selection import LossPlan, Request, plan_loss, select_loss_engine
+from lightrft.kernels.logprob.stored_logits import LayerGradients, StoredLogits
 from lightrft.kernels.logprob.types import (
+    EntropyMode,
     LogitsTransform,
     OutputLayer,
     Precision,
@@ -43,7 +46,7 @@ class TokenLossFunction(Protocol):
         """Loss of a chunk: (loss [], dloss/dlogprobs [rows], dloss/dentropy [rows] or None).
 
         Args:
-            logprobs, entropy: [rows] float32, detached.
+            logprobs, entropy: [rows] float32, detached; the entropy is 0 where none is computed.
             rows: [rows] int64, which tokens they are.
         """
 
@@ -54,18 +57,16 @@ class PolicyLossOutput:
 
     Args:
         loss: [] float32, the sum of the chunks' losses; differentiable.
-        logprobs, entropy: [tokens] float32, detached; 0 where the token is ignored.
+        logprobs: [tokens] float32, detached; 0 where the token is ignored.
+        entropy: Likewise, or None if none was asked for.
     """
 
     loss: Tensor
     logprobs: Tensor
-    entropy: Tensor
+    entropy: Tensor | None
 
 
 DEFAULT_CHUNK_COLUMNS = 16384
-# A chunk of tokens shrinks until its logits fit the budget, but not below this: the weight's
-# gradient is read and written once for each chunk.
-_MIN_FITTING_TOKENS = 512
 
 
 def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent options
@@ -79,9 +80,10 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
     softcap: float | None = None,
     ignore_index: int = -100,
     precision: Precision = "fp32",
-    chunk_tokens: int = 4096,
+    entropy: EntropyMode = "grad",
+    chunk_tokens: int | None = None,
     sequence_starts: Tensor | None = None,
-    logits_budget_bytes: int = 2**31,
+    logits_budget_bytes: int | None = None,
 ) -> PolicyLossOutput:
     """A policy loss of the targets' logprobs and entropies, computed with its gradients at once.
 
@@ -95,12 +97,13 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
         token_loss: Called once for every chunk of tokens, in order; the losses are added. Its
             normaliser must not depend on the chunk.
         bias, temperature, softcap, ignore_index, precision: As in `linear_logprob`.
-        chunk_tokens: Most tokens of a chunk.
+        entropy: "none" computes none; with "value" `token_loss` must give no gradient for it.
+        chunk_tokens: Most tokens of a chunk; None is as many as the budget holds.
         sequence_starts: [sequences] int64 ascending from 0. A chunk then holds whole sequences,
             for losses that couple the tokens of one; a sequence longer than `chunk_tokens` is a
             chunk of its own. None: chunks begin anywhere.
-        logits_budget_bytes: Logits stored at a time. Chunks shrink to fit; logits that still do
-            not are computed twice.
+        logits_budget_bytes: Logits stored at a time; those that do not fit are computed twice.
+            None is what the device's row of `selection.WORKSPACES` says.
 
     Returns:
         The loss, whose gradient reaches hidden, weight and bias, and the detached values.
@@ -109,33 +112,35 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
         ValueError: A shape, dtype, target, option or result of `token_loss` is invalid.
     """
     validation.validate_tensors(hidden, weight, targets, bias)
-    validation.validate_options(temperature, softcap, "grad", "auto", precision, True)
-    if chunk_tokens < 1:
+    validation.validate_options(temperature, softcap, entropy, "auto", precision, True)
+    if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be positive: got {chunk_tokens}")
-    if logits_budget_bytes < 0:
+    if logits_budget_bytes is not None and logits_budget_bytes < 0:
         raise ValueError(f"logits_budget_bytes must not be negative: got {logits_budget_bytes}")
     active = (targets != ignore_index).nonzero().squeeze(1)
     validation.validate_targets(targets[active], len(weight), ignore_index)
     request = Request(
-        "auto", precision, True, "value", temperature, bias is not None, softcap is not None,
+        "auto", precision, True, entropy, temperature, bias is not None, softcap is not None,
         DEFAULT_CHUNK_COLUMNS,
     )  # fmt: skip
-    engine = select_product_engine(request, hidden, weight)
-    fitting = logits_budget_bytes // (len(weight) * engine.logit_bytes(hidden, weight))
-    if fitting >= _MIN_FITTING_TOKENS:
-        chunk_tokens = min(chunk_tokens, fitting // 128 * 128)
+    engine = select_loss_engine(request, hidden, weight)
+    plan = plan_loss(
+        len(active), hidden, weight, precision=precision, chunk_tokens=chunk_tokens,
+        budget_bytes=logits_budget_bytes,
+    )  # fmt: skip
     options = PolicyLossOptions(
         engine=engine,
         token_loss=token_loss,
-        row_chunks=plan_row_chunks(active, len(targets), chunk_tokens, sequence_starts),
-        logits_budget_bytes=logits_budget_bytes,
+        row_chunks=plan_row_chunks(active, len(targets), plan.chunk_tokens, sequence_starts),
+        plan=plan,
+        entropy=entropy,
     )
     transform = LogitsTransform.of(temperature, softcap)
     with torch.autocast(hidden.device.type, enabled=False):
-        loss, logprobs, entropy = LinearPolicyLoss.apply(  # type: ignore[no-untyped-call]
+        loss, logprobs, entropies = LinearPolicyLoss.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, targets, transform, options
         )
-    return PolicyLossOutput(loss, logprobs, entropy)
+    return PolicyLossOutput(loss, logprobs, None if entropy == "none" else entropies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,25 +151,25 @@ class PolicyLossOptions:
         engine: How products are computed and stored.
         token_loss: The loss.
         row_chunks: Tokens of each chunk, [rows] int64 each; ignored tokens are in none.
-        logits_budget_bytes: Logits stored at a time; those beyond it are computed twice.
+        plan: How many logits are stored.
+        entropy: Whether the entropy is computed, and whether it may have a gradient.
     """
 
-    engine: ProductEngine
+    engine: ProductEngine | ChunkedEngine
     token_loss: TokenLossFunction
     row_chunks: tuple[Tensor, ...]
-    logits_budget_bytes: int
+    plan: LossPlan
+    entropy: EntropyMode
 
 
 @dataclass(slots=True)
 class _Totals:
-    """Sums over the chunks of tokens; a gradient is None where it is not needed."""
+    """Sums over the chunks of tokens."""
 
     loss: Tensor
     logprobs: Tensor
     entropy: Tensor
-    grad_hidden: Tensor | None
-    grad_weight: Tensor | None
-    grad_bias: Tensor | None
+    gradients: LayerGradients
 
 
 class _Context(Protocol):
@@ -172,7 +177,7 @@ class _Context(Protocol):
 
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, ...]
-    is_present: tuple[bool, ...]
+    gradients: list[Tensor | None] | None
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Keeps tensors for the backward pass."""
@@ -209,22 +214,24 @@ class LinearPolicyLoss(torch.autograd.Function):
             loss=torch.zeros((), dtype=wide, device=hidden.device),
             logprobs=torch.zeros(len(hidden), dtype=wide, device=hidden.device),
             entropy=torch.zeros(len(hidden), dtype=wide, device=hidden.device),
-            grad_hidden=zeros(hidden, needs[0]),
-            grad_weight=zeros(weight, needs[1]),
-            grad_bias=zeros(bias, needs[2]),
+            gradients=LayerGradients(
+                zeros(hidden, needs[0]), zeros(weight, needs[1]), zeros(bias, needs[2])
+            ),
         )
-        for rows in options.row_chunks:
-            _add_chunk(totals, hidden, layer, targets, rows, options)
-        gradients = (totals.grad_hidden, totals.grad_weight, totals.grad_bias)
+        _add_chunks(totals, hidden, layer, targets, options)
+        found = totals.gradients
+        gradients = (found.hidden, found.weight, found.bias)
         inputs = (hidden, weight, bias)
-        # Float16 waits for the upstream gradient, which may be the scale that keeps it from 0.
-        narrow = [
-            gradient if tensor.dtype == torch.float16 else gradient.to(tensor.dtype)
+        # Not saved tensors: those cannot be scaled in place, and a second copy of the weight's
+        # gradient would be the largest tensor of the step. Float16 waits for the upstream
+        # gradient, which may be the scale that keeps it from 0.
+        ctx.gradients = [
+            gradient
+            if gradient is None or tensor is None or tensor.dtype == torch.float16
+            else gradient.to(tensor.dtype)
             for gradient, tensor in zip(gradients, inputs, strict=True)
-            if gradient is not None and tensor is not None
         ]
-        ctx.is_present = tuple(gradient is not None for gradient in gradients)
-        ctx.save_for_backward(hidden, weight, bias, *narrow)
+        ctx.save_for_backward(hidden, weight, bias)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(totals.logprobs, totals.entropy)
         return totals.loss, totals.logprobs, totals.entropy
@@ -233,18 +240,28 @@ class LinearPolicyLoss(torch.autograd.Function):
     def backward(
         ctx: _Context, grad_loss: Tensor | None, *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Scales the stored gradients by the upstream one, a number."""
+        """Scales the gradients by the upstream one, a number, and hands them over."""
         if grad_loss is None:
             return (None,) * 6
-        # Read once: a checkpoint gives saved tensors away when they are first asked for.
-        hidden, weight, bias, *narrow = ctx.saved_tensors
-        inputs, stored = (hidden, weight, bias), iter(narrow)
-        gradients: list[Tensor | None] = [None] * 6
-        for place, tensor in enumerate(inputs):
-            if ctx.is_present[place] and tensor is not None:
-                gradient = (next(stored) * grad_loss).to(tensor.dtype)
-                gradients[place] = _Undifferentiable.apply(gradient, *inputs)  # type: ignore[no-untyped-call]
-        return tuple(gradients)
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError(
+                "linear_policy_loss was differentiated before: its gradients are handed over, not "
+                "kept; call it again, or add up the losses before one backward pass"
+            )
+        inputs = ctx.saved_tensors
+        factor = grad_loss.detach()
+        scaled = [
+            None if each is None or tensor is None else each.mul_(factor).to(tensor.dtype)
+            for each, tensor in zip(gradients, inputs, strict=True)
+        ]
+        gradients.clear()
+        if torch.is_grad_enabled():
+            scaled = [
+                None if each is None else _Undifferentiable.apply(each, *inputs)  # type: ignore[no-untyped-call]
+                for each in scaled
+            ]
+        return (*scaled, None, None, None)
 
 
 class _Undifferentiable(torch.autograd.Function):
@@ -296,28 +313,57 @@ def plan_row_chunks(
     return tuple(active[start:stop] for start, stop in pairwise(cuts) if stop > start)
 
 
-def _add_chunk(
+def _add_chunks(
+    totals: _Totals, hidden: Tensor, layer: OutputLayer, targets: Tensor, options: PolicyLossOptions
+) -> None:
+    """Adds loss and gradients of all chunks of tokens to the totals."""
+    engine, size = options.engine, 0
+    if isinstance(engine, ChunkedEngine):
+        most = max((len(rows) for rows in options.row_chunks), default=0) * len(layer.weight)
+        size = min(most, options.plan.budget_bytes // totals.logprobs.dtype.itemsize)
+    # Used by one chunk after the other: fresh memory costs a CPU as much as a pass over it.
+    store = totals.logprobs.new_empty(size)
+    for rows in options.row_chunks:
+        kept: StoredLogits | _Forward
+        if isinstance(engine, ProductEngine):
+            kept = _Forward.run(hidden[rows], layer, targets[rows], engine, options)
+        else:
+            kept = StoredLogits.compute(
+                hidden[rows].to(totals.logprobs.dtype), layer, targets[rows], store,
+                needs_entropy=options.entropy != "none",
+                keeps_logits=options.entropy == "grad" or layer.transform.softcap is not None,
+                rounds_operands=engine.rounds_operands,
+            )  # fmt: skip
+        grad_rows = _rows_with_loss(totals, kept, targets, rows, options)
+        if totals.gradients.are_needed:
+            kept.add_gradients(totals.gradients, grad_rows, rows)
+
+
+def _rows_with_loss(
     totals: _Totals,
-    hidden: Tensor,
-    layer: OutputLayer,
+    kept: StoredLogits | _Forward,
     targets: Tensor,
     rows: Tensor,
     options: PolicyLossOptions,
-) -> None:
-    """Adds loss and gradients of some tokens to the totals."""
-    forward = _Forward.run(hidden[rows], layer, targets[rows], options)
-    statistics = forward.statistics
-    logprobs, entropy = statistics.logprobs, statistics.entropy
+) -> GradRows:
+    """Asks for the loss of a chunk and adds it; what its gradients are computed from."""
+    statistics = kept.statistics
+    logprobs = statistics.logprobs
+    has_entropy = options.entropy != "none"
+    entropy = statistics.entropy if has_entropy else torch.zeros_like(logprobs)
     totals.logprobs[rows] = logprobs
     totals.entropy[rows] = entropy
     with torch.enable_grad():
         loss, grad_logprobs, grad_entropy = options.token_loss(logprobs, entropy, rows)
     _validate_token_loss(loss, grad_logprobs, grad_entropy, len(rows))
+    if grad_entropy is not None and options.entropy != "grad":
+        raise ValueError(
+            "token_loss gave a gradient for the entropy: pass entropy='grad', got "
+            f"{options.entropy!r}"
+        )
     totals.loss += loss.detach()
-    if totals.grad_hidden is None and totals.grad_weight is None and totals.grad_bias is None:
-        return
-    grad_rows = GradRows(
-        hidden=forward.hidden,
+    return GradRows(
+        hidden=kept.hidden,
         targets=targets[rows],
         maximum=statistics.maximum,
         log_sum=statistics.log_sum,
@@ -326,37 +372,29 @@ def _add_chunk(
         grad_logprobs=grad_logprobs.detach().to(logprobs.dtype),
         grad_entropy=None if grad_entropy is None else grad_entropy.detach().to(entropy.dtype),
     )
-    grad_rows, scale = scale_into_range(grad_rows, layer.transform)
-    grad_chunk = None
-    if totals.grad_hidden is not None:
-        grad_chunk = torch.zeros_like(forward.hidden, dtype=totals.grad_hidden.dtype)
-    for start, stop, chunk, products in forward.stored(layer, options.engine):
-        grad = options.engine.grad_of_products(products, grad_rows, chunk, forward.centre, start)
-        if grad_chunk is not None:
-            add_product_(grad_chunk, grad, chunk.weight)
-        if totals.grad_weight is not None:
-            add_product_(totals.grad_weight[start:stop], grad.T, forward.hidden, scale=scale)
-        if totals.grad_bias is not None:
-            part = grad.sum(0, dtype=totals.grad_bias.dtype)
-            totals.grad_bias[start:stop] += part if scale is None else part / scale
-    if totals.grad_hidden is not None and grad_chunk is not None:
-        totals.grad_hidden[rows] = grad_chunk if scale is None else grad_chunk / scale
 
 
 @dataclass(slots=True)
 class _Forward:
-    """Statistics of some tokens, and the logits that were kept."""
+    """Statistics of some tokens, and the products that were kept."""
 
     hidden: Tensor
     centre: Tensor | None
     statistics: RowStatistics
     kept: list[Tensor]
+    layer: OutputLayer
+    engine: ProductEngine
 
     @classmethod
     def run(
-        cls, hidden: Tensor, layer: OutputLayer, targets: Tensor, options: PolicyLossOptions
+        cls,
+        hidden: Tensor,
+        layer: OutputLayer,
+        targets: Tensor,
+        engine: ProductEngine,
+        options: PolicyLossOptions,
     ) -> _Forward:
-        engine = options.engine
+        needs_entropy = options.entropy != "none"
         dtype = engine.product_dtype(hidden, layer.weight)
         hidden = hidden.to(dtype)
         wanted = target_products(hidden, layer.weight, targets)
@@ -366,25 +404,42 @@ class _Forward:
         num_bytes = 0
         for start, _, chunk in chunks(layer, engine.chunk_columns, dtype):
             products = engine.products(hidden, chunk, centre)
-            part = engine.fold(products, chunk, centre, targets, start, needs_entropy=True)
+            part = engine.fold(products, chunk, centre, targets, start, needs_entropy=needs_entropy)
             statistics = statistics.merge(part)
             num_bytes += products.nbytes
-            if num_bytes <= options.logits_budget_bytes:
+            if num_bytes <= options.plan.budget_bytes:
                 kept.append(products)
         exact = finish_target_logits(wanted, layer, targets)
-        return cls(hidden, centre, replace(statistics, target_logits=exact), kept)
+        statistics = replace(statistics, target_logits=exact)
+        return cls(hidden, centre, statistics, kept, layer, engine)
 
-    def stored(
-        self, layer: OutputLayer, engine: ProductEngine
-    ) -> Iterator[tuple[int, int, OutputLayer, Tensor]]:
+    def add_gradients(self, totals: LayerGradients, rows: GradRows, places: Tensor) -> None:
+        """See `StoredLogits.add_gradients`."""
+        rows, scale = scale_into_range(rows, self.layer.transform)
+        grad_chunk = None
+        if totals.hidden is not None:
+            grad_chunk = torch.zeros_like(self.hidden, dtype=totals.hidden.dtype)
+        for start, stop, chunk, products in self._stored():
+            grad = self.engine.grad_of_products(products, rows, chunk, self.centre, start)
+            if grad_chunk is not None:
+                add_product_(grad_chunk, grad, chunk.weight)
+            if totals.weight is not None:
+                add_product_(totals.weight[start:stop], grad.T, self.hidden, scale=scale)
+            if totals.bias is not None:
+                part = grad.sum(0, dtype=totals.bias.dtype)
+                totals.bias[start:stop] += part if scale is None else part / scale
+        if totals.hidden is not None and grad_chunk is not None:
+            totals.hidden[places] = grad_chunk if scale is None else grad_chunk / scale
+
+    def _stored(self) -> Iterator[tuple[int, int, OutputLayer, Tensor]]:
         """(first column, end, chunk, its products), kept or computed again; frees as it goes."""
         dtype = self.hidden.dtype
         self.kept.reverse()
-        for start, stop, chunk in chunks(layer, engine.chunk_columns, dtype):
+        for start, stop, chunk in chunks(self.layer, self.engine.chunk_columns, dtype):
             if self.kept:
                 products = self.kept.pop()
             else:
-                products = engine.products(self.hidden, chunk, self.centre)
+                products = self.engine.products(self.hidden, chunk, self.centre)
             yield start, stop, chunk, products
 
 

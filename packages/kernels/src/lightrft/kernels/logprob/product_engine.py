@@ -1,9 +1,8 @@
-"""Logprobs from the library's matrix products, a chunk of the vocabulary at a time.
+"""Logprobs from stored matrix products of the library, a chunk of the vocabulary at a time.
 
-`ChunkedEngine` is plain torch. `ProductEngine` stores products, float32 or centred. Products of a
-chunk are laid out [columns, tokens]. Centred, they are stored in bfloat16 after a number close to
-each row's result was subtracted inside the product's epilogue, before rounding: what is rounded is
-small where it matters.
+Products are float32 or centred, those of a chunk laid out [columns, tokens]. Centred, they are
+stored in bfloat16 after a number close to each row's result was subtracted inside the product's
+epilogue, before rounding: what is rounded is small where it matters.
 """
 
 from dataclasses import dataclass
@@ -44,10 +43,6 @@ class ProductEngine:
     def row_multiple(self) -> int:
         """Rows of products are contiguous: whole 16-byte vectors of them, if Triton reads them."""
         return 16 if self.uses_triton else 1
-
-    def logit_bytes(self, hidden: Tensor, weight: Tensor) -> int:
-        """Bytes of one stored product."""
-        return 2 if self.is_centred else accumulation_dtype(hidden, weight).itemsize
 
     def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
         """16 bits where the products take them as they are, else the accumulation dtype."""
@@ -196,43 +191,3 @@ def target_products(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         rows = weight[targets[block].clamp(0, len(weight) - 1)].to(dtype)
         out[block] = (hidden[block].to(dtype) * rows).sum(1)
     return torch.where((targets >= 0) & (targets < len(weight)), out, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkedEngine:
-    """Products in float32 (float64 if an input is), `chunk_columns` columns at a time."""
-
-    chunk_columns: int
-
-    @property
-    def row_multiple(self) -> int:
-        """Any number of rows is as good."""
-        return 1
-
-    def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
-        """Both operands are widened."""
-        return accumulation_dtype(hidden, weight)
-
-    def statistics(
-        self, hidden: Tensor, layer: OutputLayer, targets: Tensor, *, needs_entropy: bool
-    ) -> RowStatistics:
-        """One chunk after another."""
-        dtype = accumulation_dtype(hidden, layer.weight, layer.bias)
-        wide = hidden.to(dtype)
-        rows = RowStatistics.empty(len(hidden), hidden, dtype)
-        for start, _, chunk in chunks(layer, self.chunk_columns, dtype):
-            logits = self._logits(wide, chunk)
-            rows = rows.merge(
-                RowStatistics.of_logits(
-                    logits, targets, start, needs_entropy=needs_entropy, may_overwrite=True
-                )
-            )
-        return rows
-
-    def grad_logits(self, rows: GradRows, chunk: OutputLayer, first_column: int) -> Tensor:
-        """Recomputes the chunk's logits."""
-        return grad_of_logits(self._logits(rows.hidden, chunk), rows, first_column, chunk.transform)
-
-    def _logits(self, hidden: Tensor, chunk: OutputLayer) -> Tensor:
-        product = wide_product(hidden, chunk.weight.T)
-        return finish_logits(product, chunk.bias, None, chunk.transform)

@@ -103,6 +103,94 @@ class RowStatistics:
         return self.log_sum - self.weighted_sum / self.exp_sum
 
 
+# How far a logit may rise above the reference of its row before the sums are scaled anew: terms of
+# a sum stay far from overflow, and one reference serves nearly all blocks of a row.
+_MAX_RISE = 4.0
+
+
+@dataclass(slots=True)
+class RunningRows:
+    """Statistics of rows whose logits come block by block, without a tensor per block.
+
+    Sums are relative to a `reference` of each row, not to its maximum: it changes only where a
+    logit rises far above it, so that blocks share one.
+
+    Args:
+        targets: [tokens] int64 columns of the targets.
+        maximum, target_logits: As in `RowStatistics`.
+        reference: [tokens] finite.
+        exp_sum, weighted_sum: [tokens] as in `RowStatistics`, relative to `reference`.
+        has_reference: A block was seen.
+    """
+
+    targets: Tensor
+    maximum: Tensor
+    target_logits: Tensor
+    reference: Tensor
+    exp_sum: Tensor
+    weighted_sum: Tensor
+    has_reference: bool = False
+
+    @classmethod
+    def empty(cls, targets: Tensor, dtype: torch.dtype) -> RunningRows:
+        """Of no column at all."""
+        zeros = torch.zeros(len(targets), dtype=dtype, device=targets.device)
+        nothing = torch.full_like(zeros, -torch.inf)
+        return cls(targets, nothing, zeros, nothing, zeros, zeros)
+
+    def add(self, logits: Tensor, first_column: int, *, scratch: Tensor | None) -> bool:
+        """Adds a block [tokens, columns]; its logits become exp(logits - reference).
+
+        Args:
+            logits: Of the columns from `first_column` on; overwritten.
+            first_column: Column of the vocabulary at which the block starts.
+            scratch: Like `logits`, for the entropy; None leaves the entropy out.
+
+        Returns:
+            Whether the references changed: earlier blocks were relative to others.
+        """
+        num_columns = logits.shape[1]
+        columns = self.targets - first_column
+        is_inside = (columns >= 0) & (columns < num_columns)
+        picked = logits.gather(1, columns.clamp_(0, num_columns - 1)[:, None]).squeeze(1)
+        self.target_logits = torch.where(is_inside, picked, self.target_logits)
+        self.maximum = torch.maximum(self.maximum, logits.amax(dim=1))
+        is_new = self._move_reference()
+        if scratch is None:
+            exponentials = logits.sub_(self.reference[:, None]).exp_()
+        else:
+            torch.sub(logits, self.reference[:, None], out=scratch)
+            exponentials = torch.exp(scratch, out=logits)
+            # 0 * -inf is not a number, 0 times a very negative number is 0.
+            weighted = scratch.clamp_(min=_VERY_NEGATIVE).mul_(exponentials)
+            self.weighted_sum = self.weighted_sum + weighted.sum(1)
+        self.exp_sum = self.exp_sum + exponentials.sum(1)
+        return is_new
+
+    def statistics(self) -> RowStatistics:
+        """What the blocks add up to."""
+        drop = self.reference - _finite(self.maximum)
+        scale = drop.exp()
+        exp_sum, weighted_sum = self._moved(drop, scale)
+        return RowStatistics(self.maximum, exp_sum, weighted_sum, self.target_logits)
+
+    def _move_reference(self) -> bool:
+        if not bool((self.maximum > self.reference + _MAX_RISE).any()) and self.has_reference:
+            return False
+        self.has_reference = True
+        reference = _finite(self.maximum)
+        drop = self.reference - reference
+        self.exp_sum, self.weighted_sum = self._moved(drop, drop.exp())
+        self.reference = reference
+        return True
+
+    def _moved(self, drop: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums relative to references that lie higher by -drop."""
+        # Where nothing was seen the reference is -inf and the sums are 0: 0 * -inf is not 0.
+        moved = torch.where(self.exp_sum > 0, drop * self.exp_sum, 0)
+        return scale * self.exp_sum, scale * (self.weighted_sum + moved)
+
+
 @dataclass(frozen=True, slots=True)
 class GradRows:
     """What a backward pass knows of the rows that have a gradient.
@@ -122,6 +210,19 @@ class GradRows:
     entropy: Tensor
     grad_logprobs: Tensor | None
     grad_entropy: Tensor | None
+
+    def block(self, own: slice) -> GradRows:
+        """Some of the rows."""
+        return GradRows(
+            self.hidden[own],
+            self.targets[own],
+            self.maximum[own],
+            self.log_sum[own],
+            self.logprobs[own],
+            self.entropy[own],
+            None if self.grad_logprobs is None else self.grad_logprobs[own],
+            None if self.grad_entropy is None else self.grad_entropy[own],
+        )
 
 
 @dataclass(frozen=True, slots=True)

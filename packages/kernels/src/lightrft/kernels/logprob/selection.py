@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from lightrft.kernels.logprob.chunked_engine import ChunkedEngine
 from lightrft.kernels.logprob.passes import LogprobEngine
-from lightrft.kernels.logprob.product_engine import ChunkedEngine, ProductEngine
-from lightrft.kernels.logprob.products import may_round_partial_sums
+from lightrft.kernels.logprob.product_engine import ProductEngine
+from lightrft.kernels.logprob.products import cpu_multiplies_bfloat16, may_round_partial_sums
 from lightrft.kernels.logprob.types import (
     Determinism,
     EntropyMode,
@@ -22,6 +23,7 @@ from lightrft.kernels.logprob.types import (
     LogprobImplementation,
     OutputLayer,
     Precision,
+    accumulation_dtype,
 )
 
 if TYPE_CHECKING:
@@ -152,7 +154,7 @@ def select_engines(request: Request, hidden: Tensor, weight: Tensor) -> list[Log
     if request.deterministic == "batch_invariant":
         return [_batch_invariant_engine(request, hidden, weight)]
     if request.impl == "chunked":
-        return [ChunkedEngine(request.chunk_columns)]
+        return [_chunked_engine(request, hidden, weight)]
     if request.impl == "triton":
         _require(why_not_triton(hidden, weight), "impl='triton'", "'chunked'")
         return [_triton_engine(request, hidden, weight)]
@@ -162,15 +164,93 @@ def select_engines(request: Request, hidden: Tensor, weight: Tensor) -> list[Log
     return _automatic(request, hidden, weight)
 
 
-def select_product_engine(request: Request, hidden: Tensor, weight: Tensor) -> ProductEngine:
-    """The engine that stores products, which a loss inside the output layer needs.
+def select_loss_engine(
+    request: Request, hidden: Tensor, weight: Tensor
+) -> ProductEngine | ChunkedEngine:
+    """The engine of a loss inside the output layer, which stores logits or products.
 
     Raises:
         ValueError: What is asked for cannot be had here; the message says why.
     """
     if request.precision == "centred":
         return _centred_engine(request, hidden, weight)
-    return _product_engine(request, is_centred=False)
+    if hidden.is_cuda:
+        return _product_engine(request, is_centred=False)
+    return _chunked_engine(request, hidden, weight)
+
+
+@dataclass(frozen=True, slots=True)
+class LossWorkspace:
+    """What a loss inside the output layer may store on a kind of device.
+
+    Args:
+        budget_bytes: Logits stored at a time, unless `min_tokens` need more.
+        min_tokens: Tokens of a chunk below which products are slow.
+        max_tokens: Beyond them a longer chunk gains nothing.
+        reason: Why these numbers.
+    """
+
+    budget_bytes: int
+    min_tokens: int
+    max_tokens: int
+    reason: str
+
+
+WORKSPACES = {
+    "cuda": LossWorkspace(
+        2**31, 1024, 8192, "2 GiB, little beside the weights' gradient in float32"
+    ),
+    "cpu": LossWorkspace(
+        2**26, 256, 1024, "64 MiB: more is no faster, fewer than 256 tokens multiply slowly"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LossPlan:
+    """How a loss inside the output layer is cut.
+
+    Args:
+        chunk_tokens: Most tokens of a chunk.
+        budget_bytes: Logits stored at a time.
+        num_products: Matrix products in units of one over all tokens: 3 where all logits of a
+            chunk are stored, up to 4 where all are computed twice.
+    """
+
+    chunk_tokens: int
+    budget_bytes: int
+    num_products: float
+
+
+def plan_loss(
+    num_tokens: int,
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    precision: Precision = "fp32",
+    chunk_tokens: int | None = None,
+    budget_bytes: int | None = None,
+) -> LossPlan:
+    """Chunks of tokens whose logits fit the budget, all of about the same size.
+
+    Args:
+        num_tokens: Those that count.
+        hidden, weight: Of the call; their device, dtype and number of columns are looked at.
+        precision: Of the logits, which says how large a stored one is.
+        chunk_tokens, budget_bytes: What the caller wants; None leaves it to `WORKSPACES`.
+    """
+    space = WORKSPACES["cuda" if hidden.is_cuda else "cpu"]
+    itemsize = 2 if precision == "centred" else accumulation_dtype(hidden, weight).itemsize
+    row_bytes = max(1, len(weight) * itemsize)
+    budget = space.budget_bytes if budget_bytes is None else budget_bytes
+    if chunk_tokens is None:
+        most = min(max(budget // row_bytes, space.min_tokens), space.max_tokens)
+        num_chunks = max(1, -(-num_tokens // most))
+        chunk_tokens = max(1, -(-num_tokens // num_chunks))
+    needed = chunk_tokens * row_bytes
+    if budget_bytes is None and not hidden.is_cuda:
+        budget = needed
+    return LossPlan(chunk_tokens, budget, 4.0 - min(1.0, budget / needed))
 
 
 def why_not_triton(hidden: Tensor, weight: Tensor) -> str | None:
@@ -216,7 +296,7 @@ def _is_interpreted() -> bool:
 
 def _automatic(request: Request, hidden: Tensor, weight: Tensor) -> list[LogprobEngine]:
     """By a fixed rule; more than one engine only where timing may decide."""
-    chunked = ChunkedEngine(request.chunk_columns)
+    chunked = _chunked_engine(request, hidden, weight)
     if not hidden.is_cuda or hidden.dtype not in _HALVES or hidden.dtype != weight.dtype:
         return [chunked]
     products = _product_engine(request, is_centred=False)
@@ -278,6 +358,11 @@ def _require(reason: str | None, what: str, instead: str | None) -> None:
     if reason is not None:
         advice = "" if instead is None else f"; pass impl={instead} or 'auto'"
         raise ValueError(f"{what} is not available here: {reason}{advice}")
+
+
+def _chunked_engine(request: Request, hidden: Tensor, weight: Tensor) -> ChunkedEngine:
+    is_narrow = hidden.dtype == weight.dtype == torch.bfloat16 and hidden.device.type == "cpu"
+    return ChunkedEngine(request.chunk_columns, is_narrow and cpu_multiplies_bfloat16())
 
 
 def _product_engine(request: Request, *, is_centred: bool) -> ProductEngine:

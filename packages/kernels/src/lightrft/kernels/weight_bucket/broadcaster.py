@@ -1,7 +1,7 @@
 """Moves buckets: one collective for each bucket, the next one in flight while one is used."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -55,7 +55,7 @@ class _InFlight:
     work: dist.Work | None
 
 
-class _Timeline:
+class Timeline:
     """Order of the filling of buckets and of their use, without host waits.
 
     On a GPU a stream of its own fills, ordered against the consumer's by events; in host memory
@@ -76,6 +76,14 @@ class _Timeline:
         """What the consumer has queued so far comes before any filling queued from now on."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def end(self, works: Iterable[dist.Work]) -> None:
+        """All that fills comes before what the consumer queues from now on."""
+        if self._stream is not None:
+            with self.filling():
+                for work in works:
+                    work.wait()  # of this stream for the collective's, not of the host
+            self.hand_over()
 
     def hand_over(self) -> None:
         """What has been queued to fill comes before what the consumer queues from now on."""
@@ -98,9 +106,15 @@ class BucketBroadcaster:
         device: Where the buckets lie. On a GPU they are filled on a stream of their own; the
             consumer's stream is ordered after each bucket by an event, and the host never waits.
 
+    Attributes:
+        num_payload_collectives: Collectives so far.
+        timeline: What orders filling and use.
+
     Raises:
         ValueError: The group's size is not the layout's, or `buffers` < 1.
     """
+
+    timeline: type[Timeline] = Timeline
 
     def __init__(
         self,
@@ -142,21 +156,26 @@ class BucketBroadcaster:
             add_local: Called as `add_local(name, start, values)` for every range before it is
                 cast: adds in place to `values` [numel] float32, the elements from `start` on.
         """
-        timeline = _Timeline(self._device)
+        timeline = self.timeline(self._device)
         slots = deque(self._allocate() for _ in range(self._buffers))
         in_flight: deque[_InFlight] = deque()
-        for bucket in self.layout.buckets:
-            # The slot's last consumer comes before it is packed again.
-            timeline.begin()
-            with timeline.filling():
-                in_flight.append(self._launch(bucket, slots.popleft(), sources, add_local))
-            if len(in_flight) == self._buffers:
+        try:
+            for bucket in self.layout.buckets:
+                # The slot's last consumer comes before it is packed again.
+                timeline.begin()
+                with timeline.filling():
+                    in_flight.append(self._launch(bucket, slots.popleft(), sources, add_local))
+                if len(in_flight) == self._buffers:
+                    yield from self._finish(in_flight, slots, timeline)
+            while in_flight:
                 yield from self._finish(in_flight, slots, timeline)
-        while in_flight:
-            yield from self._finish(in_flight, slots, timeline)
+        finally:
+            # An abandoned generator frees its slots: what still fills them comes before whatever
+            # the consumer's stream puts into that memory.
+            timeline.end([flight.work for flight in in_flight if flight.work is not None])
 
     def _finish(
-        self, in_flight: deque[_InFlight], slots: deque[_Slot], timeline: _Timeline
+        self, in_flight: deque[_InFlight], slots: deque[_Slot], timeline: Timeline
     ) -> Iterator[tuple[BucketPiece, ...]]:
         flight = in_flight.popleft()
         with timeline.filling():

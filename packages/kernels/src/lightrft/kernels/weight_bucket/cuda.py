@@ -1,15 +1,14 @@
-"""Device buckets: a table of segments, cached on the GPU, and one launch for all of them."""
+"""Device buckets: a table of segments and one launch for all of them."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightrft.kernels.weight_bucket.native import Extension
+from lightrft.kernels.weight_bucket.native import Extension, Move
 
 _COPY_CODES = {1: 0, 2: 1, 4: 2, 8: 3}
 _CAST_CODES = {
@@ -18,136 +17,70 @@ _CAST_CODES = {
     (torch.bfloat16, torch.float32): 6,
     (torch.float16, torch.float32): 7,
 }
-_MAX_TABLES = 256
+_ROW_WORDS = 12
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceTable:
-    """Segments of one launch, in device memory.
-
-    Args:
-        segments: [segments, 12] int64, the rows of csrc/bucket.cuh.
-        tile_segments: [tiles] int32, the segment of every tile.
-    """
-
-    segments: Tensor
-    tile_segments: Tensor
-
-    def to(self, device: torch.device) -> DeviceTable:
-        """A copy on another device."""
-        return DeviceTable(self.segments.to(device), self.tile_segments.to(device))
-
-
-_tables: OrderedDict[tuple[object, ...], DeviceTable] = OrderedDict()
-
-
-def can_run(sources: Sequence[Tensor], outs: Sequence[Tensor]) -> bool:
-    """Whether one launch can do all of it: one GPU, known casts."""
-    devices = {tensor.device for tensors in (sources, outs) for tensor in tensors}
-    if len(devices) != 1 or next(iter(devices)).type != "cuda":
-        return False
-    return all(
-        _operation(source.dtype, out.dtype) is not None
-        for source, out in zip(sources, outs, strict=True)
-    )
+def can_run(moves: Sequence[Move]) -> bool:
+    """Whether one launch can do all of them: known casts."""
+    return all(_operation(move) is not None for move in moves)
 
 
 def run(
-    extension: Extension,
-    sources: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    *,
-    starts: Sequence[int] | None = None,
-    hashes: Tensor | None = None,
+    extension: Extension, moves: Sequence[Move], device: torch.device, hashes: Tensor | None
 ) -> None:
-    """Copies or casts every source into its output, and hashes what is stored, in one launch.
+    """Runs moves in device memory in one launch, queued on the current stream.
 
     Args:
         extension: Built with CUDA.
-        sources: Contiguous, or rows of a matrix; on one GPU.
-        outs: Contiguous, of the same number of elements.
-        starts: Index of each segment's first element in its full tensor.
-        hashes: [segments] int64 on the GPU; each segment's hash is added.
+        moves: All on one GPU.
+        device: That GPU.
+        hashes: [moves] int64 on the GPU; the hash of each is added.
     """
-    rows = segment_rows(sources, outs, starts)
-    if not rows:
+    words, num_tiles = build_table(moves, extension.device_tile_elements)
+    if num_tiles == 0:
         return
-    device = outs[0].device
-    table = _table(rows, device, extension.device_tile_elements)
-    _launch(extension, table, hashes)
-
-
-def hash_flat(extension: Extension, tensor: Tensor, start: int) -> int:
-    """Hash of a contiguous device tensor; waits for the result."""
-    hashes = torch.zeros(1, dtype=torch.int64, device=tensor.device)
-    if tensor.numel() > 0:
-        flat = tensor.view(-1)
-        operation = _COPY_CODES[flat.dtype.itemsize]
-        row = (flat.data_ptr(), 0, 1, flat.numel(), 0, 0, 0, start, operation, 0, 0, 0)
-        # Not cached: temporary tensors would fill the cache.
-        table = build_table([row], extension.device_tile_elements).to(flat.device)
-        _launch(extension, table, hashes)
-    return int(hashes.item())
-
-
-def _launch(extension: Extension, table: DeviceTable, hashes: Tensor | None) -> None:
-    device = table.segments.device
+    # The table lives as long as the launch needs it and no longer: pinned blocks come back to
+    # torch when the copy is done, device blocks when the stream has come this far. A cache of
+    # tables would be of no use to a model with more buckets than it has room for.
+    table = torch.frombuffer(words, dtype=torch.int64)
+    stream = 0
+    if device.type == "cuda":
+        pinned = torch.empty(table.shape, dtype=torch.int64, pin_memory=True)
+        table = pinned.copy_(table).to(device, non_blocking=True)
+        stream = torch.cuda.current_stream(device).cuda_stream
     extension.launch_segments(
-        table.segments.data_ptr(),
-        table.tile_segments.data_ptr(),
-        table.tile_segments.numel(),
+        table.data_ptr(),
+        table.numel() // _ROW_WORDS,
+        num_tiles,
         0 if hashes is None else hashes.data_ptr(),
-        device.index,
-        torch.cuda.current_stream(device).cuda_stream,
+        device.index or 0,
+        stream,
     )
 
 
-def segment_rows(
-    sources: Sequence[Tensor], outs: Sequence[Tensor], starts: Sequence[int] | None
-) -> list[tuple[int, ...]]:
-    """Rows of the table but for their tiles; empty segments are left out."""
-    rows: list[tuple[int, ...]] = []
-    for slot, (source, out) in enumerate(zip(sources, outs, strict=True)):
-        if source.numel() == 0:
+def build_table(moves: Sequence[Move], tile_elements: int) -> tuple[array[int], int]:
+    """The rows of csrc/bucket.cuh, and the number of tiles; empty moves are left out.
+
+    Tiles are numbered through all segments in their order.
+    """
+    words = array("q")
+    num_tiles = 0
+    for slot, move in enumerate(moves):
+        num_rows, row_elements = move.num_rows, move.row_elements
+        operation = _operation(move)
+        if num_rows * row_elements == 0:
             continue
-        num_rows, row_elements, stride = 1, source.numel(), 0
-        if not source.is_contiguous():
-            num_rows, row_elements = source.shape
-            stride = source.stride(0)
-        operation = _operation(source.dtype, out.dtype)
         if operation is None:
-            raise ValueError(f"no device cast from {source.dtype} to {out.dtype}")
-        start = 0 if starts is None else starts[slot]
-        rows.append(
-            (source.data_ptr(), out.data_ptr(), num_rows, row_elements, stride, row_elements,
-             row_elements, start, operation, 0, slot, 0)
+            raise ValueError(f"no device cast from {move.source_dtype} to {move.dtype}")
+        words.extend(
+            (move.source, move.destination, num_rows, row_elements, move.row_stride, row_elements,
+             row_elements, move.start, operation, num_tiles, slot, 0)
         )  # fmt: skip
-    return rows
+        num_tiles += -(-num_rows * row_elements // tile_elements)
+    return words, num_tiles
 
 
-def build_table(rows: Sequence[tuple[int, ...]], tile_elements: int) -> DeviceTable:
-    """The table in host memory: tiles are numbered through all segments in their order."""
-    segments = torch.tensor(rows, dtype=torch.int64)
-    num_tiles = (segments[:, 2] * segments[:, 3] + tile_elements - 1) // tile_elements
-    segments[:, 9] = num_tiles.cumsum(0) - num_tiles
-    numbers = torch.arange(len(rows), dtype=torch.int32)
-    return DeviceTable(segments, numbers.repeat_interleave(num_tiles))
-
-
-def _table(rows: list[tuple[int, ...]], device: torch.device, tile_elements: int) -> DeviceTable:
-    """The table on the device; pointers of a training run are stable, so it is sent once."""
-    key = (device, *rows)
-    table = _tables.get(key)
-    if table is None:
-        table = _tables[key] = build_table(rows, tile_elements).to(device)
-        if len(_tables) > _MAX_TABLES:
-            _tables.popitem(last=False)
-    else:
-        _tables.move_to_end(key)
-    return table
-
-
-def _operation(source: torch.dtype, out: torch.dtype) -> int | None:
-    if source == out:
-        return _COPY_CODES.get(source.itemsize)
-    return _CAST_CODES.get((source, out))
+def _operation(move: Move) -> int | None:
+    if move.source_dtype == move.dtype:
+        return _COPY_CODES.get(move.dtype.itemsize)
+    return _CAST_CODES.get((move.source_dtype, move.dtype))

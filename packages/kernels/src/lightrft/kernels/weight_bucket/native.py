@@ -1,15 +1,14 @@
-"""The C++ extension: pointers and sizes in, nothing of torch crosses the border."""
+"""The C++ extension: addresses and sizes in, nothing of torch crosses the border."""
 
 import importlib
 from collections.abc import Sequence
 from functools import cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 # Must equal the extension's own; one built from other sources is not used.
-INTERFACE_VERSION = 1
+INTERFACE_VERSION = 2
 
 _SAME_DTYPE = 0
 _CAST_CODES = {
@@ -21,6 +20,28 @@ _CAST_CODES = {
 _BYTES_PER_THREAD = 2**19
 
 
+class Move(NamedTuple):
+    """A range of memory to be copied or cast, hashed, or both; arguments are already validated.
+
+    Args:
+        source: Address of the first element.
+        destination: Where it goes, contiguous; 0 if it is only hashed.
+        num_rows, row_elements: Elements, row by row.
+        row_stride: Elements of the source from one row to the next.
+        source_dtype, dtype: Before and after.
+        start: Index of the first element in its full tensor.
+    """
+
+    source: int
+    destination: int
+    num_rows: int
+    row_elements: int
+    row_stride: int
+    source_dtype: torch.dtype
+    dtype: torch.dtype
+    start: int
+
+
 class Extension(Protocol):
     """What the compiled module `lightrft.kernels._native` offers."""
 
@@ -28,18 +49,21 @@ class Extension(Protocol):
     has_cuda: bool
     device_tile_elements: int
 
-    def copy_segments(
-        self, segments: Sequence[tuple[int, int, int, int, int]], bf16_nan: int, num_threads: int
-    ) -> None:
-        """Copies segments (source, destination, numel, cast code, element bytes)."""
+    def run_segments(
+        self,
+        segments: Sequence[tuple[int, int, int, int, int, int]],
+        bf16_nan: int,
+        num_threads: int,
+        with_hash: bool,
+    ) -> list[int]:
+        """Runs segments (source, destination, numel, cast code, element bytes, start) on the host.
 
-    def hash_range(
-        self, pointer: int, numel: int, itemsize: int, start: int, num_threads: int
-    ) -> int:
-        """Hash of `numel` elements at `pointer`, the first of which has index `start`."""
+        Returns:
+            The hash of each segment, or nothing.
+        """
 
     def launch_segments(
-        self, segments: int, tile_segments: int, num_tiles: int, hashes: int, device: int,
+        self, segments: int, num_segments: int, num_tiles: int, hashes: int, device: int,
         stream: int,
     ) -> None:  # fmt: skip
         """Runs a table of device segments on a stream; only if `has_cuda`."""
@@ -56,35 +80,32 @@ def load_extension() -> Extension | None:
     return _native if is_usable else None
 
 
-def can_copy(source: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `copy_segments` knows this cast of a contiguous tensor in host memory."""
-    same = source.dtype == dtype
-    is_host = source.device.type == "cpu" and source.is_contiguous()
-    return is_host and (same or (source.dtype, dtype) in _CAST_CODES)
+def can_run(moves: Sequence[Move]) -> bool:
+    """Whether `run` knows all of them: flat, with a known cast."""
+    return all(
+        move.num_rows == 1
+        and (move.source_dtype == move.dtype or (move.source_dtype, move.dtype) in _CAST_CODES)
+        for move in moves
+    )
 
 
-def copy_segments(
-    extension: Extension,
-    sources: Sequence[Tensor],
-    destinations: Sequence[Tensor],
-    *,
-    num_threads: int,
-) -> None:
-    """Casts each flat source into its flat destination; arguments are already validated."""
+def run(
+    extension: Extension, moves: Sequence[Move], *, num_threads: int, with_hash: bool
+) -> list[int]:
+    """Runs moves in host memory.
+
+    Returns:
+        The signed hash of each, after the cast; nothing without `with_hash`.
+    """
     table = []
     num_bytes = 0
-    for source, out in zip(sources, destinations, strict=True):
-        code = _CAST_CODES.get((source.dtype, out.dtype), _SAME_DTYPE)
-        table.append((source.data_ptr(), out.data_ptr(), source.numel(), code, out.element_size()))
-        num_bytes += source.numel() * max(source.element_size(), out.element_size())
-    extension.copy_segments(table, _bf16_nan_bits(), _choose_threads(num_threads, num_bytes))
-
-
-def hash_flat(extension: Extension, tensor: Tensor, start: int, *, num_threads: int) -> int:
-    """Hash of a contiguous host tensor; see `lightrft.kernels.hash_tensor`."""
-    itemsize = tensor.element_size()
-    threads = _choose_threads(num_threads, tensor.numel() * itemsize)
-    return extension.hash_range(tensor.data_ptr(), tensor.numel(), itemsize, start, threads)
+    for source, destination, _, numel, _, source_dtype, dtype, start in moves:
+        itemsize = dtype.itemsize
+        code = _CAST_CODES.get((source_dtype, dtype), _SAME_DTYPE)
+        table.append((source, destination, numel, code, itemsize, start))
+        num_bytes += numel * max(source_dtype.itemsize, itemsize)
+    threads = _choose_threads(num_threads, num_bytes)
+    return extension.run_segments(table, _bf16_nan_bits(), threads, with_hash)
 
 
 def _choose_threads(num_threads: int, num_bytes: int) -> int:

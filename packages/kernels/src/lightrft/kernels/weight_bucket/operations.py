@@ -1,53 +1,103 @@
 """Hash, pack and unpack: checks arguments, then calls the native code or torch."""
 
-from collections.abc import Sequence
-from typing import Literal
+import importlib.util
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightrft.kernels.weight_bucket import cuda, native, reference
+from lightrft.kernels.weight_bucket.native import Move
 
 Implementation = Literal["auto", "native", "torch"]
 _IMPLEMENTATIONS = ("auto", "native", "torch")
 
 
+class _Runner(NamedTuple):
+    """The extension, and whether its device code or its host code runs."""
+
+    extension: native.Extension
+    on_device: bool
+
+
 def hash_tensor(
     tensor: Tensor, *, start: int = 0, impl: Implementation = "auto", num_threads: int = 0
 ) -> int:
-    """Position-keyed 64-bit hash of a tensor's bits.
-
-    hash = sum_i mix64(bits(p_i) XOR mix64(start + i)) mod 2^64, i = index in the flattened tensor;
-    bits(p) is the raw bit pattern, zero-extended to 64 bits. It is additive over disjoint flat
-    ranges: pass each range's first index as `start` and add with `combine_hashes`.
-
-    mix64(x): z = x + 0x9E3779B97F4A7C15; z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB; z ^ (z >> 31), all mod 2^64.
+    """Position-keyed 64-bit hash of one tensor's bits; see `hash_tensors`.
 
     Args:
         tensor: Any shape, device and dtype of 1, 2, 4 or 8 bytes; a strided one is copied first.
         start: Index of the first element in the full logical tensor.
         impl: "native" (C++ or CUDA), "torch", or "auto"; all give the same number.
         num_threads: Threads of the native code; 0 takes torch's.
+    """
+    return hash_tensors([tensor], starts=[start], impl=impl, num_threads=num_threads)[0]
+
+
+def hash_tensors(
+    tensors: Sequence[Tensor],
+    *,
+    starts: Sequence[int] | None = None,
+    dtypes: Sequence[torch.dtype] | None = None,
+    impl: Implementation = "auto",
+    num_threads: int = 0,
+) -> list[int]:
+    """Position-keyed 64-bit hashes of the bits of many tensors, in one pass and with one wait.
+
+    A hash is additive over disjoint flat ranges: pass each range's first index as its start and add
+    with `combine_hashes`. `weight_bucket/reference.py` has the formula and what it detects.
+
+    Args:
+        tensors: Any shape, device and dtype of 1, 2, 4 or 8 bytes; strided ones are copied first.
+        starts: Index of each tensor's first element in its full logical tensor; 0 if None.
+        dtypes: What is hashed is the tensor after a cast to this; None for the tensors as they are.
+        impl: "native" (C++ or CUDA), "torch", or "auto"; all give the same numbers.
+        num_threads: Threads of the native code; 0 takes torch's.
 
     Returns:
-        A signed 64-bit integer.
+        Signed 64-bit integers.
 
     Raises:
-        ValueError: `start` is negative, the dtype has another size, or `impl` is unknown.
-        RuntimeError: "native" was asked for but is not built for the tensor's device.
+        ValueError: A start is negative, a dtype has another size, lengths differ, or `impl` is
+            unknown.
+        RuntimeError: "native" was asked for but has no code for the tensors' device or cast.
     """
-    if start < 0:
-        raise ValueError(f"start must be an index into the full tensor (>= 0): got {start}")
-    if tensor.dtype.itemsize > 8 or tensor.is_complex():
-        raise ValueError(f"cannot hash {tensor.dtype}: expected a real dtype of 1, 2, 4 or 8 bytes")
-    extension = _choose(impl, fits=tensor.device.type == "cpu" or _has_device_code(tensor))
-    flat = tensor.detach().contiguous()
-    if extension is None:
-        return reference.hash_flat(flat, start)
-    if flat.is_cuda:
-        return cuda.hash_flat(extension, flat, start)
-    return native.hash_flat(extension, flat, start, num_threads=num_threads)
+    starts = [0] * len(tensors) if starts is None else starts
+    dtypes = [tensor.dtype for tensor in tensors] if dtypes is None else dtypes
+    if not len(tensors) == len(starts) == len(dtypes):
+        raise ValueError(
+            f"hash_tensors needs one start and dtype per tensor: got {len(tensors)} tensors, "
+            f"{len(starts)} starts, {len(dtypes)} dtypes"
+        )
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        return [
+            hash_tensors([t], starts=[s], dtypes=[d], impl=impl, num_threads=num_threads)[0]
+            for t, s, d in zip(tensors, starts, dtypes, strict=True)
+        ]
+    flats, moves = [], []
+    for tensor, start, dtype in zip(tensors, starts, dtypes, strict=True):
+        if start < 0:
+            raise ValueError(f"start must be an index into the full tensor (>= 0): got {start}")
+        if dtype.itemsize > 8 or dtype.is_complex:
+            raise ValueError(f"cannot hash {dtype}: expected a real dtype of 1, 2, 4 or 8 bytes")
+        flat = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+        flats.append(flat)
+        moves.append(Move(flat.data_ptr(), 0, 1, flat.numel(), 0, flat.dtype, dtype, start))
+    device = next(iter(devices), torch.device("cpu"))
+    runner = _choose(impl, moves, device)
+    if runner is not None and not runner.on_device:
+        return native.run(runner.extension, moves, num_threads=num_threads, with_hash=True)
+    if runner is not None:
+        hashes = torch.zeros(len(moves), dtype=torch.int64, device=device)
+        cuda.run(runner.extension, moves, device, hashes)
+    else:
+        hashes = _torch_hashes(flats, moves, impl)
+    values: list[int] = hashes.tolist()
+    return values
 
 
 def pack(
@@ -72,7 +122,7 @@ def pack(
         impl: "native" (C++ or CUDA), "torch", or "auto"; all write the same bits.
         starts: Index of each source's first element in its full tensor, for `hashes`; 0 if None.
         hashes: [sources] int64, beside `out`: the hash of what was packed of each source is added
-            (`hash_tensor`'s), on a GPU in the same pass over memory.
+            (`hash_tensor`'s), in the same pass over memory.
 
     Raises:
         ValueError: Lengths differ, a tensor is strided, or a segment lies outside `out`.
@@ -83,16 +133,35 @@ def pack(
             f"pack needs one byte offset and dtype per source: got {len(sources)} sources, "
             f"{len(byte_offsets)} offsets, {len(dtypes)} dtypes"
         )
-    rows = [_rows(source.detach()) for source in sources]
-    places = [
-        _place(out, offset, source.numel(), dtype)
-        for source, offset, dtype in zip(rows, byte_offsets, dtypes, strict=True)
-    ]
-    if hashes is not None and (hashes.shape != (len(rows),) or hashes.dtype != torch.int64):
+    if hashes is not None and (hashes.shape != (len(sources),) or hashes.dtype != torch.int64):
         raise ValueError(
-            f"expected hashes [{len(rows)}] int64: got {tuple(hashes.shape)} {hashes.dtype}"
+            f"expected hashes [{len(sources)}] int64: got {tuple(hashes.shape)} {hashes.dtype}"
         )
-    _copy(rows, places, impl, num_threads, starts=starts, hashes=hashes)
+    address, size = _bucket_place(out)
+    device = out.device
+    are_beside = True
+    moves = []
+    for slot, (source, offset, dtype) in enumerate(zip(sources, byte_offsets, dtypes, strict=True)):
+        num_rows, row_elements, stride = _rows(source)
+        _check_segment(address, size, offset, num_rows * row_elements, dtype)
+        are_beside &= source.device == device
+        moves.append(
+            Move(
+                source.data_ptr(), address + offset, num_rows, row_elements, stride,
+                source.dtype, dtype, 0 if starts is None else starts[slot],
+            )
+        )  # fmt: skip
+    runner = _choose(impl, moves, device if are_beside else None)
+    if runner is not None:
+        _run(runner, moves, device, num_threads, hashes)
+        return
+    places = [
+        _place(out, o, s.numel(), d) for s, o, d in zip(sources, byte_offsets, dtypes, strict=True)
+    ]
+    reference.copy_segments([source.detach() for source in sources], places)
+    if hashes is not None:
+        moves = [move._replace(source_dtype=move.dtype) for move in moves]
+        hashes += _torch_hashes(places, moves, impl)
 
 
 def unpack(
@@ -120,90 +189,143 @@ def unpack(
         raise ValueError(
             f"unpack needs one byte offset per tensor: got {len(byte_offsets)} and {len(outs)}"
         )
-    flat_outs = [_flat(out.detach(), "output") for out in outs]
-    places = [
-        _place(bucket, offset, out.numel(), out.dtype)
-        for offset, out in zip(byte_offsets, flat_outs, strict=True)
-    ]
-    _copy(places, flat_outs, impl, num_threads)
-
-
-def _copy(
-    sources: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    impl: Implementation,
-    num_threads: int,
-    *,
-    starts: Sequence[int] | None = None,
-    hashes: Tensor | None = None,
-) -> None:
-    fits_device = bool(outs) and _has_device_code(outs[0]) and cuda.can_run(sources, outs)
-    fits = fits_device or all(
-        native.can_copy(source, out.dtype) and out.device.type == "cpu"
-        for source, out in zip(sources, outs, strict=True)
-    )
-    extension = _choose(impl, fits=fits)
-    if extension is not None and fits_device:
-        cuda.run(extension, sources, outs, starts=starts, hashes=hashes)
+    address, size = _bucket_place(bucket)
+    device = bucket.device
+    are_beside = True
+    moves = []
+    for offset, out in zip(byte_offsets, outs, strict=True):
+        if not out.is_contiguous():
+            _refuse_strided(out, "output")
+        dtype, numel = out.dtype, out.numel()
+        _check_segment(address, size, offset, numel, dtype)
+        are_beside &= out.device == device
+        moves.append(Move(address + offset, out.data_ptr(), 1, numel, 0, dtype, dtype, 0))
+    runner = _choose(impl, moves, device if are_beside else None)
+    if runner is not None:
+        _run(runner, moves, device, num_threads, None)
         return
-    if extension is None:
-        reference.copy_segments(sources, outs)
-    else:
-        native.copy_segments(extension, sources, outs, num_threads=num_threads)
+    places = [
+        _place(bucket, o, out.numel(), out.dtype) for o, out in zip(byte_offsets, outs, strict=True)
+    ]
+    reference.copy_segments(places, [out.detach().view(-1) for out in outs])
+
+
+def _run(
+    runner: _Runner,
+    moves: Sequence[Move],
+    device: torch.device,
+    num_threads: int,
+    hashes: Tensor | None,
+) -> None:
+    if runner.on_device:
+        cuda.run(runner.extension, moves, device, hashes)
+        return
+    found = native.run(
+        runner.extension, moves, num_threads=num_threads, with_hash=hashes is not None
+    )
     if hashes is not None:
-        for slot, out in enumerate(outs):
-            start = 0 if starts is None else starts[slot]
-            hashes[slot] += hash_tensor(out, start=start, impl=impl, num_threads=num_threads)
+        hashes += torch.tensor(found, dtype=torch.int64)
 
 
-def _has_device_code(tensor: Tensor) -> bool:
-    extension = native.load_extension()
-    return tensor.is_cuda and extension is not None and extension.has_cuda
+def _torch_hashes(flats: Sequence[Tensor], moves: Sequence[Move], impl: Implementation) -> Tensor:
+    """[tensors] int64 beside them, without the extension."""
+    if not flats:
+        return torch.zeros(0, dtype=torch.int64)
+    hash_flat = _device_hasher(flats[0].device) if impl == "auto" else reference.hash_flat
+    return torch.stack(
+        [
+            hash_flat(flat.detach().to(move.dtype), move.start)
+            for flat, move in zip(flats, moves, strict=True)
+        ]
+    )
 
 
-def _choose(impl: Implementation, *, fits: bool) -> native.Extension | None:
-    """The extension if it is wanted and can do this, None for torch."""
+@cache
+def _device_hasher(device: torch.device) -> Callable[[Tensor, int], Tensor]:
+    """The Triton kernel on a GPU where it gives the definition's numbers, else plain torch."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return reference.hash_flat
+    try:
+        from lightrft.kernels.weight_bucket import triton_hash
+
+        for dtype in (torch.bfloat16, torch.float32):
+            sample = torch.arange(5000, dtype=torch.float32, device=device).to(dtype)
+            found = triton_hash.hash_flat(sample, 77)
+            if not torch.equal(found, reference.hash_flat(sample, 77)):
+                raise ValueError(f"it hashes {dtype} to another number")
+    except Exception as err:  # noqa: BLE001 - any fault of a compiler or driver
+        warnings.warn(
+            f"the Triton hash is not used on {device}, plain torch hashes more slowly: "
+            f"{type(err).__name__}: {err}; or build lightrft-kernels with nvcc",
+            stacklevel=2,
+        )
+        return reference.hash_flat
+    return triton_hash.hash_flat
+
+
+def _choose(
+    impl: Implementation, moves: Sequence[Move], device: torch.device | None
+) -> _Runner | None:
+    """Who runs the moves: the extension if it is wanted and can, None for torch.
+
+    `device` is where all memory lies; None if that is several.
+    """
     if impl not in _IMPLEMENTATIONS:
         raise ValueError(f"unknown impl {impl!r}: expected one of {', '.join(_IMPLEMENTATIONS)}")
     if impl == "torch":
         return None
     extension = native.load_extension()
-    if impl == "native" and (extension is None or not fits):
-        reason = "is not built" if extension is None else "has no code for this device or cast"
+    reason = "is not built"
+    if extension is not None:
+        reason = "has no code for this device or cast"
+        kind = None if device is None else device.type
+        if kind == "cpu" and native.can_run(moves):
+            return _Runner(extension, on_device=False)
+        if kind == "cuda" and extension.has_cuda and cuda.can_run(moves):
+            return _Runner(extension, on_device=True)
+    if impl == "native":
         raise RuntimeError(f"impl='native': the extension {reason}; pass impl='auto'")
-    return extension if fits else None
+    return None
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """A source as it is read: flat, or a matrix with contiguous rows."""
-    if tensor.dim() == 2 and tensor.stride(1) == 1 and not tensor.is_contiguous():
-        return tensor
-    return _flat(tensor, "source")
+def _rows(tensor: Tensor) -> tuple[int, int, int]:
+    """Rows, elements and stride of a source as it is read: flat, or a matrix of contiguous rows."""
+    if tensor.is_contiguous():
+        return 1, tensor.numel(), 0
+    if tensor.dim() != 2 or tensor.stride(1) != 1:
+        _refuse_strided(tensor, "source")
+    return tensor.shape[0], tensor.shape[1], tensor.stride(0)
 
 
-def _flat(tensor: Tensor, role: str) -> Tensor:
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"every {role} must be contiguous: got shape {tuple(tensor.shape)}, strides "
-            f"{tensor.stride()}; pass .contiguous()"
-        )
-    return tensor.view(-1)
+def _refuse_strided(tensor: Tensor, role: str) -> None:
+    raise ValueError(
+        f"every {role} must be contiguous: got shape {tuple(tensor.shape)}, strides "
+        f"{tensor.stride()}; pass .contiguous()"
+    )
 
 
-def _place(bucket: Tensor, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """The segment of a bucket as a flat tensor of `dtype`."""
+def _bucket_place(bucket: Tensor) -> tuple[int, int]:
+    """Address and bytes of a bucket."""
     if bucket.dtype != torch.uint8 or bucket.dim() != 1 or not bucket.is_contiguous():
         raise ValueError(
             f"a bucket must be a contiguous 1-D uint8 tensor: got {bucket.dtype}, shape "
             f"{tuple(bucket.shape)}"
         )
+    return bucket.data_ptr(), bucket.numel()
+
+
+def _check_segment(address: int, size: int, offset: int, numel: int, dtype: torch.dtype) -> None:
     stop = offset + numel * dtype.itemsize
-    if offset < 0 or stop > bucket.numel():
-        raise ValueError(
-            f"segment [{offset}, {stop}) lies outside the bucket of {bucket.numel()} bytes"
-        )
-    if (bucket.storage_offset() + offset) % dtype.itemsize:
+    if offset < 0 or stop > size:
+        raise ValueError(f"segment [{offset}, {stop}) lies outside the bucket of {size} bytes")
+    if numel and (address + offset) % dtype.itemsize:
         raise ValueError(
             f"a segment of {dtype} must start at a multiple of {dtype.itemsize} bytes: got {offset}"
         )
-    return bucket[offset:stop].view(dtype)
+
+
+def _place(bucket: Tensor, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """A segment of a bucket, already checked, as a flat tensor of `dtype`."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype, device=bucket.device)
+    return bucket[offset : offset + numel * dtype.itemsize].view(dtype)

@@ -1,14 +1,39 @@
-"""Hash, pack and unpack in plain torch: the definition that the native code must match bitwise."""
+"""Hash, pack and unpack in plain torch: the definition that the native code must match bitwise.
+
+The hash of a tensor is a sum over its elements, so it is the same however the tensor is cut:
+
+    hash = sum_i M(c) * mix(bits_i XOR a(j) XOR A(c), k(j))  mod 2^64,   c = i div 1024, j = i mod 1024
+
+    mix(x, k): x = x * k mod 2^32;  x = x XOR (x >> 15);  p = x * k (64 bits);  p XOR (p >> 32)
+
+i is the element's index in the flattened tensor, bits_i its bit pattern, zero-extended to 32 bits;
+an element of 64 bits counts as two of 32 bits, the low half first. The keys are fixed:
+with q = mix64(2^64 - 1 - j) the place j has a = q mod 2^32 and the odd k = (q >> 32) OR 1; with
+Q = mix64(c) the block c has A = Q >> 32 and the odd M = Q OR 1. `mix64` is SplitMix64's output
+function (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", fig. 15).
+
+What it finds: mix is injective in x and M is odd, so any change of one element of at most 32 bits
+changes the hash, always. Other changes that do not look at the keys (bits flipped, elements swapped,
+shifted, permuted, zeroed or offset) go unnoticed with a probability of about 2^-62 as far as
+the keys behave like random numbers. It is no protection against someone who wants to forge weights.
+"""
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
-# Elements hashed at a time; the int64 work space is a few times 8 bytes of this.
-CHUNK_ELEMENTS = 2**18
+BLOCK_BITS = 10
+BLOCK_ELEMENTS = 1 << BLOCK_BITS
 
-_BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Elements mixed at a time; the int64 work space is a few times 8 bytes of this. On a processor it
+# should stay in the cache, on a GPU it must be worth a dozen launches.
+_CHUNK_ELEMENTS = {"cpu": 2**16}
+_DEVICE_CHUNK_ELEMENTS = 2**22
+
+_BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_WORD = 2**32 - 1
 
 
 def to_signed(value: int) -> int:
@@ -26,25 +51,55 @@ def combine_hashes(hashes: Iterable[int]) -> int:
     return to_signed(sum(hashes))
 
 
-def hash_flat(tensor: Tensor, start: int) -> int:
-    """Hash of a contiguous tensor; see `lightrft.kernels.hash_tensor` for the definition."""
+def hash_flat(tensor: Tensor, start: int) -> Tensor:
+    """Hash of a contiguous tensor whose first element has index `start`: [] int64 beside it."""
     flat = tensor.view(-1).view(_BIT_VIEWS[tensor.dtype.itemsize])
+    if tensor.dtype.itemsize == 8:
+        start *= 2
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for begin in range(0, flat.numel(), CHUNK_ELEMENTS):
-        bits = flat[begin : begin + CHUNK_ELEMENTS].to(torch.int64)
-        if flat.dtype in (torch.int16, torch.int32):
-            bits &= (1 << 8 * flat.dtype.itemsize) - 1
-        first = to_signed(start + begin)
-        keys = torch.arange(bits.numel(), dtype=torch.int64, device=flat.device).add_(first)
-        total += _mix64_(_mix64_(keys).bitwise_xor_(bits)).sum()
-    return int(total.item())
+    chunk = _CHUNK_ELEMENTS.get(flat.device.type, _DEVICE_CHUNK_ELEMENTS)
+    position = 0
+    while position < flat.numel():
+        place = (start + position) % BLOCK_ELEMENTS
+        rest = flat.numel() - position
+        # Whole blocks where possible, the part of a block before and after them.
+        count = min(chunk, rest // BLOCK_ELEMENTS * BLOCK_ELEMENTS)
+        if place != 0 or count == 0:
+            count = min(BLOCK_ELEMENTS - place, rest)
+        part = flat[position : position + count]
+        total += _hash_blocks(part, (start + position) >> BLOCK_BITS, place)
+        position += count
+    return total
+
+
+def _hash_blocks(bits: Tensor, first_block: int, place: int) -> Tensor:
+    """Hash of whole blocks, or of a part of one block that begins at `place`."""
+    width = min(bits.numel(), BLOCK_ELEMENTS)
+    masks, factors = key_table(bits.device)
+    factor = factors[place : place + width]
+    blocks = torch.arange(bits.numel() // width, dtype=torch.int64, device=bits.device)
+    keys = _mix64_(blocks.add_(first_block))
+    # int64 holds the 32-bit words, whose products wrap mod 2^64.
+    x = bits.to(torch.int64).view(-1, width)
+    if bits.dtype != torch.uint8:
+        x.bitwise_and_((1 << 8 * bits.dtype.itemsize) - 1)
+    x.bitwise_xor_(masks[place : place + width]).bitwise_xor_(_shift_right(keys, 32)[:, None])
+    x.mul_(factor).bitwise_and_(_WORD)
+    x.bitwise_xor_(x >> 15).mul_(factor)
+    x.bitwise_xor_((x >> 32).bitwise_and_(_WORD))
+    return x.sum(1).mul_(keys.bitwise_or_(1)).sum()
+
+
+@cache
+def key_table(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Masks and factors of the places of a block: two of [1024] int64, each below 2^32."""
+    keys = _mix64_(-1 - torch.arange(BLOCK_ELEMENTS, dtype=torch.int64))
+    masks, factors = keys & _WORD, _shift_right(keys, 32) | 1
+    return masks.to(device), factors.to(device)
 
 
 def _mix64_(x: Tensor) -> Tensor:
-    """SplitMix64's output function, in place on int64, whose products wrap mod 2^64.
-
-    Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", fig. 15.
-    """
+    """SplitMix64's output function, in place on int64, whose products wrap mod 2^64."""
     x.add_(_GAMMA)
     x.bitwise_xor_(_shift_right(x, 30)).mul_(_MIX_1)
     x.bitwise_xor_(_shift_right(x, 27)).mul_(_MIX_2)

@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+_PROBE_BYTES = 2**20
+
 
 class FileWriter:
     """Writes the files of one checkpoint from one rank, each when it is told of it."""
@@ -26,7 +28,13 @@ class FileWriter:
 
     def pickled(self, path: Path, state: object, *, is_zip: bool = True) -> None:
         """Writes a state by `torch.save`."""
-        torch.save(state, path, _use_new_zipfile_serialization=is_zip)
+        try:
+            torch.save(state, path, _use_new_zipfile_serialization=is_zip)
+        except RuntimeError:
+            # torch speaks of positions in the file; the system says that the disk is full.
+            with path.open("ab") as stream:
+                stream.write(bytes(_PROBE_BYTES))
+            raise
 
     def text(self, path: Path, text: str) -> None:
         """Writes a text file."""

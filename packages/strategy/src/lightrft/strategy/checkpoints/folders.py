@@ -2,10 +2,12 @@
 
 A checkpoint is written into a temporary folder. When every rank has finished, the files are
 flushed and hashed, the manifest is written as the last file, and the folder is renamed to its tag.
-A folder without a manifest is therefore not a checkpoint, and is neither loaded nor deleted.
+A folder without a manifest is therefore not a checkpoint, and is neither loaded nor deleted; what
+is left of a checkpoint that lost its manifest is replaced when its tag is saved again.
 
-    save_dir/latest                    the tag that a load without a tag takes
-    save_dir/<tag>/manifest.json       format, tag, order, world size, files with size and SHA-256
+    save_dir/latest                    the newest tag, for people; a load goes by the manifests
+    save_dir/<tag>/manifest.json       format, tag, order, world size, files with size and SHA-256,
+                                       and its own SHA-256
     save_dir/<tag>/client_state.*      the caller's values
     save_dir/<tag>/rng/rank_00000.*    generators of each rank
     save_dir/<tag>/...                 what the strategy's writer put there
@@ -18,6 +20,7 @@ import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -34,8 +37,11 @@ from lightrft.strategy.checkpoints.manifest import (
     Checkpoint,
     FileEntry,
     Manifest,
+    is_plain_name,
     list_checkpoints,
+    looks_like_checkpoint,
     rng_file,
+    scan_checkpoints,
 )
 
 logger = logging.getLogger(__name__)
@@ -123,12 +129,7 @@ class SaveRequest:
             )
         if self.max_mem <= 0:
             raise ValueError(f"max_mem must be a positive number of MB: got {self.max_mem}")
-        if self.tag is not None and (
-            not self.tag
-            or Path(self.tag).name != self.tag
-            or self.tag.startswith(".")
-            or self.tag == LATEST_NAME
-        ):
+        if self.tag is not None and (not is_plain_name(self.tag) or self.tag == LATEST_NAME):
             raise ValueError(
                 f"tag must be a plain folder name other than {LATEST_NAME!r}: got {self.tag!r}"
             )
@@ -214,6 +215,7 @@ def complete_checkpoint(
             order=opened.order,
             strategy=request.strategy,
             world_size=ranks.world_size,
+            is_latest=request.save_latest,
             details=dict(request.details),
             files=tuple(sorted((e for part in hashed for e in part), key=lambda e: e.path)),
         )
@@ -240,7 +242,7 @@ def _begin(request: SaveRequest) -> OpenCheckpoint:
     order = 1 + max((found.manifest.order for found in list_checkpoints(save_dir)), default=0)
     tag = request.tag if request.tag is not None else _default_tag(request.client_state, order)
     target = save_dir / tag
-    if target.exists() and not (target / MANIFEST_NAME).is_file():
+    if target.exists() and not looks_like_checkpoint(target):
         raise CheckpointError(
             f"cannot save checkpoint {tag!r}: {target} exists and is not a checkpoint; "
             "choose another tag or move it away"
@@ -291,55 +293,119 @@ def _publish(folder: Path, request: SaveRequest, manifest: Manifest) -> None:
 def find_checkpoint(
     load_dir: Path, tag: str | None = None, *, ranks: RankGroup = ONE_RANK
 ) -> Checkpoint:
-    """The checkpoint to load, with all its files verified; collective over `ranks`.
+    """The checkpoint to load, with all its files verified; see `find_checkpoints`."""
+    return find_checkpoints([load_dir], tag, ranks=ranks)[0]
 
-    With a tag, that one. Without, the one that `latest` names, else the newest; those that are
-    damaged are passed over with a warning.
+
+def find_checkpoints(
+    load_dirs: Sequence[Path],
+    tag: str | None = None,
+    *,
+    ranks: RankGroup = ONE_RANK,
+    accepts: Callable[[Mapping[str, object]], None] | None = None,
+) -> list[Checkpoint]:
+    """One checkpoint of each folder, all with the same tag and all whole; collective over `ranks`.
+
+    With a tag, that one. Without, the newest; those that are damaged in any folder are passed over
+    with a warning, and those saved with `save_latest=False` come last.
+
+    Args:
+        load_dirs: Folders of checkpoints; the order of the first one's decides what is newest.
+        tag: Which one, or None.
+        ranks: Each verifies its share of the files.
+        accepts: Raises if the client state of a checkpoint of the first folder is not usable.
 
     Raises:
-        FileNotFoundError: There is no checkpoint (with this tag).
-        CheckpointError: The one with this tag, or every one there is, is damaged.
+        FileNotFoundError: There is no checkpoint (with this tag), nor what is left of one.
+        CheckpointError: None is whole; the message says what is wrong with each.
     """
-    candidates = ranks.on_first(lambda: _candidates(load_dir, tag))
-    if not candidates:
-        what = "checkpoint" if tag is None else f"checkpoint with tag {tag!r}"
-        found = [item.manifest.tag for item in list_checkpoints(load_dir)]
-        raise FileNotFoundError(f"no {what} in {load_dir}: found {found}")
-    failures = []
-    for checkpoint in candidates:
-        damage = ranks.together(lambda checkpoint=checkpoint: _damage(checkpoint, ranks))  # type: ignore[misc]
-        problems = [problem for part in damage for problem in part]
+    candidates, failures = ranks.on_first(lambda: _candidates(load_dirs, tag))
+    for checkpoints in candidates:
+        verify = partial(_damage, checkpoints, ranks, accepts)
+        problems = [problem for part in ranks.together(verify) for problem in part]
         if not problems:
-            return checkpoint
-        failures.append(f"{checkpoint.path}: " + "; ".join(problems))
+            return checkpoints
+        failures.append("; ".join(problems))
         if ranks.rank == 0:
             logger.warning("skipping damaged checkpoint %s", failures[-1])
-    raise CheckpointError("damaged checkpoint: " + " | ".join(failures))
+    if failures:
+        raise CheckpointError("no whole checkpoint: " + " | ".join(failures))
+    what = "checkpoint" if tag is None else f"checkpoint with tag {tag!r}"
+    found = [item.manifest.tag for item in list_checkpoints(load_dirs[0])]
+    raise FileNotFoundError(f"no {what} in {load_dirs[0]}: found {found}")
 
 
-def _candidates(load_dir: Path, tag: str | None) -> list[Checkpoint]:
-    newest_first = list_checkpoints(load_dir)[::-1]
+def _candidates(
+    load_dirs: Sequence[Path], tag: str | None
+) -> tuple[list[list[Checkpoint]], list[str]]:
+    """What may be loaded, the best first, and what is wrong with the rest."""
+    scans = [scan_checkpoints(folder) for folder in load_dirs]
+    problems = [problem for _, found in scans for problem in found]
+    for problem in problems:
+        logger.warning("skipping %s", problem)
+    by_tag = [{item.manifest.tag: item for item in found} for found, _ in scans]
+    newest_first = scans[0][0][::-1]
+    candidates = []
+    for item in sorted(newest_first, key=lambda item: not item.manifest.is_latest):
+        name = item.manifest.tag
+        if tag not in (None, name):
+            continue
+        lacking = [f for f, found in zip(load_dirs, by_tag, strict=True) if name not in found]
+        if lacking:
+            problems += [f"{folder / name} is missing or damaged" for folder in lacking]
+        else:
+            candidates.append([found[name] for found in by_tag])
     if tag is not None:
-        return [item for item in newest_first if item.manifest.tag == tag]
-    pointer = load_dir / LATEST_NAME
-    latest = pointer.read_text().strip() if pointer.is_file() else None
-    return sorted(newest_first, key=lambda item: item.manifest.tag != latest)
+        problems = [text for text in problems if any(str(f / tag) in text for f in load_dirs)]
+    return candidates, problems
 
 
-def _damage(checkpoint: Checkpoint, ranks: RankGroup) -> list[str]:
-    """What is wrong with this rank's share of the files."""
+def _damage(
+    checkpoints: Sequence[Checkpoint],
+    ranks: RankGroup,
+    accepts: Callable[[Mapping[str, object]], None] | None,
+) -> list[str]:
+    """What is wrong with this rank's share of the files of checkpoints with one tag."""
     problems = []
-    for entry in checkpoint.manifest.files[ranks.rank :: ranks.world_size]:
-        path = checkpoint.path / entry.path
-        if not path.is_file():
-            problems.append(f"{entry.path} is missing")
-        elif path.stat().st_size != entry.num_bytes:
-            problems.append(
-                f"{entry.path} has {path.stat().st_size} bytes, expected {entry.num_bytes}"
-            )
-        elif _sha256(path) != entry.sha256:
-            problems.append(f"{entry.path} does not match its SHA-256")
+    for checkpoint in checkpoints:
+        entries = checkpoint.manifest.files[ranks.rank :: ranks.world_size]
+        found = [problem for entry in entries if (problem := _file_damage(checkpoint.path, entry))]
+        if ranks.rank == 0:
+            found += _unlisted(checkpoint)
+        problems += [f"{checkpoint.path}: {problem}" for problem in found]
+    if accepts is not None and not problems and ranks.rank == 0:
+        try:
+            accepts(checkpoints[0].client_state())
+        # Whatever a file of the right hash may hold.
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            problems.append(f"{checkpoints[0].path}: {CLIENT_STATE_NAME} is not usable: {error}")
     return problems
+
+
+def _file_damage(folder: Path, entry: FileEntry) -> str | None:
+    path = folder / entry.path
+    try:
+        if not path.is_file():
+            return f"{entry.path} is missing"
+        if not path.resolve().is_relative_to(folder.resolve()):
+            return f"{entry.path} is a link out of the checkpoint"
+        if path.stat().st_size != entry.num_bytes:
+            return f"{entry.path} has {path.stat().st_size} bytes, expected {entry.num_bytes}"
+        if _sha256(path) != entry.sha256:
+            return f"{entry.path} does not match its SHA-256"
+    except OSError as error:  # a disk that cannot read it
+        return f"{entry.path} cannot be read: {error}"
+    return None
+
+
+def _unlisted(checkpoint: Checkpoint) -> list[str]:
+    """Files that a load might take for parts of the checkpoint, but that are not."""
+    listed = {MANIFEST_NAME, *(entry.path for entry in checkpoint.manifest.files)}
+    return [
+        f"{name} does not belong to it"
+        for name in _list_files(checkpoint.path)
+        if name not in listed and name.endswith((".safetensors", ".json", ".pt"))
+    ]
 
 
 def rotate(save_dir: Path, *, max_num: int, max_mem: float) -> list[Path]:

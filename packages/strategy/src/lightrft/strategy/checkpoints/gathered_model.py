@@ -11,6 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lightrft.engines.process_state import deepspeed_unless_used
+from lightrft.strategy.checkpoints.client_state import CheckpointError
 from lightrft.strategy.weight_sync.parameter_source import exported_state, tied_parameter_names
 
 logger = logging.getLogger(__name__)
@@ -83,7 +85,8 @@ def save_gathered_model(
         for second, first in tied_parameter_names(pretrained).items():
             values[second] = values[first]
         # A copy, because transformers empties the dictionary while it writes.
-        pretrained.save_pretrained(folder, state_dict=dict(values))
+        with deepspeed_unless_used():
+            pretrained.save_pretrained(folder, state_dict=dict(values))
         _write_dtype(folder / CONFIG_NAME, values)
         for name, _ in module.named_children() if prefix else ():
             own = _under(state, f"{name}.")
@@ -166,10 +169,10 @@ class WeightFiles:
         """Copy rows [start, stop) into `target`, in pieces of at most `PIECE_BYTES`.
 
         Raises:
-            RuntimeError: The tensor has not this shape.
+            CheckpointError: The tensor has not this shape.
         """
         if self.shape(name) != shape:
-            raise RuntimeError(
+            raise CheckpointError(
                 f"{name} has shape {self.shape(name)} in {self._files[name][0]}, expected {shape}"
             )
         if not target.dim() or not target.numel():
@@ -192,7 +195,7 @@ def check_names(wanted: set[str], found: set[str], *, source: str, strict: bool)
     """Which names can be read; the others are logged.
 
     Raises:
-        RuntimeError: With `strict`, if names are missing or unexpected.
+        CheckpointError: With `strict`, if names are missing or unexpected.
     """
     missing, unexpected = sorted(wanted - found), sorted(found - wanted)
     if not missing and not unexpected:
@@ -202,6 +205,6 @@ def check_names(wanted: set[str], found: set[str], *, source: str, strict: bool)
         f"{len(unexpected)} are unexpected {unexpected[:3]}"
     )
     if strict:
-        raise RuntimeError(text)
+        raise CheckpointError(text)
     logger.warning(text)
     return wanted & found

@@ -1,14 +1,27 @@
 """save_ckpt and load_ckpt: the same for every backend but for the state itself."""
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from lightrft.strategy.backend import Backend, WantedState
-from lightrft.strategy.checkpoints.client_state import load_scheduler, save_scheduler
+from lightrft.strategy.checkpoints.client_state import (
+    CheckpointError,
+    load_scheduler,
+    save_scheduler,
+)
 from lightrft.strategy.checkpoints.file_writers import FileWriter
-from lightrft.strategy.checkpoints.folders import RankGroup, SaveRequest, find_checkpoint
+from lightrft.strategy.checkpoints.folders import (
+    RankGroup,
+    SaveRequest,
+    find_checkpoint,
+    find_checkpoints,
+)
 from lightrft.strategy.checkpoints.gathered_model import as_saved, save_gathered_model
+from lightrft.strategy.checkpoints.manifest import Checkpoint
 from lightrft.strategy.checkpoints.moving_averages import MovingAverages
 from lightrft.strategy.checkpoints.saver import CheckpointSaver
 from lightrft.strategy.distributed.collectives import gather_objects, group_size
@@ -35,6 +48,8 @@ class Checkpoints:
         self._strategy = strategy
         self._backend = backend
         self.averages = MovingAverages()
+        # By folder: what `find` has verified and the next load of it need not verify again.
+        self._verified: dict[Path, Checkpoint] = {}
         self.group = RankGroup(ranks.rank, ranks.world_size, ranks.gather_objects)
         self.saver = CheckpointSaver(
             self.group, self._make_background_group if in_background else None
@@ -63,6 +78,19 @@ class Checkpoints:
         with phase("save a checkpoint", self._ranks.timeout):
             self.saver.save(request, write)
 
+    def find(
+        self, folders: Sequence[Path], accepts: Callable[[Mapping[str, object]], None] | None = None
+    ) -> str | None:
+        """See `StrategyBase.find_ckpt`."""
+        self.finish()
+        with phase("find a checkpoint", self._ranks.timeout):
+            try:
+                found = find_checkpoints(folders, ranks=self.group, accepts=accepts)
+            except FileNotFoundError:
+                return None
+        self._verified = dict(zip(folders, found, strict=True))
+        return found[0].manifest.tag
+
     def load(
         self,
         folder: Path,
@@ -74,19 +102,39 @@ class Checkpoints:
         """See `StrategyBase.load_ckpt`."""
         self.finish()
         with phase("load a checkpoint", self._ranks.timeout):
-            checkpoint = find_checkpoint(folder, tag, ranks=self.group)
+            checkpoint = self._verified.pop(folder, None)
+            if checkpoint is None or tag != checkpoint.manifest.tag:
+                checkpoint = find_checkpoint(folder, tag, ranks=self.group)
             checkpoint.require_strategy(self._strategy)
-            self._backend.read_state(checkpoint, found, wanted)
-            if wanted.scheduler and found.scheduler is not None:
-                load_scheduler(checkpoint.path, found.scheduler)
-            self.averages.forget(inner_module(found))
-            if model_ema is not None:
-                average = self._backend.parameter_source(model_ema)
-                self.averages.load(checkpoint.path, average)
-            if wanted.rng and not checkpoint.restore_rng(self._ranks.rank):
-                self._ranks.print(f"{checkpoint.path} has no generator states for every rank")
+            try:
+                state = self._read(checkpoint, found, wanted, model_ema)
+            # Files of the right hash that hold something else: no code of theirs has run.
+            except (SafetensorError, UnpicklingError, ValueError, TypeError, LookupError) as error:
+                lines = str(error).strip().splitlines() or [""]
+                raise CheckpointError(
+                    f"{checkpoint.path} cannot be read: {type(error).__name__}: {lines[0]}"
+                ) from error
             self._ranks.barrier()
-        return str(checkpoint.path), checkpoint.client_state()
+        return str(checkpoint.path), state
+
+    def _read(
+        self,
+        checkpoint: Checkpoint,
+        found: PreparedModel,
+        wanted: WantedState,
+        model_ema: AnyModel | None,
+    ) -> dict[str, object]:
+        """Reads everything into its place; returns the client state."""
+        self._backend.read_state(checkpoint, found, wanted)
+        if wanted.scheduler and found.scheduler is not None:
+            load_scheduler(checkpoint.path, found.scheduler)
+        self.averages.forget(inner_module(found))
+        if model_ema is not None:
+            average = self._backend.parameter_source(model_ema)
+            self.averages.load(checkpoint.path, average)
+        if wanted.rng and not checkpoint.restore_rng(self._ranks.rank):
+            self._ranks.print(f"{checkpoint.path} has no generator states for every rank")
+        return checkpoint.client_state()
 
     def finish(self) -> None:
         """See `StrategyBase.finish_saving`."""

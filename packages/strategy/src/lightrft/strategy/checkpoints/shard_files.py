@@ -40,8 +40,9 @@ def write_shards(
 ) -> None:
     """Write a rank's file of a folder, which is created if needed."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts = {name: shard.rows for name, shard in shards.items()}
-    layout = {name: [shard.start, list(shard.shape)] for name, shard in shards.items()}
+    # Sorted, so that equal states are equal files: a loaded optimizer has its states in this order.
+    parts = {name: shards[name].rows for name in sorted(shards)}
+    layout = {name: [shards[name].start, list(shards[name].shape)] for name in sorted(shards)}
     files.tensors(folder / f"rank_{rank:05d}.safetensors", parts, {"layout": json.dumps(layout)})
 
 

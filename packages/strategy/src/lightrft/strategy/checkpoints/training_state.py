@@ -1,6 +1,6 @@
 """Model and optimizer as files, shard by shard where they are sharded."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from lightrft.strategy.checkpoints.file_writers import FileWriter
 from lightrft.strategy.checkpoints.gathered_model import WeightFiles, check_names
 from lightrft.strategy.checkpoints.shard_files import (
     ShardReader,
+    full_value,
     local_rows,
     own_shards,
     write_shards,
@@ -41,7 +42,7 @@ def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
     """Read shards into a model, whatever number of ranks wrote them.
 
     Raises:
-        RuntimeError: With `strict`, if names are missing or unexpected.
+        CheckpointError: With `strict`, if names are missing or unexpected.
         CheckpointError: A shape differs.
     """
     _fill(module, ShardReader(folder / MODEL_FOLDER), source=str(folder), strict=strict)
@@ -60,7 +61,7 @@ def load_full_weights(
 
     Raises:
         FileNotFoundError: There are no weights.
-        RuntimeError: A shape differs, or with `strict` names are missing or unexpected.
+        CheckpointError: A shape differs, or with `strict` names are missing or unexpected.
     """
     _fill(module, WeightFiles(path, module), source=str(path), strict=strict, names=names)
 
@@ -154,3 +155,31 @@ def _empty_state(
 def _parameter_names(module: nn.Module) -> dict[int, str]:
     reshard_modules(module)
     return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def full_optimizer_states(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """`KEY/NAME` and full value of every state of every parameter. Collective for sharded ones."""
+    names = _parameter_names(module)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{key}/{names[id(parameter)]}", full_value(value)
+
+
+def group_names(module: nn.Module, optimizer: Optimizer) -> list[dict[str, object]]:
+    """Names of the parameters, and numbers, of each group.
+
+    A backend may have replaced the parameters of an optimizer by flat parts of its own: then all
+    trained parameters are one group.
+    """
+    names = _parameter_names(module)
+    trained = [name for name, value in module.named_parameters() if value.requires_grad]
+    found: list[dict[str, object]] = []
+    for group in optimizer.param_groups:
+        is_own = all(id(parameter) in names for parameter in group["params"])
+        numbers = {k: v for k, v in group.items() if isinstance(v, bool | int | float | tuple)}
+        own = [names[id(parameter)] for parameter in group["params"]] if is_own else trained
+        found.append({"names": own, "numbers": numbers})
+        if not is_own:
+            break
+    return found

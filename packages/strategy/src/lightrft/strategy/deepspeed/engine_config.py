@@ -59,8 +59,8 @@ def training_config(
     config["gradient_clipping"] = options.max_norm if options.zero_stage > 0 else 0.0
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
-    if options.grad_accum_dtype is not None:
-        config["data_types"] = {"grad_accum_dtype": options.grad_accum_dtype}
+    # Left alone, DeepSpeed adds gradients in the dtype of the weights.
+    config["data_types"] = {"grad_accum_dtype": options.grad_accum_dtype or "fp32"}
     return config
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import io
 import logging
 import os
 import warnings
@@ -152,7 +153,9 @@ def initialize(
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     index = torch.cuda.current_device() if torch.cuda.is_available() else 0
     # DeepSpeed asks for the variable, which only a launcher sets.
-    with environment({"LOCAL_RANK": str(index)}):
+    # It also prints the memory in use, whatever the level of its log.
+    quiet = contextlib.redirect_stdout(io.StringIO())
+    with environment({"LOCAL_RANK": str(index)}), quiet:
         engine: nn.Module = deepspeed.initialize(
             model=module, optimizer=optimizer, config=dict(config), dist_init_required=False
         )[0]
@@ -254,6 +257,39 @@ def set_full_value(parameter: nn.Parameter, value: Tensor) -> None:
         safe_set_local_fp32_param(parameter, _partition_of(parameter, master))
 
 
+def full_master(parameter: nn.Parameter) -> Tensor | None:
+    """The float32 master of a trained parameter, in full; None for a frozen one. Collective."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if not parameter.requires_grad:
+        return None
+    master: Tensor | None = safe_get_full_fp32_param(parameter)
+    return None if master is None else master.view(full_shape(parameter))
+
+
+def link_moments(engine: ZeroEngine) -> None:
+    """Let `full_moment` find Adam's states as they are now.
+
+    Stages 1 and 2 of DeepSpeed link them once, after the first step of the first group: those of
+    other groups are missing.
+    """
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+    zero = vars(engine.optimizer)
+    for group, partition in zip(
+        zero.get("bit16_groups", ()), zero.get("single_partition_of_fp32_groups", ()), strict=True
+    ):
+        lazy_init_hp_params_optimizer_state(group, partition, zero["optimizer"].state)
+
+
+def full_moment(parameter: nn.Parameter, key: str) -> Tensor | None:
+    """A state of Adam for a trained parameter, in full. Collective."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    value: Tensor | None = safe_get_full_optimizer_state(parameter, key)
+    return None if value is None else value.view(full_shape(parameter))
+
+
 def discard_gradients(engine: ZeroEngine) -> None:
     """Forget the micro-batches of an optimizer step that was given up."""
     engine.zero_grad()
@@ -261,6 +297,9 @@ def discard_gradients(engine: ZeroEngine) -> None:
         return
     zero = engine.optimizer
     zero.zero_grad(set_to_none=True)
+    if hasattr(zero, "clear_hp_grads"):  # stage 1 in bfloat16 has an optimizer of its own
+        zero.clear_hp_grads()
+        return
     state = vars(zero)
     # Stage 3 copies instead of adding where this counter is 0; stages 1 and 2 count from -1.
     is_stage_3 = engine.zero_optimization_partition_weights()

@@ -43,7 +43,6 @@ class ZeroBackend(Backend):
 
     def __init__(self, ranks: DistributedContext, config: StrategyConfig) -> None:
         super().__init__(ranks, config)
-        self.offloads_adam = config.adam_offload
         self._engines: weakref.WeakKeyDictionary[Optimizer, nn.Module] = weakref.WeakKeyDictionary()
         self._has_told_offload = False
 
@@ -186,6 +185,14 @@ class ZeroBackend(Backend):
     def full_values(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Gathers one parameter at a time."""
         return training_state.full_values(module)
+
+    def full_states(self, found: PreparedModel) -> Iterator[tuple[str, Tensor]]:
+        """Float32 masters where there are any; see `Backend.full_states`."""
+        if self.config.zero_stage == 0:
+            yield from super().full_states(found)
+            return
+        engine = runtime.as_engine(wrapped_module(found))
+        yield from training_state.full_states(engine, found.optimizer)
 
     def load_weights(self, module: nn.Module, path: Path, *, strict: bool) -> None:
         """Reads full weights into parameters and masters."""

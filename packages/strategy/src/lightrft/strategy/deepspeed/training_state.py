@@ -5,7 +5,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightrft.strategy.checkpoints.client_state import CheckpointError
 from lightrft.strategy.checkpoints.gathered_model import WeightFiles, check_names
 from lightrft.strategy.deepspeed import runtime
 from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
@@ -17,7 +19,7 @@ def load_weights(folder: Path, engine: runtime.ZeroEngine, *, strict: bool) -> N
     """Read only the weights, in float32, whatever number of ranks wrote them.
 
     Raises:
-        RuntimeError: With `strict`, if names are missing or unexpected.
+        CheckpointError: With `strict`, if names are missing or unexpected.
     """
     if engine.zero_optimization_stage() == 0:
         with runtime.weights_only_loading():
@@ -34,7 +36,7 @@ def load_full_weights(path: Path, module: nn.Module, *, strict: bool) -> None:
 
     Raises:
         FileNotFoundError: There are no weights.
-        RuntimeError: A shape differs, or with `strict` names are missing or unexpected.
+        CheckpointError: A shape differs, or with `strict` names are missing or unexpected.
     """
     files = WeightFiles(path, module)
 
@@ -59,7 +61,7 @@ def _fill(
             continue
         shape = runtime.full_shape(parameters[name])
         if tuple(value.shape) != shape:
-            raise RuntimeError(
+            raise CheckpointError(
                 f"{name} has shape {tuple(value.shape)} in {source}, expected {shape}"
             )
         runtime.set_full_value(parameters[name], value)
@@ -78,3 +80,31 @@ def full_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in module.named_buffers():
         if name in saved_names:
             yield name, buffer
+
+
+def full_states(
+    engine: runtime.ZeroEngine, optimizer: Optimizer | None
+) -> Iterator[tuple[str, Tensor]]:
+    """`weight/NAME`, and with an optimizer that has stepped `KEY/NAME`. Collective.
+
+    Args:
+        engine: Of stage 1 to 3.
+        optimizer: Its optimizer, whose states are those of flat parts.
+    """
+    module = engine.module
+    states = [] if optimizer is None else [state for state in optimizer.state.values() if state]
+    if states and not engine.zero_optimization_partition_weights():
+        runtime.link_moments(engine)
+    for name, parameter in module.named_parameters():
+        master = runtime.full_master(parameter)
+        if master is None:
+            with torch.no_grad(), runtime.gathered([parameter]):
+                yield f"weight/{name}", parameter
+            continue
+        yield f"weight/{name}", master
+        for key in ("exp_avg", "exp_avg_sq") if states else ():
+            value = runtime.full_moment(parameter, key)
+            if value is not None:
+                yield f"{key}/{name}", value
+        if states and "step" in states[0]:
+            yield f"step/{name}", torch.as_tensor(states[0]["step"], dtype=torch.float32)

@@ -37,6 +37,20 @@ def _has_peers(group: Group) -> TypeGuard[ProcessGroup | None]:
     return not isinstance(group, Alone) and dist.is_initialized()
 
 
+def _backends(group: Group) -> dict[str, str]:
+    """Kind of device -> backend. The backend's own name may be a compound of several."""
+    config = dist.get_backend_config(None if isinstance(group, Alone) else group)
+    return dict(part.split(":") for part in config.split(","))
+
+
+def transfer_device(group: Group = None) -> torch.device:
+    """Where tensors lie that travel in the group without a stop in the host's memory."""
+    moves_on_gpus = _has_peers(group) and _backends(group).get("cuda", "gloo") != "gloo"
+    if moves_on_gpus:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def group_size(group: Group = None) -> int:
     """Ranks in the group; 1 without torch.distributed."""
     return dist.get_world_size(group) if _has_peers(group) else 1
@@ -63,7 +77,7 @@ def gather_objects(item: T, group: Group = None) -> list[T]:
     data = pickle.dumps(item)
     framed = (len(data).to_bytes(8, "little") + data)[:INLINE_BYTES].ljust(INLINE_BYTES, b"\0")
     row = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-    if dist.get_backend(group) == "nccl":
+    if "cpu" not in _backends(group):
         row = row.cuda()
     rows = [torch.empty_like(row) for _ in range(group_size(group))]
     dist.all_gather(rows, row, group=group)
@@ -179,7 +193,7 @@ def _reduce_large(leaf: Tensor, op: str, group: Group) -> Tensor:
     wide = torch.promote_types(flat.dtype, torch.float32) if is_float else torch.int64
     buffer = flat.to(wide, copy=True)
     if _has_peers(group):
-        if flat.device.type == "cpu" and dist.get_backend(group) == "nccl":
+        if flat.device.type not in _backends(group):
             buffer = buffer.cuda()
         native = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
         dist.all_reduce(buffer, op=native, group=group)

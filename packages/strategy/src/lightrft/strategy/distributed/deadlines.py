@@ -21,6 +21,7 @@ from lightrft.strategy.distributed.error_report import LastPhase, record_phase, 
 logger = logging.getLogger(__name__)
 HANG_EXIT_CODE = 7
 _LAST_RESORT_SECONDS = 10.0
+_ANSWER_SECONDS = 1.0
 _stack: list[_Deadline] = []
 
 
@@ -79,6 +80,25 @@ def peer_phases() -> list[str]:
     return found
 
 
+def silent_ranks() -> list[int]:
+    """The ranks that run into no deadline together with this one; waits a moment for them.
+
+    Ranks that wait for each other do so for equally long: one that is stopped or stuck elsewhere
+    does not answer.
+    """
+    store = _store()
+    if store is None:
+        return []
+    rank, world_size = _rank()
+    store.set(f"lightrft/expired/{rank}", "")
+    peers = set(range(world_size)) - {rank}
+    limit = time.monotonic() + _ANSWER_SECONDS
+    while peers and time.monotonic() < limit:
+        peers -= {peer for peer in peers if store.check([f"lightrft/expired/{peer}"])}
+        time.sleep(0.05)
+    return sorted(peers)
+
+
 def current_phase() -> tuple[str, float] | None:
     """The innermost running phase of this process and how many seconds it has taken, or None."""
     running = _stack[-1:]
@@ -97,6 +117,8 @@ def _expire(name: str, seconds: float) -> None:
     print(lines[0], file=sys.stderr, flush=True)  # noqa: T201
     try:
         lines += [f"  rank {peer}: {text}" for peer, text in enumerate(peer_phases())]
+        if silent := silent_ranks():
+            lines.append(f"  rank(s) {silent} ran into no deadline: stopped, or stuck elsewhere")
     except RuntimeError as err:
         lines.append(f"  phases of the other ranks are unknown: {err}")
     print("\n".join(lines[1:]), file=sys.stderr, flush=True)  # noqa: T201
@@ -163,11 +185,12 @@ def note_phase(error: BaseException, name: str) -> None:
 
 
 def phase_of(error: BaseException) -> str | None:
-    """The phase in which an exception, or the first of its causes that has one, was raised."""
+    """The phase in which an exception, or the first one behind it that has one, was raised."""
     notes: list[str] = error.__dict__.get("__notes__", [])
     for note in notes:
         if note.startswith(_NOTE):
             name: str = ast.literal_eval(note.removeprefix(_NOTE))
             return name
-    cause = error.__cause__
-    return None if cause is None else phase_of(cause)
+    # What fails while a failed run is closed hides the first error behind it.
+    behind = error.__cause__ or error.__context__
+    return None if behind is None else phase_of(behind)

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from lightrft.strategy.distributed.network import VARIABLE, choose_gloo_interface
+
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 # By address: the connection, and how many groups were started through it.
 _STORES: dict[str, tuple[dist.Store, Iterator[int]]] = {}
@@ -121,6 +123,9 @@ def start_process_group(timeout: timedelta | None) -> bool:
         _check_running_group()
         return False
     launch = LaunchEnvironment.read()
+    interface = choose_gloo_interface()
+    if interface is not None:
+        os.environ[VARIABLE] = interface
     dist.init_process_group(
         backend=backend_for_machine(),
         store=_fresh_store(launch, timeout or DEFAULT_TIMEOUT),

@@ -25,7 +25,8 @@ class MasterWeightsAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: Iterable[ParameterGroup], settings: AdamSettings) -> None:
-        super().__init__(groups, dataclasses.asdict(settings))
+        # `fused` is read when states are loaded: its counters lie beside the parameters.
+        super().__init__(groups, {**dataclasses.asdict(settings), "fused": True})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -47,6 +48,7 @@ class MasterWeightsAdamW(torch.optim.Optimizer):
                 [state["exp_avg_sq"] for state in states],
                 [],
                 [state["step"] for state in states],
+                fused=True,
                 amsgrad=False,
                 beta1=beta1,
                 beta2=beta2,
@@ -61,7 +63,7 @@ class MasterWeightsAdamW(torch.optim.Optimizer):
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros(())
+            state["step"] = torch.zeros((), device=parameter.device)
             state["master"] = parameter.detach().float().clone()
             state["exp_avg"] = torch.zeros_like(state["master"])
             state["exp_avg_sq"] = torch.zeros_like(state["master"])

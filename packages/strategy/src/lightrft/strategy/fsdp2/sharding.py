@@ -205,6 +205,24 @@ def _fill_from_rank_0(module: nn.Module, full: Mapping[str, Tensor]) -> None:
         local.copy_(value[start:stop] if target.dim() else value)
 
 
+def accumulate_in_float32(module: nn.Module) -> None:
+    """Lets the low-precision shards of a sharded model add up their gradients in float32.
+
+    FSDP2 rounds what it reduced in float32 to the shard's dtype and adds it to `grad` there: 256
+    gradients of 2^-8 after one of 1 are lost in bfloat16. Where `grad` is float32, it adds to
+    that.
+    """
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            parameter.grad_dtype = None  # FSDP2 assigns a low-precision one first
+            parameter.register_post_accumulate_grad_hook(_widen_gradient)  # type: ignore[no-untyped-call]
+
+
+def _widen_gradient(parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad = parameter.grad.float()
+
+
 def gradient_norm(parameters: Iterable[Tensor], device: torch.device) -> float:
     """Global 2-norm of sharded gradients; the same number on every rank. Collective.
 

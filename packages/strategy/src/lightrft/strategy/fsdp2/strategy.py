@@ -20,6 +20,7 @@ from lightrft.strategy.distributed.sequence_parallel import share_sequences
 from lightrft.strategy.fsdp2.master_weights import MasterWeightsAdamW
 from lightrft.strategy.fsdp2.sharding import (
     ShardingPlan,
+    accumulate_in_float32,
     as_fsdp,
     gradient_norm,
     is_empty_everywhere,
@@ -29,7 +30,7 @@ from lightrft.strategy.fsdp2.sharding import (
     shard_module,
 )
 from lightrft.strategy.fsdp2.source import fsdp2_parameter_source, reshard_modules
-from lightrft.strategy.optimizers import AdamSettings, parameter_groups
+from lightrft.strategy.optimizers import AdamSettings, optimizer_parameters, parameter_groups
 from lightrft.strategy.prepared import (
     AnyModel,
     Arguments,
@@ -40,6 +41,9 @@ from lightrft.strategy.prepared import (
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource
 
+# Without it (torch before 2.12) replicas exchange gradients after every micro-batch.
+CAN_FORGET = hasattr(FSDPModule, "reset_iter_state")
+
 
 class FSDP2Backend(Backend):
     """Parameters, gradients and optimizer states are sharded over ranks as DTensors."""
@@ -49,10 +53,11 @@ class FSDP2Backend(Backend):
 
     def __init__(self, ranks: DistributedContext, config: StrategyConfig) -> None:
         super().__init__(ranks, config)
-        self.offloads_adam = config.fsdp_cpu_offload
         self.uses_master_weights = False
         self._meshes: dict[int, DeviceMesh] = {}
         self._offloaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # Models whose replicas have not exchanged the gradients of this step yet.
+        self._unfinished: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def start(self) -> None:
         """Decides whether master weights are kept."""
@@ -79,10 +84,10 @@ class FSDP2Backend(Backend):
     ) -> nn.Module:
         """Shards a model in place; one that is sharded already is returned as it is.
 
-        Models for training keep float32 shards (bfloat16 with `use_mp_opt`), others are stored in
-        the compute dtype, without gradients. Parameters on the meta device are read from the
-        model's directory; if rank 0 has real ones, those are sent to all ranks. See
-        `StrategyBase.prepare_model`.
+        Models for training keep float32 shards (bfloat16 with `use_mp_opt`) and float32 gradients,
+        others are stored in the compute dtype, without gradients. Parameters on the meta device
+        are read from the model's directory; if rank 0 has real ones, those are sent to all ranks.
+        See `StrategyBase.prepare_model`.
         """
         if isinstance(model, FSDPModule):
             return model
@@ -103,11 +108,14 @@ class FSDP2Backend(Backend):
         with phase("shard a model", self.ranks.timeout):
             on_meta = meta_parameters(model)
             if not is_empty_everywhere(on_meta):
-                return shard_module(model, plan)
-            path = pretrained_directory(model)
-            shard_empty_module(model, plan)
-            training_state.load_full_weights(path, model, strict=True, names=on_meta)
-            return model
+                shard_module(model, plan)
+            else:
+                path = pretrained_directory(model)
+                shard_empty_module(model, plan)
+                training_state.load_full_weights(path, model, strict=True, names=on_meta)
+        if is_training:
+            accumulate_in_float32(model)
+        return model
 
     def create_optimizer(self, module: nn.Module, settings: AdamSettings) -> Optimizer:
         """AdamW on this rank's shards; biases and norm gains are not decayed."""
@@ -148,8 +156,19 @@ class FSDP2Backend(Backend):
         Gradients are reduced to shards after every micro-batch, so they never take the memory of
         a whole model. On a hybrid mesh the replicas exchange them on the last one only.
         """
-        as_fsdp(wrapped_module(model)).set_requires_all_reduce(is_last)
+        module = wrapped_module(model)
+        is_exchanged = is_last or not CAN_FORGET
+        as_fsdp(module).set_requires_all_reduce(is_exchanged)
+        (self._unfinished.discard if is_exchanged else self._unfinished.add)(module)
         super().backward(loss, model, is_last=is_last)
+
+    def discard_gradients(self, optimizer: Optimizer) -> None:
+        """Drops what waits for the replicas' exchange as well."""
+        super().discard_gradients(optimizer)
+        own = {id(p) for p in optimizer_parameters(optimizer)}
+        for module in [m for m in self._unfinished if own & {id(p) for p in m.parameters()}]:
+            as_fsdp(module).reset_iter_state()
+            self._unfinished.discard(module)
 
     def global_norm(self, parameters: Iterable[Tensor]) -> float:
         """One number, summed over all ranks."""
@@ -157,7 +176,8 @@ class FSDP2Backend(Backend):
 
     def offload_optimizer(self, optimizer: Optimizer) -> None:
         """With `adam_offload`, moves the states to the CPU, bit for bit; idempotent."""
-        if self.config.adam_offload and not self.offloads_adam and optimizer not in self._offloaded:
+        moves = self.config.adam_offload and not self.config.fsdp_cpu_offload
+        if moves and optimizer not in self._offloaded:
             _move_states(optimizer, torch.device("cpu"))
             self._offloaded.add(optimizer)
             if self.ranks.has_gpu:

@@ -17,7 +17,12 @@ from lightrft.strategy.weight_sync.accounting import (
 )
 from lightrft.strategy.weight_sync.canary import Canary, ask_engine, check_answer
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource
-from lightrft.strategy.weight_sync.transfer import Transfer, load_buckets, share_weights
+from lightrft.strategy.weight_sync.transfer import (
+    Transfer,
+    full_shards,
+    load_buckets,
+    share_weights,
+)
 from lightrft.strategy.weight_sync.verification import (
     agree,
     check_hashes,
@@ -38,7 +43,9 @@ class WeightSyncReport:
         num_buckets: Weight buckets.
         num_payload_collectives: Collectives that carried weights.
         num_resident_bytes: Bytes of frozen parameters that the engine held already.
-        num_verified_bytes: Bytes whose hash was read back from the engine's final storage.
+        num_verified_bytes: Bytes whose hash is that of the engine's final storage.
+        num_aliased_bytes: Of those, bytes whose storage is the trainer's own, as their addresses
+            say: hashed once for both sides.
         num_unverifiable_bytes: Bytes hashed only as they were handed to the engine.
         engine_hash: `model_hash` of the engine's weights; 0 without verification.
         canary_difference: Largest difference between trainer and engine in a logprob of the
@@ -54,6 +61,7 @@ class WeightSyncReport:
     num_payload_collectives: int
     num_resident_bytes: int
     num_verified_bytes: int
+    num_aliased_bytes: int
     num_unverifiable_bytes: int
     engine_hash: int
     canary_difference: float | None
@@ -73,7 +81,8 @@ class WeightSyncReport:
         checked = "not verified"
         if self.num_verified_bytes + self.num_unverifiable_bytes > 0:
             checked = (
-                f"verified {_megabytes(self.num_verified_bytes)} in final storage and "
+                f"verified {_megabytes(self.num_verified_bytes)} in final storage (of it "
+                f"{_megabytes(self.num_aliased_bytes)} aliased, the same memory, hashed once) and "
                 f"{_megabytes(self.num_unverifiable_bytes)} on hand-over, "
                 f"hash {self.engine_hash & (2**64 - 1):016x}"
             )
@@ -152,9 +161,13 @@ class WeightSync:
             transfer.attempt(wake_cache, even_after_error=True)
         verify_start_time = time.perf_counter()
         engine_hashes: dict[str, int] = {}
+        shared: frozenset[str] = frozenset()
         difference = None
         if self.verify:
-            compare = partial(self._compare_hashes, pairs, hashes, transfer.handed_hashes)
+            if transfer.is_aliased:
+                find_shared = partial(self.engine.shared_names, full_shards(pairs))
+                shared = transfer.attempt(find_shared) or shared
+            compare = partial(self._compare_hashes, pairs, hashes, transfer.handed_hashes, shared)
             engine_hashes = transfer.attempt(compare) or {}
             if canary is not None and self.engine.computes_model:
                 difference = self._score_canary(canary, transfer)
@@ -170,6 +183,7 @@ class WeightSync:
             num_payload_collectives=transfer.num_payload_collectives,
             num_resident_bytes=_num_bytes(pairs) - _num_bytes(sent),
             num_verified_bytes=_num_bytes([p for p in checked if p.target.verifiable]),
+            num_aliased_bytes=_num_bytes([p for p in checked if p.name in shared]),
             num_unverifiable_bytes=_num_bytes([p for p in checked if not p.target.verifiable]),
             engine_hash=model_hash(engine_hashes),
             canary_difference=difference,
@@ -240,16 +254,24 @@ class WeightSync:
         pairs: Sequence[PlannedParameter],
         hashes: Mapping[str, int],
         handed_hashes: Mapping[str, int],
+        shared: frozenset[str],
     ) -> dict[str, int]:
         """Checks what the engine holds, as far as it can tell; else what it was given.
+
+        Args:
+            pairs: All parameters.
+            hashes: The trainer's.
+            handed_hashes: Of parameters that cannot be read back, as they were handed over.
+            shared: Parameters whose storage `hashes` were read from.
 
         Returns:
             The hashes that were found.
         """
-        readable = [pair.name for pair in pairs if pair.target.verifiable]
+        readable = [p.name for p in pairs if p.target.verifiable and p.name not in shared]
         found = self.engine.hash_parameters(readable)
+        found.update((name, hashes[name]) for name in shared)
         for pair in pairs:
-            if not pair.target.verifiable:
+            if not pair.target.verifiable and pair.name not in shared:
                 # A resident one was checked when it was handed over.
                 resident_hash = self._resident_hashes.get(pair.name, hashes[pair.name])
                 found[pair.name] = handed_hashes.get(pair.name, resident_hash)

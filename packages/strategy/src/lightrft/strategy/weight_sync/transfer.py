@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lightrft.engines.base import RolloutEngine
 from lightrft.engines.types import WeightPiece
-from lightrft.kernels import BucketBroadcaster, BucketLayout, combine_hashes, hash_tensor
+from lightrft.kernels import BucketBroadcaster, BucketLayout, combine_hashes, hash_tensors
+from lightrft.strategy.distributed.collectives import transfer_device
 from lightrft.strategy.weight_sync.accounting import PlannedParameter, WeightSyncError
 from lightrft.strategy.weight_sync.parameter_source import AddLocal, ParameterSource
-from lightrft.strategy.weight_sync.verification import transfer_device
 
 T = TypeVar("T")
 
@@ -54,11 +54,17 @@ class Transfer:
                 self.error.__cause__ = err
         return None
 
-    def note_handed_over(self, piece: WeightPiece) -> None:
-        """Adds the hash of one piece of a parameter that cannot be read back."""
-        value = hash_tensor(piece.tensor, start=piece.start)
-        known = self.handed_hashes.get(piece.name, 0)
-        self.handed_hashes[piece.name] = combine_hashes((known, value))
+    def note_handed_over(self, pieces: Sequence[WeightPiece]) -> None:
+        """Adds the hashes of pieces of parameters that cannot be read back."""
+        hashes = hash_tensors([p.tensor for p in pieces], starts=[p.start for p in pieces])
+        for piece, value in zip(pieces, hashes, strict=True):
+            known = self.handed_hashes.get(piece.name, 0)
+            self.handed_hashes[piece.name] = combine_hashes((known, value))
+
+
+def full_shards(pairs: Sequence[PlannedParameter]) -> dict[str, Tensor]:
+    """Engine name -> the trainer's own full tensor; only for sources that are not sharded."""
+    return {pair.name: pair.source.local_shard.view(pair.source.shape) for pair in pairs}
 
 
 def share_weights(
@@ -73,9 +79,7 @@ def share_weights(
         pair.source.is_aliasable and pair.source.local_shard.dtype == pair.target.dtype
         for pair in pairs
     )
-    return fits and engine.alias_weights(
-        {pair.name: pair.source.local_shard.view(pair.source.shape) for pair in pairs}
-    )
+    return fits and engine.alias_weights(full_shards(pairs))
 
 
 def load_buckets(
@@ -105,9 +109,7 @@ def load_buckets(
     )
     for bucket in filled:
         pieces = [WeightPiece(p.name, p.shape, p.start, p.tensor) for p in bucket]
-        for piece in pieces:
-            if not pairs[piece.name].target.verifiable:
-                transfer.note_handed_over(piece)
+        transfer.note_handed_over([p for p in pieces if not pairs[p.name].target.verifiable])
         transfer.attempt(lambda pieces=pieces: engine.load_weights(pieces))  # type: ignore[misc]
     transfer.num_bytes = layout.num_bytes
     transfer.num_buckets = len(layout.buckets)

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrft.kernels import hash_tensor
-from lightrft.strategy.distributed.collectives import Group, gather_objects
+from lightrft.engines.types import EngineParameter
+from lightrft.kernels import hash_tensors
+from lightrft.strategy.distributed.collectives import Group, gather_objects, transfer_device
 from lightrft.strategy.weight_sync.accounting import (
     MAX_LISTED_NAMES,
     PlannedParameter,
@@ -66,7 +67,7 @@ def source_hashes(
         vouch for: the parameters it holds whole.
     """
     rank = local_rank_in(source.group)
-    own = [_shard_hash(pair, source, rank) for pair in pairs]
+    own = _shard_hashes(pairs, source, rank)
     unsharded = {p.name: h for p, h in zip(pairs, own, strict=True) if not p.source.is_sharded}
     total = torch.tensor(
         [h if p.source.is_sharded or rank == 0 else 0 for p, h in zip(pairs, own, strict=True)],
@@ -80,10 +81,19 @@ def source_hashes(
     return hashes, model_hash({**hashes, **unsharded})
 
 
-def _shard_hash(pair: PlannedParameter, source: ParameterSource, rank: int) -> int:
-    parameter = pair.source
-    start, _ = parameter.shards[rank if parameter.is_sharded else 0]
-    return hash_tensor(cast_shard(parameter, source, start, pair.target.dtype), start=start)
+def _shard_hashes(
+    pairs: Sequence[PlannedParameter], source: ParameterSource, rank: int
+) -> list[int]:
+    """The hash of this rank's range of each parameter, as it is sent."""
+    starts = [pair.source.shards[rank if pair.source.is_sharded else 0][0] for pair in pairs]
+    if source.add_local is None:
+        shards = [pair.source.local_shard for pair in pairs]
+        return hash_tensors(shards, starts=starts, dtypes=[pair.target.dtype for pair in pairs])
+    # One after the other: a shard with its adapters is a copy.
+    return [
+        hash_tensors([cast_shard(pair.source, source, start, pair.target.dtype)], starts=[start])[0]
+        for pair, start in zip(pairs, starts, strict=True)
+    ]
 
 
 def cast_shard(
@@ -97,11 +107,22 @@ def cast_shard(
     return values.to(dtype)
 
 
-def transfer_device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors must lie to travel in the group."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def common_hashes(
+    first: ParameterSource, second: ParameterSource
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Hashes of two models' parameters by name, both in the dtypes of the second. Collective."""
+    dtypes = {entry.checkpoint_name: entry.local_shard.dtype for entry in second.parameters()}
+    found = []
+    for source in (first, second):
+        pairs = [
+            PlannedParameter(
+                EngineParameter(name, entry.shape, dtypes.get(name, entry.local_shard.dtype)), entry
+            )
+            for entry in source.parameters()
+            for name in (entry.checkpoint_name,)
+        ]
+        found.append(source_hashes(pairs, source)[0])
+    return found[0], found[1]
 
 
 def check_hashes(expected: Mapping[str, int], found: Mapping[str, int]) -> None:

@@ -9,7 +9,7 @@ from lightrft.algorithms.ratios import log_ratio, mask_like
 from lightrft.algorithms.types import TokenLoss
 
 
-@policy_loss(aggregation="token-mean")
+@policy_loss(aggregation="token-mean", is_token_wise=True)
 def cispo_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,

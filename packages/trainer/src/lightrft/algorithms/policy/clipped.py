@@ -12,7 +12,7 @@ from lightrft.algorithms.ratios import log_ratio, mask_like
 from lightrft.algorithms.types import TokenLoss
 
 
-@policy_loss(aggregation="seq-mean-token-mean")
+@policy_loss(aggregation="seq-mean-token-mean", is_token_wise=True)
 def clipped_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -69,7 +69,7 @@ def clipped_policy_loss(
 # `clipped_policy_loss` with a higher upper bound, averaged over the tokens of the batch.
 #
 # Source: Yu et al. 2025, arXiv:2503.14476, sections 3.1 and 3.3.
-dapo_policy_loss = policy_loss(aggregation="token-mean")(
+dapo_policy_loss = policy_loss(aggregation="token-mean", is_token_wise=True)(
     partial(clipped_policy_loss, clip_high=0.28)
 )
 
@@ -78,7 +78,7 @@ dapo_policy_loss = policy_loss(aggregation="token-mean")(
 # The divisor is the same for all rows, so that long wrong responses are not punished less.
 #
 # Source: Liu et al. 2025, arXiv:2503.20783.
-dr_grpo_policy_loss = policy_loss(aggregation="seq-mean-token-sum-norm")(
+dr_grpo_policy_loss = policy_loss(aggregation="seq-mean-token-sum-norm", is_token_wise=True)(
     partial(clipped_policy_loss)
 )
 

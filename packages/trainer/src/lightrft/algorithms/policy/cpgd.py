@@ -11,7 +11,7 @@ from lightrft.algorithms.ratios import log_ratio, mask_like, masked_difference
 from lightrft.algorithms.types import TokenLoss
 
 
-@policy_loss(aggregation="seq-mean-token-mean")
+@policy_loss(aggregation="seq-mean-token-mean", is_token_wise=True)
 def cpgd_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,

@@ -8,7 +8,7 @@ from lightrft.algorithms.ratios import log_ratio, mask_like
 from lightrft.algorithms.types import TokenLoss
 
 
-@policy_loss(aggregation="seq-mean-token-mean")
+@policy_loss(aggregation="seq-mean-token-mean", is_token_wise=True)
 def sapo_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,

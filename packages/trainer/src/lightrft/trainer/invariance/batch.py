@@ -15,6 +15,8 @@ NUM_ROWS = 8
 # Unequal, so that ranks and micro-batches hold unequal numbers of tokens.
 PROMPT_LENGTHS = (3, 1, 7, 2, 5, 4, 1, 6)
 RESPONSE_LENGTHS = (14, 9, 2, 21, 1, 11, 17, 5)
+# Row -> response tokens [start, stop) of observations between turns: context that nobody sampled.
+OBSERVATIONS = {0: ((4, 7),), 3: ((2, 3), (9, 15)), 6: ((1, 16),)}
 KL_COEF, ENTROPY_COEF = 0.05, 0.01
 
 
@@ -43,7 +45,7 @@ class Rows:
 
 
 def make_rows(vocab_size: int, *, seed: int = 0) -> Rows:
-    """Random rows of unequal lengths; the response of one does not count."""
+    """Random rows of unequal lengths, some of several turns; the response of one does not count."""
     rng = np.random.default_rng(seed)
     prompts = np.array(PROMPT_LENGTHS)[:, None]
     lengths = prompts + np.array(RESPONSE_LENGTHS)[:, None]
@@ -51,6 +53,9 @@ def make_rows(vocab_size: int, *, seed: int = 0) -> Rows:
     shape = (NUM_ROWS, int(lengths.max()))
     is_response = (columns >= prompts) & (columns < lengths)
     is_response[4] = False
+    for row, spans in OBSERVATIONS.items():
+        for start, stop in spans:
+            is_response[row, PROMPT_LENGTHS[row] + start : PROMPT_LENGTHS[row] + stop] = False
 
     def noise(scale: float) -> Tensor:
         return torch.from_numpy(rng.normal(0, scale, shape).astype(np.float32))

@@ -9,6 +9,7 @@ from typing import Protocol, TextIO, cast
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.registry import LOGGERS
 from lightrft.config.toml import write_whole
+from lightrft.trainer.runs.files import parse_object
 
 # Shown on the console line, in this order, where present.
 CONSOLE_METRICS = (
@@ -136,17 +137,14 @@ class LoggerGroup:
 def drop_steps_after(path: Path, step: int) -> None:
     """Removes the lines of later steps, which a resumed run is about to write again.
 
-    A last line that was cut off by a kill is removed, too.
+    Lines that are no object with a step, such as one cut off by a kill, are removed, too.
     """
     if not path.exists():
         return
     kept: list[str] = []
     # Not splitlines(): JSON leaves U+2028 and the like as they are within a text.
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if entry["step"] <= step:
+        found = parse_object(line).get("step")
+        if isinstance(found, int) and found <= step:
             kept.append(line + "\n")
     write_whole(path, "".join(kept))

@@ -9,6 +9,7 @@ from lightrft.trainer.reporting.inputs import RunData, read_run
 from lightrft.trainer.reporting.metric_table import METRICS, STAGES, MetricRow, metric_row
 from lightrft.trainer.reporting.sample_page import QUANTITIES, choose_samples, choose_tokens
 from lightrft.trainer.runs.files import CONFIG_FILE, REPORT_FILE
+from lightrft.trainer.training.alarms import run_verdict
 
 TEMPLATE = "report.html.jinja"
 SCRIPT = "report.js"
@@ -101,8 +102,6 @@ def find_alarms(run: RunData) -> list[str]:
     options = {option.name: option.value for option in run.options}
     sentences = []
     for row in METRICS.values():
-        if row.low is None and row.high is None:
-            continue
         if row.name == "constant_group_share" and options.get("n_samples_per_prompt") == "1":
             continue  # a single response always equals itself
         points = run.points(row.name)
@@ -111,7 +110,8 @@ def find_alarms(run: RunData) -> list[str]:
             worst = [value for step, value in points if value is not None and step in set(bad)]
             extreme = f", up to {format_number(max(worst))}" if worst and row.low is None else ""
             where = f"step {bad[0]}" if len(bad) == 1 else f"{len(bad)} steps from {bad[0]} on"
-            sentences.append(f"{where}: {row.name}{extreme} (healthy: {row.healthy_range})")
+            healthy = f"healthy: {row.healthy_range}" if worst else "not a finite number"
+            sentences.append(f"{where}: {row.name}{extreme} ({healthy})")
     return sentences[:MAX_ALARMS]
 
 
@@ -130,6 +130,7 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
         values = [value for _, value in run.points(name) if value is not None]
         if values:
             facts.append((name, f"{values[0]:.3f} → {values[-1]:.3f}"))
+    facts.append(("verdict", run_verdict(row for step, row in run.metrics.items() if step > 0)))
     facts.append(("weight sync", _sync_line(run)))
     versions = ", ".join(f"{name} {text}" for name, text in run.versions.items())
     facts.append(("versions", versions or "not recorded"))

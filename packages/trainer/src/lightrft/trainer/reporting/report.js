@@ -123,7 +123,12 @@
 
   function tokenSpan(sample, position, quantity, largest) {
     const text = sample.tokens[position];
-    const span = element("span", "token", text.replaceAll("\n", "⏎\n"));
+    const isObserved = sample.observed[position];
+    const span = element("span", isObserved ? "token observation" : "token", text.replaceAll("\n", "⏎\n"));
+    if (isObserved) {
+      span.title = `token ${position + 1}: ${JSON.stringify(text)}\nobservation: not sampled, not trained`;
+      return span;
+    }
     const value = sample[quantity] ? sample[quantity][position] : null;
     if (value !== null) {
       const strength = MEANS[quantity](value, largest);

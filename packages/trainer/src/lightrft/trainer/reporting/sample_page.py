@@ -71,8 +71,9 @@ def token_sample(entry: Mapping[str, object]) -> Sample | None:
     """One line of trajectories.jsonl for the page; None if it holds no tokens.
 
     Returns:
-        prompt, reward, tokens, num_tokens, truncated, and one number per token (None where it is
-        not finite) for each of `QUANTITIES` that the line has.
+        prompt, reward, tokens, num_tokens, truncated, observed (which tokens nobody sampled), and
+        one number per token (None where it is not finite) for each of `QUANTITIES` that the line
+        has.
     """
     tokens = entry.get("tokens")
     if not isinstance(tokens, list) or not tokens:
@@ -94,6 +95,7 @@ def token_sample(entry: Mapping[str, object]) -> Sample | None:
         "truncated": entry.get("truncated") is True,
         "num_tokens": len(tokens),
         "tokens": [readable(str(token)) for token in tokens[:MAX_TOKENS]],
+        "observed": _observed(entry, len(tokens))[:MAX_TOKENS],
     }
     whole = {name: found for name, found in per_token.items() if len(found) == len(tokens)}
     return sample | {name: list(map(_rounded, found[:MAX_TOKENS])) for name, found in whole.items()}
@@ -168,6 +170,18 @@ def _text(value: object) -> str:
 def _numbers(entry: Mapping[str, object], name: str) -> list[float | None]:
     values = entry.get(name)
     return [_rounded(value) for value in values] if isinstance(values, list) else []
+
+
+def _observed(entry: Mapping[str, object], num_tokens: int) -> list[bool]:
+    """Which tokens are part of an observation."""
+    spans = entry.get("sampled_spans")
+    if not isinstance(spans, list):
+        return [False] * num_tokens
+    sampled: set[int] = set()
+    for span in spans:
+        if isinstance(span, list) and len(span) == 2 and all(isinstance(i, int) for i in span):
+            sampled |= set(range(max(0, span[0]), min(span[1], num_tokens)))
+    return [position not in sampled for position in range(num_tokens)]
 
 
 def _exp(value: float | None) -> float | None:

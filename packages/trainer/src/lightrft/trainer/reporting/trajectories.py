@@ -23,7 +23,8 @@ class TrajectoryLog(JsonLinesFile):
     """Appends samples of each step to a JSONL file, with one value per response token.
 
     Each line has step, sample_id, group_id, prompt, response, reward (as the estimator saw it),
-    components, truncated, masked, weights_version, token_ids, tokens (their text), logprobs (of
+    components, truncated, masked, weights_version, token_ids, tokens (their text), sampled_spans
+    ([start, stop) of the tokens that were sampled; the others are observations), logprobs (of
     the trainer before the update), rollout_logprobs (of the engine), advantages, returns and,
     where the step has them, ref_logprobs, values, entropy and log_kept_mass (to be taken from
     logprobs before they are compared with the engine's).
@@ -76,6 +77,7 @@ def _as_line(
         "advantages": values(batch.advantages),
         "returns": values(batch.returns),
     }
+    rows = table.take(np.array([where]))
     components = zip(table.component_names, table.components[where].tolist(), strict=True)
     return {
         "step": step,
@@ -90,8 +92,15 @@ def _as_line(
         "weights_version": int(table.weights_versions[where]),
         "token_ids": token_ids[start:],
         "tokens": [decoder.decode([i], skip_special_tokens=False) for i in token_ids[start:]],
+        "sampled_spans": spans(rows.is_sampled.tolist()),
         **{name: found for name, found in per_token.items() if found is not None},
     }
+
+
+def spans(flags: Sequence[bool]) -> list[tuple[int, int]]:
+    """[start, stop) of each run of True."""
+    edges = np.flatnonzero(np.diff([0, *map(int, flags), 0])).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 class SampleLog(JsonLinesFile):
@@ -123,7 +132,7 @@ class SampleLog(JsonLinesFile):
                     "label": rollout.prompt.label,
                     "reward": item.reward,
                     "components": dict(item.components),
-                    "response_length": len(rollout.completion.output_token_ids),
+                    "response_length": len(rollout.completion.sampled_token_ids),
                     "truncated": rollout.completion.finish_reason == "length",
                 }
             )

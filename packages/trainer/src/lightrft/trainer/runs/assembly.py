@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -22,6 +22,7 @@ from lightrft.models import load_tokenizer
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.recipes import RewardRecipes
 from lightrft.strategy import get_strategy
+from lightrft.strategy.distributed.context import print_on_first_rank
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.reporting.loggers import JsonLinesLogger, MetricsLogger, own_loggers
@@ -34,6 +35,8 @@ from lightrft.trainer.runs.files import (
     SAMPLES_FILE,
     SUMMARY_FILE,
     TRAJECTORIES_FILE,
+    JsonLines,
+    set_aside,
 )
 from lightrft.trainer.runs.models import (
     build_model_rewards,
@@ -45,7 +48,9 @@ from lightrft.trainer.runs.plan import plan_run
 from lightrft.trainer.runs.prompts import planned_steps
 from lightrft.trainer.runs.start import end_run, sole_writer, start_run
 from lightrft.trainer.spmd_ppo_trainer import LoopResult, SPMDPPOTrainer
+from lightrft.trainer.training.alarms import RunAlarmError, run_verdict
 from lightrft.trainer.training.algorithm import algorithm_problems
+from lightrft.trainer.training.construction import decide_by_machine
 from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.stopping import RunStoppedError
 
@@ -68,6 +73,8 @@ class RunSummary:
         seconds: Duration of this process's part, evaluations included.
         first_eval, last_eval: Metrics of the first and the last evaluation; {} without eval_data.
         last_metrics: Metrics of the last step.
+        verdict: "learned: ..." or "no update: ...", see `run_verdict`; then, what ended the run
+            before its last step.
     """
 
     output_dir: str
@@ -81,6 +88,7 @@ class RunSummary:
     first_eval: dict[str, float]
     last_eval: dict[str, float]
     last_metrics: dict[str, float]
+    verdict: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +121,7 @@ def run_training(
 
     Raises:
         RunStoppedError: The run was asked to stop; it can be continued.
+        RunAlarmError: An alarm ended the run; all its files are written.
         ConfigError: Options that cannot be run, or a used folder that they would spoil.
         DataError: Prompts that cannot be read.
         RewardError: A reward function that cannot be loaded, or that fails.
@@ -121,11 +130,18 @@ def run_training(
     started = time.perf_counter()
     with ExitStack() as stack:
         plan = plan_run(config)
+        config = config.replaced(plan.kept)
         inputs = read_inputs(config)
         stack.callback(inputs.reward.close)
         folder, rank = Path(config.output_dir), int(os.environ.get("RANK", "0"))
         if rank == 0:
             stack.enter_context(sole_writer(folder))
+            if plan.restarts:
+                aside = set_aside(folder, config.checkpoint_dir)
+                print_on_first_rank(
+                    None, f"{folder} held a run that ended before its first checkpoint: its files "
+                    f"are in {aside}; starting over",
+                )  # fmt: skip
             if not plan.resumes:
                 # Before anything can fail; a continued run keeps its options until it goes on.
                 config.save(folder / CONFIG_FILE)
@@ -133,6 +149,7 @@ def run_training(
         if rank == 0:
             loggers = (*build_trackers(config), *own_loggers(config), *loggers)
         strategy = stack.enter_context(get_strategy(config))
+        config = decide_by_machine(config, strategy)
         trainer, loader = build_trainer(config, inputs, strategy, loggers=loggers)
         stack.callback(trainer.close)
         num_resumed = start_run(config, trainer, plan)
@@ -151,6 +168,13 @@ def run_training(
             text = json.dumps(asdict(summary), indent=2) + "\n"
             write_whole(Path(config.output_dir) / SUMMARY_FILE, text)
         end_run(config, strategy, "finished", result.num_steps)
+        strategy.print(summary.verdict)
+        if result.alarms:
+            raise RunAlarmError(
+                f"stop_on_alarm ended the run after step {result.num_steps}: "
+                f"{'; '.join(result.alarms)}; model and checkpoint are in {config.output_dir}, "
+                "--load_checkpoint continues"
+            )
         return summary
 
 
@@ -202,6 +226,7 @@ def build_trainer(
     )
     num_steps = planned_steps(loader, config, strategy.world_size)
     strategy.print(inputs.prompts.report.summary())
+    warn_without_end(inputs.tokenizer, config, strategy.print)
     strategy.print(f"{num_steps} steps of {config.rollout_batch_size} prompts")
     with phase("load the models", timedelta(minutes=config.timeout_minutes)):
         models = build_models(config, strategy, num_steps * config.steps_per_rollout)
@@ -231,8 +256,21 @@ def build_trainer(
             recipes=inputs.recipes,
         ),
         ckpt_path=str(config.checkpoint_dir),
+        fused_linear_logprob=config.fused_linear_logprob,
     )
     return trainer, loader
+
+
+def warn_without_end(
+    tokenizer: PreTrainedTokenizerBase, config: TrainConfig, write: Callable[[str], None]
+) -> None:
+    """Writes a line if the tokenizer has no token at which a response could end."""
+    if tokenizer.eos_token_id is None:
+        write(
+            f"warning: the tokenizer of {config.pretrain} has no end-of-sequence token: responses "
+            f"end only at generate_max_len = {config.generate_max_len} tokens, unless the model's "
+            "generation_config.json names another end"
+        )
 
 
 def first_rank_loggers(
@@ -300,6 +338,8 @@ def _summarise(
     num_resumed: int,
     started: float,
 ) -> RunSummary:
+    lines = JsonLines(Path(config.output_dir) / METRICS_FILE)
+    verdict = run_verdict(_numbers(entry) for step, entry in lines if step > 0)
     return RunSummary(
         output_dir=config.output_dir,
         model_dir=str(config.model_dir),
@@ -308,5 +348,18 @@ def _summarise(
         strategy=type(strategy).__name__,
         engine=strategy.inference_engine_type or "",
         seconds=time.perf_counter() - started,
-        **{name: value for name, value in asdict(result).items() if name != "was_stopped"},
+        first_eval=result.first_eval,
+        last_eval=result.last_eval,
+        last_metrics=result.last_metrics,
+        num_steps=result.num_steps,
+        verdict="; ".join([verdict, *(f"ended by an alarm: {text}" for text in result.alarms)]),
     )
+
+
+def _numbers(entry: Mapping[str, object]) -> dict[str, float | None]:
+    """The metrics of a line of metrics.jsonl; null is a number that was not finite."""
+    return {
+        name: None if value is None else float(value)
+        for name, value in entry.items()
+        if value is None or isinstance(value, int | float)
+    }

@@ -148,7 +148,7 @@ def summarise(
         metrics[metric] = float(values.mean())
         if len(values) > 1:
             metrics[f"{metric}/stderr"] = float(values.std(ddof=1) / len(values) ** 0.5)
-    metrics[f"{name}/response_length"] = float(table.response_lengths.mean())
+    metrics[f"{name}/response_length"] = float(table.sampled_lengths.mean())
     metrics[f"{name}/truncated_share"] = float(table.is_truncated.mean())
     for column, component in enumerate(table.component_names):
         metrics[f"{name}/component/{component}"] = float(np.nanmean(table.components[:, column]))

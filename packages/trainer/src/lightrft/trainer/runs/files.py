@@ -18,6 +18,9 @@ SUMMARY_FILE = "summary.json"
 START_FILE = "run.json"
 REPORT_FILE = "report.html"
 EVENTS_FILE = "events.jsonl"
+# Lines of steps: what a continued run writes on, from where its checkpoint is.
+STEP_FILES = (METRICS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE)
+UNFINISHED_PREFIX = "unfinished_"
 
 _PACKAGES = ("lightrft-trainer", "torch", "transformers", "deepspeed", "vllm", "sglang")
 
@@ -52,6 +55,30 @@ def write_event(folder: Path, event: str, *, step: int, details: Mapping[str, ob
         stream.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
+def set_aside(folder: Path, checkpoints: Path) -> Path:
+    """Moves the files of a run that has no checkpoint into a folder of their own below it.
+
+    Args:
+        folder: Of the run.
+        checkpoints: Its checkpoints: moved if they are below `folder`.
+
+    Returns:
+        Where they are.
+    """
+    number = 1
+    while (target := folder / f"{UNFINISHED_PREFIX}{number}").exists():
+        number += 1
+    target.mkdir()
+    # What makes the folder a used one goes first: a kill in between leaves an unused folder.
+    names = [*STEP_FILES, START_FILE, CONFIG_FILE, EVENTS_FILE, REPORT_FILE]
+    if checkpoints.parent == folder:
+        names.append(checkpoints.name)
+    for name in names:
+        if (folder / name).exists():
+            (folder / name).rename(target / name)
+    return target
+
+
 @dataclass(slots=True)
 class JsonLines:
     """The JSON objects of a file that may still be written or was cut off.
@@ -71,7 +98,7 @@ class JsonLines:
             return
         with self.path.open(encoding="utf-8", errors="replace") as stream:
             for line in stream:
-                entry = _parse(line)
+                entry = parse_object(line)
                 step = entry.get("step")
                 if isinstance(step, int) and not isinstance(step, bool):
                     yield step, entry
@@ -82,14 +109,15 @@ class JsonLines:
 def read_json(path: Path) -> dict[str, object]:
     """The object in a JSON file; {} if it is missing or not readable."""
     try:
-        return _parse(path.read_text(encoding="utf-8", errors="replace"))
+        return parse_object(path.read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return {}
 
 
-def _parse(text: str) -> dict[str, object]:
+def parse_object(text: str) -> dict[str, object]:
+    """The JSON object of a text; {} if it is none."""
     try:
         entry = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return entry if isinstance(entry, dict) else {}

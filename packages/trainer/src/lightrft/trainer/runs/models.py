@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -13,11 +13,14 @@ from lightrft.config import TrainConfig
 from lightrft.datasets import Prompt
 from lightrft.experience.model_rewards import ModelRewards, ScoringModel
 from lightrft.models import Actor, Critic, LoraActor, RewardModel, load_causal_lm, load_tokenizer
+from lightrft.models.loading import ModelLoadError
 from lightrft.rewards import CombinedReward, build_reward
 from lightrft.rewards.build import numbered, reward_urls
 from lightrft.rewards.recipes import RewardRecipes, load_recipes
-from lightrft.strategy.prepared import PreparedModel
+from lightrft.strategy.prepared import PreparedModel, inner_module
 from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.weight_sync.parameter_source import engine_source
+from lightrft.strategy.weight_sync.verification import common_hashes, model_hash
 from lightrft.trainer.training.algorithm import build_estimator
 from lightrft.trainer.training.construction import configure_model
 
@@ -69,7 +72,11 @@ def reward_recipes(config: TrainConfig, prompts: Sequence[Prompt]) -> RewardReci
 def prepare_reward_models(config: TrainConfig, strategy: StrategyBase) -> tuple[nn.Module, ...]:
     """Loads the reward models and shards each over at most 8 ranks."""
     with strategy.init_model_context():
-        models = [RewardModel.from_pretrained(path) for path in config.reward_pretrain]
+        new = config.allow_new_weights
+        models = [
+            RewardModel.from_pretrained(path, allow_new_weights=new)
+            for path in config.reward_pretrain
+        ]
     # Not by prepare_models_and_optimizers, which leaves them alone beside a remote reward.
     return tuple(strategy.prepare_model(model, shard_size=8) for model in models)
 
@@ -131,9 +138,12 @@ def build_models(config: TrainConfig, strategy: StrategyBase, max_steps: int) ->
         actor = _load_policy(path, config)
         if advantage_traits(build_estimator(config)).needs_critic:
             critic_path = config.critic_pretrain
-            critic = Critic.from_pretrained(critic_path if isinstance(critic_path, str) else path)
+            critic = Critic.from_pretrained(
+                critic_path if isinstance(critic_path, str) else path,
+                allow_new_weights=config.allow_new_weights,
+            )
         if config.init_kl_coef > 0:
-            reference = Actor.from_pretrained(path)
+            reference = Actor.from_pretrained(path, allow_new_weights=config.allow_new_weights)
         average = _load_policy(path, config) if config.enable_ema else None
     # Before the strategy wraps and compiles them.
     for model in (actor, critic, reference):
@@ -142,6 +152,8 @@ def build_models(config: TrainConfig, strategy: StrategyBase, max_steps: int) ->
     ready_actor, ready_critic, _, ready_reference = strategy.prepare_models_and_optimizers(
         actor, critic, None, reference, config, max_steps
     )
+    if ready_reference is not None:
+        require_equal_start(strategy, ready_actor, ready_reference)
     return RunModels(
         actor=ready_actor,
         critic=None if critic is None else ready_critic,
@@ -151,8 +163,33 @@ def build_models(config: TrainConfig, strategy: StrategyBase, max_steps: int) ->
     )
 
 
+def require_equal_start(strategy: StrategyBase, actor: PreparedModel, reference: nn.Module) -> None:
+    """Proves that actor and reference, read from one path, start from the same weights; collective.
+
+    Adapters are left out: they add nothing at first.
+
+    Raises:
+        ModelLoadError: They differ; the message names tensors.
+    """
+    module = inner_module(actor)
+    source = replace(engine_source(module, strategy.parameter_source(actor)), add_local=None)
+    hashes, expected = common_hashes(source, strategy.parameter_source(reference))
+    names = sorted(n for n in hashes.keys() | expected.keys() if hashes.get(n) != expected.get(n))
+    odd_ranks = [r for r, found in enumerate(strategy.gather_objects(names)) if found]
+    if odd_ranks:
+        raise ModelLoadError(
+            f"actor and reference were read from the same path but differ in {len(names)} of "
+            f"{len(expected)} tensors on rank(s) {odd_ranks}: {', '.join(names[:3])}; give a "
+            "complete checkpoint that no other process is writing"
+        )
+    strategy.print(
+        f"actor and reference start from equal weights: {len(expected)} tensors, hash "
+        f"{model_hash(expected) % 2**64:016x}"
+    )
+
+
 def _load_policy(path: str, config: TrainConfig) -> Actor:
     """The trained actor: with adapters where they are what is trained."""
     if config.lora_rank == 0:
-        return Actor.from_pretrained(path)
-    return LoraActor(load_causal_lm(path), config)
+        return Actor.from_pretrained(path, allow_new_weights=config.allow_new_weights)
+    return LoraActor(load_causal_lm(path, allow_new_weights=config.allow_new_weights), config)

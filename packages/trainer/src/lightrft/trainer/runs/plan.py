@@ -2,20 +2,15 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import options_of
 from lightrft.config.registry import REGISTRIES, split_reference
 from lightrft.config.toml import without_secrets
-from lightrft.trainer.runs.files import (
-    CONFIG_FILE,
-    METRICS_FILE,
-    START_FILE,
-    SUMMARY_FILE,
-    read_json,
-)
+from lightrft.strategy.checkpoints.manifest import checkpoint_folders
+from lightrft.trainer.runs.files import CONFIG_FILE, START_FILE, STEP_FILES, SUMMARY_FILE, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,35 +38,43 @@ class RunPlan:
     """What a command does with its run folder.
 
     Args:
-        resumes: It continues from the newest complete checkpoint, if there is one.
+        resumes: It continues from the newest whole checkpoint.
         changes: What differs from the run on disk.
+        restarts: It starts anew in the folder of a run that has no checkpoint, whose files are
+            kept aside.
+        kept: Options that a machine decided when the run on disk started, and that the command
+            leaves open.
     """
 
     resumes: bool
     changes: tuple[Change, ...] = ()
+    restarts: bool = False
+    kept: Mapping[str, object] = field(default_factory=dict)
 
 
 def plan_run(config: TrainConfig) -> RunPlan:
     """Decides from the files in the run's folder; reads only.
 
-    An unfinished run with a complete checkpoint is continued by the same command. All else that
-    would write into a used folder has to be asked for.
+    An unfinished run with a checkpoint is continued by the same command, one that ended before its
+    first checkpoint starts over. All else that would write into a used folder has to be asked for.
 
     Raises:
         ConfigError: The folder is used and the run cannot be continued, or a changed option would
             break its exactness.
     """
     folder = Path(config.output_dir)
-    metrics = folder / METRICS_FILE
-    is_used = metrics.is_file() and metrics.stat().st_size > 0
+    # First: while another rank moves the files aside, an unknown run would be refused.
     is_known = (folder / CONFIG_FILE).is_file() and (folder / START_FILE).is_file()
-    # The manifest of a checkpoint is written last.
-    has_checkpoint = any((config.checkpoint_dir / "_actor").glob("*/manifest.json"))
+    is_used = any(_has_content(folder / name) for name in STEP_FILES)
+    has_checkpoint = shows_checkpoints(config.checkpoint_dir)
     if not config.load_checkpoint:
         if not is_used and not has_checkpoint:
             return RunPlan(resumes=False)
         _require_continuable(config, is_known=is_known, has_checkpoint=has_checkpoint)
-    changes = find_changes(folder, config) if is_known and has_checkpoint else ()
+    if not has_checkpoint:
+        return RunPlan(resumes=False, restarts=is_used)
+    kept = decided_before(folder, config) if is_known else {}
+    changes = find_changes(folder, config.replaced(kept)) if is_known else ()
     breaking = [change for change in changes if not change.is_free]
     if breaking and not config.allow_changes:
         lines = "\n".join(f"  {change}" for change in breaking)
@@ -79,7 +82,7 @@ def plan_run(config: TrainConfig) -> RunPlan:
             f"{config.output_dir} cannot be continued exactly, since these changed:\n{lines}\n"
             "give their old values, another --output_dir, or --allow_changes to continue anyway"
         )
-    return RunPlan(resumes=True, changes=changes)
+    return RunPlan(resumes=True, changes=changes, kept=kept)
 
 
 def _require_continuable(config: TrainConfig, *, is_known: bool, has_checkpoint: bool) -> None:
@@ -97,11 +100,29 @@ def _require_continuable(config: TrainConfig, *, is_known: bool, has_checkpoint:
             f"--output_dir: {where} holds another run: give a new folder, or --load_checkpoint to "
             "continue that run"
         )
-    if not has_checkpoint:
-        raise ConfigError(
-            f"--output_dir: {folder} holds another run, which ended before its first checkpoint: "
-            "give a new folder, or --load_checkpoint to start it anew there (and --save_steps)"
-        )
+
+
+def _has_content(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
+def shows_checkpoints(folder: Path) -> bool:
+    """Whether a run's checkpoints show that one was complete once, whatever became of it.
+
+    The critic's is written before the actor's: the first of them alone is half a checkpoint.
+    """
+    num_critics = len(checkpoint_folders(folder / "_critic"))
+    return bool(checkpoint_folders(folder / "_actor")) or num_critics > 1
+
+
+def decided_before(folder: Path, config: TrainConfig) -> dict[str, object]:
+    """What the run in `folder` decided by its machine, of the options that are open here."""
+    old = TrainConfig.load(folder / CONFIG_FILE)
+    return {
+        name: old.__dict__[name]
+        for name, (_, info) in options_of(TrainConfig).items()
+        if info.by_machine and config.__dict__[name] is None and old.__dict__[name] is not None
+    }
 
 
 def find_changes(folder: Path, config: TrainConfig) -> tuple[Change, ...]:

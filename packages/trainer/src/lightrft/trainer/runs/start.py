@@ -11,15 +11,14 @@ from pathlib import Path
 
 from lightrft.config import TrainConfig
 from lightrft.strategy.config import ConfigError
+from lightrft.strategy.optimizers import PlannedLR
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.reporting.loggers import drop_steps_after
 from lightrft.trainer.runs.files import (
     CONFIG_FILE,
-    METRICS_FILE,
-    SAMPLES_FILE,
     START_FILE,
+    STEP_FILES,
     SUMMARY_FILE,
-    TRAJECTORIES_FILE,
     write_event,
     write_start,
 )
@@ -43,8 +42,6 @@ def start_run(config: TrainConfig, trainer: SPMDPPOTrainer, plan: RunPlan) -> in
     rows = resume_rows(config, trainer, plan.changes) if resumed else []
     if resumed:
         strategy.print(resume_table(config, num_steps, rows))
-    elif plan.resumes:
-        strategy.print(f"no complete checkpoint under {config.checkpoint_dir}: starting anew")
     if strategy.is_rank_0():
         folder = Path(config.output_dir)
         config.save(folder / CONFIG_FILE)
@@ -52,7 +49,7 @@ def start_run(config: TrainConfig, trainer: SPMDPPOTrainer, plan: RunPlan) -> in
             folder / START_FILE, world_size=strategy.world_size, inputs=describe_inputs(config)
         )
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
-        for name in (METRICS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE):
+        for name in STEP_FILES:
             # The evaluation before the first step comes again, too.
             drop_steps_after(folder / name, num_steps or -1)
         details: dict[str, object] = {"world_size": strategy.world_size}
@@ -95,6 +92,9 @@ def resume_rows(
         ("engine", "holds the restored weights" + (
             f", version {sync.weights_version}" if sync is not None else "")),
     ]  # fmt: skip
+    scheduler = trainer.actor_scheduler
+    if isinstance(scheduler, PlannedLR) and scheduler.change:
+        rows.append(("learning rate", scheduler.change))
     for change in changes:
         kind = "changed" if change.is_free else "changed, exactness lost"
         rows.append((kind, str(change)))

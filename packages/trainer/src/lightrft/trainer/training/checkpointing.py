@@ -5,6 +5,7 @@ A run's checkpoints are `ckpt_path`/_actor, with its moving average, and with a 
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from lightrft.config import TrainConfig
@@ -39,23 +40,31 @@ def save_trainer(
 def load_trainer(
     strategy: StrategyBase, config: TrainConfig, state: TrainerState, models: TrainedModels
 ) -> TrainerState | None:
-    """Loads the newest complete checkpoint into the models.
+    """Loads the newest step of which the checkpoints of all models are whole.
 
     Returns:
         The state of that checkpoint; None where there is none.
+
+    Raises:
+        CheckpointError: There are checkpoints, but none of them is whole.
     """
-    folder, restored = Path(str(config.ckpt_path)), None
-    if not (folder / "_actor").is_dir():
-        return None
-    for trained in models.trained:
+    folders = [str(Path(str(config.ckpt_path)) / f"_{item.name}") for item in models.trained]
+    tag = strategy.find_ckpt(folders, lambda client_state: _require_state(state, client_state))
+    restored = state
+    for trained, folder in zip(models.trained, folders, strict=True) if tag is not None else ():
         _, client_state = strategy.load_ckpt(
             trained.model,
-            str(folder / f"_{trained.name}"),
-            # The newest of the actor, and the critic's of the same step.
-            None if restored is None else f"global_step{restored.num_steps}",
+            folder,
+            tag,
             optimizer=trained.optimizer,
             scheduler=trained.scheduler,
             model_ema=models.ema_model if trained is models.actor else None,
         )
-        restored = restored or state.restored(client_state)
-    return restored
+        if trained is models.actor:
+            restored = state.restored(client_state)
+    return None if tag is None else restored
+
+
+def _require_state(state: TrainerState, client_state: Mapping[str, object]) -> None:
+    """Raises a ValueError unless a trainer wrote it, and continues nothing."""
+    state.restored(client_state)

@@ -38,6 +38,20 @@ def check_parts(strategy: StrategyBase, processor: object | None, *, needs_proce
         )
 
 
+def decide_by_machine(config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
+    """The configuration with what its options leave to the machine; collective where they do.
+
+    A choice for GPUs is made only where every rank has one, and printed.
+    """
+    if config.fused_linear_logprob is not None:
+        return config
+    has_gpu = strategy.all_reduce(int(strategy.device.type != "cuda"), op="max") == 0
+    chosen = config.fuses_logprob(has_gpu=has_gpu)
+    where = "every rank has a GPU" if has_gpu else "not every rank has a GPU"
+    strategy.print(f"fused_linear_logprob = {str(chosen).lower()}: {where}")
+    return config.replaced({"fused_linear_logprob": chosen})
+
+
 def configure_models(
     config: TrainConfig, strategy: StrategyBase, models: Sequence[nn.Module | None]
 ) -> None:

@@ -37,7 +37,7 @@ def evaluate(
     metrics = {
         "eval/num_prompts": float(len(table)),
         "eval/reward": float(kept.rewards.mean()),
-        "eval/response_length": float(table.response_lengths.mean()),
+        "eval/response_length": float(table.sampled_lengths.mean()),
         "eval/truncated_share": float(table.is_truncated.mean()),
     }
     for column, name in enumerate(table.component_names):

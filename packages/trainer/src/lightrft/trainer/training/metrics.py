@@ -57,6 +57,10 @@ class StepMetrics:
             self._add(f"{name}/{index}", value)
         self._derived[name] = (len(sums), finish)
 
+    def add_count(self, name: str, count: float | Tensor) -> None:
+        """Adds to a number that is summed over micro batches, optimizer steps and ranks."""
+        self.add_sums(name, torch.as_tensor(count).reshape(1), float)
+
     def add_explained_variance(
         self, name: str, values: Tensor, returns: Tensor, mask: Tensor
     ) -> None:

@@ -51,6 +51,7 @@ class WorstToken:
     Args:
         sample_id: Its sample.
         position: Its place in the row; the response starts at `response_start`.
+        turn: Of the response, counted from 0: observations end a turn.
         token_ids: The row up to and including the token.
         rollout_logprob, logprob: Of the engine and of the trainer.
         response_start: Place of the first sampled token.
@@ -62,6 +63,7 @@ class WorstToken:
     rollout_logprob: float
     logprob: float
     response_start: int
+    turn: int = 0
 
     @property
     def difference(self) -> float:
@@ -158,6 +160,7 @@ def _worst_token(
         rollout_logprob=float(batch.rollout_logprobs[row, position]),
         logprob=float(logprobs[row, position]),
         response_start=int(batch.response_mask[row].int().argmax()),
+        turn=int((batch.response_mask[row].int().diff()[:position] == 1).sum()) - 1,
     )
 
 
@@ -199,7 +202,7 @@ def check_parity(
     raise ParityError(
         "engine and trainer compute different logprobs for the same tokens, so the engine does not "
         f"sample from the model that is trained\n  {report.summary()}\n"
-        f"  worst token: sample {worst.sample_id}, response token "
+        f"  worst token: sample {worst.sample_id}, turn {worst.turn}, response token "
         f"{worst.position - worst.response_start} (id {worst.token_ids[-1]}): engine "
         f"{worst.rollout_logprob:.6g}, trainer {worst.logprob:.6g}\n"
         f"  its last tokens: {list(worst.token_ids[-16:])}\n{_layer(report, actor, strategy)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -74,11 +75,14 @@ class TrainerState:
         Args:
             step: What was trained on.
             stream: Where they came from, or None if the caller passed them.
-            kl: Mean KL to the reference model of a response, or None without one.
+            kl: Mean KL to the reference model of a response, or None without one; the weight
+                stays as it is where that is not finite.
         """
         partial = step.samples.partial
         return TrainerState(
-            kl=self.kl if kl is None else self.kl.update(kl, num_samples=len(step.table)),
+            kl=self.kl
+            if kl is None or not math.isfinite(kl)
+            else self.kl.update(kl, num_samples=len(step.table)),
             reward_moments=step.rewards.moments,
             num_steps=self.num_steps + 1,
             num_requests=self.num_requests + step.samples.num_prompts,

@@ -1,6 +1,6 @@
 """What is worth knowing about the samples of a step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from lightrft.algorithms.types import TokenLoss
 from lightrft.config import TrainConfig
 from lightrft.experience.exchange import SampleTable
 from lightrft.experience.maker import StepExperience
+from lightrft.experience.numerics import num_nonfinite
 from lightrft.experience.sampling import Samples
 from lightrft.experience.stages import StageMeter
 from lightrft.experience.types import PolicyOutputs, RolloutBatch
@@ -33,7 +34,7 @@ def table_metrics(table: SampleTable) -> dict[str, float]:
     metrics = {"num_samples": float(len(table)), "masked_share": float(table.is_masked.mean())}
     if not len(kept):
         return metrics
-    rewards, lengths = kept.rewards, kept.response_lengths
+    rewards, lengths = kept.rewards, kept.sampled_lengths
     metrics |= {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std()),
@@ -85,7 +86,7 @@ def _stage_speeds(
 ) -> dict[str, float]:
     """Tokens per second of rollout (sampled tokens), forward and update (all tokens)."""
     outputs, num_tokens = step.batch.outputs, float(step.table.lengths.sum())
-    sampled = float(step.table.response_lengths.sum())
+    sampled = float(step.table.sampled_lengths.sum())
     for report in (step.samples.selection, step.samples.partial):
         if report is not None:
             sampled = float(report.num_sampled_tokens)
@@ -123,7 +124,7 @@ def partial_metrics(samples: Samples) -> dict[str, float]:
     report, versions = samples.partial, samples.table.token_versions
     if report is None or versions is None:
         return {}
-    staleness = report.version - versions
+    staleness = report.version - versions[samples.table.is_sampled]
     return {
         "partial/num_chunks": float(report.num_chunks),
         "partial/sampled_tokens": float(report.num_sampled_tokens),
@@ -159,6 +160,9 @@ def record_experience(step: StepExperience, metrics: StepMetrics, config: TrainC
         record_policy(rollouts, batch.outputs, metrics, kl_estimator=config.kl_estimator)
     metrics.add_masked_mean("advantage_mean", batch.advantages, mask)
     metrics.add_masked_mean("advantage_abs", batch.advantages.abs(), mask)
+    scored = step.rewards.rewards[torch.from_numpy(~step.table.is_masked)]
+    # Every rank has the rewards of all.
+    metrics.add_max("nonfinite/rewards", float((~scored.isfinite()).sum()))
     metrics.add_mean("reward_clipped_share", float(step.rewards.is_clipped.sum()), len(step.table))
     if batch.outputs.values is not None:
         metrics.add_masked_mean("value_mean", batch.outputs.values, mask)
@@ -167,7 +171,7 @@ def record_experience(step: StepExperience, metrics: StepMetrics, config: TrainC
             "explained_variance", batch.outputs.values, batch.returns, mask
         )
     for item in step.samples.scored:
-        shares = repeated_share(item.rollout.completion.output_token_ids)
+        shares = repeated_share(item.rollout.completion.sampled_token_ids)
         metrics.add_mean("repeated_share", shares, 1.0)
     metrics.add_mean("repeated_share", 0.0, 0.0)
 
@@ -205,6 +209,8 @@ def record_policy(
         kl_estimator: Of the KL to the reference model.
     """
     mask, old, sampling = rollouts.response_mask, outputs.old_logprobs, outputs.sampling_logprobs
+    for logprobs in (rollouts.rollout_logprobs, old, outputs.ref_logprobs):
+        metrics.add_count("nonfinite/logprobs", num_nonfinite(logprobs, mask))
     if outputs.entropy is not None:
         metrics.add_masked_mean("entropy", outputs.entropy, mask)
     if rollouts.compared_mask is not None and sampling is not None:
@@ -249,27 +255,5 @@ def record_step(name: str, result: OptimizerStepResult | None, metrics: StepMetr
     metrics.add_mean(f"{prefix}grad_norm", result.grad_norm if is_finite else 0.0, is_finite)
     metrics.add_mean(f"{name}_lr", result.learning_rate, 1.0)
     metrics.add_mean(f"{prefix}skipped_steps", 1.0 - is_finite, 1.0)
-
-
-def alarms(config: TrainConfig, metrics: Mapping[str, float]) -> list[str]:
-    """One sentence for each metric of a step out of its bounds.
-
-    `alarm_kl` bounds `kl` (to the reference model, per token) and `approx_kl` (of the update). A
-    log-probability that is not a number is always too much: `correction_invalid_share`.
-    """
-    bounds = (
-        ("kl", config.alarm_kl, "above"),
-        ("approx_kl", config.alarm_kl, "above"),
-        ("response_length", config.alarm_length, "above"),
-        ("correction_invalid_share", 0.0, "above"),
-        ("entropy", config.alarm_entropy, "below"),
-        ("reward_std", config.alarm_reward_std, "below"),
-    )
-    found = []
-    for name, bound, side in bounds:
-        value = metrics.get(name)
-        if value is None or bound is None:
-            continue
-        if (value > bound) if side == "above" else (value < bound):
-            found.append(f"{name} is {value:.4g}, {side} {bound:g}")
-    return found
+    is_zero = float(result.grad_norm == 0.0)
+    metrics.add_mean(f"{prefix}zero_gradient_share", is_zero, 1.0)

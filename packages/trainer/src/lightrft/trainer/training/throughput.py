@@ -45,7 +45,7 @@ class TrainingFlops:
 
     Args:
         per_token: Of the layers.
-        per_scored_token: Of the output projection, which sees response tokens only.
+        per_scored_token: Of the output projection, which sees sampled tokens only.
         per_squared_length: Of attention.
     """
 
@@ -53,11 +53,11 @@ class TrainingFlops:
     per_scored_token: float
     per_squared_length: float
 
-    def total(self, lengths: NDArray[np.int64], response_lengths: NDArray[np.int64]) -> float:
+    def total(self, lengths: NDArray[np.int64], sampled_lengths: NDArray[np.int64]) -> float:
         """Operations for rows of these lengths, padding not counted."""
         return float(
             self.per_token * lengths.sum()
-            + self.per_scored_token * response_lengths.sum()
+            + self.per_scored_token * sampled_lengths.sum()
             + self.per_squared_length * (lengths.astype(float) ** 2).sum()
         )
 
@@ -129,7 +129,7 @@ def utilisation(
     """
     if not costs:
         return {}
-    flops = num_epochs * sum(cost.total(table.lengths, table.response_lengths) for cost in costs)
+    flops = num_epochs * sum(cost.total(table.lengths, table.sampled_lengths) for cost in costs)
     achieved = flops / seconds / num_devices / 1e12
     found = {"train_tflops_per_second": achieved}
     return found if peak is None else {**found, "mfu": achieved / peak}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -18,7 +19,6 @@ from lightrft.algorithms.entropy import (
     high_entropy_mask,
     high_entropy_mask_per_sequence,
 )
-from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.types import PolicyLossFunction
 from lightrft.algorithms.value import clipped_value_loss
 from lightrft.config import TrainConfig
@@ -28,9 +28,12 @@ from lightrft.experience.maker import StepExperience
 from lightrft.experience.minibatches import epoch_order, micro_slices
 from lightrft.experience.types import ExperienceBatch
 from lightrft.models.support import SamplingSupport
-from lightrft.models.types import ActorOutput, EntropyMode
+from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
+from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.trainer.training.audit_record import NoRecord
 from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.trainer.training.objective import LossTokens, PolicyObjective
 from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.step_metrics import record_policy, record_ratios, record_step
 
@@ -75,6 +78,9 @@ class Update:
         metrics: Receives the numbers.
         corrections: Terms for the difference between engine and trainer; () is none.
         kl_coef: Weight of the KL to the reference model in the loss; 0 is off.
+        recorder: Receives what an audit compares.
+        loss_inside: The actor computes the loss inside its output projection; see
+            `objective.why_loss_outside`.
     """
 
     config: TrainConfig
@@ -83,6 +89,8 @@ class Update:
     metrics: StepMetrics
     corrections: tuple[CorrectionTerm, ...] = ()
     kl_coef: float = 0.0
+    recorder: NoRecord = NoRecord()  # noqa: RUF009 - it has no state
+    loss_inside: bool = False
 
     def train(
         self,
@@ -154,6 +162,7 @@ class Update:
         if self.config.aux_loss_coef > 0:
             sums = self._router_sums(batch, actor.model, slices)
         normalizer = self._normalizer(batch)
+        self.recorder.begin_update(actor.name, batch, normalizer, weights)
         shares = [
             partial(self._policy_share, batch, rows, actor.model, normalizer, weights, sums)
             for rows in slices
@@ -168,6 +177,7 @@ class Update:
     ) -> None:
         """One optimizer step of the critic, aggregated like the policy's."""
         normalizer = self._normalizer(batch)
+        self.recorder.begin_update(critic.name, batch, normalizer, None)
         shares = [
             partial(self._value_share, select_experience(batch, rows), critic.model, normalizer)
             for rows in slices or self._row_slices(batch)
@@ -178,13 +188,18 @@ class Update:
     def _optimize(self, trained: TrainedModel, shares: Sequence[Callable[[], Tensor]]) -> None:
         """One optimizer step from the losses of its micro batches, each computed in its turn."""
         strategy, model, optimizer = self.strategy, trained.model, trained.optimizer
+        limit = timedelta(minutes=self.config.timeout_minutes)
         result = None
         with strategy.accumulation(len(shares), optimizer):
             for share in shares:
-                strategy.backward(share(), model, optimizer)
-                result = strategy.optimizer_step(
-                    optimizer, model, trained.scheduler, name=trained.name
-                )
+                with phase("train", limit):
+                    loss = share()
+                    self.metrics.add_count("nonfinite/losses", (~loss.detach().isfinite()).sum())
+                    strategy.backward(loss, model, optimizer)
+                    result = strategy.optimizer_step(
+                        optimizer, model, trained.scheduler, name=trained.name
+                    )
+        self.recorder.end_update(result)
         record_step(trained.name, result, self.metrics)
 
     def _row_slices(self, batch: ExperienceBatch) -> Sequence[slice]:
@@ -296,57 +311,55 @@ class Update:
             router_sums: [2, experts] of all tokens, or None without balancing.
         """
         config, micro, metrics = self.config, select_experience(batch, rows), self.metrics
-        mask, ref_logprobs = micro.rollouts.response_mask, micro.outputs.ref_logprobs
-        output, old_logprobs = self._score(micro, actor)
+        mask = micro.rollouts.response_mask
+        objective = PolicyObjective(config, self.policy_loss, normalizer, self.kl_coef)
+        tokens = LossTokens.of(
+            micro,
+            mode=str(config.loss_agg_mode),
+            factors=None if weights is None else weights[rows, : mask.shape[1]],
+        )
 
-        def share_of(token_loss: Tensor) -> Tensor:
-            return aggregate(token_loss, mask, str(config.loss_agg_mode), normalizer)
+        def share_of(
+            logprobs: Tensor, entropy: Tensor | None, rows: Tensor, columns: Tensor
+        ) -> Tensor:
+            entropies = None if entropy is None else entropy[None]
+            return objective.terms(tokens.at(rows, columns), logprobs[None], entropies).share
 
-        token_loss = self.policy_loss(output.logprobs, old_logprobs, micro.advantages, mask)
-        record_ratios(token_loss, output.logprobs, old_logprobs, mask, metrics)
-        if weights is not None:
-            token_loss = token_loss.weighted(weights[rows, : mask.shape[1]])
-        share = share_of(token_loss.loss)
-        metrics.add_mean("policy_loss", share, 0.0)
-        if self.kl_coef > 0 and ref_logprobs is not None:
-            kl = estimate_kl(
-                output.logprobs,
-                ref_logprobs,
-                mask,
-                estimator=config.kl_estimator,
-                old_logprobs=old_logprobs,
-            )
-            share = share + self.kl_coef * share_of(kl)
-        if config.entropy_coef > 0 and output.entropy is not None:
-            share = share - config.entropy_coef * share_of(output.entropy)
+        output = self._score(micro, actor, share_of if self.loss_inside else None)
+        terms = objective.terms(tokens, output.logprobs, output.entropy)
+        old_logprobs = tokens.old_logprobs_or(output.logprobs)
+        record_ratios(terms.token_loss, output.logprobs, old_logprobs, mask, metrics)
+        metrics.add_mean("policy_loss", terms.parts["policy"], 0.0)
+        self.recorder.micro_batch(micro, output.logprobs, terms.parts, old_logprobs)
+        share = terms.share if output.loss is None else output.loss
         if router_sums is not None:
             balance = balance_share(_router_sums(output), router_sums)
             metrics.add_mean("aux_loss", balance, 0.0)
             share = share + config.aux_loss_coef * balance
         return share
 
-    def _score(self, micro: ExperienceBatch, actor: nn.Module) -> tuple[ActorOutput, Tensor]:
-        """What the actor says about a micro batch, and the old logprobs: its own if it is first."""
-        rollouts, old_logprobs = micro.rollouts, micro.outputs.old_logprobs
-        is_first = old_logprobs is None
+    def _score(
+        self, micro: ExperienceBatch, actor: nn.Module, token_loss: TokenLossFunction | None
+    ) -> ActorOutput:
+        """What the actor says about a micro batch; of the first look at it the metrics, too."""
+        rollouts, is_first = micro.rollouts, micro.outputs.old_logprobs is None
         entropy: EntropyMode = "value" if is_first else "none"
         output = _forward(
             micro,
             actor,
             entropy="grad" if self.config.entropy_coef > 0 else entropy,
             support=rollouts.support if is_first else None,
+            token_loss=token_loss,
         )
-        if old_logprobs is not None:
-            return output, old_logprobs
-        old_logprobs = output.logprobs.detach()
-        seen = replace(
-            micro.outputs,
-            old_logprobs=old_logprobs,
-            entropy=output.entropy,
-            log_kept_mass=output.log_kept_mass,
-        )
-        record_policy(rollouts, seen, self.metrics, kl_estimator=self.config.kl_estimator)
-        return output, old_logprobs
+        if is_first:
+            seen = replace(
+                micro.outputs,
+                old_logprobs=output.logprobs.detach(),
+                entropy=output.entropy,
+                log_kept_mass=output.log_kept_mass,
+            )
+            record_policy(rollouts, seen, self.metrics, kl_estimator=self.config.kl_estimator)
+        return output
 
     def _value_share(self, micro: ExperienceBatch, critic: nn.Module, normalizer: Tensor) -> Tensor:
         rollouts, mask = micro.rollouts, micro.rollouts.response_mask
@@ -359,6 +372,7 @@ class Update:
         clip = self.config.value_clip or None
         loss = clipped_value_loss(values, old_values, micro.returns, mask, clip=clip)
         share = aggregate(loss, mask, str(self.config.loss_agg_mode), normalizer)
+        self.recorder.micro_batch(micro, values, {"value": share})
         self.metrics.add_mean("critic_loss", share, 0.0)
         return share
 
@@ -369,8 +383,10 @@ def _forward(
     *,
     entropy: EntropyMode,
     support: SamplingSupport | None = None,
+    token_loss: TokenLossFunction | None = None,
 ) -> ActorOutput:
     rollouts = micro.rollouts
+    inside = {} if token_loss is None else {"token_loss": token_loss}
     output: ActorOutput = actor(
         rollouts.token_ids,
         rollouts.attention_mask,
@@ -379,6 +395,7 @@ def _forward(
         entropy=entropy,
         model_inputs=rollouts.model_inputs,
         support=support,
+        **inside,
     )
     return output
 

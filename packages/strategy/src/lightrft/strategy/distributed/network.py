@@ -1,0 +1,81 @@
+"""The network interface by which gloo reaches the other nodes."""
+
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+
+import psutil
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+def choose_gloo_interface(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The interface that gloo must be told of, or None where it finds the right one itself.
+
+    Gloo listens on the address to which the host's own name resolves. Where that is a loopback
+    address (Debian writes 127.0.1.1 into /etc/hosts), the other nodes cannot reach it, and the
+    first object collective fails or waits.
+
+    Args:
+        environment: Has the launcher's WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR.
+
+    Raises:
+        RuntimeError: The named interface does not exist, or none leads to the other nodes.
+    """
+    num_ranks = int(environment.get("WORLD_SIZE", "1"))
+    if int(environment.get("LOCAL_WORLD_SIZE", num_ranks)) >= num_ranks:
+        return None  # one node
+    addresses = _addresses()
+    chosen = environment.get(VARIABLE)
+    if chosen is not None:
+        # Several may be given; "=" and "^" are prefixes of NCCL's form.
+        missing = [name for name in chosen.split(",") if name.strip("=^ ") not in addresses]
+        if missing:
+            raise RuntimeError(
+                f"{VARIABLE} names {missing}, which this host does not have: expected some of "
+                f"{sorted(addresses)}"
+            )
+        return None
+    own = _resolve(socket.gethostname())
+    if own is not None and not ipaddress.ip_address(own).is_loopback:
+        return None
+    leading = _address_towards(environment.get("MASTER_ADDR", "localhost"))
+    outside = {
+        name: held
+        for name, held in addresses.items()
+        if any(not ipaddress.ip_address(address).is_loopback for address in held)
+    }
+    for name, held in outside.items():
+        if leading in held or len(outside) == 1:
+            return name
+    raise RuntimeError(
+        f"this host's name {socket.gethostname()!r} resolves to {own or 'nothing'}, where other "
+        f"nodes cannot reach it: set {VARIABLE} on every node to the interface between the nodes, "
+        f"one of {sorted(outside)}"
+    )
+
+
+def _addresses() -> dict[str, set[str]]:
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: {entry.address.split("%")[0] for entry in entries if entry.family in families}
+        for name, entries in psutil.net_if_addrs().items()
+    }
+
+
+def _resolve(host: str) -> str | None:
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return None
+
+
+def _address_towards(host: str) -> str:
+    """This host's address on the way to another; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

@@ -1,0 +1,15 @@
+"""An independent recomputation of a step of a run, in float64, from what the run recorded of it.
+
+    record         what a run writes of a step, and how it is read
+    samples        raw completions to rows, masks and shaped rewards
+    advantages     estimators, KL in the reward, whitening
+    corrections    weights of tokens
+    losses         policy losses, KL terms and the value loss, each with its derivative
+    models         plain transformers forward and backward passes
+    optimizers     learning rates, clipping, SGD and Adam
+    replay         the chain of all of these, compared with the run's values
+    tolerances     how far a value may be off, by dtype; fixed beforehand
+
+Nothing of `lightrft.algorithms`, `lightrft.experience` or `lightrft.trainer` is imported: a mistake
+there cannot be repeated here. Formulas are those of the papers, written out in NumPy.
+"""

@@ -1,0 +1,325 @@
+"""The token ids between two sampled turns, from one rendering of the model's chat template.
+
+What was sampled is never rendered again: templates strip thinking, move system messages and join
+differently. One conversation is rendered whose assistant turn holds a random word; what follows
+the end of that turn is what follows every turn. The text of an observation is encoded so that none
+of it can become a special token, or a tool could speak as somebody else.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, cast
+
+Role = Literal["tool", "user"]
+Message = dict[str, object]
+# Ids of nine letters and digits are what Mistral's templates take.
+CALL_ID = "call00000"
+
+
+class ChatTokenizer(Protocol):
+    """What turns need of a Hugging Face tokenizer."""
+
+    chat_template: str | None
+    all_special_ids: list[int]
+
+    def __call__(
+        self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = False
+    ) -> Mapping[str, list[int]]:
+        """Token ids under the key `input_ids`."""
+        ...
+
+    def apply_chat_template(
+        self,
+        conversation: list[Message],
+        *,
+        tools: list[dict[str, object]] | None,
+        tokenize: bool,
+        add_generation_prompt: bool,
+    ) -> object:
+        """The rendered conversation: a string with tokenize=False."""
+        ...
+
+    def convert_ids_to_tokens(self, ids: int) -> str:
+        """The text of a special token."""
+        ...
+
+
+class TemplateRefusedError(ValueError):
+    """The chat template cannot carry turns with observations; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateVerdict:
+    """What the probe of a chat template found.
+
+    Args:
+        role: As whom results of tools are sent: "user" where the template drops or refuses calls.
+        end_of_turn: Id that ends an assistant turn; None where the next turn's first token does.
+        shows_tools: The template writes the tools into the prompt.
+        differences: Where the template would render the history otherwise than it was sampled;
+            training is exact all the same, but serving through the template is not the same.
+    """
+
+    role: Role
+    end_of_turn: int | None
+    shows_tools: bool
+    differences: tuple[str, ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a history is rendered as it was sampled."""
+        return not self.differences
+
+
+class TurnSuffix:
+    """Observations as token ids, after turns of a model.
+
+    Args:
+        tokenizer: With a chat template.
+        tools: Schemas of the tools that prompts show.
+        has_system: Whether prompts begin with a system message.
+
+    Attributes:
+        verdict: What the probe found.
+
+    Raises:
+        TemplateRefusedError: The template renders no history with observations.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        *,
+        tools: Sequence[dict[str, object]] = (),
+        has_system: bool = False,
+    ) -> None:
+        if not tokenizer.chat_template:
+            raise TemplateRefusedError(
+                "environments need a chat template, and the tokenizer has none: give "
+                "--chat_template FILE, or use an instruct model"
+            )
+        self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
+        self._mark = f"Q{secrets.token_hex(8)}Z"
+        self._end = self._end_of_turn()
+        self._end_text = "" if self._end is None else tokenizer.convert_ids_to_tokens(self._end)
+        self._frames: dict[int, tuple[str, ...]] = {}
+        role = self._find_role()
+        self.verdict = TemplateVerdict(
+            role, self._end, self._shows_tools(tools), self._differences(role, tools, has_system)
+        )
+
+    def after(self, turn: Sequence[int], texts: Sequence[str]) -> tuple[int, ...]:
+        """What is appended to a sampled turn: its missing end, the observations, the next header.
+
+        Args:
+            turn: Sampled ids, ended by a stop token.
+            texts: Results of the calls in it, in their order.
+        """
+        frame = self._frame(len(texts))
+        found = list(self._as_template(frame[0]))
+        for index, piece in enumerate(frame[1:]):
+            found += self._as_text(self._shown(frame, texts, index))
+            found += self._as_template(piece)
+        last = turn[-1] if turn else None
+        if self._end is None:
+            # The stop token that was sampled is the first token of the next turn.
+            return tuple(found[1:] if found and found[0] == last else found)
+        return tuple(found) if last == self._end else (self._end, *found)
+
+    def _render(self, messages: list[Message], **options: object) -> str:
+        given: dict[str, object] = {"tools": None, "add_generation_prompt": True, **options}
+        return cast(
+            "str",
+            self._tokenizer.apply_chat_template(messages, tokenize=False, **given),  # type: ignore[arg-type]
+        )
+
+    def _end_of_turn(self) -> int | None:
+        """The first special token after the content of an assistant turn."""
+        messages: list[Message] = [_user("question"), _assistant(self._mark)]
+        try:
+            text = self._render(messages, add_generation_prompt=False)
+        except Exception as error:  # a template is a program of the model's author
+            raise _refused(f"it fails on an assistant turn: {error}") from error
+        rest = _after_last(text, self._mark)
+        if rest is None:
+            raise _refused("it drops what the assistant says")
+        ids = self._tokenizer(rest.lstrip(), add_special_tokens=False)["input_ids"]
+        return ids[0] if ids and ids[0] in self._special else None
+
+    def _find_role(self) -> Role:
+        """As whom results can be sent: as a tool after a call, or as a user after a text."""
+        reasons = []
+        # Some templates take the arguments of a call as an object, others as JSON.
+        forms: tuple[tuple[Role, bool], ...] = (("tool", False), ("tool", True), ("user", False))
+        for self._role, self._arguments_are_text in forms:
+            try:
+                self._frame(1)
+                self._frame(2)
+            except TemplateRefusedError as error:
+                self._frames.clear()
+                reasons.append(str(error))
+            else:
+                return self._role
+        raise _refused("; ".join(dict.fromkeys(reasons)))
+
+    def _frame(self, num_texts: int) -> tuple[str, ...]:
+        """The pieces of the suffix around observations: num_texts + 1 strings."""
+        if num_texts not in self._frames:
+            self._frames[num_texts] = self._make_frame(num_texts)
+        return self._frames[num_texts]
+
+    def _make_frame(self, num_texts: int) -> tuple[str, ...]:
+        marks = [f"{self._mark}x{index}x" for index in range(num_texts)]
+        rest, pieces = self._rest(marks), []
+        for mark in marks:
+            before, found, rest = rest.partition(mark)
+            if not found or mark in rest:
+                raise TemplateRefusedError(
+                    f"a message of role {self._role} is dropped, moved or repeated"
+                )
+            pieces.append(before)
+        return (*pieces, rest)
+
+    def _rest(self, texts: Sequence[str]) -> str:
+        """What follows the end of the marked assistant turn when these texts answer it."""
+        messages = [_user("question"), self._answered_turn(), *self._results(texts)]
+        try:
+            rendered = self._render(messages)
+        except Exception as error:  # a template is a program of the model's author
+            raise TemplateRefusedError(
+                f"a message of role {self._role} is refused: {str(error)[:200]}"
+            ) from error
+        rest = _after_last(rendered, self._mark + "y")
+        if rest is None:
+            raise TemplateRefusedError("a tool call of the assistant is dropped")
+        if self._end is not None:
+            _, found, rest = rest.partition(self._end_text)
+            if not found:
+                raise TemplateRefusedError("an assistant turn before others has no end")
+            return rest
+        place = self._first_special(rest)
+        if place is None:
+            raise TemplateRefusedError("nothing ends an assistant turn")
+        return rest[place:]
+
+    def _answered_turn(self) -> Message:
+        mark = self._mark + "y"
+        if self._role == "user":
+            return _assistant(mark)
+        arguments: object = {"value": mark}
+        if self._arguments_are_text:
+            arguments = f'{{"value": "{mark}"}}'
+        function = {"name": "function", "arguments": arguments}
+        call = {"id": CALL_ID, "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    def _results(self, texts: Sequence[str]) -> list[Message]:
+        if self._role == "user":
+            shown = (f"<tool_response>\n{text}\n</tool_response>" for text in texts)
+            return [_user("\n".join(shown))]
+        return [
+            {"role": "tool", "name": "function", "tool_call_id": CALL_ID, "content": text}
+            for text in texts
+        ]
+
+    def _shown(self, frame: tuple[str, ...], texts: Sequence[str], index: int) -> str:
+        """An observation as the template writes it (trimmed, as JSON ...); else as it is."""
+        marks = [f"{self._mark}x{i}x" for i in range(len(texts))]
+        marks[index] = texts[index]
+        before = "".join(p + m for p, m in zip(frame[:index], marks[:index], strict=True))
+        before += frame[index]
+        pairs = zip(marks[index + 1 :], frame[index + 2 :], strict=True)
+        after = frame[index + 1] + "".join(m + p for m, p in pairs)
+        try:
+            rest = self._rest(marks)
+        except TemplateRefusedError:
+            return texts[index]
+        fits = len(rest) >= len(before) + len(after)
+        if fits and rest.startswith(before) and rest.endswith(after):
+            return rest[len(before) : len(rest) - len(after)]
+        return texts[index]
+
+    def _first_special(self, text: str) -> int | None:
+        """Where the first special token begins in a text."""
+        names = [self._tokenizer.convert_ids_to_tokens(i) for i in self._special]
+        places = [place for name in names if (place := text.find(name)) >= 0]
+        return min(places, default=None)
+
+    def _as_template(self, text: str) -> list[int]:
+        """Ids of a piece of the template, as they are in the middle of a conversation."""
+        ids = self._tokenizer(self._end_text + text, add_special_tokens=False)["input_ids"]
+        # Some tokenizers put a space before the first word of a text, but not after the anchor.
+        return ids if self._end is None else ids[1:]
+
+    def _as_text(self, text: str) -> list[int]:
+        """Ids of a text of which nothing becomes a special token."""
+        return self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)[
+            "input_ids"
+        ]
+
+    def _shows_tools(self, tools: Sequence[dict[str, object]]) -> bool:
+        name = f"f{self._mark}"
+        parameters: dict[str, object] = {"type": "object", "properties": {}}
+        function: dict[str, object] = {
+            "name": name, "description": "Nothing.", "parameters": parameters,
+        }  # fmt: skip
+        try:
+            shown = self._render(
+                [_user("question")], tools=[*tools, {"type": "function", "function": function}]
+            )
+        except Exception:  # noqa: BLE001 - a template may raise anything; it then shows none
+            return False
+        return name in shown
+
+    def _differences(
+        self, role: Role, tools: Sequence[dict[str, object]], has_system: bool
+    ) -> tuple[str, ...]:
+        """How the template's own history differs from what is sampled and trained on."""
+        opening: list[Message] = [_system(), _user("question")] if has_system else []
+        opening = opening or [_user("question")]
+        shown = list(tools) or None
+        found = []
+        try:
+            prompt = self._render(opening, tools=shown)
+            text = self._mark + "y"
+            whole = self._render([*opening, self._answered_turn(), *self._results(["ok"])],
+                                 tools=shown)  # fmt: skip
+        except Exception as error:  # a template is a program of the model's author
+            raise _refused(f"it fails on a prompt like those of the data: {error}") from error
+        if not whole.startswith(prompt):
+            found.append("the prompt is rendered otherwise once an answer follows it")
+        elif role == "user" and not whole[len(prompt) :].startswith(text):
+            found.append("something is put before an answer once it is history")
+        thought = f"<think>\n{self._mark}t\n</think>\n\n{text}"
+        told = self._render([*opening, _assistant(thought), _user("more")], tools=shown)
+        if f"{self._mark}t" not in told:
+            found.append("thinking in earlier turns is stripped")
+        return tuple(found)
+
+
+def _refused(reason: str) -> TemplateRefusedError:
+    return TemplateRefusedError(
+        f"the chat template cannot carry turns with observations: {reason}; give another with "
+        "--chat_template FILE"
+    )
+
+
+def _after_last(text: str, mark: str) -> str | None:
+    place = text.rfind(mark)
+    return None if place < 0 else text[place + len(mark) :]
+
+
+def _user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def _assistant(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+def _system() -> Message:
+    return {"role": "system", "content": "system"}

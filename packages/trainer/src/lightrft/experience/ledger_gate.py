@@ -1,0 +1,347 @@
+"""The ledger gate: each trained token is one the engine sampled, in its context, by its weights.
+
+The rows to train on are compared, bit for bit, with rows rebuilt from two sources that no other
+stage touches: the ledger, which the engine's adapter writes before anybody sees a completion, and
+the journal, which says for each sample which prompt it answers, which calls of the engine it came
+from and which observations were appended. An entry is found by the hash of its context, so a token
+counts only in the context it was sampled in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from lightrft.engines.ledger import Key, LedgerEntry, hash_context
+from lightrft.experience.exchange import SampleTable
+from lightrft.experience.types import Rollout, RolloutBatch, Segment
+from lightrft.models.layout import LayoutPolicy, TokenLayout
+from lightrft.strategy.strategy_base import StrategyBase
+
+
+class LedgerError(RuntimeError):
+    """What is about to be trained on is not what the engine sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The journal of one sample.
+
+    Args:
+        prompt: Token ids of the data row's prompt.
+        segments: Calls of the engine and observations, in their order.
+    """
+
+    prompt: tuple[int, ...]
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What the ranks know about the samples of a step beside the samples themselves.
+
+    Args:
+        accounts: By sample id.
+        entries: Of the ledgers of all ranks.
+        special_ids: Ids that no text of an observation may have.
+    """
+
+    accounts: Mapping[int, Account]
+    entries: Mapping[Key, LedgerEntry]
+    special_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class RebuiltRow:
+    """A row as it must be.
+
+    Args:
+        token_ids: [length] int64.
+        turns: [length] int64, number of the call that sampled the token; -1 is nobody.
+        logprobs: [length] float32; 0 where nobody sampled.
+        versions: [length] int64 of the weights; -1 where nobody sampled.
+    """
+
+    token_ids: NDArray[np.int64]
+    turns: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int64]
+
+
+def gather_evidence(
+    rollouts: Sequence[Rollout],
+    strategy: StrategyBase,
+    *,
+    carried: Sequence[LedgerEntry] = (),
+    special_ids: Collection[int] = (),
+) -> Evidence:
+    """Journal and ledger of all ranks; collective. The ledger of this rank's engine is emptied.
+
+    Args:
+        rollouts: This rank's.
+        strategy: Hosts the engine.
+        carried: Entries of earlier steps, the same on every rank.
+        special_ids: See `Evidence`.
+
+    Raises:
+        LedgerError: Ranks of one engine sampled different tokens for one request.
+    """
+    engine = strategy.inference_engine
+    own = (
+        {item.sample_id: Account(item.prompt.token_ids, item.segments) for item in rollouts},
+        [] if engine is None else engine.ledger.take(),
+    )
+    accounts: dict[int, Account] = {}
+    entries = {entry.key: entry for entry in carried}
+    for theirs, taken in strategy.gather_objects(own):
+        accounts |= theirs
+        for entry in taken:
+            # The ranks of a tensor-parallel group all write what the group samples.
+            if entries.setdefault(entry.key, entry) != entry:
+                raise LedgerError(
+                    f"request {entry.request_id} was sampled twice in one context, with different "
+                    "tokens: the ranks of an engine disagree, or request ids repeat"
+                )
+    return Evidence(accounts, entries, frozenset(special_ids))
+
+
+def check_ledger(
+    batch: RolloutBatch,
+    table: SampleTable,
+    evidence: Evidence,
+    *,
+    policy: LayoutPolicy,
+    slices: Sequence[slice],
+    strategy: StrategyBase,
+) -> None:
+    """Raises unless every row to train on is what journal and ledger say; collective.
+
+    Args:
+        batch: This rank's rows.
+        table: The same rows, in the same order: they know the versions.
+        evidence: Of all ranks.
+        policy: How the actor lays rows out.
+        slices: Rows of each forward pass.
+        strategy: Reaches the other ranks.
+
+    Raises:
+        LedgerError: They differ; on every rank, with sample, turn and token of the first.
+    """
+    problem = ""
+    try:
+        rows = [_check_row(batch, table, row, evidence) for row in range(len(table))]
+    except LedgerError as error:
+        rows, problem = [], str(error)
+    problems: list[str] = strategy.gather_objects(problem)
+    if not any(problems):
+        # The layout of shared sequences is a collective: every rank has sound rows here.
+        try:
+            for part in slices:
+                _check_layout(batch, policy, part, rows[part])
+        except LedgerError as error:
+            problem = str(error)
+        problems = strategy.gather_objects(problem)
+    found = [text for text in problems if text]
+    if found:
+        raise LedgerError(
+            f"ledger gate: {found[0]}\n  what is about to be trained on is not what the engine "
+            "sampled; nothing was trained. Report this: it is a fault of the program, or of an "
+            "own part of it; --no_ledger_gate trains all the same"
+        )
+
+
+def rebuild(sample_id: int, evidence: Evidence) -> RebuiltRow:
+    """A sample's row from journal and ledger alone.
+
+    Raises:
+        LedgerError: A call is in no ledger, or an observation holds what no text becomes.
+    """
+    account = evidence.accounts.get(sample_id)
+    if account is None or not account.segments:
+        raise LedgerError(f"sample {sample_id} is in no journal")
+    ids = np.array(account.prompt, dtype=np.int64)
+    parts = [_part(account.prompt)]
+    for turn, segment in enumerate(account.segments):
+        key = (segment.request_id, segment.sample_index, hash_context(ids))
+        entry = evidence.entries.get(key)
+        if entry is None:
+            raise LedgerError(
+                f"sample {sample_id}, turn {turn}: no engine sampled request "
+                f"{segment.request_id} after these {len(ids)} tokens, which end with "
+                f"{ids[-8:].tolist()}"
+            )
+        _check_observation(sample_id, turn, segment, evidence.special_ids)
+        sampled = _part(
+            entry.token_ids, turn=turn, logprobs=entry.logprobs, version=entry.weights_version
+        )
+        parts += [sampled, _part(segment.observation)]
+        ids = np.concatenate([ids, sampled.token_ids, parts[-1].token_ids])
+    return RebuiltRow(
+        ids,
+        np.concatenate([part.turns for part in parts]),
+        np.concatenate([part.logprobs for part in parts]),
+        np.concatenate([part.versions for part in parts]),
+    )
+
+
+def _part(
+    token_ids: Sequence[int],
+    *,
+    turn: int = -1,
+    logprobs: Sequence[float] | None = None,
+    version: int = -1,
+) -> RebuiltRow:
+    """Tokens of one origin; without logprobs nobody sampled them."""
+    count = len(token_ids)
+    return RebuiltRow(
+        np.array(token_ids, dtype=np.int64),
+        np.full(count, turn),
+        np.zeros(count, np.float32) if logprobs is None else np.array(logprobs, np.float32),
+        np.full(count, version),
+    )
+
+
+def _check_observation(
+    sample_id: int, turn: int, segment: Segment, special: frozenset[int]
+) -> None:
+    for start, stop in segment.text_spans:
+        forged = [i for i in segment.observation[start:stop] if i in special]
+        if forged:
+            raise LedgerError(
+                f"sample {sample_id}, turn {turn}: the text of an observation holds the special "
+                f"tokens {forged[:8]}, as if somebody else spoke"
+            )
+
+
+def _check_row(batch: RolloutBatch, table: SampleTable, row: int, evidence: Evidence) -> RebuiltRow:
+    """One row of tensors against the row that must be; returns that."""
+    sample_id = int(table.sample_ids[row])
+    if int(batch.sample_ids[row]) != sample_id:
+        raise LedgerError(
+            f"row {row} holds sample {int(batch.sample_ids[row])} where sample {sample_id} belongs"
+        )
+    right = rebuild(sample_id, evidence)
+    length, is_sampled = len(right.token_ids), right.turns >= 0
+    real = batch.attention_mask[row].cpu().numpy()
+    num_real = int(real.sum())
+    shared = min(length, num_real)
+    found = batch.token_ids[row].cpu().numpy()
+    _compare("token ids", found[:shared], right.token_ids[:shared], sample_id, right)
+    if num_real != length or not real[:length].all():
+        raise LedgerError(f"sample {sample_id} has {num_real} tokens, expected {length}")
+    is_trained = is_sampled & (not bool(table.is_masked[row]))
+    mask = batch.response_mask[row].cpu().numpy()
+    _compare("sampled mask", mask[:length], is_trained, sample_id, right)
+    logprobs = batch.rollout_logprobs[row].cpu().numpy()
+    expected = np.where(is_trained, right.logprobs, np.float32(0.0))
+    bits = (logprobs[:length].view(np.int32), expected.view(np.int32))
+    _compare("engine logprobs (bits)", *bits, sample_id, right)
+    if mask[length:].any() or logprobs[length:].any():
+        raise LedgerError(f"sample {sample_id} has a mask or logprobs on its padding")
+    _compare(
+        "weights versions", _versions(table, row, is_sampled), right.versions, sample_id, right
+    )
+    return right
+
+
+def _versions(table: SampleTable, row: int, is_sampled: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """[length] of the row's tokens as the table knows them, -1 where nobody sampled."""
+    found = np.full(len(is_sampled), -1, dtype=np.int64)
+    if table.token_versions is None:
+        found[is_sampled] = table.weights_versions[row]
+        return found
+    stop = int(table.response_lengths[: row + 1].sum())
+    start = stop - int(table.response_lengths[row])
+    found[int(table.prompt_lengths[row]) :] = table.token_versions[start:stop]
+    return found
+
+
+def _compare(
+    what: str,
+    found: NDArray[np.generic],
+    expected: NDArray[np.generic],
+    sample_id: int,
+    right: RebuiltRow,
+) -> None:
+    wrong = np.flatnonzero(found != expected)
+    if not len(wrong):
+        return
+    place = int(wrong[0])
+    # Of an observation or a prompt: the turn that it belongs to is the last one before it.
+    turn = int(right.turns[: place + 1].max(initial=-1))
+    where = f"turn {turn}" if turn >= 0 else "prompt"
+    raise LedgerError(
+        f"sample {sample_id}, {where}, token {place} of {len(right.token_ids)}: {what} differ: got "
+        f"{found[place]}, expected {expected[place]}"
+    )
+
+
+def _check_layout(
+    batch: RolloutBatch, policy: LayoutPolicy, part: slice, rows: Sequence[RebuiltRow]
+) -> None:
+    """What a forward pass would see of some rows: ids, positions, and where it scores tokens."""
+    mask = batch.response_mask[part]
+    layout = policy.lay_out(batch.token_ids[part], batch.attention_mask[part], mask)
+    lengths = [len(row.token_ids) for row in rows]
+    if layout.bounds is None:
+        pieces = [(row, slice(0, length)) for row, length in enumerate(lengths)]
+        seen = [(layout.input_ids[r, s], layout.position_ids[r, s]) for r, s in pieces]
+        starts = [row * mask.shape[1] for row in range(len(rows))]
+        first = 0
+    else:
+        starts = [0, *accumulate(lengths)][: len(rows)]
+        width, group = layout.input_ids.shape[1], layout.bounds.group
+        first = 0 if group is None else dist.get_rank(group) * width
+        if list(layout.bounds.offsets[: len(rows) + 1]) != [*starts, sum(lengths)]:
+            raise LedgerError("a packed stream does not end its sequences where rows end")
+        seen = [
+            (layout.input_ids[0, own], layout.position_ids[0, own])
+            for start, length in zip(starts, lengths, strict=True)
+            for own in (slice(max(0, start - first), max(0, start + length - first)),)
+        ]
+    for number, (row, (ids, positions)) in enumerate(zip(rows, seen, strict=True)):
+        skipped = 0 if layout.bounds is None else max(0, first - starts[number])
+        expected = slice(skipped, skipped + len(ids))
+        sample_id = int(batch.sample_ids[part][number])
+        part_of = replace(row, turns=row.turns[: expected.stop])
+        places = np.arange(len(row.token_ids), dtype=np.int64)
+        _compare("laid-out ids", ids.cpu().numpy(), row.token_ids[expected], sample_id, part_of)
+        _compare("positions", positions.cpu().numpy(), places[expected], sample_id, part_of)
+    _check_scored(layout, mask.cpu().numpy(), rows, starts, first)
+
+
+def _check_scored(
+    layout: TokenLayout,
+    mask: NDArray[np.bool_],
+    rows: Sequence[RebuiltRow],
+    starts: Sequence[int],
+    first: int,
+) -> None:
+    """Each scored token is predicted from the token before it, in its own row, once."""
+    token_ids = np.zeros(mask.shape, dtype=np.int64)
+    for number, row in enumerate(rows):
+        token_ids[number, : len(row.token_ids)] = row.token_ids
+    where, columns = np.nonzero(mask)
+    sources = np.array(starts, dtype=np.int64)[where] + columns - 1
+    if layout.bounds is not None:
+        width = layout.input_ids.shape[1]
+        is_own = (sources >= first) & (sources < first + width)
+        where, columns, sources = where[is_own], columns[is_own], sources[is_own]
+    expected = np.stack([where, columns, token_ids[where, columns], sources - first])
+    parts = (layout.rows, layout.columns, layout.targets, layout.sources)
+    found = np.stack([part.cpu().numpy() for part in parts])
+    shared = min(expected.shape[1], found.shape[1])
+    wrong = np.flatnonzero((expected[:, :shared] != found[:, :shared]).any(axis=0))
+    if len(wrong) or expected.shape != found.shape:
+        place = int(wrong[0]) if len(wrong) else shared
+        names = "(row, column, id, predicted from)"
+        raise LedgerError(
+            f"a forward pass scores other tokens than were sampled: its token {place} {names} is "
+            f"{found[:, place : place + 1].ravel().tolist()}, expected "
+            f"{expected[:, place : place + 1].ravel().tolist()}"
+        )

@@ -1,0 +1,342 @@
+"""The one way to ask another machine: HTTP with limits on time, size and place.
+
+A request is repeated while the service is busy or not there, and all of that (connecting, sending,
+waiting, reading, pauses) happens inside one deadline. Answers are bounded, never compressed and
+never redirected. Whatever goes wrong is an `HttpError` of one line without credentials.
+
+httpx is imported at the first request.
+"""
+
+import asyncio
+import ipaddress
+import json
+import math
+import threading
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Never, TypeVar
+from urllib.parse import urlsplit
+
+from lightrft.config.printable import one_line
+
+if TYPE_CHECKING:
+    import httpx
+
+T = TypeVar("T")
+# Statuses of a service that is starting, restarting or overloaded.
+TEMPORARY_STATUSES = frozenset({408, 409, 425, 429, *range(500, 600)})
+FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.25, 10.0
+# A service that is there and talks nonsense will not learn better.
+MAX_GARBLED_ANSWERS = 3
+_SAID_BYTES = 800
+
+
+class HttpError(Exception):
+    """A request that got no usable answer.
+
+    Args:
+        message: One line; no credentials, no control characters.
+        is_temporary: The same request may succeed later.
+        is_garbled: Something answered, but not in HTTP.
+        wait_seconds: How long the service asks to wait, or 0.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        is_temporary: bool = False,
+        is_garbled: bool = False,
+        wait_seconds: float = 0.0,
+    ) -> None:
+        super().__init__(message)
+        self.is_temporary = is_temporary
+        self.is_garbled = is_garbled
+        self.wait_seconds = wait_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """What one request may cost.
+
+    Args:
+        total_seconds: Deadline of everything, repetitions included.
+        connect_seconds: Deadline of one attempt to connect.
+        max_bytes: Longest answer.
+        max_attempts: None repeats until the deadline.
+        concurrency: Requests under way at once.
+    """
+
+    total_seconds: float
+    connect_seconds: float = 10.0
+    max_bytes: int = 16 << 20
+    max_attempts: int | None = None
+    concurrency: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRequest:
+    """One request.
+
+    Args:
+        url: http or https; `USER:PASSWORD@` becomes an Authorization header.
+        body: None sends none.
+        method: GET, POST ...
+        headers: Beside those that the client sets.
+    """
+
+    url: str
+    body: bytes | None = None
+    method: str = "POST"
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class HttpClient:
+    """Sends requests and gives the bodies of their answers; holds a thread and connections.
+
+    Args:
+        limits: Of every request.
+        uses_environment: Proxies and certificates of the environment count, except for this
+            machine's own addresses.
+    """
+
+    def __init__(self, limits: HttpLimits, *, uses_environment: bool = False) -> None:
+        self.limits = limits
+        self._uses_environment = uses_environment
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._slots: asyncio.Semaphore | None = None
+        self._clients: dict[tuple[bool, bool], httpx.AsyncClient] = {}
+
+    def fetch(self, request: HttpRequest) -> bytes:
+        """The body of a successful answer.
+
+        Raises:
+            HttpError: There is none.
+        """
+        return self._run(self._fetch(request))
+
+    def fetch_all(self, requests: Sequence[HttpRequest]) -> list[bytes | HttpError]:
+        """The body of each answer, or what went wrong with it; one deadline for all."""
+
+        async def fetch_one(request: HttpRequest) -> bytes | HttpError:
+            try:
+                return await self._fetch(request)
+            except HttpError as error:
+                return error
+
+        async def gather() -> list[bytes | HttpError]:
+            return list(await asyncio.gather(*map(fetch_one, requests)))
+
+        return self._run(gather())
+
+    def close(self) -> None:
+        """Ends the thread and the connections; may be called twice."""
+        with self._lock:
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
+        if loop is not None and thread is not None:
+            clients, self._clients = list(self._clients.values()), {}
+            for client in clients:
+                asyncio.run_coroutine_threadsafe(client.aclose(), loop).result(5)
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(5)
+
+    def _run(self, work: Coroutine[object, object, T]) -> T:
+        # A loop of its own: the caller's thread may already run one, as in a notebook.
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._slots = asyncio.Semaphore(self.limits.concurrency)
+                self._thread = threading.Thread(
+                    target=_run_loop, args=(self._loop,), name="http", daemon=True
+                )
+                self._thread.start()
+            loop = self._loop
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+    async def _fetch(self, request: HttpRequest) -> bytes:
+        """Repeats until there is an answer, the request is refused, or time is over."""
+        seconds, shown = self.limits.total_seconds, shown_address(request.url)
+        num_attempts, num_garbled, pause = 0, 0, FIRST_WAIT_SECONDS
+        last: HttpError | None = None
+        assert self._slots is not None
+        try:
+            async with asyncio.timeout(seconds) as deadline, self._slots:
+                while True:
+                    num_attempts += 1
+                    try:
+                        return await self._attempt(request)
+                    except HttpError as error:
+                        last = error
+                    num_garbled += last.is_garbled
+                    if not last.is_temporary or num_garbled == MAX_GARBLED_ANSWERS:
+                        raise HttpError(f"{shown}: {last}") from last
+                    wait = max(pause, last.wait_seconds)
+                    ends = deadline.when() or math.inf
+                    is_last = num_attempts == self.limits.max_attempts
+                    if is_last or asyncio.get_running_loop().time() + wait >= ends:
+                        raise TimeoutError
+                    await asyncio.sleep(wait)
+                    pause = min(2 * pause, MAX_WAIT_SECONDS)
+        except TimeoutError:
+            told = "" if last is None else f": {last}"
+            raise HttpError(
+                f"{shown} gave no answer within {seconds:g} s and {num_attempts} attempts{told}",
+                is_temporary=True,
+            ) from None
+
+    async def _attempt(self, request: HttpRequest) -> bytes:
+        import httpx
+
+        try:
+            client = self._client(request.url)
+            made = client.build_request(
+                request.method, request.url, content=request.body, headers=dict(request.headers)
+            )
+            answer = await client.send(made, stream=True)
+            try:
+                return await _read(answer, self.limits.max_bytes)
+            finally:
+                await answer.aclose()
+        except httpx.RemoteProtocolError as err:
+            raise HttpError(
+                f"no HTTP answer: {one_line(str(err))}", is_temporary=True, is_garbled=True
+            ) from None
+        except (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL) as err:
+            raise HttpError(f"the request cannot be sent: {type(err).__name__}") from None
+        except (httpx.HTTPError, httpx.StreamError, OSError) as err:
+            said = one_line(str(err)) or type(err).__name__
+            raise HttpError(said, is_temporary=True) from None
+        except ValueError as err:  # host names and header values that cannot be encoded
+            raise HttpError(f"the request cannot be sent: {type(err).__name__}") from None
+
+    def _client(self, url: str) -> "httpx.AsyncClient":
+        import httpx
+
+        trusts = self._uses_environment and not is_loopback(url)
+        is_plain = url.lower().startswith("http:")
+        if (trusts, is_plain) not in self._clients:
+            self._clients[trusts, is_plain] = httpx.AsyncClient(
+                # The deadline of everything is kept by asyncio; httpx counts each read alone.
+                timeout=httpx.Timeout(None, connect=self.limits.connect_seconds),
+                limits=httpx.Limits(max_connections=self.limits.concurrency),
+                follow_redirects=False,
+                trust_env=trusts,
+                # Loading certificates costs 0.1 s; without TLS, and without redirects to it, there
+                # is nothing to verify.
+                verify=not (is_plain and not trusts),
+                headers={"accept-encoding": "identity", "user-agent": "lightrft"},
+            )
+        return self._clients[trusts, is_plain]
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+async def _read(answer: "httpx.Response", max_bytes: int) -> bytes:
+    """The body, if the status is that of success."""
+    if 300 <= answer.status_code < 400:
+        raise HttpError(
+            f"status {answer.status_code}: redirects are not followed, give the final address"
+        )
+    is_right = answer.is_success
+    if is_right and "content-encoding" in answer.headers:
+        # Unpacking could multiply its size before any limit acts.
+        raise HttpError("the answer is compressed, although that was not asked for")
+    data = bytearray()
+    async for chunk in answer.aiter_raw():
+        data += chunk
+        if not is_right and len(data) >= _SAID_BYTES:
+            break
+        if len(data) > max_bytes:
+            raise HttpError(f"the answer is longer than {max_bytes} bytes")
+    if is_right:
+        return bytes(data)
+    said = one_line(bytes(data[:_SAID_BYTES]).decode(errors="replace"))
+    status = answer.status_code
+    raise HttpError(
+        f"status {status}, {said!r}" if said else f"status {status}",
+        is_temporary=status in TEMPORARY_STATUSES,
+        wait_seconds=_wait_seconds(answer.headers.get("retry-after", "")),
+    )
+
+
+def _wait_seconds(text: str) -> float:
+    """The header Retry-After: seconds, or a date; 0 if it is neither."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            moment = parsedate_to_datetime(text)
+            seconds = moment.timestamp() - time.time()
+        except (TypeError, ValueError, OverflowError):
+            return 0.0
+    return seconds if math.isfinite(seconds) and seconds > 0 else 0.0
+
+
+def shown_address(url: str) -> str:
+    """An address without user, password, query and fragment."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "(an address that cannot be read)"
+    return one_line(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")
+
+
+def is_loopback(url: str) -> bool:
+    """Whether an address is one of this machine's own."""
+    host = (urlsplit(url).hostname or "").rstrip(".")
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def parse_json(data: bytes | str) -> object:
+    """The value of a JSON text, for all that a stranger may send.
+
+    Raises:
+        ValueError: It is no JSON, nested too deeply, or holds NaN, an infinity or a number with
+            thousands of digits; the message is one line.
+    """
+    try:
+        return json.loads(data, parse_constant=_refuse_constant, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+    except ValueError as err:
+        raise ValueError(one_line(str(err))) from None
+
+
+def _refuse_constant(name: str) -> Never:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"a number is out of range: {text[:40]}")
+    return number
+
+
+def finite_numbers(found: object, count: int) -> list[float] | None:
+    """The list as floats if it holds that many finite numbers; else None."""
+    if not isinstance(found, list) or len(found) != count:
+        return None
+    if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in found):
+        return None
+    try:
+        numbers = [float(x) for x in found]
+    except OverflowError:  # an integer beyond the largest float
+        return None
+    return numbers if all(map(math.isfinite, numbers)) else None

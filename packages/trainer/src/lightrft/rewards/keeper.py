@@ -1,0 +1,161 @@
+"""The guard of a reward worker. Run as a file; imports the standard library only.
+
+    python -P keeper.py CHANNEL MEMORY_BYTES WORKER.py
+
+It starts the worker as its child and adopts whatever the worker's processes leave behind, also
+those that opened sessions of their own. When the trainer closes the channel or dies, when the
+worker ends, or when all of them together hold more memory than they may, it kills every one of
+them and ends the way the worker did. It runs no code of users, so nothing can hold it up.
+"""
+
+import contextlib
+import ctypes
+import os
+import resource
+import runpy
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+MEMORY_REASON = b"memory"
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_POLL_SECONDS, _SCANS_EVERY = 0.25, 4
+_MAX_ROUNDS = 2000
+
+
+def main() -> None:
+    """Starts the worker and watches it to its end."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    memory_bytes, program = int(sys.argv[2]), sys.argv[3]
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    parent = os.getppid()
+    woken, wakes = os.pipe()
+    os.set_blocking(woken, False)
+    os.set_blocking(wakes, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    worker = os.fork()
+    if worker == 0:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        channel.close()
+        os.close(woken)
+        os.close(wakes)
+        runpy.run_path(program, run_name="__main__")
+        return
+    null = os.open(os.devnull, os.O_RDWR)
+    # The trainer must see the ends of these pipes when the worker is gone.
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    _end_like(_watch(worker, parent, channel, woken, memory_bytes))
+
+
+def _watch(
+    worker: int, parent: int, channel: socket.socket, woken: int, memory_bytes: int
+) -> int | None:
+    """Waits for a reason to end, ends all; the worker's wait status, None if it was killed here."""
+    round_number = 0
+    while True:
+        ready, _, _ = select.select([channel.fileno(), woken], [], [], _POLL_SECONDS)
+        if woken in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(woken, 4096)
+        status = _reap(worker)
+        if status is not None or channel.fileno() in ready or os.getppid() != parent:
+            break
+        round_number += 1
+        if memory_bytes and _holds_more(memory_bytes, worker, round_number):
+            with contextlib.suppress(OSError):
+                channel.send(MEMORY_REASON)
+            break
+    for _ in range(_MAX_ROUNDS):
+        found = descendants(os.getpid())
+        if not found:
+            break
+        for process in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        _reap(worker)
+        time.sleep(0.001)
+    return status
+
+
+def _end_like(status: int | None) -> None:
+    """Ends this process as the worker ended."""
+    if status is not None and os.WIFEXITED(status):
+        os._exit(os.WEXITSTATUS(status))
+    number = signal.SIGKILL if status is None else os.WTERMSIG(status)
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    os.kill(os.getpid(), number)
+    signal.pause()
+
+
+def _reap(worker: int) -> int | None:
+    """Collects ended processes; the wait status of the worker if it is among them."""
+    found = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            process, status = os.waitpid(-1, os.WNOHANG)
+            if process == 0:
+                break
+            if process == worker:
+                found = status
+    return found
+
+
+def descendants(root: int) -> list[int]:
+    """All running processes that a process started, and those which they started."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                # The name stands in brackets and may hold anything.
+                fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+                if fields[0] != "Z":
+                    children.setdefault(int(fields[1]), []).append(int(entry))
+    found, pending = [], [root]
+    while pending:
+        new = children.pop(pending.pop(), [])
+        found += new
+        pending += new
+    return found
+
+
+def _holds_more(limit: int, worker: int, round_number: int) -> bool:
+    """Whether the worker, or in some rounds all processes together, hold more than the limit."""
+    is_scan = round_number % _SCANS_EVERY == 0
+    processes = descendants(os.getpid()) if is_scan else [worker]
+    if sum(map(_resident_bytes, processes)) <= limit:
+        return False
+    # Processes that share pages were counted with all of them.
+    return sum(map(_proportional_bytes, processes)) > limit
+
+
+def _resident_bytes(process: int) -> int:
+    try:
+        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * resource.getpagesize()
+
+
+def _proportional_bytes(process: int) -> int:
+    try:
+        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, IndexError, ValueError):
+        pass
+    return _resident_bytes(process)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Trains a tiny model for many steps and says what grows: memory, descriptors, threads, files.
+
+    python scripts/soak.py FOLDER --engine hf --steps 1000
+
+Writes `soak.jsonl` (one line a step) and prints, as JSON, the slope of each quantity over the
+second half of the steps, in units per step. Temporary files are those in TMPDIR.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+QUANTITIES = ("memory_kib", "descriptors", "threads", "temporary_files")
+
+
+def slope(values: Sequence[float]) -> float:
+    """Least-squares slope of equally spaced values, per step; 0 of fewer than two."""
+    count = len(values)
+    if count < 2:
+        return 0.0
+    middle, mean = (count - 1) / 2, sum(values) / count
+    above = sum((i - middle) * (value - mean) for i, value in enumerate(values))
+    return above / sum((i - middle) ** 2 for i in range(count))
+
+
+def slopes(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Slope of each quantity over the second half of the rows, when all caches are filled."""
+    late = rows[len(rows) // 2 :]
+    return {name: slope([row[name] for row in late]) for name in QUANTITIES}
+
+
+def measure() -> dict[str, float]:
+    """What this process and its children hold."""
+    import psutil
+
+    process = psutil.Process()
+    family = [process, *process.children(recursive=True)]
+    temporary = Path(tempfile.gettempdir())
+    return {
+        "memory_kib": sum(member.memory_info().rss for member in family) / 1024,
+        "descriptors": float(sum(member.num_fds() for member in family)),
+        "threads": float(threading.active_count()),
+        "temporary_files": float(sum(1 for _ in temporary.rglob("*"))),
+    }
+
+
+class Meter:
+    """A logger of a run that measures after every step.
+
+    Args:
+        path: Gets one line a step.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.rows: list[dict[str, float]] = []
+        self._path = path
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Measures a step."""
+        del metrics
+        self.rows.append({"step": float(step), **measure()})
+        with self._path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(self.rows[-1]) + "\n")
+
+    def close(self) -> None:
+        """Has nothing pending."""
+
+
+def main() -> None:
+    """Runs it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--engine", default="hf", choices=("hf", "vllm"))
+    parser.add_argument("--steps", default=1000, type=int)
+    options = parser.parse_args()
+    folder: Path = options.folder
+    folder.mkdir(parents=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+    from lightrft.config import TrainConfig
+    from lightrft.models.presets import write_tiny_model
+    from lightrft.trainer.runs.assembly import run_training
+
+    write_tiny_model(folder / "tiny", "tiny-qwen3", seed=0)
+    rows = [json.dumps({"input": f"Say {number}.", "label": str(number)}) for number in range(8)]
+    (folder / "prompts.jsonl").write_text("\n".join(rows))
+    (folder / "reward.py").write_text(
+        "def digits(responses):\n"
+        "    return [sum(c.isdigit() for c in r) / max(1, len(r)) for r in responses]\n"
+    )
+    meter = Meter(folder / "soak.jsonl")
+    steps = options.steps
+    config = TrainConfig(
+        pretrain=str(folder / "tiny"), prompt_data=str(folder / "prompts.jsonl"),
+        reward_fn=(f"{folder / 'reward.py'}:digits",), output_dir=str(folder / "run"), fsdp=True,
+        bf16=False, engine_type=options.engine, rollout_batch_size=4, n_samples_per_prompt=2,
+        train_batch_size=8, micro_train_batch_size=4, prompt_max_len=16, generate_max_len=8,
+        max_len=None if options.engine == "hf" else 64, num_episodes=steps, max_steps=steps,
+        save_steps=max(1, steps // 10), actor_learning_rate=1e-4,
+        eval_data=str(folder / "prompts.jsonl"), eval_steps=max(1, steps // 10),
+    )  # fmt: skip
+    run_training(config, loggers=[meter])
+    done = [row for row in meter.rows if row["step"] > 0]
+    print(json.dumps({"steps": len(done), **slopes(done)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""A correct run never differs, whatever its algorithm."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from lightrft.audit.advantages import ESTIMATORS
+from lightrft.audit.corrections import PRESETS
+from lightrft.audit.findings import DIFFERS, NOT_AUDITED
+from lightrft.audit.losses import POLICY_LOSSES
+from lightrft.config.registry import (
+    ADVANTAGE_ESTIMATORS,
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES as LOSS_NAMES,
+)
+
+ALIASES = {"clipped", "grpo"}
+LOSSES = [name for name in POLICY_LOSSES if name not in ALIASES]
+NAMES = [name for name in ESTIMATORS if name not in ALIASES]
+PRODUCT = list(itertools.product(NAMES, LOSSES, AGGREGATIONS))
+# With 12 losses and 11 estimators, every pair of either with an aggregation comes, too.
+PAIRS = [
+    (name, loss, AGGREGATIONS[(i + j) % len(AGGREGATIONS)])
+    for i, name in enumerate(NAMES)
+    for j, loss in enumerate(LOSSES)
+]
+
+# The engine's logprobs as old ones: the ratios of the first update leave every clip range.
+ONE_UPDATE = {
+    "max_epochs": 1, "train_batch_size": 16, "micro_train_batch_size": 8,
+    "use_rollout_logprobs": True,
+}  # fmt: skip
+
+
+def test_every_name_of_the_registries_is_audited():
+    assert set(LOSS_NAMES) == set(POLICY_LOSSES)
+    assert set(ADVANTAGE_ESTIMATORS) == set(ESTIMATORS)
+
+
+def test_the_cover_has_every_pair():
+    for first, second in itertools.combinations(range(3), 2):
+        everything = {(cell[first], cell[second]) for cell in PRODUCT}
+        assert {(cell[first], cell[second]) for cell in PAIRS} == everything
+
+
+def assert_equal(report):
+    different = [row for row in report.rows if row.verdict == DIFFERS]
+    assert different == []
+    assert sum(row.verdict != NOT_AUDITED for row in report.rows) > 10
+
+
+def algorithm(name, loss, mode):
+    changes = {"advantage_estimator": name, "policy_loss": loss, "loss_agg_mode": mode}
+    # Shares that choose some of the few tokens there are.
+    if loss in ("clip_cov", "kl_cov"):
+        changes["policy_loss_args"] = {"cov_ratio": 0.2}
+    if loss == "clip_cov":
+        changes["policy_loss_args"] |= {"cov_low": 0.01}
+    return changes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_estimators_losses_and_aggregations_in_pairs(name, audited):
+    for cell in PAIRS:
+        if cell[0] == name:
+            assert_equal(audited({**algorithm(*cell), **ONE_UPDATE}, sgd=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_whole_product(name, audited):
+    for cell in PRODUCT:
+        if cell[0] == name:
+            for is_sgd in (True, False):
+                assert_equal(audited({**algorithm(*cell), "init_kl_coef": 0.1}, sgd=is_sgd))
+
+
+# Bounds between what the few tokens of these samples have.
+NEAR = {
+    "low=0.999:high=1.002": "low=0.9:high=1.1",
+    "low=0.0001": "low=0.6",
+    "k1:geometric:high=0.5": "k1:geometric:high=-0.1",
+    "high=0.2:positive": "high=0.005:positive",
+    "low=-0.2:negative": "low=-0.005:negative",
+}
+
+
+@pytest.mark.parametrize("text", [*PRESETS, "tis:high=3:mean-one", "reject:k3:worst:high=0.05"])
+def test_corrections(text, audited):
+    correction = PRESETS.get(text, text)
+    for far, near in NEAR.items():
+        correction = correction.replace(far, near)
+    report = audited({"off_policy_correction": correction, "max_epochs": 1}, sgd=True)
+    assert_equal(report)
+    weights = [row for row in report.rows if row.quantity.startswith("token weights")]
+    assert len(weights) == 2
+    if "mean-one" not in text:
+        assert any(abs(row.own - 1) > 1e-3 for row in weights)
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("is_loss", [False, True], ids=["reward", "loss"])
+def test_kl_terms(estimator, is_loss, audited):
+    for name in ("group_norm",) if is_loss else ("reinforce++", "rloo"):
+        changes = {"init_kl_coef": 0.2, "kl_estimator": estimator, "use_kl_loss": is_loss}
+        # Of two steps the second has a policy that left the reference.
+        report = audited({**changes, "advantage_estimator": name, "max_epochs": 1}, steps=2)
+        assert report.step == 2
+        assert_equal(report)
+
+
+VARIANTS = {
+    "critic": {"advantage_estimator": "gae", "value_clip": 0.05, "l2": 0.1, "entropy_coef": 0.02},
+    "critic without clip": {"advantage_estimator": "gae", "value_clip": 0.0, "lambd": 0.5},
+    "frozen actor": {"advantage_estimator": "gae", "freezing_actor_steps": 1},
+    "rewards": {
+        "reward_running_norm": True, "reward_running_norm_minus_mean": True, "reward_clip": 0.7,
+        "overlong_buffer": True, "overlong_buffer_len": 5, "advantages_norm": True,
+        "advantage_clip": 1.0,
+    },
+    "entropy of the batch": {"high_entropy_token_ratio": 0.3},
+    "entropy of a row": {
+        "high_entropy_token_ratio": 0.3, "high_entropy_scope": "sequence",
+        "off_policy_correction": "tis",
+    },
+    "bounds": {"eps_clip_low": 0.05, "eps_clip_high": 0.1, "dual_clip": 1.3, "max_norm": 0.05},
+    "schedule": {"lr_warmup_ratio": 0.6, "lr_scheduler": "linear"},
+    "constant rate": {"lr_warmup_ratio": 0.3, "lr_scheduler": "constant"},
+    "engine's logprobs": {"use_rollout_logprobs": True},
+    "temperature": {"temperature": 0.7, "entropy_coef": 0.01},
+    "adapters": {"lora_rank": 2, "lora_alpha": 3.0, "init_kl_coef": 0.1, "l2": 0.1},
+    "one update": {"train_batch_size": 16, "max_epochs": 1},
+    "own arguments": {"advantage_estimator": "cpgd", "advantage_args": {"weighting": "clip_filter"},
+                      "policy_loss": "cpgd", "policy_loss_args": {"drift_coef": 0.3}},
+    "packed": {"packing_samples": True, "fused_linear_logprob": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_further_options(changes, audited):
+    for is_sgd in (False, True):
+        if is_sgd and {"lora_rank", "freezing_actor_steps"} & set(changes):
+            continue
+        assert_equal(audited(changes, sgd=is_sgd, steps=2))

@@ -1,0 +1,470 @@
+"""A wrong run is found, and the place in the chain is named."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lightrft.algorithms import aggregation, corrections, shaping
+from lightrft.algorithms.advantages import row_level, token_level
+from lightrft.algorithms.advantages.groups import Groups
+from lightrft.algorithms.declarations import advantage_estimator
+from lightrft.algorithms.policy import clipped
+from lightrft.algorithms.types import TokenAdvantages
+from lightrft.experience import assemble, forward, maker
+from lightrft.strategy import backend, optimizers, strategy_base
+from lightrft.strategy.accumulation import AccumulationState
+from lightrft.trainer import spmd_ppo_trainer
+from lightrft.trainer.training import updates
+
+BUGS = {}
+
+
+def bug(first, **how):
+    """Registers a bug: what the audit names first, options of the run, and what plants it."""
+
+    def add(plant):
+        BUGS[plant.__name__] = (first, how, plant)
+        return plant
+
+    return add
+
+
+def wrap(patch, owner, name, change):
+    """Replaces owner.name by change(original)."""
+    original = getattr(owner, name)
+    patch.setattr(owner, name, functools.wraps(original)(change(original)))
+
+
+# --- samples and masks
+
+
+@bug("response mask")
+def mask_is_shifted_by_one(patch):
+    def change(original):
+        def collate_(*args, **kwargs):
+            batch = original(*args, **kwargs)
+            return replace(batch, response_mask=batch.response_mask.roll(-1, dims=1))
+
+        return collate_
+
+    wrap(patch, maker, "collate", change)
+
+
+@bug("response mask")
+def a_failed_row_is_trained(patch):
+    def change(original):
+        return lambda table, **kwargs: original(
+            replace(table, is_masked=np.zeros_like(table.is_masked)), **kwargs
+        )
+
+    wrap(patch, maker, "collate", change)
+
+
+@bug("token ids")
+def tokens_are_encoded_again(patch):
+    def change(original):
+        def collate_(*args, **kwargs):
+            batch = original(*args, **kwargs)
+            ids = batch.token_ids.clone()
+            ids[0, 0] += 1
+            return replace(batch, token_ids=ids)
+
+        return collate_
+
+    wrap(patch, maker, "collate", change)
+
+
+@bug("rollout logprobs")
+def engine_logprobs_are_of_the_next_token(patch):
+    def change(original):
+        def collate_(*args, **kwargs):
+            batch = original(*args, **kwargs)
+            return replace(batch, rollout_logprobs=batch.rollout_logprobs.roll(-1, dims=1))
+
+        return collate_
+
+    wrap(patch, maker, "collate", change)
+
+
+@bug("rows that train the actor", max_epochs=2)
+def an_optimizer_batch_comes_twice(patch):
+    wrap(patch, updates, "epoch_order", lambda _: lambda count, **__: (0,) * count)
+
+
+# --- scoring
+
+
+@bug("old logprobs", temperature=0.7)
+def temperature_is_left_out(patch):
+    wrap(patch, forward, "scoring_temperature", lambda _: lambda __: 1.0)
+
+
+@bug("old logprobs")
+def old_logprobs_are_of_other_weights(patch):
+    def change(original):
+        def compute(batch, models, **kwargs):
+            stale = copy.deepcopy(models.actor)
+            with torch.no_grad():
+                stale.model.model.layers[0].mlp.down_proj.weight.mul_(1.1)
+            return original(batch, replace(models, actor=stale), **kwargs)
+
+        return compute
+
+    wrap(patch, maker, "compute_outputs", change)
+
+
+@bug("reference logprobs", init_kl_coef=0.1)
+def the_reference_has_other_weights(patch):
+    def change(original):
+        def compute(batch, models, **kwargs):
+            with torch.no_grad():
+                models.reference.model.model.norm.weight.mul_(1.05)
+            return original(batch, models, **kwargs)
+
+        return compute
+
+    wrap(patch, maker, "compute_outputs", change)
+
+
+@bug("values", advantage_estimator="gae")
+def values_are_of_the_token_itself(patch):
+    def change(original):
+        def evaluate(*args, **kwargs):
+            return original(*args, **kwargs).roll(1, dims=1)
+
+        return evaluate
+
+    wrap(patch, forward, "_evaluate", change)
+
+
+# --- rewards
+
+
+@bug("rewards", overlong_buffer=True, overlong_buffer_len=5)
+def overlong_responses_are_rewarded(patch, world):
+    wrap(patch, world, "overlong_penalty", lambda original: lambda config: (
+        lambda length: -original(config)(length)
+    ))  # fmt: skip
+
+
+@bug("rewards", reward_clip=0.5)
+def rewards_are_clipped_below_only(patch):
+    wrap(patch, assemble, "clip_rewards", lambda _: lambda rewards, limit: (
+        rewards.clamp(min=-limit), rewards.abs() > limit
+    ))  # fmt: skip
+
+
+@bug("rewards", reward_running_norm=True)
+def running_scale_divides_by_n(patch):
+    wrap(patch, shaping.Moments, "std", lambda original: lambda self, *, ddof, **k: original(
+        self, ddof=0, **k
+    ))  # fmt: skip
+
+
+# --- advantages
+
+
+def rows(function):
+    return advantage_estimator(needs_groups=True)(function)
+
+
+@bug("returns")
+def group_std_divides_by_n(patch):
+    def estimate(inputs):
+        groups = row_level.build_groups(inputs)
+        variance = groups.sum_per_row(groups.centred.square()) / groups.count_per_row
+        return groups.where_informative(groups.centred / (variance.sqrt() + 1e-6), inputs.rewards)
+
+    patch.setattr(row_level, "group_norm_advantages", rows(estimate))
+
+
+@bug("returns", advantage_estimator="rloo")
+def leave_one_out_keeps_the_row(patch):
+    patch.setattr(row_level, "rloo_advantages", rows(row_level.group_centred_advantages))
+
+
+@bug("returns", advantage_estimator="opo")
+def the_baseline_is_not_weighted_by_lengths(patch):
+    patch.setattr(row_level, "opo_advantages", rows(row_level.group_centred_advantages))
+
+
+@bug("returns", advantage_estimator="dr_grpo")
+def the_failed_row_enters_the_group_mean(patch):
+    patch.setattr(Groups, "count_per_row", property(lambda self: torch.full_like(
+        self.rewards, 4.0
+    )))  # fmt: skip
+
+
+@bug("returns", gamma=0.9, advantage_estimator="reinforce")
+def gamma_acts_twice(patch):
+    wrap(patch, token_level, "discounted_returns", lambda original: lambda r, m, gamma=1.0: (
+        original(r, m, gamma=gamma**2)
+    ))  # fmt: skip
+
+
+@bug("returns", advantage_estimator="gae", lambd=0.8)
+def lambda_is_left_out(patch):
+    wrap(patch, token_level, "generalized_advantages", lambda original: lambda *a, gamma, lambd: (
+        original(*a, gamma=gamma, lambd=1.0)
+    ))  # fmt: skip
+
+
+@bug("returns", advantage_estimator="gae")
+def returns_are_of_rewards_alone(patch):
+    def change(original):
+        def estimate(rewards, values, mask, **kwargs):
+            found = original(rewards, values, mask, **kwargs)
+            return TokenAdvantages(found.advantages, found.advantages)
+
+        return estimate
+
+    wrap(patch, token_level, "generalized_advantages", change)
+
+
+@bug("returns", init_kl_coef=0.3, steps=2)
+def the_kl_reward_has_the_wrong_sign(patch):
+    wrap(patch, assemble, "estimate_kl", lambda original: lambda *a, **k: -original(*a, **k))
+
+
+@bug("advantages", advantage_estimator="reinforce++")
+def whitening_divides_by_n_less_one(patch):
+    wrap(patch, assemble, "whiten", lambda original: lambda *args: original(*args, ddof=1))
+
+
+@bug("advantages", advantage_estimator="reinforce++")
+def whitening_is_forgotten(patch):
+    wrap(patch, assemble, "whiten", lambda _: lambda advantages, *__: advantages)
+
+
+# --- weights of tokens
+
+
+@bug("token weights", off_policy_correction="tis:high=1.1")
+def the_correction_is_capped_elsewhere(patch):
+    def change(original):
+        def weights(*args, terms, **kwargs):
+            return original(*args, terms=[replace(t, high=2.0) for t in terms], **kwargs)
+
+        return weights
+
+    wrap(patch, updates, "correction_weights", change)
+
+
+@bug("token weights", off_policy_correction="tis")
+def the_correction_is_upside_down(patch):
+    wrap(patch, corrections, "masked_difference", lambda original: lambda *a: -original(*a))
+
+
+@bug("token weights", high_entropy_token_ratio=0.3, high_entropy_scope="sequence")
+def the_most_certain_tokens_are_kept(patch):
+    wrap(patch, updates, "high_entropy_mask_per_sequence", lambda original: (
+        lambda values, mask, ratio: original(-values, mask, ratio=ratio)
+    ))  # fmt: skip
+
+
+# --- the loss
+
+
+@bug("denominator", policy_loss="dapo")
+def padding_is_counted(patch):
+    wrap(patch, updates, "local_normalizer", lambda original: lambda mask, *a, **k: original(
+        torch.ones_like(mask), *a, **k
+    ))  # fmt: skip
+
+
+@bug("denominator")
+def empty_rows_are_counted(patch):
+    wrap(patch, updates, "local_normalizer", lambda _: lambda mask, *a, **k: (
+        torch.tensor(float(len(mask))).double()
+    ))  # fmt: skip
+
+
+@bug("denominator", policy_loss="dr_grpo")
+def the_budget_is_the_width_of_the_batch(patch):
+    wrap(patch, updates, "local_normalizer", lambda original: (
+        lambda mask, mode, max_response_tokens: original(
+            mask, mode, max_response_tokens=mask.shape[1]
+        )
+    ))  # fmt: skip
+
+
+@bug("policy loss")
+def rows_are_not_divided_by_their_length(patch):
+    wrap(patch, aggregation, "loss_weights", lambda _: lambda mask, mode, dtype: mask.to(dtype))
+
+
+@bug("policy loss", eps_clip_low=0.05, eps_clip_high=0.3)
+def the_clip_bounds_are_exchanged(patch):
+    wrap(patch, clipped, "clipped_surrogate", lambda original: (
+        lambda *a, clip_low, clip_high, **k: original(
+            *a, clip_low=clip_high, clip_high=clip_low, **k
+        )
+    ))  # fmt: skip
+
+
+@bug("policy loss")
+def the_better_branch_is_taken(patch):
+    patch.setattr(clipped.torch, "minimum", torch.maximum)
+
+
+@bug("gradient norm", policy_loss="gspo")
+def the_row_ratio_is_a_sum(patch):
+    from lightrft.algorithms import ratios
+
+    wrap(patch, ratios, "masked_row_mean", lambda _: lambda values, mask: (
+        torch.where(mask, values, 0.0).sum(-1)
+    ))  # fmt: skip
+
+
+@bug("kl loss", init_kl_coef=0.3, use_kl_loss=True, kl_estimator="k1", steps=2)
+def the_kl_loss_has_the_wrong_sign(patch):
+    wrap(patch, updates, "estimate_kl", lambda original: lambda *a, **k: -original(*a, **k))
+
+
+@bug("gradient norm", init_kl_coef=0.3, use_kl_loss=True, kl_estimator="k2", steps=2)
+def the_kl_weight_counts_twice(patch):
+    def change(original):
+        def make(*args, kl_coef, **kwargs):
+            return original(*args, kl_coef=2 * kl_coef, **kwargs)
+
+        return make
+
+    wrap(patch, spmd_ppo_trainer, "Update", change)
+
+
+@bug("value loss", advantage_estimator="gae", value_clip=0.01)
+def values_are_not_clipped(patch):
+    wrap(patch, updates, "clipped_value_loss", lambda original: lambda *a, clip: original(
+        *a, clip=None
+    ))  # fmt: skip
+
+
+# --- the update
+
+
+@bug("gradient norm")
+def a_micro_batch_counts_half(patch):
+    wrap(patch, AccumulationState, "loss_scale", lambda original: lambda self, ranks: (
+        original(self, ranks) * (0.5 if self.is_last() else 1.0)
+    ))  # fmt: skip
+
+
+@bug("actor exp_avg after", max_norm=0.01, train_batch_size=16)
+def gradients_are_not_clipped(patch):
+    patch.setattr(backend, "clip_gradients", lambda *_: None)
+
+
+@bug("learning rate", lr_warmup_ratio=0.5)
+def the_schedule_is_a_step_ahead(patch):
+    wrap(patch, optimizers, "cosine_with_min_lr_factor", lambda original: lambda step, **k: (
+        original(step + 1, **k)
+    ))  # fmt: skip
+
+
+@bug("learning rate")
+def the_peak_is_another(patch):
+    wrap(patch, strategy_base.AdamSettings, "read", lambda original: lambda kwargs, config: (
+        original({**kwargs, "lr": 2 * kwargs["lr"]}, config)
+    ))  # fmt: skip
+
+
+@bug("actor weights after", train_batch_size=16)
+def moments_are_not_corrected(patch):
+    def step(self, closure=None):
+        with torch.no_grad():
+            for group in self.param_groups:
+                beta1, beta2 = group["betas"]
+                for p in (p for p in group["params"] if p.grad is not None):
+                    state = self.state[p]
+                    state.setdefault("step", torch.zeros(()))
+                    state.setdefault("exp_avg", torch.zeros_like(p))
+                    state.setdefault("exp_avg_sq", torch.zeros_like(p))
+                    state["step"] += 1
+                    state["exp_avg"].lerp_(p.grad, 1 - beta1)
+                    state["exp_avg_sq"].lerp_(p.grad**2, 1 - beta2)
+                    size = state["exp_avg_sq"].sqrt() + group["eps"]
+                    p -= group["lr"] * state["exp_avg"] / size
+
+    patch.setattr(torch.optim.AdamW, "step", step)
+
+
+@bug("actor exp_avg after", adam_betas=(0.8, 0.95), train_batch_size=16)
+def the_betas_are_others(patch):
+    def change(original):
+        def init(self, params, **kwargs):
+            original(self, params, **{**kwargs, "betas": (0.9, 0.95)})
+
+        return init
+
+    wrap(patch, torch.optim.AdamW, "__init__", change)
+
+
+@bug("actor weight decay of vectors", l2=0.01, train_batch_size=16)
+def gains_are_decayed(patch):
+    wrap(patch, backend, "parameter_groups", lambda _: lambda named, decay: [
+        {"params": [p for _, p in named], "weight_decay": decay}
+    ])  # fmt: skip
+
+
+@bug("actor weight decay of matrices", l2=0.01, train_batch_size=16)
+def decay_counts_twice(patch):
+    wrap(patch, backend, "parameter_groups", lambda original: lambda named, decay: original(
+        named, 2 * decay
+    ))  # fmt: skip
+
+
+@bug("actor frozen weights", lora_rank=2, train_batch_size=16)
+def frozen_weights_move(patch):
+    def change(original):
+        def step(self, optimizer, model):
+            norm = original(self, optimizer, model)
+            with torch.no_grad():
+                next(p for p in model.parameters() if not p.requires_grad).mul_(1.001)
+            return norm
+
+        return step
+
+    wrap(patch, backend.Backend, "step", change)
+
+
+@bug("actor weights after", train_batch_size=16)
+def an_update_is_lost(patch):
+    calls = []
+
+    def change(original):
+        def step(self, *args, **kwargs):
+            calls.append(1)
+            return None if len(calls) == 1 else original(self, *args, **kwargs)
+
+        return step
+
+    wrap(patch, torch.optim.AdamW, "step", change)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_the_bug_is_found_and_named(name, audited, monkeypatch, world):
+    first, how, plant = BUGS[name]
+    how = dict(how)
+    steps = how.pop("steps", 1)
+    takes_world = plant.__code__.co_argcount == 2
+    plant(monkeypatch, world) if takes_world else plant(monkeypatch)
+    report = audited({"max_epochs": 1, **how}, steps=steps)
+    assert report.first_difference is not None, "nothing was found"
+    assert report.first_difference.quantity.startswith(first)
+
+
+def test_an_optimizer_s_fault_shows_at_the_next_update(audited, monkeypatch):
+    monkeypatch.setattr(backend, "clip_gradients", lambda *_: None)
+    first = audited({"max_norm": 0.01, "max_epochs": 1}).first_difference
+    assert first.quantity == "logprobs, actor update 2"
+    assert "update 1" in first.note
+
+
+def test_there_are_enough_bugs():
+    assert len(BUGS) >= 30

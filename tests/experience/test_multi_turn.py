@@ -1,0 +1,314 @@
+"""Observations between turns are context: they enter no loss, no denominator and no statistic."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightrft.config import TrainConfig
+from lightrft.engines.types import Completion
+from lightrft.experience.assemble import AdvantageSettings
+from lightrft.experience.collate import collate
+from lightrft.experience.exchange import merge, tabulate
+from lightrft.experience.forward import ForwardModels
+from lightrft.experience.maker import make_experience
+from lightrft.experience.sampling import Samples
+from lightrft.experience.scoring import overlong_penalty, score_rollouts
+from lightrft.experience.stages import StageMeter
+from lightrft.models import Actor, Critic
+from lightrft.rewards.types import RewardResult
+from lightrft.strategy import get_fake_strategy
+from lightrft.trainer.reporting.sample_page import token_sample
+from lightrft.trainer.reporting.trajectories import spans
+from lightrft.trainer.training.algorithm import decide
+from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.trainer.training.step_metrics import record_experience, table_metrics
+from lightrft.trainer.training.updates import TrainedModel, Update
+
+_SPEC = importlib.util.spec_from_file_location(
+    "multi_turn", Path(__file__).with_name("multi_turn.py")
+)
+multi_turn = sys.modules["multi_turn"] = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(multi_turn)
+VOCAB, Program, random_step = multi_turn.VOCAB, multi_turn.Program, multi_turn.random_step
+
+CPU = torch.device("cpu")
+
+
+def flags(rollout):
+    return list(rollout.completion.is_sampled)
+
+
+def test_a_completion_says_which_of_its_tokens_were_sampled():
+    base = {
+        "request_id": 0, "sample_index": 0, "prompt_token_ids": (1,), "output_token_ids": (2, 3, 4),
+        "output_logprobs": (-1.0, 0.0, -2.0), "logprobs_mode": "temperature",
+        "finish_reason": "stop",
+    }  # fmt: skip
+    assert Completion(**base).is_sampled == (True, True, True)
+    assert Completion(**base).sampled_token_ids == (2, 3, 4)
+    mixed = Completion(**base, sampled=(True, False, True))
+    assert mixed.sampled_token_ids == (2, 4)
+    with pytest.raises(ValueError, match="3 tokens, 3 logprobs and 2 flags"):
+        Completion(**base, sampled=(True, False))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_table_and_batch_hold_what_each_row_holds(seed):
+    items = random_step(seed, num_rows=12)
+    items[5] = replace(items[5], is_masked=True)
+    table = merge([tabulate(items[6:]), tabulate(items[:6])])
+    assert table.sampled_lengths.tolist() == [sum(flags(i.rollout)) for i in items]
+    order = np.random.default_rng(seed).permutation(12)
+    taken = table.take(order)
+    batch = collate(taken, pad_token_id=0, temperature=1.0, device=CPU, version=2)
+    for row, place in enumerate(order.tolist()):
+        completion = items[place].rollout.completion
+        width, start = batch.token_ids.shape[1], len(completion.prompt_token_ids)
+        ids = [*completion.prompt_token_ids, *completion.output_token_ids]
+        mask = [False] * start + flags(items[place].rollout) + [False] * (width - len(ids))
+        logprobs = [0.0] * start + list(completion.output_logprobs)
+        assert batch.token_ids[row, : len(ids)].tolist() == ids
+        assert batch.attention_mask[row].tolist() == [i < len(ids) for i in range(width)]
+        is_masked = items[place].is_masked
+        assert batch.response_mask[row].tolist() == [flag and not is_masked for flag in mask]
+        assert batch.compared_mask[row].tolist() == batch.response_mask[row].tolist()
+        kept = torch.zeros(width) if is_masked else torch.tensor(logprobs + [0.0] * width)[:width]
+        assert torch.equal(batch.rollout_logprobs[row], kept)
+
+
+def test_statistics_of_lengths_count_sampled_tokens():
+    items = random_step(3, num_rows=8, num_turns=3)
+    table = tabulate(items)
+    lengths = np.array([sum(flags(item.rollout)) for item in items])
+    assert (lengths < table.response_lengths).all()
+    metrics = table_metrics(table)
+    assert metrics["response_length"] == lengths.mean()
+    assert metrics["response_length_max"] == lengths.max()
+    assert metrics["response_length_std"] == pytest.approx(lengths.std())
+
+
+def test_the_length_penalty_looks_at_the_longest_turn():
+    class Zero:
+        def score(self, prompts, responses, labels, columns):
+            return [RewardResult(0.0, {}) for _ in responses]
+
+    item = random_step(0, num_rows=1, num_turns=3)[0].rollout
+    sampled = (True,) * 4 + (False,) * 3 + (True,) * 6 + (False,) * 9 + (True,) * 2
+    completion = replace(
+        item.completion, output_token_ids=(1,) * 24, output_logprobs=(0.0,) * 24, sampled=sampled
+    )
+    config = TrainConfig(
+        overlong_buffer=True, overlong_buffer_len=4, overlong_buffer_penalty_factor=1.0,
+        generate_max_len=8,
+    )  # fmt: skip
+    scored = score_rollouts(
+        [replace(item, completion=completion)], Zero(), overlong_penalty=overlong_penalty(config)
+    )
+    assert scored[0].reward == -0.5  # 6 tokens: 2 into the buffer of 4
+
+
+def test_the_report_tells_observations_from_sampled_tokens():
+    assert spans([True, True, False, True]) == [(0, 2), (3, 4)]
+    assert spans([False]) == []
+    entry = {"tokens": ["a", "b", "c", "d"], "sampled_spans": [[0, 2], [3, 4]], "reward": 1.0}
+    assert token_sample(entry)["observed"] == [False, False, True, False]
+    # A file may hold anything.
+    for wrong in (None, 3, [[0]], [["a", "b"]], [[-5, 99]]):
+        assert len(token_sample({**entry, "sampled_spans": wrong})["observed"]) == 4
+
+
+def tiny_llama(seed):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, initializer_range=0.1,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def models(seed=0):
+    """Plain models in float64 for the program, and the same as we train them."""
+    policy, reference, trunk = tiny_llama(seed), tiny_llama(seed + 1), tiny_llama(seed + 2)
+    critic = Critic(trunk.model)
+    with torch.no_grad():
+        torch.nn.init.normal_(critic.value_head.weight, std=0.3)
+    plain_policy, plain_reference, plain_critic = (
+        multi_turn.in_float64(model) for model in (policy, reference, critic)
+    )
+
+    def logits_of(model):
+        return lambda ids: model(input_ids=ids, use_cache=False).logits
+
+    def values(ids):
+        hidden = plain_critic.trunk(input_ids=ids, use_cache=False).last_hidden_state
+        head = plain_critic.value_head
+        return torch.nn.functional.linear(hidden, head.weight, head.bias).squeeze(-1)
+
+    plain = (plain_policy, plain_reference, plain_critic)
+    trained = (Actor(policy), Actor(reference), critic)
+    return plain, (logits_of(plain_policy), logits_of(plain_reference), values), trained
+
+
+OPTIONS = {
+    "bf16": False, "temperature": 0.8, "gamma": 0.9, "lambd": 0.7, "init_kl_coef": 0.3,
+    "entropy_coef": 0.02, "loss_agg_mode": "token-mean", "train_batch_size": 8, "max_norm": 1e9,
+    "rollout_batch_size": 2, "n_samples_per_prompt": 4, "engine_type": "fake", "value_clip": 0.0,
+    "kl_estimator": "k1",
+}  # fmt: skip
+
+
+def gradients_of(optimizer, run):
+    found = []
+    optimizer.register_step_pre_hook(
+        lambda *_: found.append(
+            [p.grad.detach().clone() for g in optimizer.param_groups for p in g["params"]]
+        )
+    )
+    run()
+    assert len(found) == 1
+    return found[0]
+
+
+def deviation(found, expected):
+    """||found - expected|| / ||expected|| over all parameters."""
+    difference = sum(
+        float((a.double() - b).square().sum()) for a, b in zip(found, expected, strict=True)
+    )
+    return (difference / sum(float(b.square().sum()) for b in expected)) ** 0.5
+
+
+def take_step(items, trained, *, is_packed, micro_batch_size, **options):
+    """Gradients of actor and critic, loss, and the metrics of our own step."""
+    actor, reference, critic = trained
+    for model in trained:
+        model.pack_samples(is_packed)
+    config = TrainConfig(
+        **{**OPTIONS, **options}, packing_samples=is_packed,
+        micro_train_batch_size=micro_batch_size, micro_rollout_batch_size=micro_batch_size,
+        micro_batch_tokens=40 if is_packed else None,
+    )  # fmt: skip
+    config, algorithm = decide(config)
+    strategy = get_fake_strategy(config)
+    has_critic = algorithm.estimator_traits.needs_critic
+    kl_coef = config.init_kl_coef
+    step = make_experience(
+        Samples(items, tabulate(items), StageMeter(), 2),
+        ForwardModels(actor, reference, critic if has_critic else None),
+        strategy=strategy,
+        settings=AdvantageSettings(
+            config, algorithm.estimator, kl_coef=0.0 if config.use_kl_loss else kl_coef
+        ),
+        step=0,
+    )
+    metrics = StepMetrics()
+    record_experience(step, metrics, config)
+    update = Update(
+        config, algorithm.policy_loss, strategy, metrics,
+        kl_coef=kl_coef if config.use_kl_loss else 0.0,
+    )  # fmt: skip
+    slices = step.plan.micro_slices(
+        step.table.lengths, index=0, rank=0, micro_batch_size=micro_batch_size, config=config
+    )
+    found = []
+    for name, model in (("actor", actor), ("critic", critic)):
+        if name == "critic" and not has_critic:
+            continue
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        run = TrainedModel(name, model, optimizer, None)
+        advance = update.policy_step if name == "actor" else update.value_step
+        found.append(
+            gradients_of(optimizer, lambda a=advance, r=run: a(step.batch, r, slices=slices))
+        )
+    return found, metrics.reduce(strategy), step
+
+
+@pytest.mark.parametrize(("is_packed", "micro_batch_size"), [(False, 8), (False, 2), (True, 2)])
+@pytest.mark.parametrize("estimator", ["group_norm", "gae"])
+def test_loss_and_gradient_equal_a_float64_program(estimator, is_packed, micro_batch_size):
+    items = random_step(5)
+    plain, functions, trained = models()
+    program = Program(*functions, has_gae=estimator == "gae")
+    options = {"advantage_estimator": estimator, "use_kl_loss": estimator != "gae"}
+    if estimator != "gae":
+        options["kl_estimator"] = "k3"
+    found, _, step = take_step(
+        items, trained, is_packed=is_packed, micro_batch_size=micro_batch_size, **options
+    )
+    loss = program.policy_loss(items)
+    loss.backward()
+    names = dict(plain[0].named_parameters())
+    expected = [
+        names[name.removeprefix("model.")].grad for name, _ in trained[0].named_parameters()
+    ]
+    assert deviation(found[0], expected) < 2e-6
+    num_sampled = sum(sum(flags(i.rollout)) for i in items)
+    assert int(step.batch.rollouts.response_mask.sum()) == num_sampled
+    if estimator == "gae":
+        program.value_loss(items).backward()
+        names = dict(plain[2].named_parameters())
+        expected = [names[name].grad for name, _ in trained[2].named_parameters()]
+        assert deviation(found[1], expected) < 2e-6
+    # Positive control: one observation token more or less in the loss is seen.
+    planted = items[0].rollout.completion
+    first = next((i for i, flag in enumerate(planted.is_sampled) if not flag), 0)
+    wrong = tuple(f != (i == first) for i, f in enumerate(planted.is_sampled))
+    other = replace(items[0].rollout, completion=replace(planted, sampled=wrong))
+    moved, _, _ = take_step(
+        [replace(items[0], rollout=other), *items[1:]], trained, is_packed=is_packed,
+        micro_batch_size=micro_batch_size, **options,
+    )  # fmt: skip
+    assert deviation(moved[0], [g.double() for g in found[0]]) > 1e-3
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_gradients_of_observation_logits_are_exactly_zero(is_packed):
+    items = random_step(7, num_turns=3)
+    _, _, (actor, _, _) = models()
+    actor.pack_samples(is_packed)
+    batch = collate(tabulate(items), pad_token_id=0, temperature=1.0, device=CPU)
+    states = []
+
+    def keep(module, arguments, output):
+        output.last_hidden_state.retain_grad()
+        states.append(output.last_hidden_state)
+
+    actor.model.base_model.register_forward_hook(keep)
+    output = actor(batch.token_ids, batch.attention_mask, scored_mask=batch.response_mask)
+    output.logprobs.square().sum().backward()
+    # What reaches the head's input is what reaches the logits of the next token.
+    reached = states[0].grad.abs().sum(-1)
+    position = 0
+    for row, item in enumerate(items):
+        completion = item.rollout.completion
+        start, length = len(completion.prompt_token_ids), len(completion.output_token_ids)
+        own = reached[0, position:] if is_packed else reached[row]
+        position += start + length
+        for place, is_sampled in enumerate(completion.is_sampled):
+            gradient = float(own[start + place - 1])
+            assert (gradient > 0) == is_sampled, (row, place)
+            assert is_sampled or gradient == 0.0
+
+
+def test_what_an_observation_says_is_context_and_nothing_else():
+    """Other observation ids move later logprobs; their flags alone move no token's loss."""
+    items = random_step(9, num_rows=1, num_turns=2)
+    _, _, (actor, _, _) = models()
+    batch = collate(tabulate(items), pad_token_id=0, temperature=1.0, device=CPU)
+    changed = batch.token_ids.clone()
+    observed = (~batch.response_mask & batch.attention_mask)[0].nonzero().flatten()
+    last = int(observed[-1])  # of the observation: prompt positions come before it
+    changed[0, last] = (changed[0, last] + 1) % VOCAB
+    before, after = (
+        actor(ids, batch.attention_mask, scored_mask=batch.response_mask).logprobs[0].detach()
+        for ids in (batch.token_ids, changed)
+    )
+    assert torch.equal(before[: last + 1], after[: last + 1])
+    assert (before - after).abs()[last + 1 :].max() > 1e-4
+    assert before[last] == 0

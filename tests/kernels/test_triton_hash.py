@@ -1,0 +1,73 @@
+"""The Triton hash equals the definition, in Triton's interpreter, and compiles for every GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+VALUES = """
+import torch
+from lightrft.kernels.weight_bucket import reference, triton_hash
+
+dtypes = (torch.uint8, torch.int8, torch.bfloat16, torch.float32, torch.float64)
+for dtype in dtypes:
+    tensor = (torch.randn(18_003) * 50).to(dtype)
+    for start, part in ((0, tensor), (2**33 + 7, tensor[1:]), (1023, tensor[:3]), (5, tensor[:0])):
+        found = int(triton_hash.hash_flat(part, start))
+        assert found == int(reference.hash_flat(part, start)), (dtype, start, len(part))
+changed = tensor.clone()
+changed[17] = -changed[17]
+assert int(triton_hash.hash_flat(changed, 0)) != int(triton_hash.hash_flat(tensor, 0))
+print("equal")
+"""
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lightrft.kernels.weight_bucket import triton_hash
+
+kernel = triton_hash.hash_blocks
+constants = {"NUM_BITS": 16, "NUM_BLOCKS": 16, "BLOCK": 1024}
+types = {
+    "values": "*i16", "masks": "*i64", "factors": "*i64", "totals": "*i64",
+    "first_block": "i64", "place": "i32", "numel": "i64",
+}
+place = {name: (index,) for index, name in enumerate(kernel.arg_names)}
+for target in (80, 90, 100, 120):
+    source = ASTSource(
+        fn=kernel,
+        signature=types | dict.fromkeys(constants, "constexpr"),
+        constexprs={place[name]: value for name, value in constants.items()},
+        attrs={place[name]: [["tt.divisibility", 16]] for name in ("values", "place", "numel")},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": 8})
+    assert ".local" not in compiled.asm["ptx"], "registers are spilled"
+    assert "ld.global.v" in compiled.asm["ptx"], "elements are loaded one by one"
+    print(target, end=" ")
+"""
+
+
+def run(code: str, **environment: str) -> str:
+    process = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr[-4000:]
+    return process.stdout
+
+
+@pytest.mark.triton
+def test_values_in_the_interpreter_equal_the_definition() -> None:
+    assert run(VALUES, TRITON_INTERPRET="1").strip() == "equal"
+
+
+@pytest.mark.triton
+def test_it_compiles_for_every_gpu() -> None:
+    assert run(COMPILED).split() == ["80", "90", "100", "120"]

@@ -1,0 +1,41 @@
+"""Many steps with the embedded engine: nothing grows."""
+
+from __future__ import annotations
+
+import pytest
+
+QUANTITIES = ("memory_kib", "descriptors", "threads", "temporary_files")
+
+
+def rows(**growth):
+    """Forty steps whose quantities grow by so much a step, after a start that fills caches."""
+    return [
+        {name: 100.0 + growth.get(name, 0.0) * step + (20.0 if step > 5 else 4.0 * step)
+         for name in QUANTITIES}
+        for step in range(40)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUANTITIES)
+def test_a_planted_leak_is_found_and_a_filled_cache_is_none(script, too_steep, name):
+    assert script.QUANTITIES == QUANTITIES
+    assert too_steep(script.slopes(rows())) == {}
+    found = too_steep(script.slopes(rows(**{name: 20.0})))
+    assert found == {name: pytest.approx(20.0)}
+
+
+def test_what_is_measured_follows_what_is_held(script, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    before = script.measure()
+    files = [(tmp_path / str(number)).open("w") for number in range(3)]
+    after = script.measure()
+    assert after["descriptors"] == before["descriptors"] + 3
+    assert after["temporary_files"] == before["temporary_files"] + 3
+    for file in files:
+        file.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3500)
+def test_a_thousand_steps_hold_no_more_than_the_first_hundreds(soak, too_steep):
+    assert too_steep(soak("hf", 1000)) == {}

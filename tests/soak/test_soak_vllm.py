@@ -1,0 +1,12 @@
+"""Many steps with the real vLLM on a CPU: nothing grows."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(3500)
+def test_two_hundred_steps_hold_no_more_than_the_first_hundred(soak, too_steep):
+    assert too_steep(soak("vllm", 200)) == {}

@@ -1,0 +1,311 @@
+"""Whatever happens to the files of a run's checkpoints, the newest whole step is continued.
+
+Each case damages files of three steps of an actor and a critic and loads. What must come is decided
+here from the files alone: the newest step of which no file of either model has changed. The weights
+must be those of that step to the last bit, and so must be the weights one step later (optimizer and
+schedule) and the next random numbers; or there is one line that names what is damaged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from lightrft.strategy.testing import run_multiprocess
+
+STEPS = (1, 2, 3)
+MODELS = ("actor", "critic")
+BACKENDS = {
+    "fake": None,
+    "fsdp": {"fsdp": True},
+    "zero1": {"zero_stage": 1},
+    "zero2": {"zero_stage": 2},
+    "zero3": {"zero_stage": 3},
+}
+HOSTILE_TEXTS = (
+    b"", b"{}", b"[]", b"7", b"null", b'"x"', b"\xff\xfe{", b"{" * 5000, b"[" * 200_000,
+    b"9" * 5001, b'{"format": "lightrft-checkpoint", "format_version": 2}', b"\0" * 64,
+)  # fmt: skip
+
+
+class Run:
+    """A small actor and critic, their schedules, and what their states were at every step."""
+
+    def __init__(self, strategy, folder):
+        import torch
+
+        from lightrft.config import TrainConfig
+        from lightrft.trainer.training.state import initial_state
+        from lightrft.trainer.training.updates import TrainedModel, TrainedModels
+
+        self.strategy, self.folder = strategy, folder
+        self.config = TrainConfig(ckpt_path=str(folder), max_ckpt_num=5, max_ckpt_mem=1000)
+        trained = []
+        for seed, name in enumerate(MODELS):
+            torch.manual_seed(seed)
+            model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3))
+            model = strategy.prepare_model(model, is_training=True)
+            optimizer = strategy.create_optimizer(model, lr=1e-2)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+            trained.append(TrainedModel(name, *strategy.prepare((model, optimizer, schedule))))
+        self.models = TrainedModels(*trained)
+        self.state = initial_state(self.config)
+        self.weights, self.draws = {}, {}
+
+    def train(self, number):
+        """One optimizer step of both models; the data are a function of the number."""
+        import torch
+
+        rows = torch.randn(2, 4, generator=torch.Generator().manual_seed(number))
+        for item in self.models.trained:
+            with self.strategy.accumulation(1, item.optimizer):
+                loss = item.model(rows).square().mean()
+                self.strategy.backward(loss, item.model, item.optimizer)
+                self.strategy.optimizer_step(item.optimizer, item.model, item.scheduler)
+
+    def bits(self):
+        """A hash of this rank's weights."""
+        digest = hashlib.sha256()
+        for item in self.models.trained:
+            for entry in self.strategy.parameter_source(item.model).parameters():
+                digest.update(entry.local_shard.detach().numpy().tobytes())
+        return digest.hexdigest()
+
+    def write(self):
+        """The checkpoints, and what a load of each must bring back."""
+        for step in STEPS:
+            self.train(step)
+            self.weights[step] = self.bits()
+            self.save(step)
+            self.draws[step] = draw()
+        self.train(STEPS[-1] + 1)
+        self.weights[STEPS[-1] + 1] = self.bits()
+
+    def save(self, step):
+        from dataclasses import replace
+
+        from lightrft.trainer.training.checkpointing import save_trainer
+
+        state = replace(self.state, num_steps=step, num_requests=10 * step)
+        save_trainer(self.strategy, self.config, state, self.models)
+
+    def load(self):
+        """The step that a load chooses, or its error; everything is spoiled before."""
+        import torch
+
+        from lightrft.strategy.checkpoints.client_state import CheckpointError
+        from lightrft.trainer.training.checkpointing import load_trainer
+
+        self.train(99)
+        torch.manual_seed(99)
+        try:
+            found = load_trainer(self.strategy, self.config, self.state, self.models)
+        except CheckpointError as error:
+            return str(error)
+        if found is None:
+            return None
+        step = found.num_steps
+        assert found.num_requests == 10 * step
+        assert self.bits() == self.weights[step], step
+        assert draw() == self.draws[step], step
+        self.train(step + 1)
+        assert self.bits() == self.weights[step + 1], step
+        return step
+
+
+def damage(path, dice, folder):
+    """Changes one file; what was done, for the message of a failure."""
+    before = path.read_bytes()
+    kinds = ["flip", "flip", "flip", "cut", "delete", "noise", "append", "swap", "folder", "link"]
+    kinds += ["edit", "edit", "forge", "text", "text"] if path.suffix == ".json" else []
+    kind = dice.choice(kinds)
+    if kind == "flip" and before:
+        place = dice.randrange(len(before))
+        changed = bytes([before[place] ^ 1 << dice.randrange(8)])
+        path.write_bytes(before[:place] + changed + before[place + 1 :])
+    elif kind == "cut":
+        path.write_bytes(before[: dice.randrange(len(before) or 1)])
+    elif kind in ("delete", "folder", "link"):
+        path.unlink()
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "link":
+            path.symlink_to("/etc/passwd")
+    elif kind == "noise":
+        path.write_bytes(dice.randbytes(max(1, len(before))))
+    elif kind == "append":
+        path.write_bytes(before + dice.randbytes(dice.randrange(1, 9)))
+    elif kind == "swap":
+        files = [other for other in folder.rglob(path.name) if other.is_file()]
+        path.write_bytes(dice.choice(files).read_bytes())
+    elif kind == "text":
+        path.write_bytes(dice.choice(HOSTILE_TEXTS))
+    elif kind in ("edit", "forge"):
+        path.write_text(edited(json.loads(before), dice, is_forged=kind == "forge"))
+    return f"{kind} {path.relative_to(folder)}"
+
+
+def edited(values, dice, *, is_forged):
+    """Other values in JSON that stays JSON; forged, a manifest that lies with the right hash."""
+    from lightrft.strategy.checkpoints import manifest
+
+    if not isinstance(values, dict) or "files" not in values:
+        return json.dumps({"state": values})
+    lies = {
+        "order": lambda: dice.choice(["9", 9.5, None, True, []]),
+        "tag": lambda: dice.choice(["..", "a/b", "", 3, "other", ".hidden"]),
+        "files": lambda: dice.choice(
+            [None, {}, "x", [3], [{**values["files"][0], "path": "../../../../etc/passwd"}],
+             [{**values["files"][0], "path": "/etc/passwd"}],
+             [{**values["files"][0], "num_bytes": "1"}], [{}]]
+        ),
+        "details": lambda: dice.choice([None, [], {"zero_stage": [1]}]),
+        "world_size": lambda: dice.choice(["2", None, {}]),
+    }  # fmt: skip
+    name = dice.choice(list(lies))
+    values[name] = lies[name]()
+    if not is_forged:
+        if dice.random() < 0.5:
+            values["order"] = 99
+            values["files"] = values["files"][:1] if isinstance(values["files"], list) else []
+        return json.dumps(values)
+    del values["sha256"]
+    return json.dumps({**values, "sha256": manifest._digest(values)})
+
+
+def is_equal(path, before):
+    """Whether a file still says what it said."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    now = path.read_bytes()
+    if path.name != "manifest.json" or now == before:
+        return now == before
+    try:
+        return json.loads(now) == json.loads(before)
+    except (ValueError, RecursionError):
+        return False
+
+
+def expected_step(contents, folder):
+    """The newest step of which every file of every model says what it said, and none was added."""
+    broken = {p for p, before in contents.items() if not is_equal(p, before)}
+    added = {p for p in folder.rglob("*.safetensors") if p not in contents}
+    for step in reversed(STEPS):
+        if not any(f"global_step{step}" in path.parts for path in broken | added):
+            return step
+    return None
+
+
+def choose_files(contents, dice):
+    """One file, or several, or one of every step."""
+    paths = sorted(contents)
+    if dice.random() < 0.1:
+        return [
+            dice.choice([p for p in paths if f"global_step{step}" in p.parts]) for step in STEPS
+        ]
+    return dice.sample(paths, dice.choice([1, 1, 1, 2, 3]))
+
+
+def run_case(run, contents, dice, number):
+    """Damages, loads, compares; every tenth time also saves the next step and loads that."""
+    strategy, done = run.strategy, []
+    if strategy.is_rank_0():
+        done = [damage(path, dice, run.folder) for path in choose_files(contents, dice)]
+        if dice.random() < 0.1:
+            folder = run.folder / "_actor" / f"global_step{dice.choice(STEPS)}"
+            if folder.is_dir():
+                (folder / "rank_00007.safetensors").write_bytes(b"not of this checkpoint")
+                done.append("add a file")
+    wanted, done = strategy.gather_objects((expected_step(contents, run.folder), done))[0]
+    found = run.load()
+    if wanted is None:
+        assert isinstance(found, str), (done, found)
+        assert "\n" not in found, (done, found)
+        assert all(f"global_step{step}" in found for step in STEPS), (done, found)
+        return
+    assert found == wanted, (done, found, wanted)
+    if number % 10 == 0:
+        # The load has trained one step further: that step can be saved, and continued.
+        draws = dict(run.draws)
+        run.save(wanted + 1)
+        run.draws[wanted + 1] = draw()
+        run.train(wanted + 2)
+        run.weights.setdefault(wanted + 2, run.bits())
+        assert run.load() == wanted + 1, done
+        run.draws = draws
+
+
+def draw():
+    import torch
+
+    return torch.rand(3).tolist()
+
+
+def run_cases(rank, world_size, backend, folder, num_cases, seed):
+    """Every case on one set of checkpoints, which is put back after each."""
+    import torch
+
+    from lightrft.strategy import get_fake_strategy, get_strategy
+
+    torch.set_num_threads(1)
+    if BACKENDS[backend] is not None:
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
+    settings = {"train_batch_size": world_size, "micro_train_batch_size": 1, "bf16": False,
+                "timeout_minutes": 2.0, **(BACKENDS[backend] or {})}  # fmt: skip
+    build = get_fake_strategy if BACKENDS[backend] is None else get_strategy
+    folder, dice = Path(folder), random.Random(seed)
+    with build(settings) as strategy:
+        run = Run(strategy, folder)
+        run.write()
+        contents = {p: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+        kept = folder.with_name("kept")
+        if rank == 0:
+            shutil.copytree(folder, kept)
+        for number in range(num_cases):
+            strategy.barrier()
+            run_case(run, contents, dice, number)
+            strategy.barrier()
+            if rank == 0:
+                shutil.rmtree(folder)
+                shutil.copytree(kept, folder)
+    return num_cases
+
+
+@pytest.mark.multiprocess
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    ("backend", "world_size", "num_cases"),
+    [
+        *((backend, 1, 40) for backend in BACKENDS),
+        *(pytest.param(backend, 1, 360, marks=pytest.mark.slow) for backend in BACKENDS),
+        *(
+            pytest.param(backend, 2, 100, marks=pytest.mark.slow)
+            for backend in BACKENDS
+            if backend != "fake"
+        ),
+    ],
+)
+def test_the_newest_whole_step_is_continued_whatever_is_damaged(
+    tmp_path, backend, world_size, num_cases
+):
+    # Other cases in every session; the seed stands in the message of a failure.
+    seed = random.randrange(2**32)
+    done = run_multiprocess(
+        run_cases, world_size, timeout_seconds=1500,
+        args=(backend, str(tmp_path / "checkpoints"), num_cases, seed),
+    )  # fmt: skip
+    assert done == [num_cases] * world_size, seed
+
+
+def test_a_load_that_does_not_verify_is_caught(tmp_path, monkeypatch):
+    from lightrft.strategy.checkpoints import folders
+
+    monkeypatch.setattr(folders, "_file_damage", lambda folder, entry: None)
+    with pytest.raises(AssertionError):
+        run_cases(0, 1, "fake", str(tmp_path / "checkpoints"), 40, 1)

@@ -1,0 +1,229 @@
+"""A run that is killed by SIGKILL at a random moment ends as the run that nobody killed.
+
+Two ranks, an actor and a critic, a checkpoint after every step, written in the background. Ranks
+are forked from a process that has imported everything, so that most of a run is training. After
+each kill the same options are started again; compared are every file of the last checkpoint of
+both models (weights, optimizer, schedule, generators, state of the trainer), the exported model,
+metrics and samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightrft.strategy.testing import find_free_port, run_multiprocess
+
+NUM_STEPS = 4
+RUN_SECONDS = 150
+BACKENDS = {"fsdp": {"fsdp": True}, "zero2": {"zero_stage": 2}, "zero3": {"zero_stage": 3}}
+REWARD = """
+def score(responses):
+    return [float(sum(map(ord, text)) % 3) for text in responses]
+"""
+
+
+def settings(folder, backend, name):
+    return {
+        "pretrain": str(folder / "model"), "critic_pretrain": str(folder / "model"),
+        "prompt_data": str(folder / "train.jsonl"), "reward_fn": (f"{folder / 'reward.py'}:score",),
+        "advantage_estimator": "gae", "bf16": False, "engine_type": "hf", "async_save": True,
+        "rollout_batch_size": 2, "n_samples_per_prompt": 2, "train_batch_size": 4,
+        "micro_train_batch_size": 2, "generate_max_len": 4, "prompt_max_len": 32,
+        "init_kl_coef": 0.0, "actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3,
+        "lr_warmup_ratio": 0.0, "num_episodes": 2, "max_steps": NUM_STEPS, "save_steps": 1,
+        "timeout_minutes": 2.0, "parity_check_steps": -1,
+        "output_dir": str(folder / f"{backend}_{name}"), **BACKENDS[backend],
+    }  # fmt: skip
+
+
+def write_inputs(folder):
+    from lightrft.models.presets import write_tiny_model
+
+    write_tiny_model(folder / "model", "tiny-qwen3", seed=1)
+    rows = [json.dumps({"input": f"say {'aeiou'[i % 5] * (1 + i % 3)}"}) for i in range(NUM_STEPS)]
+    (folder / "train.jsonl").write_text("\n".join(rows))
+    (folder / "reward.py").write_text(REWARD)
+
+
+class Ranks:
+    """Two forked ranks of one run."""
+
+    def __init__(self, options):
+        folder = Path(options["output_dir"])
+        self.log = folder.with_name(f"{folder.name}.log")
+        port = find_free_port()
+        self.codes = {self._fork(rank, port, options): None for rank in range(2)}
+
+    def _fork(self, rank, port, options):
+        child = os.fork()
+        if child:
+            return child
+        code = 1
+        try:
+            with self.log.open("a") as stream:
+                os.dup2(stream.fileno(), 1)
+                os.dup2(stream.fileno(), 2)
+            os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+            os.environ.update(LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            from lightrft.config import TrainConfig
+            from lightrft.trainer.runs.assembly import run_training
+
+            run_training(TrainConfig(**options))
+            self.log.with_suffix(".modules").write_text("\n".join(sys.modules))
+            code = 0
+        except BaseException as error:  # noqa: BLE001 - the parent reads the log
+            print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
+        finally:
+            os._exit(code)
+
+    def running(self):
+        for child, code in self.codes.items():
+            if code is None:
+                found, status = os.waitpid(child, os.WNOHANG)
+                self.codes[child] = os.waitstatus_to_exitcode(status) if found else None
+        return [child for child, code in self.codes.items() if code is None]
+
+    def wait(self, seconds):
+        """Exit codes by rank; None for one that did not end in time."""
+        limit = time.monotonic() + seconds
+        while self.running() and time.monotonic() < limit:
+            time.sleep(0.01)
+        return list(self.codes.values())
+
+    def kill(self, children):
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        # A survivor loses its connection and ends; it may also wait until its deadline.
+        self.wait(2.0)
+        for child in self.running():
+            os.kill(child, signal.SIGKILL)
+        self.wait(30.0)
+
+
+def finish(options):
+    """Runs to the end; how long that took."""
+    begin = time.monotonic()
+    ranks = Ranks(options)
+    codes = ranks.wait(RUN_SECONDS)
+    ranks.kill(ranks.running())
+    assert codes == [0, 0], ranks.log.read_text()[-5000:]
+    return time.monotonic() - begin
+
+
+def kill_once(options, seconds, dice):
+    """Starts and kills at a random moment; whether it was still running, and what was killed."""
+    ranks = Ranks(options)
+    moment = dice.uniform(0, seconds)
+    ranks.wait(moment)
+    running = ranks.running()
+    if len(running) < 2:
+        ranks.kill(running)
+        return None
+    chosen = dice.choice([running, running[:1], running[1:]])
+    ranks.kill(chosen)
+    return f"{moment:.3f} s, {len(chosen)} killed"
+
+
+def timeless(path):
+    ignored = ("second", "memory/", "weights_version", "tokens_per", "tflops", "mfu")
+    return [
+        {n: v for n, v in json.loads(line).items() if not any(word in n for word in ignored)}
+        for line in path.read_text().splitlines()
+    ]
+
+
+def result(options):
+    """All that a run has come to, in comparable form."""
+    folder = Path(options["output_dir"])
+    found = {"model": (folder / "model" / "model.safetensors").read_bytes()}
+    for model in ("_actor", "_critic"):
+        manifest = folder / "checkpoints" / model / f"global_step{NUM_STEPS}" / "manifest.json"
+        for entry in json.loads(manifest.read_text())["files"]:
+            found[model, entry["path"]] = entry["sha256"]
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        found[name] = timeless(folder / name)
+    return found
+
+
+def whole_run(backend, folder, *, is_timed):
+    """What the run that nobody kills comes to, and about how long one takes."""
+    options = settings(folder, backend, "whole")
+    # Most of the rest is imports, which the runs after this one find done.
+    seconds = 0.6 * finish(options)
+    import_modules(Path(f"{options['output_dir']}.modules"))
+    if is_timed:
+        shutil.rmtree(options["output_dir"])
+        seconds = finish(options)
+    expected = result(options)
+    assert len(expected["metrics.jsonl"]) == NUM_STEPS
+    assert len({json.dumps(row) for row in expected["metrics.jsonl"]}) == NUM_STEPS
+    return expected, seconds
+
+
+def killed_run(backend, folder, expected, *, seconds, num_kills, dice):
+    """Kills one run again and again, lets it go on to its end, and compares."""
+    options, done = settings(folder, backend, "killed"), []
+    shutil.rmtree(options["output_dir"], ignore_errors=True)
+    while len(done) < num_kills:
+        found = kill_once(options, seconds, dice)
+        if found is None:  # it had ended: another try from the beginning
+            shutil.rmtree(options["output_dir"])
+        done = [] if found is None else [*done, found]
+    finish(options)
+    ended = result(options)
+    assert ended.keys() == expected.keys(), (backend, done)
+    differing = [name for name in expected if ended[name] != expected[name]]
+    assert differing == [], (backend, done, differing)
+    return done
+
+
+def import_modules(file):
+    for name in file.read_text().split("\n"):
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+
+
+def run_all(rank, world_size, folder, num_runs, chain, seed):
+    """Kills every run `chain` times; in a process without threads, so that it may fork."""
+    import torch
+
+    torch.set_num_threads(1)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    folder, dice, num_kills = Path(folder), random.Random(seed), 0
+    write_inputs(folder)
+    whole = {name: whole_run(name, folder, is_timed=chain == 1) for name in BACKENDS}
+    for number in range(num_runs):
+        backend = list(BACKENDS)[number % len(BACKENDS)]
+        expected, seconds = whole[backend]
+        done = killed_run(backend, folder, expected, seconds=seconds, num_kills=chain, dice=dice)
+        num_kills += len(done)
+        print(f"{num_kills} kills, last {backend} after {done}", flush=True)
+    return num_kills
+
+
+@pytest.mark.multiprocess
+@pytest.mark.deepspeed
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("num_runs", "chain"),
+    [(3, 2), pytest.param(100, 1, marks=pytest.mark.slow)],
+    ids=["6 kills", "100 kills"],
+)
+def test_a_killed_run_ends_as_the_run_that_nobody_killed(tmp_path, num_runs, chain):
+    seed = random.randrange(2**32)
+    done = run_multiprocess(
+        run_all, 1, timeout_seconds=3500, args=(str(tmp_path), num_runs, chain, seed)
+    )
+    assert done == [num_runs * chain], seed
