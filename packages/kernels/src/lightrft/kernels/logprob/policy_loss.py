@@ -245,8 +245,11 @@ class LinearPolicyLoss(torch.autograd.Function):
                 "linear_policy_loss was differentiated before: its gradients are handed over, not "
                 "kept; call it again, or add up the losses before one backward pass"
             )
-        scaled = [None if each is None else each.mul_(grad_loss.detach()) for each in gradients]
+        scaled, factor = list(gradients), grad_loss.detach()
         gradients.clear()
+        # On a CPU a look at the number is free, and a pass over dL/dweight is not.
+        if factor.is_cuda or factor != 1:
+            scaled = [None if each is None else each.mul_(factor) for each in scaled]
         if torch.is_grad_enabled():
             inputs = ctx.saved_tensors
             scaled = [
