@@ -42,6 +42,11 @@ class ProductEngine:
     uses_triton: bool
     splits_weight: bool = False
 
+    @property
+    def row_multiple(self) -> int:
+        """Rows of products are contiguous: whole 16-byte vectors of them, if Triton reads them."""
+        return 16 if self.uses_triton else 1
+
     def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
         """16 bits where the products take them as they are, else the accumulation dtype."""
         takes_halves = self.is_centred or hidden.is_cuda

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightrft.kernels.logprob.chunked_engine import ChunkedEngine
 from lightrft.kernels.logprob.passes import LogprobEngine
 from lightrft.kernels.logprob.product_engine import ProductEngine
-from lightrft.kernels.logprob.products import cpu_multiplies_bfloat16
+from lightrft.kernels.logprob.products import cpu_multiplies_bfloat16, may_round_partial_sums
 from lightrft.kernels.logprob.types import (
     Determinism,
     EntropyMode,
@@ -35,6 +35,7 @@ _MIN_PRODUCT_HIDDEN = 2048
 _TEST_ROWS = 256
 _TEST_HIDDEN = 256
 _TEST_COLUMNS = 1000
+_MIN_CENTRED_TEMPERATURE = 0.5
 _MAX_CENTRED_ERROR = 3e-2
 _MEAN_CENTRED_ERROR = 2e-3
 _MAX_EXACT_ERROR = 5e-5
@@ -48,7 +49,7 @@ class Request:
         impl, precision, deterministic: The arguments of `linear_logprob`.
         entropy: Likewise.
         temperature: Divides the logits.
-        has_softcap: Whether logits are capped.
+        has_bias, has_softcap: Whether logits have a bias, and whether they are capped.
         chunk_columns: Columns of one chunk.
     """
 
@@ -57,19 +58,20 @@ class Request:
     deterministic: Determinism
     entropy: EntropyMode
     temperature: float
+    has_bias: bool
     has_softcap: bool
     chunk_columns: int
 
     @classmethod
     def of(
         cls, impl: str, precision: str, deterministic: str, entropy: str, *,
-        temperature: float, has_softcap: bool, chunk_columns: int,
+        temperature: float, has_bias: bool, has_softcap: bool, chunk_columns: int,
     ) -> Request:  # fmt: skip
         """From an operator's arguments, checked before."""
         return cls(
             cast(LogprobImplementation, impl), cast(Precision, precision),
-            _DETERMINISM[deterministic], cast(EntropyMode, entropy), temperature, has_softcap,
-            chunk_columns,
+            _DETERMINISM[deterministic], cast(EntropyMode, entropy), temperature, has_bias,
+            has_softcap, chunk_columns,
         )  # fmt: skip
 
     @property
@@ -398,6 +400,16 @@ def _centred_engine(request: Request, hidden: Tensor, weight: Tensor) -> Product
         reason = f"it needs hidden and weight in bfloat16: got {hidden.dtype} and {weight.dtype}"
     elif request.has_softcap:
         reason = "softcap needs the logits themselves"
+    elif request.temperature < _MIN_CENTRED_TEMPERATURE:
+        reason = (
+            f"what is rounded is divided by the temperature, which must be at least "
+            f"{_MIN_CENTRED_TEMPERATURE}: got {request.temperature}"
+        )
+    elif hidden.is_cuda and may_round_partial_sums(torch.bfloat16):
+        reason = (
+            "cuBLAS may round partial sums before it centres them: set "
+            "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False at the start"
+        )
     elif request.impl not in ("auto", "chunked", "cublas"):
         reason = f"impl={request.impl!r} is always exact"
     elif request.impl == "cublas" and not hidden.is_cuda:
@@ -455,12 +467,16 @@ def _triton_engine(request: Request, hidden: Tensor, weight: Tensor) -> LogprobE
         tensor.data_ptr() % 16 == 0 and tensor.stride(0) * tensor.element_size() % 16 == 0
         for tensor in (hidden, weight)
     )
+    is_plain = not request.has_bias and not request.has_softcap
     bulk = None
     if is_half and is_aligned and capability >= (9, 0):
-        is_plain = not request.needs_entropy and not request.has_softcap
         bulk = working_bulk_tiles(hidden.device, hidden.dtype, is_plain)
-    tiles = triton_launch.plain_tiles(capability, is_half=is_half)
-    return triton_launch.TritonEngine(request.chunk_columns, bulk or tiles, tiles)
+    plain = triton_launch.plain_tiles(capability, is_half=is_half, is_aligned=is_aligned)
+    gradient = triton_launch.gradient_tiles(
+        capability, is_half=is_half, is_aligned=is_aligned,
+        is_plain=is_plain and request.entropy != "grad",
+    )  # fmt: skip
+    return triton_launch.TritonEngine(request.chunk_columns, bulk or plain, gradient)
 
 
 @cache
@@ -487,7 +503,7 @@ def working_bulk_tiles(
     ):
         engine = triton_launch.TritonEngine(_TEST_COLUMNS, tiles, triton_launch.PLAIN_SM90)
         try:
-            rows = engine.statistics(hidden, layer, targets, needs_entropy=not is_plain)
+            rows = engine.statistics(hidden, layer, targets, needs_entropy=True)
             largest = float((rows.logprobs.double() - expected).abs().max())
         except Exception as err:  # noqa: BLE001 - any compiler failure has the same remedy
             reason = f"{type(err).__name__}: {err}"
