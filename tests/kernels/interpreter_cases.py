@@ -285,7 +285,9 @@ def test_loss_inside_the_output_layer(budget):
         return loss, data[0][rows], data[1][rows]
 
     rows = torch.arange(70)
-    options = PolicyLossOptions(ENGINES["products"], token_loss, (rows[:40], rows[40:]), budget)
+    options = PolicyLossOptions(
+        ENGINES["products"], token_loss, (rows[:40], rows[40:]), budget, "grad"
+    )
     loss, logprobs, entropy = LinearPolicyLoss.apply(hidden, weight, bias, targets, HARD, options)
     doubles = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight, bias)]
     expected = float64_logprob(*doubles, targets, HARD)

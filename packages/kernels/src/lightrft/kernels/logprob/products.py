@@ -58,10 +58,11 @@ def cpu_multiplies_bfloat16() -> bool:
     other code multiplies meanwhile: so it is used where the program has made it
     (`torch.set_float32_matmul_precision("medium")`), never made here.
     """
-    if torch.backends.mkldnn.matmul.fp32_precision != "bf16":
+    if torch.backends.mkldnn.matmul.fp32_precision != "bf16":  # type: ignore[attr-defined]
         return False
     has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return bool(torch.backends.mkldnn.is_available() and has_instructions)
+    is_built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(is_built and has_instructions)
 
 
 def may_round_operands(device: torch.device) -> bool:
