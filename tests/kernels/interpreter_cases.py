@@ -20,7 +20,7 @@ from lightrft.kernels import Workspace, linear_logprob
 from lightrft.kernels.logprob.operators import logprob_forward
 from lightrft.kernels.logprob.policy_loss import LinearPolicyLoss, PolicyLossOptions
 from lightrft.kernels.logprob.product_engine import ProductEngine
-from lightrft.kernels.logprob.selection import name_engine
+from lightrft.kernels.logprob.selection import LossPlan, name_engine
 from lightrft.kernels.logprob.triton_launch import Partials, TileConfig, TritonEngine, fold_grid
 from lightrft.kernels.logprob.types import LogitsTransform, LogprobOutput
 
@@ -285,7 +285,9 @@ def test_loss_inside_the_output_layer(budget):
         return loss, data[0][rows], data[1][rows]
 
     rows = torch.arange(70)
-    options = PolicyLossOptions(ENGINES["products"], token_loss, (rows[:40], rows[40:]), budget)
+    options = PolicyLossOptions(
+        ENGINES["products"], token_loss, (rows[:40], rows[40:]), LossPlan(40, budget, 3.0), "grad"
+    )
     loss, logprobs, entropy = LinearPolicyLoss.apply(hidden, weight, bias, targets, HARD, options)
     doubles = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight, bias)]
     expected = float64_logprob(*doubles, targets, HARD)
