@@ -251,6 +251,8 @@ NUMBERS = {
          "few/model.safetensors": "{}"}),
     "reward model": usage("--reward_pretrain", "nowhere", reward_pretrain="nowhere"),
     "nul": usage("output_dir", "NUL", output_dir="a\0b"),
+    "long name": usage("File name too long", critic_pretrain="9" * 5000,
+                       advantage_estimator="gae"),
     "surrogate": usage("wandb_org", "UTF-8", wandb_org="\ud800"),
     "toml number as text": Wrong(USAGE, ("rollout_batch_size: got '4' (str)", "int"),
         {"config": "t.toml", "rollout_batch_size": None}, {"t.toml": TEXT_FOR_NUMBER}),
