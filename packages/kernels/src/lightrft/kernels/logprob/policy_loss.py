@@ -251,8 +251,12 @@ class LinearPolicyLoss(torch.autograd.Function):
             )
         inputs = ctx.saved_tensors
         factor = grad_loss.detach()
+        # On a CPU a look at the number is free, and a pass over dL/dweight is not.
+        is_scaled = factor.is_cuda or bool(factor != 1)
         scaled = [
-            None if each is None or tensor is None else each.mul_(factor).to(tensor.dtype)
+            None
+            if each is None or tensor is None
+            else (each.mul_(factor) if is_scaled else each).to(tensor.dtype)
             for each, tensor in zip(gradients, inputs, strict=True)
         ]
         gradients.clear()
