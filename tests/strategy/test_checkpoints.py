@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.strategy.checkpoints.client_state import CheckpointError, load_state, save_state
+from lightrft.strategy.checkpoints.client_state import load_state, save_state
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.folders import (
     RankGroup,
     SaveRequest,

@@ -68,7 +68,7 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.datasets.types", "DataError", ExitCode.DATA),
     ("lightrft.rewards.types", "RewardError", ExitCode.REWARD),
     ("lightrft.models.loading", "ModelLoadError", ExitCode.USAGE),
-    ("lightrft.strategy.checkpoints.client_state", "CheckpointError", ExitCode.USAGE),
+    ("lightrft.strategy.checkpoints.errors", "CheckpointError", ExitCode.USAGE),
     ("lightrft.strategy.weight_sync.accounting", "WeightSyncError", ExitCode.VERIFICATION),
     ("lightrft.experience.numerics", "NumericsError", ExitCode.NUMERICS),
     ("lightrft.trainer.training.parity", "ParityError", ExitCode.VERIFICATION),

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightrft.strategy.checkpoints.client_state import CheckpointError, load_state, save_state
+from lightrft.strategy.checkpoints.client_state import load_state, save_state
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.file_writers import FileWriter
 from lightrft.strategy.checkpoints.gathered_model import WeightFiles, check_names
 from lightrft.strategy.checkpoints.shard_files import (
