@@ -11,6 +11,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+# What centred products ask of a program; peers multiply under it, too.
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,8 +51,8 @@ def pytest_benchmark_update_machine_info(config, machine_info) -> None:
         torch.cuda.get_device_name() if torch.cuda.is_available() else "none: not measured on a GPU"
     )
     for package in (
-        "triton", "lightrft-kernels", "liger-kernel", "trl", "cut-cross-entropy",
-        "transformers", "deepspeed",
+        "triton", "lightrft-kernels", "liger-kernel", "quack-kernels", "verl", "trl",
+        "cut-cross-entropy", "transformers", "deepspeed",
     ):  # fmt: skip
         try:
             machine_info[package] = importlib.metadata.version(package)

@@ -21,11 +21,16 @@ def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1)
 
 
-def load(device: torch.device) -> tuple[dict[str, LogprobFunction], dict[str, str]]:
-    """Peers that run here, and the reason for each that does not."""
+def load(
+    device: torch.device, kind: str = "logprobs"
+) -> tuple[dict[str, LogprobFunction], dict[str, str]]:
+    """Peers that run here, and the reason for each that does not.
+
+    Those of the kind "mean loss" return one number, whose gradient needs three products.
+    """
     found: dict[str, LogprobFunction] = {}
     absent: dict[str, str] = {}
-    for name, (needs_cuda, make) in _PEERS.items():
+    for name, (needs_cuda, make) in _PEERS[kind].items():
         if needs_cuda and device.type != "cuda":
             absent[name] = "needs a GPU"
             continue
@@ -54,6 +59,19 @@ def _liger() -> LogprobFunction:
     return run
 
 
+def _liger_mean() -> LogprobFunction:
+    module = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+    function = module.LigerFusedLinearCrossEntropyFunction
+    return lambda hidden, weight, targets: _first(function.apply(hidden, weight, targets))
+
+
+def _quack_mean() -> LogprobFunction:
+    function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    return lambda hidden, weight, targets: function(
+        hidden, weight, targets, chunk_size=4096, ignore_index=-100, reduction="mean"
+    )
+
+
 def _verl() -> LogprobFunction:
     module = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
     return lambda hidden, weight, targets: _first(
@@ -77,9 +95,12 @@ def _first(output: object) -> Tensor:
 
 
 _PEERS = {
-    "trl chunked": (False, _trl),
-    "torch.compile": (True, _compiled),
-    "liger": (True, _liger),
-    "verl": (True, _verl),
-    "cut-cross-entropy": (True, _cut_cross_entropy),
+    "logprobs": {
+        "trl chunked": (False, _trl),
+        "torch.compile": (True, _compiled),
+        "liger": (True, _liger),
+        "verl": (True, _verl),
+        "cut-cross-entropy": (True, _cut_cross_entropy),
+    },
+    "mean loss": {"liger mean loss": (True, _liger_mean), "quack mean loss": (True, _quack_mean)},
 }

@@ -14,11 +14,9 @@ import harness
 import pytest
 import torch
 
-from lightrft.kernels import linear_policy_loss
-
-BUDGET_SECONDS = 30.0
-TIMED_SHAPE = (4, 128)  # rows, longest row
-MEMORY_SHAPE = (8, 256)
+BUDGET_SECONDS = 10.0
+TIMED_SHAPE = (4, 96)  # rows, longest row
+MEMORY_SHAPE = (4, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +77,18 @@ def loss_after(actor, batch: Batch) -> torch.Tensor:
 
 
 def loss_inside(actor, batch: Batch) -> torch.Tensor:
-    kept = batch.scored_mask
-    hidden = actor.model.base_model(
-        input_ids=batch.token_ids, attention_mask=batch.attention_mask.long(), use_cache=False
-    ).last_hidden_state
-    old_logprobs, advantages = batch.old_logprobs[kept], batch.advantages[kept]
+    num_tokens = batch.scored_mask.sum()
 
-    def token_loss(logprobs, entropy, rows):
-        leaf = logprobs.detach().requires_grad_()
-        loss = clipped_loss(leaf, old_logprobs[rows], advantages[rows], len(old_logprobs))
-        return loss.detach(), torch.autograd.grad(loss, leaf)[0], None
+    def token_loss(logprobs, entropy, rows, columns):
+        old_logprobs, advantages = (
+            batch.old_logprobs[rows, columns],
+            batch.advantages[rows, columns],
+        )
+        return clipped_loss(logprobs, old_logprobs, advantages, num_tokens)
 
-    selected = hidden[:, :-1][kept[:, 1:]]
-    head = actor.model.get_output_embeddings()
-    return linear_policy_loss(selected, head.weight, batch.token_ids[kept], token_loss).loss
+    return actor(
+        batch.token_ids, batch.attention_mask, scored_mask=batch.scored_mask, token_loss=token_loss
+    ).loss
 
 
 def step(actor, optimizer, loss_function, batch: Batch) -> float:
@@ -145,5 +141,10 @@ def test_actor_step(benchmark, device):
         )
     benchmark.extra_info.update(providers=table, timed_shape=TIMED_SHAPE, memory_shape=MEMORY_SHAPE)
     benchmark.pedantic(runs["fused head"], rounds=1, iterations=1)
+    if device.type == "cpu":
+        # The gradients of the tied weight, once as head and once as embedding, are half of what is
+        # left, whatever the head is.
+        assert table["loss inside the head"]["peak_mib"] <= 0.9 * plain["peak_mib"]
+        assert table["loss inside the head"]["seconds"] <= 1.5 * plain["seconds"]
     for name in ways:
         assert norms[name] == pytest.approx(norms["plain head"], rel=1e-4)

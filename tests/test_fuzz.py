@@ -25,7 +25,8 @@ from lightrft.datasets.render import tokenise
 from lightrft.datasets.types import DataError
 from lightrft.rewards.user_task import checked_results
 from lightrft.rewards.worker import ReportedError
-from lightrft.strategy.checkpoints.manifest import CheckpointError, Manifest
+from lightrft.strategy.checkpoints.errors import CheckpointError
+from lightrft.strategy.checkpoints.manifest import Manifest
 from lightrft.trainer.reporting.inputs import read_run
 from lightrft.trainer.reporting.loggers import drop_steps_after
 from lightrft.trainer.reporting.page import find_alarms

@@ -4,7 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 mkdir -p wheels
-for peer in "liger-kernel==0.8.5" "cut-cross-entropy==25.1.1" "trl==1.16.0"; do
+for peer in "liger-kernel==0.8.5" "cut-cross-entropy==25.1.1" "trl==1.16.0" \
+  "quack-kernels==0.6.5" "verl==0.9.1"; do
   python3 -m pip download --quiet --no-deps --only-binary :all: --dest wheels "$peer" \
     || echo "not to be had: $peer"
 done

@@ -8,6 +8,10 @@
 # no network. Wheels in benchmarks/gpu/wheels (see fetch_peers.sh) are unpacked and used if present.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
+if ! nvidia-smi -L >/dev/null 2>&1; then
+  echo "no GPU: nvidia-smi lists none; nothing was built, measured or written" >&2
+  exit 1
+fi
 root="$PWD"
 results="${1:-${OUT:-benchmarks/results/gpu}}"
 mkdir -p "$results"
@@ -61,8 +65,13 @@ markers =
     slow
 INI
 
+note "peers"
+for peer in liger_kernel quack verl trl cut_cross_entropy; do
+  "$python" -c "import $peer" >/dev/null 2>&1 && echo "$peer" || echo "$peer: absent"
+done
+
 note "gpu tests"
-timeout 200 "$python" -m pytest -c "$build/pytest.ini" --rootdir "$root" tests/kernels -m gpu -q \
+timeout 220 "$python" -m pytest -c "$build/pytest.ini" --rootdir "$root" tests/kernels -m gpu -q \
   -p no:cacheprovider --maxfail=30 \
   >"$results/tests.txt" 2>&1 || failed=1
 tail -n 25 "$results/tests.txt"

@@ -102,15 +102,27 @@ def test_corrections(text, audited):
         assert any(abs(row.own - 1) > 1e-3 for row in weights)
 
 
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
-@pytest.mark.parametrize("is_loss", [False, True], ids=["reward", "loss"])
-def test_kl_terms(estimator, is_loss, audited):
-    for name in ("group_norm",) if is_loss else ("reinforce++", "rloo"):
-        changes = {"init_kl_coef": 0.2, "kl_estimator": estimator, "use_kl_loss": is_loss}
-        # Of two steps the second has a policy that left the reference.
-        report = audited({**changes, "advantage_estimator": name, "max_epochs": 1}, steps=2)
-        assert report.step == 2
-        assert_equal(report)
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "place"),
+    [
+        *((name, "loss") for name in KL_ESTIMATORS),
+        ("k1", "reinforce++"),
+        ("k3", "rloo"),
+        *(slow(name, place) for name in KL_ESTIMATORS for place in ("reinforce++", "rloo", "gae")),
+    ],
+)
+def test_kl_terms(estimator, place, audited):
+    is_loss = place == "loss"
+    changes = {"init_kl_coef": 0.2, "kl_estimator": estimator, "use_kl_loss": is_loss}
+    name = "group_norm" if is_loss else place
+    # Of two steps the second has a policy that left the reference.
+    report = audited({**changes, "advantage_estimator": name, "max_epochs": 1}, steps=2)
+    assert report.step == 2
+    assert_equal(report)
 
 
 VARIANTS = {
@@ -140,8 +152,17 @@ VARIANTS = {
 }  # fmt: skip
 
 
+BY_DEFAULT = ("critic", "rewards", "adapters", "temperature", "schedule")
+
+
+@pytest.mark.parametrize("name", BY_DEFAULT)
+def test_further_options(name, audited):
+    assert_equal(audited(VARIANTS[name]))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-def test_further_options(changes, audited):
+def test_all_further_options(changes, audited):
     for is_sgd in (False, True):
         if is_sgd and {"lora_rank", "freezing_actor_steps"} & set(changes):
             continue

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.algorithms import aggregation, corrections, shaping
+from lightrft.algorithms import corrections, shaping
 from lightrft.algorithms.advantages import row_level, token_level
 from lightrft.algorithms.advantages.groups import Groups
 from lightrft.algorithms.declarations import advantage_estimator
@@ -20,7 +20,7 @@ from lightrft.experience import assemble, forward, maker
 from lightrft.strategy import backend, optimizers, strategy_base
 from lightrft.strategy.accumulation import AccumulationState
 from lightrft.trainer import spmd_ppo_trainer
-from lightrft.trainer.training import updates
+from lightrft.trainer.training import objective, updates
 
 BUGS = {}
 
@@ -296,7 +296,7 @@ def the_budget_is_the_width_of_the_batch(patch):
 
 @bug("policy loss")
 def rows_are_not_divided_by_their_length(patch):
-    wrap(patch, aggregation, "loss_weights", lambda _: lambda mask, mode, dtype: mask.to(dtype))
+    wrap(patch, objective, "loss_weights", lambda _: lambda mask, mode, dtype: mask.to(dtype))
 
 
 @bug("policy loss", eps_clip_low=0.05, eps_clip_high=0.3)
@@ -324,7 +324,7 @@ def the_row_ratio_is_a_sum(patch):
 
 @bug("kl loss", init_kl_coef=0.3, use_kl_loss=True, kl_estimator="k1", steps=2)
 def the_kl_loss_has_the_wrong_sign(patch):
-    wrap(patch, updates, "estimate_kl", lambda original: lambda *a, **k: -original(*a, **k))
+    wrap(patch, objective, "estimate_kl", lambda original: lambda *a, **k: -original(*a, **k))
 
 
 @bug("gradient norm", init_kl_coef=0.3, use_kl_loss=True, kl_estimator="k2", steps=2)
@@ -362,8 +362,8 @@ def gradients_are_not_clipped(patch):
 
 @bug("learning rate", lr_warmup_ratio=0.5)
 def the_schedule_is_a_step_ahead(patch):
-    wrap(patch, optimizers, "cosine_with_min_lr_factor", lambda original: lambda step, **k: (
-        original(step + 1, **k)
+    wrap(patch, optimizers.LearningRatePlan, "__call__", lambda original: lambda self, step: (
+        original(self, step + 1)
     ))  # fmt: skip
 
 

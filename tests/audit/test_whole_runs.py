@@ -93,6 +93,7 @@ def runs(tmp_path_factory):
 
 
 def audit(run, capsys, *flags):
+    capsys.readouterr()  # what was printed before
     code = main(["audit", str(run), "--json", *flags])
     return code, json.loads(capsys.readouterr().out)
 

@@ -122,13 +122,12 @@ def samples_of(path, noise, greedy, mode):
 
 def shaped(samples, config):
     """The samples with the rewards that scoring would give them."""
-    penalty = overlong_penalty(config) or (lambda _: 0.0)
-    scored = [
-        item if item.is_masked else replace(
-            item, reward=item.unshaped_reward + penalty(len(item.rollout.completion.output_token_ids))
-        )
-        for item in samples.scored
-    ]  # fmt: skip
+    penalty, scored = overlong_penalty(config) or (lambda _: 0.0), []
+    for item in samples.scored:
+        if not item.is_masked:
+            length = len(item.rollout.completion.output_token_ids)
+            item = replace(item, reward=item.unshaped_reward + penalty(length))
+        scored.append(item)
     return replace(samples, scored=scored, table=tabulate(scored))
 
 

@@ -183,6 +183,16 @@ def test_the_built_in_rules_are_certified(check, rule):
         assert f"  {kind}: 0.000" in out
 
 
+def test_labels_that_are_tests_are_not_taken_for_answers(check):
+    rows = [{"input": "Write f.", "label": label} for label in (["assert f() == 1"], "x = 1")]
+    code, out, _ = check(rows, "--reward_fn", "unit_tests")
+    assert code == 0
+    doubts = [line for line in out.splitlines() if line.startswith("warning")]
+    # The second row tests nothing: any program passes, also one without a line of code.
+    assert doubts
+    assert all("answers get a reward (p.jsonl:2)" in line for line in doubts)
+
+
 def test_a_service_is_certified_like_a_function(check):
     server = RewardServer(Same())
     threading.Thread(target=server.serve_forever, daemon=True).start()

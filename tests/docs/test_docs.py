@@ -23,7 +23,14 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 LANGUAGES = {"bash", "python", "text"}
 # What takes seconds runs by default, what trains a model with the slow tests.
 CHEAP = ("errors.md", "data_formats.md", "library.md", "rewards.md")
-COSTLY = ("after_a_run.md", "audit.md", "first_reward.md", "index.md", "scaling.md")
+COSTLY = (
+    "after_a_run.md",
+    "audit.md",
+    "environments.md",
+    "first_reward.md",
+    "index.md",
+    "scaling.md",
+)
 
 
 def blocks(page):

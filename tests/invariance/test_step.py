@@ -44,6 +44,7 @@ OPTIONS = {
     "sp_size": (1, 2),
     "recomputes": (False, True),
     "is_fused": (False, True),
+    "loss_inside": (False, True),
     "role": ("actor", "critic"),
 }
 
@@ -55,6 +56,7 @@ def is_meaningful(choice):
         # Each of four ranks has two rows, so that larger micro-batches are the same.
         and not (choice["micro_batch_size"] == 4 and choice["world_size"] // choice["sp_size"] == 4)
         and not (choice["role"] == "critic" and choice["is_fused"])
+        and not (choice["loss_inside"] and not choice["is_fused"])
     )
 
 
@@ -340,6 +342,7 @@ def test_the_doctor_tries_every_feature():
     for name, values in {
         "backend": {"fake", "fsdp", "zero2", "zero3"}, "packs_samples": {False, True},
         "sp_size": {1, 2}, "recomputes": {False, True}, "is_fused": {False, True},
+        "loss_inside": {False, True},
     }.items():  # fmt: skip
         assert {getattr(cell, name) for cell in cells} == values
     assert {c.backend for c in doctor_cells(1, has_deepspeed=True)} == {"fake"}

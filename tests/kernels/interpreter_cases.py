@@ -20,8 +20,8 @@ from lightrft.kernels import Workspace, linear_logprob
 from lightrft.kernels.logprob.operators import logprob_forward
 from lightrft.kernels.logprob.policy_loss import LinearPolicyLoss, PolicyLossOptions
 from lightrft.kernels.logprob.product_engine import ProductEngine
-from lightrft.kernels.logprob.selection import name_engine
-from lightrft.kernels.logprob.triton_launch import TileConfig, TritonEngine
+from lightrft.kernels.logprob.selection import LossPlan, name_engine
+from lightrft.kernels.logprob.triton_launch import Partials, TileConfig, TritonEngine, fold_grid
 from lightrft.kernels.logprob.types import LogitsTransform, LogprobOutput
 
 # A few big tiles: the interpreter pays for each.
@@ -116,6 +116,67 @@ def test_16_bit_inputs(name, dtype):
     if name == "bulk" and dtype == torch.bfloat16:
         pytest.skip("the interpreter multiplies the bits of bfloat16 operands")
     check(ENGINES[name], 128, 600, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["fused", "products"])
+@pytest.mark.parametrize("size", [1e-7, 1e5])
+def test_float16_gradients_of_any_size(name, size):
+    hidden, weight, _, targets, upstream = make_inputs(32, 300, size=16, dtype=torch.float16)
+    output = engine_logprob(
+        hidden, weight, None, targets, ENGINES[name], LogitsTransform(1.0, None), "grad"
+    )
+    loss = (output.logprobs * upstream[0]).sum() + (output.entropy * upstream[1]).sum()
+    got = torch.autograd.grad(loss * size, (hidden, weight))
+    doubles = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
+    expected = float64_logprob(*doubles, None, targets, LogitsTransform(1.0, None))
+    loss = (expected[0] * upstream[0]).sum() + (expected[1] * upstream[1]).sum()
+    want = torch.autograd.grad(loss * size, doubles)
+    for value, reference in zip(got, want, strict=True):
+        rounded = reference.half().double()
+        if rounded.isfinite().all():
+            # Stored in 16 bits once before: 1e-3 of the norm.
+            rounding = float((rounded - reference).norm() / reference.norm())
+            assert relative_error(value, reference) < 1.2 * rounding + 1e-3
+
+
+@pytest.mark.parametrize("name", ["fused", "products"])
+@pytest.mark.parametrize("size", [9, 100])
+def test_hidden_sizes_that_fill_no_tile(name, size):
+    hidden, weight, _, targets, _ = make_inputs(20, 50, size=size)
+    output = engine_logprob(hidden, weight, None, targets, ENGINES[name], HARD, "value")
+    expected, entropy = float64_logprob(hidden, weight, None, targets, HARD)
+    assert (output.logprobs - expected).abs().max() < 5e-5
+    assert (output.entropy - entropy).abs().max() < 5e-5
+
+
+def test_partials_merge_as_one_pass():
+    # More splits than one block of the merge, some of which saw nothing.
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, 75, 8, generator=generator).double() * 20
+    logits[:, 3] = -torch.inf
+    logits[5] = -torch.inf
+    maximum = logits.amax(2)
+    finite = torch.where(maximum > -torch.inf, maximum, 0)
+    weights = (logits - finite[:, :, None]).exp()
+    shifted = torch.where(weights > 0, logits - finite[:, :, None], 0)
+    planes = torch.stack((maximum, weights.sum(2), (weights * shifted).sum(2)))
+    partials = Partials(planes.transpose(1, 2).contiguous().float(), needs_entropy=True)
+    rows = partials.merge(torch.zeros(40))
+    kept = torch.arange(40) != 5
+    whole = logits.flatten(1)
+    assert torch.equal(rows.maximum, maximum.amax(1).float())
+    assert rows.exp_sum[5] == 0
+    log_sum = torch.logsumexp(whole, 1) - maximum.amax(1)
+    assert (rows.log_sum.double() - log_sum)[kept].abs().max() < 5e-6
+    p = torch.softmax(whole[kept], 1)
+    entropy = -(p * torch.where(p > 0, p.log(), 0)).sum(1)
+    assert (rows.entropy[kept].double() - entropy).abs().max() < 5e-5
+
+
+def test_products_are_folded_by_enough_programs():
+    # A block of 512 tokens and 16384 columns, the 32 MiB that are stored at a time.
+    rows, columns = fold_grid(512, 16384)
+    assert rows * columns >= 3 * 132
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -224,7 +285,9 @@ def test_loss_inside_the_output_layer(budget):
         return loss, data[0][rows], data[1][rows]
 
     rows = torch.arange(70)
-    options = PolicyLossOptions(ENGINES["products"], token_loss, (rows[:40], rows[40:]), budget)
+    options = PolicyLossOptions(
+        ENGINES["products"], token_loss, (rows[:40], rows[40:]), LossPlan(40, budget, 3.0), "grad"
+    )
     loss, logprobs, entropy = LinearPolicyLoss.apply(hidden, weight, bias, targets, HARD, options)
     doubles = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight, bias)]
     expected = float64_logprob(*doubles, targets, HARD)

@@ -14,6 +14,16 @@ IMPLEMENTATIONS = ["chunked", "triton", "cublas", "centred"]
 BIG_VOCABULARIES = [32000, 50257, 128256, 151936, 152064, 262144]
 
 
+@pytest.fixture(autouse=True)
+def _full_sums():
+    # What centred products ask of a program.
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = False
+    yield
+    settings.allow_bf16_reduced_precision_reduction = before
+
+
 def make_inputs(num_tokens, vocab, size, *, dtype=torch.bfloat16, spread=3.0):
     generator = torch.Generator("cuda").manual_seed(0)
     options = {"generator": generator, "device": "cuda"}
@@ -142,3 +152,55 @@ def test_measured_choice_serves_and_is_remembered():
     for _ in range(2):
         output = linear_logprob(hidden, weight, targets, deterministic=False)
         assert (output.logprobs - exact).abs().max() < 5e-5
+
+
+@pytest.mark.parametrize("impl", ["triton", "cublas"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0}, {"temperature": 0.7}])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("size", [512, 9])
+def test_tiles_of_every_feature(impl, options, has_bias, size):
+    hidden, weight, targets, upstream = make_inputs(300, 5000, size)
+    bias = torch.randn(5000, device="cuda").bfloat16() if has_bias else None
+    results = []
+    for chosen in (impl, "reference"):
+        output = linear_logprob(
+            hidden, weight, targets, bias=bias, entropy="grad", impl=chosen, **options
+        )
+        loss = (output.logprobs * upstream[0]).sum() + (output.entropy * upstream[1]).sum()
+        gradients = torch.autograd.grad(loss, (hidden, weight))
+        results.append((output.logprobs, output.entropy, *gradients))
+    assert (results[0][0] - results[1][0]).abs().max() < 1e-4
+    assert (results[0][1] - results[1][1]).abs().max() < 5e-4
+    for value, reference in zip(results[0][2:], results[1][2:], strict=True):
+        assert relative_error(value, reference.double()) < 8e-3
+
+
+def test_a_graph_records_both_passes():
+    hidden, weight, targets, upstream = make_inputs(256, 5000, 512)
+    targets[::5] = -100
+
+    def run():
+        output = linear_logprob(hidden, weight, targets, impl="triton")
+        return output.logprobs, *torch.autograd.grad(output.logprobs, (hidden, weight), upstream[0])
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        expected = [tensor.clone() for tensor in run()]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    for value, reference in zip(recorded, expected, strict=True):
+        assert relative_error(value, reference.double()) < 1e-5
+
+
+def test_a_pass_waits_once():
+    hidden, weight, targets, upstream = make_inputs(256, 5000, 512)
+    linear_logprob(hidden, weight, targets, impl="triton")
+    with torch.profiler.profile() as profile:
+        output = linear_logprob(hidden, weight, targets, impl="triton")
+        torch.autograd.grad(output.logprobs, (hidden, weight), upstream[0])
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts.get("cudaStreamSynchronize", 0) <= 2, counts

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 
+import pytest
 import torch
 
 from lightrft.kernels import capabilities
@@ -17,3 +20,17 @@ def test_capabilities_agree_with_what_can_be_imported():
     assert found.cuda == torch.cuda.is_available()
     assert (found.cuda_capability is None) == (not found.cuda)
     assert found.native_extension or not found.cuda_extension
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_benchmarks_without_a_gpu_say_so_and_write_nothing(repository, tmp_path):
+    results, scratch = tmp_path / "results", tmp_path / "scratch"
+    process = subprocess.run(
+        [str(repository / "benchmarks" / "gpu" / "run_all.sh"), str(results)],
+        env={**os.environ, "TMPDIR": str(scratch)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert process.returncode == 1
+    assert "no GPU" in process.stderr
+    assert not results.exists()
+    assert not scratch.exists()

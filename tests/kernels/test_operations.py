@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -163,6 +164,28 @@ def test_casts_without_native_code_fall_back_to_torch():
     if load_extension() is not None:
         with pytest.raises(RuntimeError, match="this device or cast"):
             pack([source], out, [0], [torch.float32], impl="native")
+
+
+def test_without_a_compiler_the_numbers_are_the_same(monkeypatch):
+    sources = [torch.randn(3001), torch.randn(17)]
+    dtypes = [torch.bfloat16] * 2
+
+    def everything():
+        out = torch.zeros(8000, dtype=torch.uint8)
+        hashes = torch.zeros(2, dtype=torch.int64)
+        pack(sources, out, [0, 7000], dtypes, starts=[5, 6], hashes=hashes)
+        found = hash_tensors(sources, starts=[5, 6], dtypes=dtypes)
+        assert hashes.tolist() == found
+        return out.tolist(), found
+
+    expected = everything()
+    monkeypatch.setitem(sys.modules, "lightrft.kernels._native", None)
+    load_extension.cache_clear()
+    try:
+        assert load_extension() is None
+        assert everything() == expected
+    finally:
+        load_extension.cache_clear()
 
 
 def test_pack_refuses_bad_arguments():

@@ -1,8 +1,7 @@
-"""The Triton kernels without a GPU: their values in the interpreter, their code by compiling."""
+"""The Triton kernels without a GPU: their values in the interpreter."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,40 +15,16 @@ from lightrft.kernels import linear_logprob
 FOLDER = Path(__file__).parent
 
 
-def run(arguments: list[str], **environment: str) -> str:
-    process = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert process.returncode == 0, process.stdout[-6000:] + process.stderr[-6000:]
-    return process.stdout
-
-
 @pytest.mark.triton
 def test_values_in_the_interpreter():
     case_file = FOLDER / "interpreter_cases.py"
-    output = run(
-        ["-m", "pytest", str(case_file), "-q", "-p", "no:cacheprovider"], TRITON_INTERPRET="1"
-    )
-    assert "passed" in output
-
-
-@pytest.mark.triton
-def test_kernels_compile_without_spills():
-    results = [json.loads(line) for line in run([str(FOLDER / "compile_kernels.py")]).splitlines()]
-    assert len(results) >= 16
-    for result in results:
-        assert result["stack_bytes"] == 0, result
-        assert result["num_spills"] == 0, result
-        assert result["shared_bytes"] <= result["max_shared_bytes"], result
-        assert result["num_products"] > 0, result
-        assert (result["num_bulk_copies"] > 0) == result["uses_tma"], result
-        assert (result["num_register_moves"] > 0) == result["is_specialized"], result
-    assert {result["target"] for result in results} == {80, 90, 100}
+    process = subprocess.run(
+        [sys.executable, "-m", "pytest", str(case_file), "-q", "-p", "no:cacheprovider"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stdout[-6000:] + process.stderr[-6000:]
+    assert "passed" in process.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run here")

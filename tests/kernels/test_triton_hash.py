@@ -7,6 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from lightrft.kernels import hash_tensor
+from lightrft.kernels.weight_bucket import operations, reference
 
 VALUES = """
 import torch
@@ -43,7 +47,8 @@ for target in (80, 90, 100, 120):
         constexprs={place[name]: value for name, value in constants.items()},
         attrs={place[name]: [["tt.divisibility", 16]] for name in ("values", "place", "numel")},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": 8})
+    gpu = GPUTarget("cuda", target, 32)
+    compiled = triton.compile(source, target=gpu, options={"num_warps": 8})
     assert ".local" not in compiled.asm["ptx"], "registers are spilled"
     assert "ld.global.v" in compiled.asm["ptx"], "elements are loaded one by one"
     print(target, end=" ")
@@ -66,6 +71,21 @@ def run(code: str, **environment: str) -> str:
 @pytest.mark.triton
 def test_values_in_the_interpreter_equal_the_definition() -> None:
     assert run(VALUES, TRITON_INTERPRET="1").strip() == "equal"
+
+
+@pytest.mark.gpu
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+def test_values_on_a_gpu_equal_the_definition(dtype) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    # The choice is silent only if the kernel compiled and agreed with the definition.
+    hash_flat = operations._device_hasher(device)
+    assert hash_flat is not reference.hash_flat
+    tensor = (torch.randn(3_000_001, device=device) * 50).to(dtype)
+    for start, part in ((0, tensor), (2**33 + 7, tensor[1:]), (1023, tensor[:3])):
+        expected = hash_tensor(part.cpu(), start=start, impl="torch")
+        assert int(hash_flat(part, start)) == expected
+        assert int(reference.hash_flat(part, start)) == expected
 
 
 @pytest.mark.triton

@@ -48,7 +48,7 @@ def compare(rank: int, world: int) -> None:
         padded_bias[:vocab] = bias
         part = slice(start, start + step)
         real = max(0, min(step, vocab - start))
-        with torch.profiler.profile() as profile:
+        with torch.autograd.profiler.profile() as profile:
             got, local = value_and_gradients(
                 (hidden, padded[part], padded_bias[part]), targets, upstream,
                 tp=VocabShard(None, start, vocab), workspace=Workspace(64),

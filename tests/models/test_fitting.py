@@ -16,7 +16,7 @@ from lightrft.config import TrainConfig
 from lightrft.models import Actor, Critic, ModelLoadError, load_causal_lm, load_trunk
 from lightrft.models.reward_model import RewardModel
 from lightrft.strategy import get_fake_strategy
-from lightrft.strategy.checkpoints.client_state import CheckpointError
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.trainer.runs.models import require_equal_start
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.checkpoints import moving_averages
-from lightrft.strategy.checkpoints.client_state import CheckpointError
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.file_writers import FileWriter
 from lightrft.strategy.checkpoints.moving_averages import MovingAverages
 from lightrft.strategy.deepspeed.source import partition_ranges

@@ -199,7 +199,7 @@ def mean_loss_cell(strategy, rank: int, world_size: int):
 def checkpoint_cell(strategy, rank: int, world_size: int, folder: str):
     """Save, go on; load into a fresh model, go on: the same to the last bit."""
     ready = prepared(strategy)
-    # Two, because the learning rate of the first step is 0.
+    first_rate = ready.optimizer.param_groups[0]["lr"]
     for step in (3, 0):
         train_step(strategy, ready, step, rank, world_size)
     torch.manual_seed(1000 + rank)
@@ -233,7 +233,7 @@ def checkpoint_cell(strategy, rank: int, world_size: int, folder: str):
             "later weights": are_equal(expected_weights, copy_of_weights(strategy, fresh.model)),
             "module only": are_equal(at_save, weights_only),
             "module only leaves generators": is_rng_kept,
-            "module only leaves the schedule": first.learning_rate == 0.0,
+            "module only leaves the schedule": first.learning_rate == first_rate > 0,
             "module only: same norm": first.grad_norm
             == pytest.approx(expected_loss[0][1].grad_norm, rel=1e-6),
         },

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightrft.strategy import get_fake_strategy
-from lightrft.strategy.checkpoints.client_state import CheckpointError
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.file_writers import FileWriter, StagedWriter
 from lightrft.strategy.checkpoints.folders import RankGroup, SaveRequest
 from lightrft.strategy.checkpoints.manifest import list_checkpoints

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from lightrft.strategy.checkpoints.client_state import CheckpointError, load_state, save_state
+from lightrft.strategy.checkpoints.client_state import load_state, save_state
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.folders import (
     RankGroup,
     SaveRequest,
     find_checkpoint,
+    find_checkpoints,
     rotate,
     write_checkpoint,
 )
-from lightrft.strategy.checkpoints.manifest import MANIFEST_NAME, list_checkpoints
+from lightrft.strategy.checkpoints.manifest import MANIFEST_NAME, _digest, list_checkpoints
 
 
 def save(folder: Path, tag: str | None = None, *, num_bytes: int = 10, **options: object):
@@ -136,6 +139,74 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(tmp_path, damage, ca
     assert "skipping" in caplog.text
     with pytest.raises((CheckpointError, FileNotFoundError)):
         find_checkpoint(tmp_path, "new")
+
+
+def rewrite_manifest(path: Path, **changes: object) -> None:
+    """Other values in a manifest that vouches for itself."""
+    values = json.loads((path / MANIFEST_NAME).read_text()) | changes
+    del values["sha256"]
+    (path / MANIFEST_NAME).write_text(json.dumps({**values, "sha256": _digest(values)}))
+
+
+@pytest.mark.parametrize("tag", ["old", "new"])
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 200_000, b"9" * 5001, b"{}", b"", None])
+def test_a_bad_manifest_blocks_neither_loading_nor_saving(tmp_path, tag, content):
+    for name in ("old", "new"):
+        save(tmp_path, name)
+    manifest = tmp_path / tag / MANIFEST_NAME
+    manifest.unlink()
+    if content is not None:
+        manifest.write_bytes(content)
+    left = {"old": "new", "new": "old"}[tag]
+    assert find_checkpoint(tmp_path).manifest.tag == left
+    # The damaged one is replaced when its step is saved again.
+    assert save(tmp_path, tag).manifest.order > find_checkpoint(tmp_path, left).manifest.order
+    assert find_checkpoint(tmp_path).manifest.tag == tag
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "a/../../outside", ".", "", "a\0b"])
+def test_paths_lead_nowhere_else_even_where_the_hash_is_right(tmp_path, path):
+    folder = save(tmp_path, "a").path
+    (tmp_path / "outside").write_bytes(bytes(10))
+    entry = json.loads((folder / MANIFEST_NAME).read_text())["files"][-1]
+    rewrite_manifest(folder, files=[{**entry, "path": path}])
+    with pytest.raises(CheckpointError, match=r"a: manifest\.json: not a checkpoint manifest"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_link_out_of_the_checkpoint_is_damage(tmp_path):
+    folder = save(tmp_path, "a").path
+    (folder / "weights.bin").rename(tmp_path / "elsewhere")
+    (folder / "weights.bin").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"weights\.bin is a link out of the checkpoint"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_copy_under_another_name_is_nobodys_checkpoint(tmp_path, caplog):
+    for step in range(3):
+        save(tmp_path, f"s{step}", max_num=3)
+    shutil.copytree(tmp_path / "s0", tmp_path / "backup")
+    save(tmp_path, "s3", max_num=1)
+    assert tags(tmp_path) == ["s3"]
+    assert (tmp_path / "backup" / "weights.bin").exists()
+    assert "backup: manifest.json is that of 's0'" in caplog.text
+
+
+def test_the_newest_step_of_which_all_folders_are_whole_is_taken(tmp_path):
+    folders = [tmp_path / "actor", tmp_path / "critic"]
+    for step in (1, 2, 3):
+        for folder in reversed(folders):
+            save(folder, f"s{step}")
+    (folders[1] / "s3" / "weights.bin").write_bytes(b"x")
+    (folders[0] / "s2" / MANIFEST_NAME).write_bytes(b"\xff")
+    assert [found.path.name for found in find_checkpoints(folders)] == ["s1", "s1"]
+    shutil.rmtree(folders[1] / "s1")
+    with pytest.raises(CheckpointError) as caught:
+        find_checkpoints(folders)
+    for text in ("critic/s3: weights.bin has 1 bytes", "actor/s2: manifest.json", "critic/s1 is"):
+        assert text in str(caught.value)
+    with pytest.raises(FileNotFoundError):
+        find_checkpoints([tmp_path / "nowhere"])
 
 
 def test_latest_is_what_save_latest_says_and_a_tag_wins(tmp_path):

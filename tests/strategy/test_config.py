@@ -24,7 +24,8 @@ PUBLISHED = {
     "extra_args": {},
 }  # fmt: skip
 DECIDED = {
-    "bf16": None, "fused_linear_logprob": None, "enable_engine_sleep": True, "plot_every": -1, "actor_learning_rate": 1e-6,
+    "bf16": None, "fused_linear_logprob": None, "enable_engine_sleep": True, "plot_every": -1,
+    "actor_learning_rate": 1e-6,
     "critic_learning_rate": 9e-6, "engine_mem_util": 0.5, "max_len": None, "pretrain": None,
     "timeout_minutes": 60.0, "log_dir": None, "verify_weight_sync": True, "weight_bucket_mb": 256,
 }  # fmt: skip

@@ -134,9 +134,27 @@ def bfloat16_cell(stage, rank, world_size):
         }
 
 
+def padding_cell(rank, world_size):
+    """What stage 3 adds to fill equal partitions, masters included, after memory was used."""
+    from deepspeed.utils import safe_get_local_fp32_param
+
+    for _ in range(50):
+        used = [torch.full((size,), 7.0) for size in (1, 2, 3, 4, 8, 16)]
+        del used
+    with make(3, world_size) as strategy:
+        model = torch.nn.Linear(3, 1)
+        ready = strategy.prepare((model, strategy.create_optimizer(model, lr=1e-2), None))
+        return [
+            values.view(-1)[max(0, parameter.ds_numel - rank * values.numel()) :].tolist()
+            for parameter in ready.model.module.parameters()
+            for values in (parameter.ds_tensor, safe_get_local_fp32_param(parameter))
+        ]
+
+
 def two_rank_program(rank: int, world_size: int, folder: str):
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
     results = {
+        "padding": padding_cell(rank, world_size),
         "zero 2": plain_cell(2, rank, world_size),
         "zero 3": plain_cell(3, rank, world_size),
         "zero 2 offload": plain_cell(2, rank, world_size, adam_offload=True),
@@ -244,6 +262,13 @@ def test_actors_train_like_one_process_at_every_stage(two_ranks, expected):
     for result in two_ranks:
         for name in ("zero 2", "zero 3", "zero 2 offload", "zero 3 offload", "zero 2 overlap"):
             assert result[name] == [pytest.approx(row, rel=1e-5) for row in expected[:3]], name
+
+
+@pytest.mark.multiprocess
+@pytest.mark.deepspeed
+def test_padding_of_partitions_is_not_what_memory_held(two_ranks):
+    # Three weights and one bias over two ranks: the second one's last places are padding.
+    assert [result["padding"] for result in two_ranks] == [[[]] * 4, [[0.0]] * 4]
 
 
 @pytest.mark.multiprocess

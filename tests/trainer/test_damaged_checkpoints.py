@@ -99,7 +99,7 @@ class Run:
         """The step that a load chooses, or its error; everything is spoiled before."""
         import torch
 
-        from lightrft.strategy.checkpoints.client_state import CheckpointError
+        from lightrft.strategy.checkpoints.errors import CheckpointError
         from lightrft.trainer.training.checkpointing import load_trainer
 
         self.train(99)

@@ -2,9 +2,9 @@
 
 Two ranks, an actor and a critic, a checkpoint after every step, written in the background. Ranks
 are forked from a process that has imported everything, so that most of a run is training. After
-each kill the same options are started again; compared are every file of the last checkpoint of
-both models (weights, optimizer, schedule, generators, state of the trainer), the exported model,
-metrics and samples.
+each kill the same options are started again; compared are every file of the last checkpoint of both
+models (weights, optimizer, schedule, generators, state of the trainer), the exported model, metrics
+and samples.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class OptionInfo:
         above: Exclusive lower bound of a number.
         finite: inf is refused, too; nan always is.
         acts_with: When the option acts: "NAME" where that option is set, "not NAME" where it is
-            not, "NAME VALUE" where it has this value, `CRITIC` where the advantage estimator has
-            one; None is always.
+            not, "NAME VALUE" where it has this value, "A or B" where one of them says so, `CRITIC`
+            where the advantage estimator has one; None is always.
         may_change: A continued run is exact although this changed.
         by_machine: None leaves the value to the machine: it is decided at start, saved with the
             run and kept when the run is continued.

@@ -23,6 +23,10 @@ def _truncates(c: RunOptions) -> bool:
     return c.top_p < 1 or c.top_k != -1
 
 
+def _has_episodes(c: RunOptions) -> bool:
+    return c.environment is not None or bool(c.tools)
+
+
 def _num_rewards(c: RunOptions) -> int:
     urls = c.remote_rm_url or ()
     return len(c.reward_fn) + (1 if isinstance(urls, str) else len(urls)) + len(c.reward_pretrain)
@@ -119,6 +123,14 @@ RULES: tuple[Rule, ...] = (
     ),
     _excludes("partial_rollout", "dynamic_sampling", lambda c: c.dynamic_sampling),
     _excludes("partial_rollout", "use_fire", lambda c: c.use_fire),
+    lambda c: _has_episodes(c) and not c.apply_chat_template and (
+        "environment and tools need turns: add apply_chat_template"
+    ),
+    _excludes("partial_rollout", "environment and tools", _has_episodes),
+    _excludes("use_fire", "environment and tools", _has_episodes),
+    _excludes(
+        "audit_every", "environment and tools: the audit reads responses of one turn", _has_episodes
+    ),
     _excludes(
         "use_rollout_logprobs",
         "top_p and top_k: the engine's logprobs then follow another distribution",

@@ -119,7 +119,7 @@ class RunOptions(StrategyConfig):
         commands=("data", "eval"),
     )  # fmt: skip
     judge_template: str | None = option(
-        None, "Text file with the question to the judge, with {response} between marks with {mark}, "
+        None, "Text file with the question to the judge: {response} between marks with {mark}, "
         "{prompt} and {label}.", group="reward", acts_with="judge_url", path="file",
         commands=("data", "eval"),
     )  # fmt: skip
@@ -176,6 +176,47 @@ class RunOptions(StrategyConfig):
     max_staleness: int = option(
         4, "Updates between a token and the step that trains on it, at most, with partial_rollout.",
         group="rollout", at_least=1, acts_with="partial_rollout",
+    )  # fmt: skip
+    environment: str | None = option(
+        None, "Class FILE.py:NAME whose reset(**row) begins an episode and whose other public "
+        "methods are tools of the model; get_reward() is added to the reward.", group="rollout",
+        path="file", commands=("eval",),
+    )  # fmt: skip
+    tools: tuple[str, ...] = option(
+        (), "Functions FILE.py:NAME that the model may call, beside the environment's methods.",
+        group="rollout", path="file", commands=("eval",),
+    )  # fmt: skip
+    max_turns: int = option(
+        8, "Turns of an episode; the calls in the last one are not made.", group="rollout",
+        acts_with="environment or tools", at_least=1, commands=("eval",),
+    )  # fmt: skip
+    max_tool_calls: int | None = option(
+        None, "Calls that an episode may make; further ones are answered by an error.",
+        group="rollout", acts_with="environment or tools", at_least=1,
+        commands=("eval",),
+    )  # fmt: skip
+    tool_timeout_seconds: float = option(
+        60.0, "Deadline of one reset, call or reward of an environment; past it its worker is "
+        "killed.", group="rollout", acts_with="environment or tools", above=0,
+        may_change=True, commands=("eval",),
+    )  # fmt: skip
+    tool_parser: str = option(
+        "auto", "How calls are written; auto takes the tokenizer's response schema or what its "
+        "chat template shows.", group="rollout", acts_with="environment or tools",
+        choices=("auto", "hermes", "llama", "pythonic"), commands=("eval",),
+    )  # fmt: skip
+    max_observation_tokens: int = option(
+        1024, "Longest answer of a call, in tokens; the rest is cut.", group="rollout",
+        acts_with="environment or tools", at_least=16, commands=("eval",),
+    )  # fmt: skip
+    environment_workers: int | None = option(
+        None, "Worker processes that host the environments of one rank; unset is one a core.",
+        group="rollout", acts_with="environment or tools", at_least=1,
+        may_change=True, commands=("eval",),
+    )  # fmt: skip
+    chat_template: str | None = option(
+        None, "File with a Jinja chat template in place of the tokenizer's.", group="data",
+        path="file", acts_with="apply_chat_template", commands=("data", "eval"),
     )  # fmt: skip
     use_rollout_logprobs: bool = option(
         False, "Take the old logprobs from the engine instead of a forward pass of the actor.",

@@ -73,8 +73,8 @@ class StrategyConfig:
     )  # fmt: skip
     l2: float = option(0.0, "Decoupled weight decay of matrices.", group="training", at_least=0)
     lr_warmup_ratio: float = option(
-        0.03, "Share of all optimizer steps in which the learning rate rises; the first of them has "
-        "a part of it already.", group="training", at_least=0, at_most=1,
+        0.03, "Share of all optimizer steps in which the learning rate rises; the first of them "
+        "has a part of it already.", group="training", at_least=0, at_most=1,
     )  # fmt: skip
     lr_scheduler: str = option(
         "cosine_with_min_lr", "How the learning rate changes after the rise.", group="training",
@@ -100,8 +100,8 @@ class StrategyConfig:
         by_machine=True,
     )  # fmt: skip
     chunk_size: int | None = option(
-        None, "Vocabulary columns per chunk of the fused output projection; unset is what suits the "
-        "device.", group="training", at_least=1, acts_with="fused_linear_logprob",
+        None, "Vocabulary columns per chunk of the fused output projection; unset is what suits "
+        "the device.", group="training", at_least=1, acts_with="fused_linear_logprob",
     )  # fmt: skip
     fsdp: bool = option(
         False, "Use FSDP2 instead of DeepSpeed ZeRO.", group="distributed", common=True,
@@ -297,8 +297,10 @@ class StrategyConfig:
         return found + [text for applies, text in rules if applies]
 
     def _acts(self, info: OptionInfo) -> bool:
-        """Whether the option that `acts_with` names has the value that is needed."""
-        needed = info.acts_with or ""
+        """Whether an option that `acts_with` names has the value that is needed."""
+        return any(self._holds(needed) for needed in (info.acts_with or "").split(" or "))
+
+    def _holds(self, needed: str) -> bool:
         name, _, value = needed.removeprefix("not ").partition(" ")
         if needed in ("", CRITIC):
             return True

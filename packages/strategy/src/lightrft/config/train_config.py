@@ -66,6 +66,25 @@ class TrainConfig(RunOptions):
         """Tokens of a partial rollout between two looks at what is finished."""
         return self.partial_rollout_tokens or -(-self.generate_max_len // 4)
 
+    @property
+    def has_episodes(self) -> bool:
+        """Whether responses may have several turns."""
+        return self.environment is not None or bool(self.tools)
+
+    @property
+    def max_episode_tokens(self) -> int:
+        """Longest prompt and response, observations included."""
+        if not self.has_episodes:
+            return self.prompt_max_len + self.generate_max_len
+        between = (self.max_turns - 1) * self.max_observation_tokens
+        longest = self.prompt_max_len + self.max_turns * self.generate_max_len + between
+        return longest if self.max_len is None else min(longest, self.max_len)
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Most tokens that are sampled for one response."""
+        return self.generate_max_len * (self.max_turns if self.has_episodes else 1)
+
     def max_micro_tokens(self, micro_batch_size: int) -> int | None:
         """Bound of the tokens of a micro batch; None where rows are counted.
 
@@ -73,7 +92,7 @@ class TrainConfig(RunOptions):
         """
         if self.micro_batch_tokens is not None or not self.packing_samples:
             return self.micro_batch_tokens
-        return micro_batch_size * (self.prompt_max_len + self.generate_max_len)
+        return micro_batch_size * self.max_episode_tokens
 
     def check_world_size(self, world_size: int) -> None:
         """Check that the batch sizes fit together on `world_size` processes.

@@ -17,18 +17,31 @@ KNOWN = (*ADAM, "SGD")
 ADAM_EPS = 1e-8
 
 
-def learning_rate(peak: float, position: int, num_steps: int, config: TrainConfig) -> float:
-    """Of the optimizer step after `position` others, of `num_steps` in all."""
+def learning_rate(peak: float, position: int, facts: OptimizerFacts, config: TrainConfig) -> float:
+    """Of the optimizer step after `position` others.
+
+    In a run that was made longer or shorter the factor returns to the new plan's in as many steps
+    as the warm-up has.
+    """
+    num_steps = facts.schedule_steps
     warmup = math.ceil(num_steps * config.lr_warmup_ratio)
+    factor = _planned(position, num_steps, warmup, config)
+    if facts.schedule_changed_at >= 0:
+        passed = position - facts.schedule_changed_at + 1
+        factor += facts.schedule_gap * max(0.0, 1 - passed / (max(1, warmup) + 1))
+    return peak * factor
+
+
+def _planned(position: int, num_steps: int, warmup: int, config: TrainConfig) -> float:
     if position < warmup:
-        return peak * position / max(1, warmup)
+        return (position + 1) / (warmup + 1)
     if config.lr_scheduler == "constant":
-        return peak
-    progress = (position - warmup) / max(1, num_steps - warmup)
+        return 1.0
+    progress = min(1.0, (position - warmup) / (num_steps - warmup)) if num_steps > warmup else 1.0
     if config.lr_scheduler == "linear":
-        return peak * max(0.0, 1 - progress)
-    cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
-    return peak * (cosine * (1 - config.min_lr_ratio) + config.min_lr_ratio)
+        return 1 - progress
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    return cosine * (1 - config.min_lr_ratio) + config.min_lr_ratio
 
 
 @dataclass(slots=True)

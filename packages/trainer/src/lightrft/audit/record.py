@@ -52,6 +52,7 @@ class RawSamples:
         sample_ids, group_ids: [rows].
         prompt_lengths, response_lengths: [rows], in tokens.
         token_ids: [tokens] int32, flat.
+        is_sampled: [tokens] bool, flat; False on prompts and on observations within a response.
         rollout_logprobs: [tokens] float32 of the engine, flat; 0 on prompts.
         rewards: [rows] float64, before any shaping; 0 where the reward failed.
         accuracies: [rows] float64, what dynamic sampling compares.
@@ -65,6 +66,7 @@ class RawSamples:
     prompt_lengths: Integers
     response_lengths: Integers
     token_ids: NDArray[np.int32]
+    is_sampled: Flags
     rollout_logprobs: NDArray[np.float32]
     rewards: Array
     accuracies: Array
@@ -133,12 +135,16 @@ class OptimizerFacts:
         groups: Names of the parameters, and numbers, of each group.
         schedule_position: Steps that the learning rate schedule had taken before.
         schedule_steps: Optimizer steps of the whole run; 0 is unknown.
+        schedule_changed_at, schedule_gap: At which step the run was given another length, and how
+            much the factor of the learning rate was above the new plan's there; -1 without.
     """
 
     kind: str
     groups: list[dict[str, object]]
     schedule_position: int
     schedule_steps: int
+    schedule_changed_at: int = -1
+    schedule_gap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

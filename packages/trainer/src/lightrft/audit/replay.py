@@ -34,7 +34,7 @@ from lightrft.audit.findings import Findings
 from lightrft.audit.losses import POLICY_LOSSES, kl_term
 from lightrft.audit.models import Layers, Policy, Values, reference_state
 from lightrft.audit.record import Array, StepRecord
-from lightrft.audit.samples import Rows, build_rows, shaped_rewards
+from lightrft.audit.samples import Rows, build_rows, sampled_lengths, shaped_rewards
 from lightrft.audit.tolerances import tolerances_of
 from lightrft.config import TrainConfig
 
@@ -197,7 +197,8 @@ def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Array]:
                        step.borders)  # fmt: skip
         penalty = step.reward_kl_coef * term.value
     if name not in TOKEN_ESTIMATORS:
-        scores = Scores(rewards, greedy, samples.group_ids, samples.response_lengths, rows.is_kept)
+        lengths = sampled_lengths(samples)
+        scores = Scores(rewards, greedy, samples.group_ids, lengths, rows.is_kept)
         rewards = row_advantages(name, scores, options_of(config.advantage_args))
     shaped = token_rewards(rewards, mask, penalty)
     if name == "gae" and numbers.values is not None:

@@ -18,15 +18,13 @@ class Rows:
     Args:
         ids: [rows, seq] int64, prompt then response.
         lengths: [rows] tokens.
-        is_response: [rows, seq] bool, tokens that were sampled.
-        mask: [rows, seq] bool, those of them that are trained on.
+        mask: [rows, seq] bool, sampled tokens that are trained on.
         is_kept: [rows] bool, the row is trained on.
         rollout_logprobs: [rows, seq] of the engine, 0 outside the mask.
     """
 
     ids: Integers
     lengths: Integers
-    is_response: Flags
     mask: Flags
     is_kept: Flags
     rollout_logprobs: Array
@@ -50,11 +48,13 @@ def build_rows(samples: RawSamples, config: TrainConfig) -> Rows:
     is_kept = ~samples.is_failed
     if config.dynamic_sampling:
         is_kept = is_kept & _is_informative(samples)
-    mask = is_response & is_kept[:, None]
-    rows = Rows(np.zeros(mask.shape, np.int64), lengths, is_response, mask, is_kept, np.zeros(0))
+    empty = np.zeros(is_response.shape, dtype=np.bool_)
+    rows = Rows(np.zeros(empty.shape, np.int64), lengths, empty, is_kept, np.zeros(0))
+    # Observations within a response are context: nobody sampled them.
+    mask = is_response & rows.padded(samples.is_sampled) & is_kept[:, None]
     ids = rows.padded(samples.token_ids.astype(np.int64))
     logprobs = np.where(mask, rows.padded(samples.rollout_logprobs), 0.0)
-    return Rows(ids, lengths, is_response, mask, is_kept, logprobs)
+    return Rows(ids, lengths, mask, is_kept, logprobs)
 
 
 def _is_informative(samples: RawSamples) -> Flags:
@@ -77,7 +77,7 @@ def shaped_rewards(
     rewards = samples.rewards.copy()
     if config.overlong_buffer:
         begin = config.generate_max_len - config.overlong_buffer_len
-        share = np.clip((samples.response_lengths - begin) / config.overlong_buffer_len, 0, 1)
+        share = np.clip((_longest_turns(samples) - begin) / config.overlong_buffer_len, 0, 1)
         is_paid = ~samples.is_failed
         rewards[is_paid] -= config.overlong_buffer_penalty_factor * share[is_paid]
     if config.reward_running_norm:
@@ -93,3 +93,19 @@ def shaped_rewards(
     if config.reward_clip > 0:
         rewards = np.clip(rewards, -config.reward_clip, config.reward_clip)
     return rewards, samples.greedy_rewards
+
+
+def _longest_turns(samples: RawSamples) -> Integers:
+    """Tokens of the longest run of each row that was sampled without an observation."""
+    found = []
+    for where in rows_of(samples.prompt_lengths + samples.response_lengths):
+        edges = np.flatnonzero(~np.r_[False, samples.is_sampled[where], False])
+        found.append(int((np.diff(edges) - 1).max(initial=0)))
+    return np.array(found, dtype=np.int64)
+
+
+def sampled_lengths(samples: RawSamples) -> Integers:
+    """[rows] tokens of each response that were sampled."""
+    lengths = samples.prompt_lengths + samples.response_lengths
+    counts = [int(samples.is_sampled[where].sum()) for where in rows_of(lengths)]
+    return np.array(counts, dtype=np.int64)

@@ -251,7 +251,7 @@ class Updates:
         is_actor = update.model == "actor"
         peak = config.actor_learning_rate if is_actor else config.critic_learning_rate
         position = facts.schedule_position + self._counts[update.model]
-        rate = learning_rate(peak, position, facts.schedule_steps, config)
+        rate = learning_rate(peak, position, facts, config)
         self.step.found.number(f"learning rate, {name}", update.learning_rate, rate)
         return rate
 

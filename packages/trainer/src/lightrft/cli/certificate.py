@@ -97,7 +97,11 @@ def certify(rows: Sequence[CheckedRow], config: TrainConfig) -> Certificate:
         len(chosen),
         _means(probes, scores),
         tuple(problems),
-        tuple(find_doubts(chosen, probes, scores)),
+        tuple(
+            find_doubts(
+                chosen, probes, scores, labels_are_answers=config.reward_fn != ("unit_tests",)
+            )
+        ),
         len(scores),
         seconds,
     )
@@ -132,9 +136,20 @@ def make_probes(rows: Sequence[CheckedRow]) -> _Probes:
 
 
 def find_doubts(
-    rows: Sequence[CheckedRow], probes: _Probes, scores: Sequence[float]
+    rows: Sequence[CheckedRow],
+    probes: _Probes,
+    scores: Sequence[float],
+    *,
+    labels_are_answers: bool = True,
 ) -> Iterator[str]:
-    """What the reward lets pass, one sentence each."""
+    """What the reward lets pass, one sentence each.
+
+    Args:
+        rows: Whose answers were scored.
+        probes: The answers.
+        scores: Of each answer.
+        labels_are_answers: If not, as where they are tests, no answer of these may get anything.
+    """
     indices = range(min(len(rows), MAX_PROBED_ROWS))
     changed = [
         index
@@ -148,17 +163,21 @@ def find_doubts(
     means = _means(probes, scores)
     best = max(FORMS, key=lambda form: means[form])
     gold = {i: max(scores[probes.places["gold", form, i]] for form in FORMS) for i in labelled}
+    if not labels_are_answers:
+        gold = dict.fromkeys(labelled, 0.0)
     for kind in KINDS:
         found = []
         for index in labelled:
             form = best if (kind, best, index) in probes.places else ""
             score = scores[probes.places[kind, form, index]]
-            if score > gold[index] or (score == gold[index] and kind != "repeated"):
+            is_least = score == gold[index] and kind != "repeated" and labels_are_answers
+            if score > gold[index] or is_least:
                 found.append(index)
         if found:
             much = "more than" if kind == "repeated" else "as much as"
+            than = f"{much} the reference answer" if labels_are_answers else "a reward"
             yield (
-                f"{len(found)} of {len(labelled)} {kind} answers get {much} the reference answer "
+                f"{len(found)} of {len(labelled)} {kind} answers get {than} "
                 f"({rows[found[0]].location})"
             )
 

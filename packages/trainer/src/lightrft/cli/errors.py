@@ -68,7 +68,7 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.datasets.types", "DataError", ExitCode.DATA),
     ("lightrft.rewards.types", "RewardError", ExitCode.REWARD),
     ("lightrft.models.loading", "ModelLoadError", ExitCode.USAGE),
-    ("lightrft.strategy.checkpoints.client_state", "CheckpointError", ExitCode.USAGE),
+    ("lightrft.strategy.checkpoints.errors", "CheckpointError", ExitCode.USAGE),
     ("lightrft.strategy.weight_sync.accounting", "WeightSyncError", ExitCode.VERIFICATION),
     ("lightrft.experience.numerics", "NumericsError", ExitCode.NUMERICS),
     ("lightrft.trainer.training.parity", "ParityError", ExitCode.VERIFICATION),
@@ -101,6 +101,8 @@ def exit_code_of(error: BaseException) -> int:
     for module, name, code in _CODES:
         if module in sys.modules and isinstance(error, getattr(sys.modules[module], name)):
             return ExitCode.PREFLIGHT if _tells_of_full_disk(error) else code
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return ExitCode.USAGE
     if isinstance(error, OSError) and error.errno in _NOT_POSSIBLE_HERE:
         return ExitCode.PREFLIGHT
     if type(error).__name__ == "SafetensorError" and _tells_of_full_disk(error):

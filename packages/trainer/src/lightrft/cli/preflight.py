@@ -32,7 +32,7 @@ def check_paths(config: TrainConfig) -> list[str]:
         problems += model_problems("--reward_pretrain", path)
     if config.prompt_data is None:
         problems.append("--prompt_data is missing: give a JSONL, JSON or Parquet file")
-    if not config.reward_fn and not config.remote_rm_url:
+    if not config.reward_fn and not config.remote_rm_url and config.environment is None:
         problems.append("--reward_fn is missing: give boxed_math, gsm8k or FILE.py:FUNCTION")
     try:
         plan_run(config)

@@ -1,7 +1,7 @@
 """Prompts and whole texts of data files, tokenised and counted."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch.utils.data import Dataset
@@ -9,7 +9,13 @@ from torch.utils.data import Dataset
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row, read_rows
 from lightrft.datasets.mixture import read_sources
-from lightrft.datasets.render import PromptTokenizer, check_tokenizer, label_of, tokenise
+from lightrft.datasets.render import (
+    PromptTokenizer,
+    check_tokenizer,
+    label_of,
+    messages_of,
+    tokenise,
+)
 from lightrft.datasets.types import DataError, Prompt
 
 _TOKENIZER_BATCH = 1000
@@ -196,8 +202,25 @@ def _tokenise(
     for offset, (row, (text, token_ids)) in enumerate(zip(rows, tokenised, strict=True)):
         columns = {name: value for name, value in row.columns.items() if name not in used}
         label = label_of(row, config)
-        prompts.append(Prompt(first_id + offset, text, token_ids, label, columns))
+        prompt = Prompt(first_id + offset, text, token_ids, label, columns)
+        prompts.append(_with_messages(prompt, row, config) if config.has_episodes else prompt)
     return prompts
+
+
+def _with_messages(prompt: Prompt, row: Row, config: TrainConfig) -> Prompt:
+    """The prompt with what its environment needs.
+
+    Raises:
+        DataError: No message is the user's, or one has media.
+    """
+    messages = messages_of(row, config)
+    chat = () if isinstance(messages, str) else tuple(messages)
+    has_user = any(message["role"] == "user" for message in chat)
+    if not has_user or any(not isinstance(message["content"], str) for message in chat):
+        raise DataError(
+            f"{row.location}: an environment needs a user's message, and contents that are text"
+        )
+    return replace(prompt, messages=chat, row={**row.columns, "prompt": [dict(m) for m in chat]})
 
 
 def _check_label_key(rows: Sequence[Row], config: TrainConfig) -> None:

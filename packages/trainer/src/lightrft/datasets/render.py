@@ -49,6 +49,12 @@ def render(row: Row, tokenizer: PromptTokenizer, config: TrainConfig) -> str:
         DataError: the column is missing or neither a non-empty string nor a list of messages, or
             messages come without the chat template.
     """
+    content = messages_of(row, config)
+    return content if isinstance(content, str) else _chat(row, tokenizer, content)
+
+
+def messages_of(row: Row, config: TrainConfig) -> str | list[dict[str, object]]:
+    """The prompt of one row: a text, or with the chat template its messages; errors as `render`."""
     content = _column(row, config.input_key)
     if isinstance(content, str):
         text, template = content, config.input_template
@@ -61,7 +67,9 @@ def render(row: Row, tokenizer: PromptTokenizer, config: TrainConfig) -> str:
         messages: list[dict[str, object]] = [{"role": "user", "content": text}]
     else:
         messages = _messages(row, content, config)
-    return _chat(row, tokenizer, messages, config.system_prompt)
+    if config.system_prompt is not None:
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    return messages
 
 
 def tokenise(
@@ -140,14 +148,7 @@ def _messages(row: Row, content: object, config: TrainConfig) -> list[dict[str, 
     return messages
 
 
-def _chat(
-    row: Row,
-    tokenizer: PromptTokenizer,
-    messages: list[dict[str, object]],
-    system_prompt: str | None,
-) -> str:
-    if system_prompt is not None:
-        messages = [{"role": "system", "content": system_prompt}, *messages]
+def _chat(row: Row, tokenizer: PromptTokenizer, messages: list[dict[str, object]]) -> str:
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as err:  # a template is a program of the model's author; it may raise anything

@@ -52,6 +52,19 @@ class TemplateRefusedError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class Observation:
+    """What is appended to a turn.
+
+    Args:
+        token_ids: Its ids.
+        text_spans: [start, stop) of those that are text from outside.
+    """
+
+    token_ids: tuple[int, ...]
+    text_spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TemplateVerdict:
     """What the probe of a chat template found.
 
@@ -112,7 +125,7 @@ class TurnSuffix:
             role, self._end, self._shows_tools(tools), self._differences(role, tools, has_system)
         )
 
-    def after(self, turn: Sequence[int], texts: Sequence[str]) -> tuple[int, ...]:
+    def after(self, turn: Sequence[int], texts: Sequence[str]) -> Observation:
         """What is appended to a sampled turn: its missing end, the observations, the next header.
 
         Args:
@@ -120,15 +133,18 @@ class TurnSuffix:
             texts: Results of the calls in it, in their order.
         """
         frame = self._frame(len(texts))
-        found = list(self._as_template(frame[0]))
-        for index, piece in enumerate(frame[1:]):
-            found += self._as_text(self._shown(frame, texts, index))
-            found += self._as_template(piece)
         last = turn[-1] if turn else None
-        if self._end is None:
-            # The stop token that was sampled is the first token of the next turn.
-            return tuple(found[1:] if found and found[0] == last else found)
-        return tuple(found) if last == self._end else (self._end, *found)
+        found = [] if self._end is None or self._end == last else [self._end]
+        header = self._as_template(frame[0])
+        # Without an end of turns, the stop token that was sampled is the next turn's first.
+        found += header[1:] if self._end is None and header[:1] == [last] else header
+        spans = []
+        for index, piece in enumerate(frame[1:]):
+            start = len(found)
+            found += self._as_text(self._shown(frame, texts, index))
+            spans.append((start, len(found)))
+            found += self._as_template(piece)
+        return Observation(tuple(found), tuple(spans))
 
     def _render(self, messages: list[Message], **options: object) -> str:
         given: dict[str, object] = {"tools": None, "add_generation_prompt": True, **options}

@@ -20,6 +20,8 @@ class Prompt:
         columns: The remaining columns of the row, passed to reward functions by name.
         images: Image references or objects, in placeholder order.
         videos: Video references or objects, in placeholder order.
+        messages: The chat that `text` renders; () unless environments or tools need it.
+        row: What an environment's `reset` gets: all columns, and the messages as `prompt`.
     """
 
     id: int
@@ -29,3 +31,5 @@ class Prompt:
     columns: Mapping[str, object] = field(default_factory=dict)
     images: tuple[object, ...] = ()
     videos: tuple[object, ...] = ()
+    messages: tuple[Mapping[str, object], ...] = ()
+    row: Mapping[str, object] = field(default_factory=dict)

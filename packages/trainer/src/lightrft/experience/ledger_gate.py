@@ -162,7 +162,7 @@ def rebuild(sample_id: int, evidence: Evidence) -> RebuiltRow:
         LedgerError: A call is in no ledger, or an observation holds what no text becomes.
     """
     account = evidence.accounts.get(sample_id)
-    if account is None or not account.segments:
+    if account is None:
         raise LedgerError(f"sample {sample_id} is in no journal")
     ids = np.array(account.prompt, dtype=np.int64)
     parts = [_part(account.prompt)]

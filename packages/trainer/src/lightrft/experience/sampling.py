@@ -12,6 +12,7 @@ from lightrft.engines.ledger import LedgerEntry
 from lightrft.engines.types import Completion, GenerationRequest, MultiModalInputs, SamplingParams
 from lightrft.experience.carry import InFlightGroup, PartialRolloutState
 from lightrft.experience.dynamic import Selection, apply_selection, mixed_groups, select_groups
+from lightrft.experience.environments.rounds import Environments
 from lightrft.experience.exchange import SampleTable, exchange, merge
 from lightrft.experience.fire import fire_segments, generate_fire
 from lightrft.experience.ledger_gate import Evidence, gather_evidence
@@ -20,7 +21,7 @@ from lightrft.experience.partial import PartialReport, finish_groups, open_group
 from lightrft.experience.scoring import overlong_penalty, score_rollouts
 from lightrft.experience.stages import StageMeter
 from lightrft.experience.types import Rollout, ScoredRollout, Segment
-from lightrft.rewards.types import RewardError, RewardFunction
+from lightrft.rewards.types import RewardError, RewardFunction, RewardResult
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 
@@ -68,6 +69,7 @@ class Samples:
         selection: What dynamic sampling did, or None.
         partial: What partial rollouts did, or None.
         evidence: What the ledger gate compares the samples with, or None without it.
+        tool_names: Of the tools that could be called, or None without environments and tools.
     """
 
     scored: Sequence[ScoredRollout]
@@ -79,6 +81,7 @@ class Samples:
     selection: Selection | None = None
     partial: PartialReport | None = None
     evidence: Evidence | None = None
+    tool_names: tuple[str, ...] | None = None
 
 
 class RolloutSampler:
@@ -91,6 +94,7 @@ class RolloutSampler:
         decoder: Turns sampled ids into text.
         config: How.
         needs_greedy: Every step samples greedy completions, too.
+        environments: Answer the calls of responses of several turns, or None.
     """
 
     def __init__(
@@ -102,7 +106,9 @@ class RolloutSampler:
         decoder: Decoder,
         config: TrainConfig,
         needs_greedy: bool = False,
+        environments: Environments | None = None,
     ) -> None:
+        self._environments = environments
         self._strategy = strategy
         self._reward_function = reward_function
         self._model_rewards = model_rewards
@@ -117,6 +123,7 @@ class RolloutSampler:
         first_request_id: int,
         next_prompts: Callable[[], Sequence[Prompt]] | None = None,
         carry: PartialRolloutState = NOTHING_CARRIED,
+        step: int | None = None,
     ) -> Samples:
         """All samples of one step.
 
@@ -127,6 +134,7 @@ class RolloutSampler:
             next_prompts: This rank's share of further prompts, for dynamic sampling and partial
                 rollouts; None if there are none.
             carry: Responses that the step before left unfinished.
+            step: Of the run, for the journal of environments; None writes none.
         """
         engine = self._strategy.inference_engine
         if engine is not None:
@@ -134,7 +142,7 @@ class RolloutSampler:
         if self._config.partial_rollout:
             samples = self._collect_partial(prompts, first_request_id, next_prompts, carry)
         else:
-            samples = self._collect_rounds(prompts, first_request_id, next_prompts)
+            samples = self._collect_rounds(prompts, first_request_id, next_prompts, step)
         if samples.table.is_masked.all():
             raise RewardError(
                 f"the reward failed for all {len(samples.table)} samples of the step: there is "
@@ -153,6 +161,7 @@ class RolloutSampler:
         prompts: Sequence[Prompt],
         first_request_id: int,
         next_prompts: Callable[[], Sequence[Prompt]] | None,
+        step: int | None,
     ) -> Samples:
         """One batch of prompts; with dynamic sampling as many as it takes."""
         config, meter = self._config, StageMeter()
@@ -175,7 +184,7 @@ class RolloutSampler:
                 greedy.append(self._sample(prompts, positions, first_request_id, params, meter)[1])
             with self._recording():
                 own, table = self._sample(
-                    prompts, positions, first_request_id, training_params(config), meter
+                    prompts, positions, first_request_id, training_params(config), meter, step=step
                 )
             scored += own
             tables.append(table)
@@ -189,6 +198,7 @@ class RolloutSampler:
             num_rounds=len(tables),
             greedy=merge(greedy) if greedy else None,
             evidence=self._evidence([item.rollout for item in scored], meter),
+            tool_names=None if self._environments is None else self._environments.tool_names,
         )
 
     def _recording(self) -> AbstractContextManager[None]:
@@ -205,7 +215,8 @@ class RolloutSampler:
         if self._strategy.inference_engine is None or not self._config.ledger_gate:
             return None
         with meter.stage("exchange"):
-            return gather_evidence(rollouts, self._strategy, carried=carried)
+            special = () if self._environments is None else self._environments.special_ids
+            return gather_evidence(rollouts, self._strategy, carried=carried, special_ids=special)
 
     def _collect_partial(
         self,
@@ -285,12 +296,21 @@ class RolloutSampler:
         meter: StageMeter,
         *,
         shapes_rewards: bool = True,
+        step: int | None = None,
     ) -> tuple[list[ScoredRollout], SampleTable]:
         """This rank's scored rollouts and the table of all ranks.
 
         The engine stays awake: the caller lets it sleep after the last of several generations.
         """
         request_ids = [first_request_id + position for position in positions]
+        if self._environments is not None:
+            with meter.stage("rollout"):
+                rollouts, results = self._environments.sample(
+                    self._strategy, prompts, request_ids, params, group_ids=positions, step=step
+                )
+            return self._score(
+                rollouts, meter, shapes_rewards=shapes_rewards, environment_results=results
+            )
         requests = build_requests(prompts, request_ids)
         uses_fire = self._config.use_fire and not params.is_greedy
         with meter.stage("rollout"):
@@ -317,7 +337,12 @@ class RolloutSampler:
         return self._score(rollouts, meter, shapes_rewards=shapes_rewards)
 
     def _score(
-        self, rollouts: Sequence[Rollout], meter: StageMeter, *, shapes_rewards: bool = True
+        self,
+        rollouts: Sequence[Rollout],
+        meter: StageMeter,
+        *,
+        shapes_rewards: bool = True,
+        environment_results: Sequence[RewardResult | None] | None = None,
     ) -> tuple[list[ScoredRollout], SampleTable]:
         scored: list[ScoredRollout] = []
         problem: Exception | None = None
@@ -332,6 +357,7 @@ class RolloutSampler:
                     overlong_penalty=overlong_penalty(self._config) if shapes_rewards else None,
                     masks_failures=self._config.reward_failure == "mask",
                     model_results=models,
+                    environment_results=environment_results,
                 )
             except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
                 problem = error

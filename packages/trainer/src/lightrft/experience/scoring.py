@@ -37,6 +37,7 @@ def score_rollouts(
     overlong_penalty: Callable[[int], float] | None = None,
     masks_failures: bool = False,
     model_results: Sequence[RewardResult] | None = None,
+    environment_results: Sequence[RewardResult | None] | None = None,
 ) -> list[ScoredRollout]:
     """Scores the rollouts of one rank with one call of the reward function.
 
@@ -51,6 +52,8 @@ def score_rollouts(
             fail from the loss, their reward being 0; after three failures in a row the rest is
             excluded untried.
         model_results: What reward models add to each rollout, or None.
+        environment_results: What environments add; None for an episode that failed, which is
+            excluded. None without environments.
 
     Raises:
         RewardError: The function returned another number of results, or a value that is not
@@ -66,14 +69,16 @@ def score_rollouts(
             raise
         results = _results_one_by_one(rollouts, reward_function)
     scored: list[ScoredRollout] = []
-    for rollout, result in zip(rollouts, results, strict=True):
-        if result is None:
+    for index, (rollout, result) in enumerate(zip(rollouts, results, strict=True)):
+        sources = [s[index] for s in (model_results, environment_results) if s is not None]
+        if result is None or None in sources:
             scored.append(ScoredRollout(rollout, 0.0, is_masked=True))
             continue
         penalty, reward = 0.0, result.reward
         components = dict(result.components)
-        if model_results is not None:
-            added = model_results[len(scored)]
+        for added in sources:
+            if added is None:
+                continue
             reward += added.reward
             components |= added.components
             _check_finite(rollout, reward)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 
@@ -28,6 +29,37 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class AnsweredCall:
+    """A call of a tool and what came back.
+
+    Args:
+        name, arguments: As the tool got them; of a malformed call, "" and none.
+        outcome: "error" is the tool's, "malformed" the model's; "refused" is beyond a limit.
+        text: The answer before it was cut to tokens.
+        seconds: Until it came.
+    """
+
+    name: str
+    arguments: Mapping[str, object]
+    outcome: Literal["ok", "error", "malformed", "refused"]
+    text: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A response of several turns, for people and for metrics.
+
+    Args:
+        turns: What was said in each, special tokens removed.
+        answers: Calls of each turn that was answered.
+    """
+
+    turns: tuple[str, ...]
+    answers: tuple[tuple[AnsweredCall, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """A prompt and the response to it.
 
@@ -40,6 +72,7 @@ class Rollout:
         token_versions: Version of the weights that sampled each token, -1 for observations; None
             means that of the completion for all.
         segments: How the response came about, call by call of the engine.
+        conversation: With an environment or tools, what was said and answered.
     """
 
     prompt: Prompt
@@ -49,6 +82,7 @@ class Rollout:
     response_text: str
     token_versions: tuple[int, ...] | None = None
     segments: tuple[Segment, ...] = ()
+    conversation: Conversation | None = None
 
 
 @dataclass(frozen=True, slots=True)

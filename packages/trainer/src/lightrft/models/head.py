@@ -173,7 +173,7 @@ class LinearLogprobHead(nn.Module):
         hidden: Tensor,
         targets: Tensor,
         temperature: float,
-        entropy: EntropyMode,
+        mode: EntropyMode,
         mass: Tensor | None,
         token_loss: Callable[[Tensor, Tensor | None, Tensor], Tensor],
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
@@ -181,15 +181,15 @@ class LinearLogprobHead(nn.Module):
             raise ValueError("a loss inside the output projection needs fused_linear_logprob")
 
         def differentiated(
-            logprobs: Tensor, entropies: Tensor, index: Tensor
+            logprobs: Tensor, entropy: Tensor, rows: Tensor
         ) -> tuple[Tensor, Tensor, Tensor | None]:
             leaves = [logprobs.detach().requires_grad_()]
-            if entropy == "grad":
-                leaves.append(entropies.detach().requires_grad_())
-            given = None if entropy == "none" else leaves[-1] if entropy == "grad" else entropies
-            loss = token_loss(leaves[0], given, index)
+            if mode == "grad":
+                leaves.append(entropy.detach().requires_grad_())
+            given = None if mode == "none" else leaves[-1] if mode == "grad" else entropy
+            loss = token_loss(leaves[0], given, rows)
             found = torch.autograd.grad(loss, leaves, materialize_grads=True)
-            return loss, found[0], found[1] if entropy == "grad" else None
+            return loss, found[0], found[1] if mode == "grad" else None
 
         output = linear_policy_loss(
             hidden,
@@ -199,7 +199,7 @@ class LinearLogprobHead(nn.Module):
             bias=self.bias,
             temperature=temperature,
             softcap=self.transform.softcap,
-            entropy=entropy,
+            entropy=mode,
         )
         return output.logprobs, output.entropy, mass, output.loss
 

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lightrft.config import ConfigError
 from lightrft.engines.process_state import deepspeed_unless_used
 from lightrft.strategy.meta_init import is_building_on_meta
 from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
@@ -55,14 +56,24 @@ def load_config(path: str) -> PretrainedConfig:
     return config
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, *, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint.
 
+    Args:
+        path: Of the checkpoint.
+        chat_template: File with a template in place of the tokenizer's own.
+
     Raises:
+        ConfigError: There is no such template.
         ModelLoadError: It is missing or unreadable.
     """
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     tokenizer: PreTrainedTokenizerBase = _read(AutoTokenizer, path, files, "tokenizer")
+    if chat_template is not None:
+        file = Path(chat_template)
+        if not file.is_file():
+            raise ConfigError(f"chat_template: no file {file}")
+        tokenizer.chat_template = file.read_text("utf-8")
     return tokenizer
 
 

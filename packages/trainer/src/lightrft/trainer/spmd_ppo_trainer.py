@@ -17,6 +17,7 @@ from lightrft.config import ConfigError, StrategyConfig, TrainConfig
 from lightrft.config.options import options_of
 from lightrft.datasets.types import Prompt
 from lightrft.experience.assemble import AdvantageSettings
+from lightrft.experience.environments.rounds import Environments
 from lightrft.experience.forward import ForwardModels, score_actor
 from lightrft.experience.maker import StepExperience, make_experience
 from lightrft.experience.model_rewards import ModelRewards
@@ -34,6 +35,7 @@ from lightrft.trainer.training.audit_record import NoRecord, StepRecorder
 from lightrft.trainer.training.checkpointing import load_trainer, save_trainer
 from lightrft.trainer.training.construction import (
     build_trainer_rewards,
+    check_environments,
     check_parts,
     configure_models,
     decide_by_machine,
@@ -117,6 +119,7 @@ class SPMDPPOTrainerBase:
         sample_log: Receives samples of every step on the first rank.
         pretrain: Texts whose language-modelling loss is mixed in, or None.
         trajectory_log: Receives tokens with their logprobs and advantages on the first rank.
+        environments: Answer the calls of responses of several turns, or None.
         **keywords: Options, see `TrainConfig`. What is not given comes from the strategy's
             configuration.
 
@@ -161,6 +164,7 @@ class SPMDPPOTrainerBase:
         sample_log: SampleLog | None = None,
         pretrain: PretrainMix | None = None,
         trajectory_log: TrajectoryLog | None = None,
+        environments: Environments | None = None,
         **keywords: object,
     ) -> None:
         check_parts(strategy, processor, needs_processor=VLM or self.is_vision)
@@ -176,6 +180,7 @@ class SPMDPPOTrainerBase:
             self._models = replace(self._models, critic=trained)
         self.initial_model = initial_model if self.config.init_kl_coef > 0 else None
         self._check_options()
+        check_environments(self.config, has_environments=environments is not None)
         self.tokenizer = tokenizer or load_actor_tokenizer(strategy.config.pretrain)
         self.processor = processor
         self._sampler = RolloutSampler(
@@ -184,6 +189,7 @@ class SPMDPPOTrainerBase:
             decoder=self.tokenizer,
             config=self.config,
             needs_greedy=self._algorithm.estimator_traits.needs_greedy_rewards,
+            environments=environments,
         )
         self.eval_prompts, self._prompts_dataloader = eval_prompts, prompts_dataloader
         self.state = initial_state(self.config)
@@ -284,6 +290,7 @@ class SPMDPPOTrainerBase:
             first_request_id=self.state.num_requests,
             next_prompts=self._next_prompts(),
             carry=self.state.carry,
+            step=self.state.num_steps + 1,
         )
         self._release_engine()
         self._experience = make_experience(

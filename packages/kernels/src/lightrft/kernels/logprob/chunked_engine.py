@@ -30,6 +30,11 @@ class ChunkedEngine:
     chunk_columns: int
     rounds_operands: bool = False
 
+    @property
+    def row_multiple(self) -> int:
+        """Any number of rows is as good."""
+        return 1
+
     def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
         """Both operands are widened."""
         return accumulation_dtype(hidden, weight)

@@ -112,7 +112,8 @@ def _prepare(hidden, weight, bias, options):
     ) = options  # fmt: skip
     request = Request.of(
         impl, precision, deterministic, entropy,
-        temperature=temperature, has_softcap=softcap is not None, chunk_columns=chunk_columns,
+        temperature=temperature, has_bias=bias is not None, has_softcap=softcap is not None,
+        chunk_columns=chunk_columns,
     )  # fmt: skip
     num_rows = max(0, vocab_size - start)  # rows beyond pad the vocabulary
     columns = weight if weight.stride(1) == 1 else weight.contiguous()

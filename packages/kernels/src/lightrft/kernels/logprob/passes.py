@@ -21,8 +21,8 @@ from lightrft.kernels.logprob.rows import GradRows, RowStatistics, scale_into_ra
 from lightrft.kernels.logprob.types import OutputLayer, accumulation_dtype
 from lightrft.kernels.weight_bucket.broadcaster import all_gather_single
 
-# As the largest logit of a row: all its probabilities come out as 0.
-_NO_PROBABILITY = 1e30
+# As the largest logit of a row: all its probabilities come out as 0, and its cube is finite.
+_NO_PROBABILITY = 1e12
 
 
 class LogprobEngine(Protocol):
@@ -31,6 +31,10 @@ class LogprobEngine(Protocol):
     @property
     def chunk_columns(self) -> int:
         """Columns of the vocabulary for one call of `grad_logits`."""
+
+    @property
+    def row_multiple(self) -> int:
+        """The number of rows that it is given is padded to a multiple of this."""
 
     def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
         """The dtype in which operands enter the products."""
@@ -109,7 +113,10 @@ def statistics_of_rows(
         targets: [tokens] int64, ids of the whole vocabulary or `options.ignore_index`.
         options: The rest.
     """
-    chosen = select_rows(targets != options.ignore_index, targets, options.vocab_size)
+    chosen = select_rows(
+        targets != options.ignore_index, targets, options.vocab_size,
+        multiple=options.engine.row_multiple,
+    )  # fmt: skip
     if chosen.smallest < 0 or chosen.largest >= options.vocab_size:
         raise ValueError(
             f"targets must lie in [0, {options.vocab_size}) or equal "
@@ -119,7 +126,7 @@ def statistics_of_rows(
     # Where an ignored row is computed with the others its target lies in no rank's columns.
     columns = torch.where(chosen.mask, targets - options.start, -1)
     rows = options.engine.statistics(
-        chosen.take(hidden), layer, chosen.take(columns), needs_entropy=options.needs_entropy
+        chosen.take(hidden), layer, chosen.take(columns, -1), needs_entropy=options.needs_entropy
     )
     if options.group is not None:
         rows = merge_over_ranks(rows, _resolve_group(options.group))
@@ -157,7 +164,7 @@ def gradients_of_layer(
         dL/dhidden in the dtype of hidden, or None if it is not needed.
     """
     mask = upstream.reach(targets) & (targets != options.ignore_index)
-    chosen = select_rows(mask)
+    chosen = select_rows(mask, multiple=options.engine.row_multiple)
 
     def reached(gradient: Tensor | None) -> Tensor | None:
         return None if gradient is None else chosen.take(torch.where(mask, gradient, 0))
@@ -165,9 +172,9 @@ def gradients_of_layer(
     dtype = options.engine.product_dtype(hidden, layer.weight)
     rows = GradRows(
         hidden=chosen.take(hidden).to(dtype),
-        targets=chosen.take(targets - options.start),
+        targets=chosen.take(targets - options.start, -1),
         # A row that is kept though nothing reaches it must not overflow on its way to 0.
-        maximum=chosen.take(torch.where(mask, results.maximum, _NO_PROBABILITY)),
+        maximum=chosen.take(torch.where(mask, results.maximum, _NO_PROBABILITY), _NO_PROBABILITY),
         log_sum=chosen.take(results.log_sum),
         logprobs=chosen.take(results.logprobs),
         entropy=chosen.take(results.entropies if options.needs_entropy else results.logprobs),
@@ -179,10 +186,7 @@ def gradients_of_layer(
         return None
     if options.group is not None:
         dist.all_reduce(grad_rows, group=_resolve_group(options.group))
-    narrow = grad_rows.to(hidden.dtype)
-    if chosen.index is None:
-        return narrow
-    return torch.zeros_like(hidden).index_copy_(0, chosen.index, narrow)
+    return chosen.spread(grad_rows.to(hidden.dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,8 +120,9 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
     active = (targets != ignore_index).nonzero().squeeze(1)
     validation.validate_targets(targets[active], len(weight), ignore_index)
     request = Request(
-        "auto", precision, True, entropy, temperature, softcap is not None, DEFAULT_CHUNK_COLUMNS
-    )
+        "auto", precision, True, entropy, temperature, bias is not None, softcap is not None,
+        DEFAULT_CHUNK_COLUMNS,
+    )  # fmt: skip
     engine = select_loss_engine(request, hidden, weight)
     plan = plan_loss(
         len(active), hidden, weight, precision=precision, chunk_tokens=chunk_tokens,
@@ -222,9 +223,12 @@ class LinearPolicyLoss(torch.autograd.Function):
         gradients = (found.hidden, found.weight, found.bias)
         inputs = (hidden, weight, bias)
         # Not saved tensors: those cannot be scaled in place, and a second copy of the weight's
-        # gradient would be the largest tensor of the step.
+        # gradient would be the largest tensor of the step. Float16 waits for the upstream
+        # gradient, which may be the scale that keeps it from 0.
         ctx.gradients = [
-            None if gradient is None or tensor is None else gradient.to(tensor.dtype)
+            gradient
+            if gradient is None or tensor is None or tensor.dtype == torch.float16
+            else gradient.to(tensor.dtype)
             for gradient, tensor in zip(gradients, inputs, strict=True)
         ]
         ctx.save_for_backward(hidden, weight, bias)
@@ -245,10 +249,18 @@ class LinearPolicyLoss(torch.autograd.Function):
                 "linear_policy_loss was differentiated before: its gradients are handed over, not "
                 "kept; call it again, or add up the losses before one backward pass"
             )
-        scaled = [None if each is None else each.mul_(grad_loss.detach()) for each in gradients]
+        inputs = ctx.saved_tensors
+        factor = grad_loss.detach()
+        # On a CPU a look at the number is free, and a pass over dL/dweight is not.
+        is_scaled = factor.is_cuda or bool(factor != 1)
+        scaled = [
+            None
+            if each is None or tensor is None
+            else (each.mul_(factor) if is_scaled else each).to(tensor.dtype)
+            for each, tensor in zip(gradients, inputs, strict=True)
+        ]
         gradients.clear()
         if torch.is_grad_enabled():
-            inputs = ctx.saved_tensors
             scaled = [
                 None if each is None else _Undifferentiable.apply(each, *inputs)  # type: ignore[no-untyped-call]
                 for each in scaled

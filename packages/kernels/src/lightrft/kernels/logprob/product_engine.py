@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightrft.kernels.logprob.passes import chunks
-from lightrft.kernels.logprob.products import wide_product
+from lightrft.kernels.logprob.products import split_product, wide_product
 from lightrft.kernels.logprob.rows import (
     GradRows,
     RowStatistics,
@@ -33,11 +33,19 @@ class ProductEngine:
         chunk_columns: Columns of the vocabulary in one chunk.
         is_centred: Products in bfloat16, centred; else in float32.
         uses_triton: The passes over products are Triton kernels; else plain torch.
+        splits_weight: A float32 weight beside bfloat16 hidden states: its logits are those of
+            float32, from products of bfloat16 parts. Gradients of logits are stored in bfloat16.
     """
 
     chunk_columns: int
     is_centred: bool
     uses_triton: bool
+    splits_weight: bool = False
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows of products are contiguous: whole 16-byte vectors of them, if Triton reads them."""
+        return 16 if self.uses_triton else 1
 
     def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
         """16 bits where the products take them as they are, else the accumulation dtype."""
@@ -95,6 +103,9 @@ class ProductEngine:
 
     def products(self, hidden: Tensor, chunk: OutputLayer, centre: Tensor | None) -> Tensor:
         """The products weight @ hidden.T - centre: [columns, tokens]."""
+        if self.splits_weight:
+            # The hidden states were widened without loss.
+            return split_product(chunk.weight, hidden.T.to(torch.bfloat16))
         if centre is None:
             return wide_product(chunk.weight, hidden.T)
         return torch.addmm(-centre, chunk.weight, hidden.T)
@@ -125,14 +136,14 @@ class ProductEngine:
     ) -> Tensor:  # fmt: skip
         """Gradient of stored products, which may be overwritten: [rows, columns]."""
         shift = None if centre is None else centre.float()
+        dtype = torch.bfloat16 if self.splits_weight else rows.hidden.dtype
         if self.uses_triton:
             from lightrft.kernels.logprob import triton_launch
 
-            return triton_launch.grad_of_stored_products(
-                products, rows, chunk, shift, first_column
-            ).T
+            grad = triton_launch.grad_of_stored_products(products, rows, chunk, shift, first_column)
+            return grad.to(dtype).T
         logits = finish_logits(products.T, chunk.bias, shift, chunk.transform)
-        return grad_of_logits(logits, rows, first_column, chunk.transform).to(rows.hidden.dtype)
+        return grad_of_logits(logits, rows, first_column, chunk.transform).to(dtype)
 
     def _block_tokens(self, layer: OutputLayer) -> int:
         columns = min(self.chunk_columns, max(1, len(layer.weight)))

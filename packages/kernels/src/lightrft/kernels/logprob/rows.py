@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer, apply_transform
@@ -231,29 +232,43 @@ class RowSelection:
     Args:
         mask: [tokens] bool, the rows that count.
         index: [rows] int64, their places; None keeps every row, so that shapes are known.
+        padding: Rows that are added behind them.
         smallest, largest: Of the values that were looked at; 0 if none were.
     """
 
     mask: Tensor
     index: Tensor | None
+    padding: int
     smallest: int
     largest: int
 
-    def take(self, values: Tensor) -> Tensor:
-        """The chosen rows of [tokens, ...]."""
-        return values if self.index is None else values[self.index]
+    def take(self, values: Tensor, fill: float = 0) -> Tensor:
+        """The chosen rows of [tokens, ...], padded with `fill`."""
+        rows = values if self.index is None else values[self.index]
+        if self.padding == 0:
+            return rows
+        sides = (0, 0) * (rows.dim() - 1)
+        return F.pad(rows, (*sides, 0, self.padding), value=fill)
 
     def place(self, values: Tensor, fill: float) -> Tensor:
         """Values [rows] in their places among all tokens, `fill` in the others."""
         if self.index is None:
-            return torch.where(self.mask, values, fill)
+            return torch.where(self.mask, values[: len(self.mask)], fill)
         everywhere = torch.full_like(self.mask, fill, dtype=values.dtype)
-        return everywhere.index_copy_(0, self.index, values)
+        return everywhere.index_copy_(0, self.index, values[: len(self.index)])
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Rows [rows, ...], of which those that do not count are 0, among all tokens."""
+        if self.index is None:
+            return rows[: len(self.mask)]
+        everywhere = rows.new_zeros((len(self.mask), *rows.shape[1:]))
+        return everywhere.index_copy_(0, self.index, rows[: len(self.index)])
 
 
 def select_rows(
-    mask: Tensor, values: Tensor | None = None, bound: int = 0, *, is_static: bool | None = None
-) -> RowSelection:
+    mask: Tensor, values: Tensor | None = None, bound: int = 0, *, multiple: int = 1,
+    is_static: bool | None = None,
+) -> RowSelection:  # fmt: skip
     """Chooses rows with one transfer to the host, or with none while CUDA records a graph.
 
     Args:
@@ -261,6 +276,7 @@ def select_rows(
         values: [tokens] int64 to look at where the mask holds, or None. Where nothing may be
             transferred they are asserted on the device to lie in [0, bound).
         bound: See `values`.
+        multiple: Their number is padded to a multiple of this.
         is_static: Keep every row and transfer nothing; None: as the device demands.
     """
     if is_static is None:
@@ -271,7 +287,7 @@ def select_rows(
         if values is not None:
             is_inside = ((values >= 0) & (values < bound)).all()
             torch._assert_async(is_inside, f"targets must lie in [0, {bound})")
-        return RowSelection(mask, None, 0, 0)
+        return RowSelection(mask, None, -len(mask) % multiple, 0, 0)
     numbers = [mask.sum()]
     if values is not None and len(values) > 0:
         numbers += torch.aminmax(values)
@@ -280,7 +296,7 @@ def select_rows(
     index = None
     if count < len(mask):
         index = torch.nonzero_static(mask, size=count).squeeze(1)
-    return RowSelection(mask, index, smallest, largest)
+    return RowSelection(mask, index, -count % multiple, smallest, largest)
 
 
 def scale_into_range(rows: GradRows, transform: LogitsTransform) -> tuple[GradRows, Tensor | None]:
@@ -340,7 +356,9 @@ def grad_of_logits(
     slope = None
     if transform.softcap is not None:
         slope = (logits * (transform.temperature / transform.softcap)).square_().neg_().add_(1)
+    # Where logits were rounded to 16 bits the difference may come out positive.
     log_probabilities = logits.sub_(rows.maximum[:, None]).sub_(rows.log_sum[:, None])
+    log_probabilities.clamp_(max=0)
     if rows.grad_entropy is None:
         grad = log_probabilities.exp_()
         if rows.grad_logprobs is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightrft.kernels.logprob.chunked_engine import ChunkedEngine
 from lightrft.kernels.logprob.passes import LogprobEngine
 from lightrft.kernels.logprob.product_engine import ProductEngine
-from lightrft.kernels.logprob.products import cpu_multiplies_bfloat16
+from lightrft.kernels.logprob.products import cpu_multiplies_bfloat16, may_round_partial_sums
 from lightrft.kernels.logprob.types import (
     Determinism,
     EntropyMode,
@@ -35,6 +35,7 @@ _MIN_PRODUCT_HIDDEN = 2048
 _TEST_ROWS = 256
 _TEST_HIDDEN = 256
 _TEST_COLUMNS = 1000
+_MIN_CENTRED_TEMPERATURE = 0.5
 _MAX_CENTRED_ERROR = 3e-2
 _MEAN_CENTRED_ERROR = 2e-3
 _MAX_EXACT_ERROR = 5e-5
@@ -48,7 +49,7 @@ class Request:
         impl, precision, deterministic: The arguments of `linear_logprob`.
         entropy: Likewise.
         temperature: Divides the logits.
-        has_softcap: Whether logits are capped.
+        has_bias, has_softcap: Whether logits have a bias, and whether they are capped.
         chunk_columns: Columns of one chunk.
     """
 
@@ -57,19 +58,20 @@ class Request:
     deterministic: Determinism
     entropy: EntropyMode
     temperature: float
+    has_bias: bool
     has_softcap: bool
     chunk_columns: int
 
     @classmethod
     def of(
         cls, impl: str, precision: str, deterministic: str, entropy: str, *,
-        temperature: float, has_softcap: bool, chunk_columns: int,
+        temperature: float, has_bias: bool, has_softcap: bool, chunk_columns: int,
     ) -> Request:  # fmt: skip
         """From an operator's arguments, checked before."""
         return cls(
             cast(LogprobImplementation, impl), cast(Precision, precision),
-            _DETERMINISM[deterministic], cast(EntropyMode, entropy), temperature, has_softcap,
-            chunk_columns,
+            _DETERMINISM[deterministic], cast(EntropyMode, entropy), temperature, has_bias,
+            has_softcap, chunk_columns,
         )  # fmt: skip
 
     @property
@@ -173,7 +175,8 @@ def select_loss_engine(
     if request.precision == "centred":
         return _centred_engine(request, hidden, weight)
     if hidden.is_cuda:
-        return _product_engine(request, is_centred=False)
+        is_split = splits_weight(hidden, weight)
+        return _product_engine(request, is_centred=False, splits_weight=is_split)
     return _chunked_engine(request, hidden, weight)
 
 
@@ -292,17 +295,101 @@ def _is_interpreted() -> bool:
     return triton_launch.is_interpreted()
 
 
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row of the table by which `impl="auto"` chooses; the first that applies does.
+
+    Args:
+        engine: What serves the call, see `LogprobImplementation`.
+        reason: Why, in words.
+        applies: Whether the row is about such a call.
+    """
+
+    engine: LogprobImplementation
+    reason: str
+    applies: Callable[[Tensor, Tensor], bool]
+
+
+RULES = (
+    Rule(
+        "chunked",
+        "a CPU: plain torch, in blocks of logits that stay in its caches",
+        lambda hidden, weight: not hidden.is_cuda,
+    ),
+    Rule(
+        "cublas",
+        "a float32 weight beside bfloat16 hidden states: exact logits from three products of "
+        "bfloat16 parts, each about 15 times as fast as a float32 product",
+        lambda hidden, weight: splits_weight(hidden, weight),
+    ),
+    Rule(
+        "chunked",
+        "no tensor-core product is exact for these dtypes: float32 or float64 products",
+        lambda hidden, weight: hidden.dtype not in _HALVES or hidden.dtype != weight.dtype,
+    ),
+    Rule(
+        "cublas",
+        "Triton cannot run here: library products, with passes in torch",
+        lambda hidden, weight: why_not_triton(hidden, weight) is not None,
+    ),
+    Rule(
+        "cublas",
+        f"hidden size of at least {_MIN_PRODUCT_HIDDEN}: a pass over stored products is little "
+        "beside the products",
+        lambda hidden, weight: hidden.shape[1] >= _MIN_PRODUCT_HIDDEN,
+    ),
+    Rule(
+        "triton",
+        f"hidden size below {_MIN_PRODUCT_HIDDEN}: stored products would take as long as their "
+        "computation",
+        lambda hidden, weight: True,
+    ),
+)
+
+
+def splits_weight(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether a float32 weight is taken apart into bfloat16 parts."""
+    is_mixed = hidden.dtype == torch.bfloat16 and weight.dtype == torch.float32
+    return hidden.is_cuda and is_mixed
+
+
+def explain(
+    hidden: Tensor, weight: Tensor, *, num_tokens: int | None = None, loss_inside: bool = False
+) -> str:
+    """Which implementation the defaults choose for such tensors, and why: one line.
+
+    Args:
+        hidden, weight: As for `linear_logprob`; only device, dtype and shape are looked at, so that
+            they may lie on the device "meta" or be fake.
+        num_tokens: Tokens of a call; None are those of `hidden`.
+        loss_inside: Explain `linear_policy_loss`.
+    """
+    if not loss_inside:
+        rule = next(rule for rule in RULES if rule.applies(hidden, weight))
+        return f"{rule.engine}: {rule.reason}"
+    kind = "cuda" if hidden.is_cuda else "cpu"
+    plan = plan_loss(len(hidden) if num_tokens is None else num_tokens, hidden, weight)
+    engine = "cublas" if hidden.is_cuda else "chunked"
+    return (
+        f"{engine}: {plan.num_products:.2f} products in chunks of {plan.chunk_tokens} tokens, "
+        f"{plan.budget_bytes / 2**20:.0f} MiB of logits ({WORKSPACES[kind].reason})"
+    )
+
+
 def _automatic(request: Request, hidden: Tensor, weight: Tensor) -> list[LogprobEngine]:
-    """By a fixed rule; more than one engine only where timing may decide."""
-    chunked = _chunked_engine(request, hidden, weight)
-    if not hidden.is_cuda or hidden.dtype not in _HALVES or hidden.dtype != weight.dtype:
-        return [chunked]
-    products = _product_engine(request, is_centred=False)
+    """By the table; more than one engine only where timing may decide."""
+    rule = next(rule for rule in RULES if rule.applies(hidden, weight))
+    if rule.engine == "chunked":
+        return [_chunked_engine(request, hidden, weight)]
+    products = _product_engine(
+        request, is_centred=False, splits_weight=splits_weight(hidden, weight)
+    )
     if why_not_triton(hidden, weight) is not None:
         return [products]
     fused = _triton_engine(request, hidden, weight)
-    is_wide = hidden.shape[1] >= _MIN_PRODUCT_HIDDEN
-    ordered: list[LogprobEngine] = [products, fused] if is_wide else [fused, products]
+    ordered: list[LogprobEngine] = [products, fused] if rule.engine == "cublas" else [
+        fused, products,
+    ]  # fmt: skip
     return ordered if request.deterministic is False else ordered[:1]
 
 
@@ -313,6 +400,16 @@ def _centred_engine(request: Request, hidden: Tensor, weight: Tensor) -> Product
         reason = f"it needs hidden and weight in bfloat16: got {hidden.dtype} and {weight.dtype}"
     elif request.has_softcap:
         reason = "softcap needs the logits themselves"
+    elif request.temperature < _MIN_CENTRED_TEMPERATURE:
+        reason = (
+            f"what is rounded is divided by the temperature, which must be at least "
+            f"{_MIN_CENTRED_TEMPERATURE}: got {request.temperature}"
+        )
+    elif hidden.is_cuda and may_round_partial_sums(torch.bfloat16):
+        reason = (
+            "cuBLAS may round partial sums before it centres them: set "
+            "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False at the start"
+        )
     elif request.impl not in ("auto", "chunked", "cublas"):
         reason = f"impl={request.impl!r} is always exact"
     elif request.impl == "cublas" and not hidden.is_cuda:
@@ -353,9 +450,11 @@ def _chunked_engine(request: Request, hidden: Tensor, weight: Tensor) -> Chunked
     return ChunkedEngine(request.chunk_columns, is_narrow and cpu_multiplies_bfloat16())
 
 
-def _product_engine(request: Request, *, is_centred: bool) -> ProductEngine:
+def _product_engine(
+    request: Request, *, is_centred: bool, splits_weight: bool = False
+) -> ProductEngine:
     uses_triton = has_triton() and torch.cuda.is_available()
-    return ProductEngine(request.chunk_columns, is_centred, uses_triton)
+    return ProductEngine(request.chunk_columns, is_centred, uses_triton, splits_weight)
 
 
 def _triton_engine(request: Request, hidden: Tensor, weight: Tensor) -> LogprobEngine:
@@ -368,12 +467,16 @@ def _triton_engine(request: Request, hidden: Tensor, weight: Tensor) -> LogprobE
         tensor.data_ptr() % 16 == 0 and tensor.stride(0) * tensor.element_size() % 16 == 0
         for tensor in (hidden, weight)
     )
+    is_plain = not request.has_bias and not request.has_softcap
     bulk = None
     if is_half and is_aligned and capability >= (9, 0):
-        is_plain = not request.needs_entropy and not request.has_softcap
         bulk = working_bulk_tiles(hidden.device, hidden.dtype, is_plain)
-    tiles = triton_launch.plain_tiles(capability, is_half=is_half)
-    return triton_launch.TritonEngine(request.chunk_columns, bulk or tiles, tiles)
+    plain = triton_launch.plain_tiles(capability, is_half=is_half, is_aligned=is_aligned)
+    gradient = triton_launch.gradient_tiles(
+        capability, is_half=is_half, is_aligned=is_aligned,
+        is_plain=is_plain and request.entropy != "grad",
+    )  # fmt: skip
+    return triton_launch.TritonEngine(request.chunk_columns, bulk or plain, gradient)
 
 
 @cache
@@ -400,7 +503,7 @@ def working_bulk_tiles(
     ):
         engine = triton_launch.TritonEngine(_TEST_COLUMNS, tiles, triton_launch.PLAIN_SM90)
         try:
-            rows = engine.statistics(hidden, layer, targets, needs_entropy=not is_plain)
+            rows = engine.statistics(hidden, layer, targets, needs_entropy=True)
             largest = float((rows.logprobs.double() - expected).abs().max())
         except Exception as err:  # noqa: BLE001 - any compiler failure has the same remedy
             reason = f"{type(err).__name__}: {err}"

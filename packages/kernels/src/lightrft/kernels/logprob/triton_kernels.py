@@ -9,11 +9,10 @@ UPCAST widens 16-bit operands before a product: the interpreter multiplies their
 import triton
 import triton.language as tl
 
-# Counts that change from call to call: code that depended on them would be compiled again.
-COUNTS = (
-    "num_rows", "num_columns", "num_splits", "first_column", "row_start", "total_rows",
-    "split_start", "total_splits",
-)  # fmt: skip
+# Counts that change from call to call: code that depended on them would be compiled again. Those
+# that bound a contiguous dimension are not among them: where the compiler does not know that they
+# are multiples of 16, their masks split every 16-byte access into single elements.
+COUNTS = ("num_splits", "first_column", "row_start", "total_rows", "split_start", "total_splits")
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 
 
@@ -181,30 +180,39 @@ def forward_partials_tma(
 @triton.jit(do_not_specialize=COUNTS)
 def merge_partials(
     partials, maximum_out, exp_sum_out, weighted_sum_out, num_rows, num_splits,
-    NEEDS_ENTROPY: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    NEEDS_ENTROPY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Merges partials [3, splits, rows] in the order of splits."""
+    """Merges partials [3, splits, rows]: BLOCK_SPLITS at a time, in the order of splits.
+
+    A block of splits is loaded at once, so that many loads are in flight.
+    """
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_row = rows < num_rows
     plane = tl.cast(num_splits, tl.int64) * num_rows
     maximum = tl.full((BLOCK_ROWS,), MINUS_INFINITY, tl.float32)
-    for split in range(num_splits):
-        pointers = partials + tl.cast(split, tl.int64) * num_rows + rows
-        part = tl.load(pointers, mask=is_row, other=MINUS_INFINITY)
-        maximum = tl.maximum(maximum, part)
-    reference = tl.where(maximum == MINUS_INFINITY, 0.0, maximum)
     exp_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
     weighted_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
-    for split in range(num_splits):
-        pointers = partials + tl.cast(split, tl.int64) * num_rows + rows
-        drop = tl.load(pointers, mask=is_row, other=MINUS_INFINITY) - reference
-        part_sum = tl.load(pointers + plane, mask=is_row, other=0.0)
-        keep = tl.exp(drop)
-        exp_sum += keep * part_sum
+    for first in range(0, num_splits, BLOCK_SPLITS):
+        splits = first + tl.arange(0, BLOCK_SPLITS)
+        mask = (splits < num_splits)[:, None] & is_row[None, :]
+        pointers = partials + splits.to(tl.int64)[:, None] * num_rows + rows[None, :]
+        part = tl.load(pointers, mask=mask, other=MINUS_INFINITY)
+        part_sum = tl.load(pointers + plane, mask=mask, other=0.0)
+        new_maximum = tl.maximum(maximum, tl.max(part, 0))
+        # -inf minus -inf is not a number.
+        reference = tl.where(new_maximum == MINUS_INFINITY, 0.0, new_maximum)
+        drop = part - reference[None, :]
+        weights = tl.exp(drop)
+        own_drop = maximum - reference
+        keep = tl.exp(own_drop)
         if NEEDS_ENTROPY:
-            part_weighted = tl.load(pointers + 2 * plane, mask=is_row, other=0.0)
+            part_weighted = tl.load(pointers + 2 * plane, mask=mask, other=0.0)
             moved = tl.where(part_sum > 0, drop, 0.0) * part_sum
-            weighted_sum += keep * (part_weighted + moved)
+            own_moved = tl.where(exp_sum > 0, own_drop, 0.0) * exp_sum
+            weighted_sum = keep * (weighted_sum + own_moved)
+            weighted_sum += tl.sum(weights * (part_weighted + moved), 0)
+        exp_sum = keep * exp_sum + tl.sum(weights * part_sum, 0)
+        maximum = new_maximum
     tl.store(maximum_out + rows, maximum, mask=is_row)
     tl.store(exp_sum_out + rows, exp_sum, mask=is_row)
     tl.store(weighted_sum_out + rows, weighted_sum, mask=is_row)
@@ -280,7 +288,8 @@ def _gradient(
     HAS_SOFTCAP, HAS_GRAD_LOGPROB, HAS_GRAD_ENTROPY, HAS_CENTRE,
 ):  # fmt: skip
     """Gradient of the products from logits z; row values broadcast against z."""
-    log_p = (z - maximum) - log_sum
+    # Where products were rounded to 16 bits the difference may come out positive.
+    log_p = tl.minimum((z - maximum) - log_sum, 0.0)
     if HAS_CENTRE:
         # The target's own value is known in float32; the others were rounded to 16 bits.
         log_p = tl.where(is_target, logprob, log_p)
@@ -301,13 +310,17 @@ def _gradient(
 @triton.jit(do_not_specialize=COUNTS)
 def grad_products(
     hidden, weight, bias, targets, maximum, log_sum, logprobs, entropy, grad_logprobs,
-    grad_entropy, out, num_rows, num_columns, size, first_column, stride_h, stride_w, stride_out,
-    scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    grad_entropy, out, num_rows, num_columns, num_padded, size, first_column, stride_h, stride_w,
+    stride_out, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_GRAD_LOGPROB: tl.constexpr, HAS_GRAD_ENTROPY: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Recomputes products of one chunk and stores their gradient: out [rows, columns]."""
+    """Recomputes products of one chunk and stores their gradient: out [rows, columns].
+
+    Rows of `out` are padded to num_padded elements, so that whole vectors are stored also where the
+    chunk ends; what is stored behind its end means nothing.
+    """
     num_column_blocks = tl.cdiv(num_columns, BLOCK_COLUMNS)
     row_block, block = _tile_position(
         tl.program_id(0), num_rows, num_column_blocks, BLOCK_ROWS, GROUP
@@ -342,7 +355,8 @@ def grad_products(
         HAS_GRAD_ENTROPY, False,
     )  # fmt: skip
     pointers = out + rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
-    tl.store(pointers, grad.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    is_stored = is_row[:, None] & (columns < num_padded)[None, :]
+    tl.store(pointers, grad.to(out.dtype.element_ty), mask=is_stored)
 
 
 @triton.jit(do_not_specialize=COUNTS)

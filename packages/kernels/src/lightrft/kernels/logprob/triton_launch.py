@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton  # noqa: TID253 - only this engine imports this module
@@ -13,10 +13,13 @@ from lightrft.kernels.logprob import triton_kernels
 from lightrft.kernels.logprob.rows import GradRows, RowStatistics, finish_target_logits
 from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
 
-_ROW_BLOCK = 128
-_EPILOGUE_ROWS = 64
-_EPILOGUE_COLUMNS = 64
-COLUMNS_PER_SPLIT = 1024
+EPILOGUE_BLOCK = {"BLOCK_ROWS": 64, "BLOCK_COLUMNS": 64}
+MERGE_BLOCK = {"BLOCK_ROWS": 32, "BLOCK_SPLITS": 32}
+TARGET_BLOCK = {"BLOCK_ROWS": 4, "BLOCK_SIZE": 256}
+# The interpreter pays for each program.
+_INTERPRETED_TARGET_BLOCK = {"BLOCK_ROWS": 128, "BLOCK_SIZE": 256}
+# Few columns for one program: a block of products must keep every core busy more than once.
+COLUMNS_PER_SPLIT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +31,9 @@ class TileConfig:
         num_warps, num_stages: Warps of a program and depth of its software pipeline.
         tiles_per_split: Vocabulary tiles that one program merges in registers.
         group: Row blocks that share a panel of the weight.
-        uses_tma: Bulk copies through host-made descriptors; one persistent program per core.
+        uses_tma: Bulk copies through host-made descriptors by persistent programs.
         is_specialized: Besides, warps that only copy beside warps that only multiply.
+        programs_per_core: Persistent programs that fit a core together.
     """
 
     block_rows: int
@@ -41,24 +45,60 @@ class TileConfig:
     group: int = 8
     uses_tma: bool = False
     is_specialized: bool = False
+    programs_per_core: int = 1
 
 
 PLAIN_SM80 = TileConfig(128, 128, 32, 8, 3)
 PLAIN_SM90 = TileConfig(128, 128, 64, 8, 3)
+PLAIN_SM100 = TileConfig(128, 128, 64, 8, 2)
+# For gradients with more than a product and a target: registers for half as many rows.
+HEAVY_SM80 = TileConfig(64, 128, 32, 8, 3)
+HEAVY_SM90 = TileConfig(64, 128, 64, 8, 3)
 # Float32 operands take twice the memory on the chip.
 FLOAT32 = TileConfig(64, 64, 32, 8, 2)
+FLOAT32_SM120 = TileConfig(64, 32, 32, 8, 2)
+# Rows that do not start at multiples of 16 bytes are loaded element by element: many pointers.
+UNALIGNED = TileConfig(64, 64, 32, 8, 2)
 FORWARD_TMA = TileConfig(128, 256, 64, 8, 4, tiles_per_split=1, group=16, uses_tma=True)
-FORWARD_TMA_NARROW = TileConfig(128, 128, 64, 8, 4, tiles_per_split=1, group=16, uses_tma=True)
+FORWARD_TMA_NARROW = TileConfig(128, 128, 64, 8, 3, tiles_per_split=1, group=16, uses_tma=True)
+# Two programs share a core: one multiplies while the other takes exponentials.
+FORWARD_TMA_PAIRED = replace(FORWARD_TMA_NARROW, programs_per_core=2)
 FORWARD_SPECIALIZED = TileConfig(
     128, 256, 64, 4, 4, tiles_per_split=1, group=16, uses_tma=True, is_specialized=True
 )
 
 
-def plain_tiles(capability: tuple[int, int], *, is_half: bool) -> TileConfig:
-    """Tiles of a product with plain loads, forward or recomputed, on a GPU of this capability."""
+def plain_tiles(capability: tuple[int, int], *, is_half: bool, is_aligned: bool) -> TileConfig:
+    """Tiles of a forward product with plain loads on a GPU of this capability.
+
+    Args:
+        capability: Compute capability of the GPU.
+        is_half: Operands have 16 bits; else 32.
+        is_aligned: Their rows start at multiples of 16 bytes.
+    """
     if not is_half:
-        return FLOAT32
-    return PLAIN_SM90 if capability >= (9, 0) else PLAIN_SM80
+        return FLOAT32_SM120 if capability >= (12, 0) else FLOAT32
+    if not is_aligned:
+        return UNALIGNED
+    if not _has_big_memory(capability):
+        return PLAIN_SM80
+    return PLAIN_SM100 if capability >= (10, 0) else PLAIN_SM90
+
+
+def gradient_tiles(
+    capability: tuple[int, int], *, is_half: bool, is_aligned: bool, is_plain: bool
+) -> TileConfig:
+    """Tiles of a product that is computed again for its gradient.
+
+    Args:
+        capability, is_half, is_aligned: As for `plain_tiles`.
+        is_plain: Neither bias nor softcap nor a gradient of the entropy.
+    """
+    if is_half and is_aligned and not is_plain:
+        return HEAVY_SM90 if _has_big_memory(capability) else HEAVY_SM80
+    if is_half and is_aligned and _has_big_memory(capability):
+        return PLAIN_SM90
+    return plain_tiles(capability, is_half=is_half, is_aligned=is_aligned)
 
 
 def bulk_tiles(
@@ -71,13 +111,21 @@ def bulk_tiles(
     Args:
         capability: Compute capability of the GPU.
         triton_version: Major and minor version.
-        is_plain: Neither entropy nor softcap, whose registers the widest tile has no room for.
+        is_plain: Neither bias nor softcap, for which the widest tile has no registers left; the
+            entropy fits.
     """
     if capability < (9, 0):
         return ()
-    wide = FORWARD_TMA if is_plain and capability < (10, 0) else FORWARD_TMA_NARROW
-    is_specialized = triton_version == (3, 6) and capability < (10, 0) and is_plain
-    return (FORWARD_SPECIALIZED, wide) if is_specialized else (wide,)
+    if capability >= (10, 0):
+        return (FORWARD_TMA_NARROW,)
+    if not is_plain:
+        return (FORWARD_TMA_PAIRED,)
+    return (FORWARD_SPECIALIZED, FORWARD_TMA) if triton_version == (3, 6) else (FORWARD_TMA,)
+
+
+def _has_big_memory(capability: tuple[int, int]) -> bool:
+    """Whether a core has 227 KiB of memory, as in data centres from sm_90 on."""
+    return (9, 0) <= capability < (12, 0)
 
 
 def triton_version() -> tuple[int, int]:
@@ -110,9 +158,9 @@ class Partials:
         """Row statistics in natural units, merged in the order of splits."""
         _, num_splits, num_rows = self.values.shape
         maximum, exp_sum, weighted_sum = self.values.new_zeros((3, num_rows)).unbind()
-        triton_kernels.merge_partials[(triton.cdiv(num_rows, _ROW_BLOCK),)](
+        triton_kernels.merge_partials[(triton.cdiv(num_rows, MERGE_BLOCK["BLOCK_ROWS"]),)](
             self.values, maximum, exp_sum, weighted_sum, num_rows, num_splits,
-            NEEDS_ENTROPY=self.needs_entropy, BLOCK_ROWS=_ROW_BLOCK,
+            NEEDS_ENTROPY=self.needs_entropy, **MERGE_BLOCK,
         )  # fmt: skip
         return RowStatistics(maximum, exp_sum, weighted_sum, target_logits)
 
@@ -135,7 +183,7 @@ def forward_partials(
         **flags,
     }  # fmt: skip
     if tiles.uses_tma:
-        num_programs = min(num_tiles, _num_programs(hidden))
+        num_programs = min(num_tiles, _num_cores(hidden) * tiles.programs_per_core)
         triton_kernels.forward_partials_tma[(num_programs,)](
             TensorDescriptor.from_tensor(hidden, [tiles.block_rows, tiles.block_size]),
             TensorDescriptor.from_tensor(layer.weight, [tiles.block_columns, tiles.block_size]),
@@ -155,12 +203,19 @@ def target_products(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """hidden[row] . weight[targets[row]] in float32, 0 where the target is outside: [rows]."""
     num_rows, size = hidden.shape
     out = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
-    block_rows = _ROW_BLOCK if is_interpreted() else 4
-    triton_kernels.target_products[(triton.cdiv(num_rows, block_rows),)](
+    block = _INTERPRETED_TARGET_BLOCK if is_interpreted() else TARGET_BLOCK
+    triton_kernels.target_products[(triton.cdiv(num_rows, block["BLOCK_ROWS"]),)](
         hidden, weight, targets, out, num_rows, len(weight), size, hidden.stride(0),
-        weight.stride(0), BLOCK_ROWS=block_rows, BLOCK_SIZE=256,
+        weight.stride(0), **block,
     )  # fmt: skip
     return out
+
+
+def fold_grid(num_rows: int, num_columns: int) -> tuple[int, int]:
+    """Programs that fold products [columns, rows]."""
+    return triton.cdiv(num_rows, EPILOGUE_BLOCK["BLOCK_ROWS"]), triton.cdiv(
+        num_columns, COLUMNS_PER_SPLIT
+    )
 
 
 def fold_products(
@@ -171,15 +226,12 @@ def fold_products(
     num_columns, num_rows = products.shape
     _, total_splits, total_rows = partials.values.shape
     scale, softcap, flags = transform_arguments(layer)
-    grid = (
-        triton.cdiv(num_rows, _EPILOGUE_ROWS), triton.cdiv(num_columns, COLUMNS_PER_SPLIT)
-    )  # fmt: skip
-    triton_kernels.fold_products[grid](
+    triton_kernels.fold_products[fold_grid(num_rows, num_columns)](
         products, products if layer.bias is None else layer.bias,
         products if centre is None else centre, partials.values, num_rows, num_columns,
         products.stride(0), scale, softcap, first_row, total_rows, first_split, total_splits,
         HAS_CENTRE=centre is not None, NEEDS_ENTROPY=partials.needs_entropy,
-        BLOCK_ROWS=_EPILOGUE_ROWS, BLOCK_COLUMNS=_EPILOGUE_COLUMNS,
+        **EPILOGUE_BLOCK,
         COLUMNS_PER_SPLIT=COLUMNS_PER_SPLIT, **flags,
     )  # fmt: skip
 
@@ -191,7 +243,7 @@ def grad_products(
     hidden, weight = rows.hidden, layer.weight
     num_rows, num_columns = len(hidden), len(weight)
     # Rows are padded to whole 16-byte vectors, so that the products that follow can use them.
-    padded = triton.cdiv(num_columns, 8) * 8
+    padded = triton.cdiv(num_columns, 16) * 16
     out = torch.empty((num_rows, padded), dtype=hidden.dtype, device=hidden.device)
     out = out[:, :num_columns]
     if num_rows == 0:
@@ -201,8 +253,9 @@ def grad_products(
     num_tiles *= triton.cdiv(num_columns, tiles.block_columns)
     triton_kernels.grad_products[(num_tiles,)](
         hidden, weight, hidden if layer.bias is None else layer.bias, *_row_arguments(rows), out,
-        num_rows, num_columns, hidden.shape[1], first_column, hidden.stride(0), weight.stride(0),
-        out.stride(0), scale, softcap, **_gradient_flags(rows), UPCAST=is_interpreted(),
+        num_rows, num_columns, padded, hidden.shape[1], first_column, hidden.stride(0),
+        weight.stride(0), out.stride(0), scale, softcap, **_gradient_flags(rows),
+        UPCAST=is_interpreted(),
         BLOCK_ROWS=tiles.block_rows, BLOCK_COLUMNS=tiles.block_columns,
         BLOCK_SIZE=tiles.block_size, GROUP=tiles.group, num_warps=tiles.num_warps,
         num_stages=tiles.num_stages, **flags,
@@ -223,14 +276,14 @@ def grad_of_stored_products(
         return out
     scale, softcap, flags = transform_arguments(layer)
     grid = (
-        triton.cdiv(num_rows, _EPILOGUE_ROWS), triton.cdiv(num_columns, _EPILOGUE_COLUMNS)
-    )  # fmt: skip
+        triton.cdiv(num_rows, EPILOGUE_BLOCK["BLOCK_ROWS"]),
+        triton.cdiv(num_columns, EPILOGUE_BLOCK["BLOCK_COLUMNS"]),
+    )
     triton_kernels.grad_of_stored_products[grid](
         products, products if layer.bias is None else layer.bias,
         products if centre is None else centre, *_row_arguments(rows), out, num_rows,
         num_columns, first_column, products.stride(0), scale, softcap,
-        HAS_CENTRE=centre is not None, **_gradient_flags(rows), BLOCK_ROWS=_EPILOGUE_ROWS,
-        BLOCK_COLUMNS=_EPILOGUE_COLUMNS, **flags,
+        HAS_CENTRE=centre is not None, **_gradient_flags(rows), **EPILOGUE_BLOCK, **flags,
     )  # fmt: skip
     return out
 
@@ -258,7 +311,7 @@ def _gradient_flags(rows: GradRows) -> dict[str, bool]:
     }
 
 
-def _num_programs(tensor: Tensor) -> int:
+def _num_cores(tensor: Tensor) -> int:
     if not tensor.is_cuda:
         return 2
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count
@@ -279,6 +332,11 @@ class TritonEngine:
     chunk_columns: int
     forward_tiles: TileConfig
     gradient_tiles: TileConfig
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows are loaded one by one: any number of them is as good."""
+        return 1
 
     def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
         """That of the inputs; both have the same."""

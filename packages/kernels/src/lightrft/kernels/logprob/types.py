@@ -16,7 +16,8 @@ EntropyMode = Literal["none", "value", "grad"]
 LogprobImplementation = Literal["auto", "reference", "chunked", "triton", "cublas"]
 # Of the logits: "fp32", or "centred": bfloat16 logits, centred on the target's before they are
 # rounded. For sampled targets a logprob is off by up to 3e-2 (2e-3 on average) where plain ones
-# give 0.2; for unlikely ones by up to |logprob| / 256.
+# give 0.2; for unlikely ones by up to |logprob| / 128, for logits beyond 1000 by |logit| / 65536.
+# Temperatures below 0.5, which would multiply that, are refused.
 Precision = Literal["fp32", "centred"]
 # True: the same call gives the same bits (on CUDA set CUBLAS_WORKSPACE_CONFIG). False lets timings
 # choose the implementation. "batch_invariant": a row's result does not depend on the other rows.

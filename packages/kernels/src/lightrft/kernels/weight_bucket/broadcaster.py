@@ -221,13 +221,17 @@ class BucketBroadcaster:
             if start == stop:
                 continue
             first = self._shard_starts[segment.name]
-            shard = sources(segment.name).detach()
+            shard = sources(segment.name)
+            if shard.requires_grad:
+                shard = shard.detach()
             if shard.numel() < stop - first:
                 raise ValueError(
                     f"the shard of {segment.name!r} must have at least {stop - first} elements: "
                     f"got {shard.numel()}"
                 )
-            part = shard.reshape(-1)[start - first : stop - first]
+            part = shard if shard.dim() == 1 else shard.reshape(-1)
+            if stop - start != shard.numel():  # small tensors are whole: views of them cost
+                part = part[start - first : stop - first]
             if add_local is not None:
                 # Added in float32 before the cast, so that the sum is rounded once.
                 part = part.to(device=self._device, dtype=torch.float32, copy=True)

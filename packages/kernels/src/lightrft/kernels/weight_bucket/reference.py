@@ -2,7 +2,7 @@
 
 The hash of a tensor is a sum over its elements, so it is the same however the tensor is cut:
 
-    hash = sum_i M(c) * mix(bits_i XOR a(j) XOR A(c), k(j))  mod 2^64,   c = i div 1024, j = i mod 1024
+    hash = sum_i M(c) * mix(bits_i XOR a(j) XOR A(c), k(j)) mod 2^64;  c, j = divmod(i, 1024)
 
     mix(x, k): x = x * k mod 2^32;  x = x XOR (x >> 15);  p = x * k (64 bits);  p XOR (p >> 32)
 
@@ -12,10 +12,12 @@ with q = mix64(2^64 - 1 - j) the place j has a = q mod 2^32 and the odd k = (q >
 Q = mix64(c) the block c has A = Q >> 32 and the odd M = Q OR 1. `mix64` is SplitMix64's output
 function (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", fig. 15).
 
-What it finds: mix is injective in x and M is odd, so any change of one element of at most 32 bits
-changes the hash, always. Other changes that do not look at the keys (bits flipped, elements swapped,
-shifted, permuted, zeroed or offset) go unnoticed with a probability of about 2^-62 as far as
-the keys behave like random numbers. It is no protection against someone who wants to forge weights.
+What it finds: mix is injective in x and M is odd, so every change of a single element of at most 32
+bits changes the hash. A change of several elements that does not look at the keys (bits flipped,
+elements swapped, shifted, permuted, zeroed, offset) goes unnoticed with a probability of about
+2^-60, estimated from the keys being as good as random. A sum of elements times keys would lose the
+high bits, two flipped signs among them: their products leave the low bits as they were. It is no
+protection against someone who chooses weights to fit a hash.
 """
 
 from collections.abc import Iterable, Sequence

@@ -37,9 +37,7 @@ def hash_blocks(
         key = key ^ (key >> 31)
         index = block * BLOCK + lanes - place
         is_inside = (index >= 0) & (index < numel)
-        bits = tl.load(values + index, mask=is_inside, other=0).to(
-            tl.uint32, bitcast=NUM_BITS == 32
-        )
+        bits = tl.load(values + index, mask=is_inside, other=0).to(tl.uint32)
         if NUM_BITS < 32:
             bits = bits & ((1 << NUM_BITS) - 1)
         x = (bits ^ mask ^ (key >> 32).to(tl.uint32)) * factor

@@ -14,12 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.file_writers import FileWriter
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint is incomplete, damaged, or of another kind than expected."""
-
 
 SCHEDULER_NAME = "scheduler"
 _TENSOR = "__tensor__"

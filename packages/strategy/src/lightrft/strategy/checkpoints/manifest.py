@@ -10,11 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
 
-from lightrft.strategy.checkpoints.client_state import (
-    CheckpointError,
-    load_state,
-    restore_rng_state,
-)
+from lightrft.strategy.checkpoints.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +147,9 @@ class Checkpoint:
 
     def client_state(self) -> dict[str, object]:
         """What the caller gave to `save_ckpt` as `client_state`."""
+        # Imported here and below: finding checkpoints must not cost the import of torch.
+        from lightrft.strategy.checkpoints.client_state import load_state
+
         return load_state(self.path / CLIENT_STATE_NAME)
 
     def require_strategy(self, name: str) -> None:
@@ -191,6 +190,8 @@ class Checkpoint:
         state_file = rng_file(self.path, rank)
         if not state_file.with_name(state_file.name + ".json").exists():
             return False
+        from lightrft.strategy.checkpoints.client_state import load_state, restore_rng_state
+
         restore_rng_state(load_state(state_file))
         return True
 

@@ -8,11 +8,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from lightrft.strategy.backend import Backend, WantedState
-from lightrft.strategy.checkpoints.client_state import (
-    CheckpointError,
-    load_scheduler,
-    save_scheduler,
-)
+from lightrft.strategy.checkpoints.client_state import load_scheduler, save_scheduler
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.file_writers import FileWriter
 from lightrft.strategy.checkpoints.folders import (
     RankGroup,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from lightrft.strategy.checkpoints.client_state import CheckpointError
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.file_writers import FileWriter, StagedWriter
 from lightrft.strategy.checkpoints.folders import (
     OpenCheckpoint,

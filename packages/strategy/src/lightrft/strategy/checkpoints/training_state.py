@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightrft.strategy.checkpoints.client_state import CheckpointError, load_state, save_state
+from lightrft.strategy.checkpoints.client_state import load_state, save_state
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.file_writers import FileWriter
 from lightrft.strategy.checkpoints.gathered_model import WeightFiles, check_names
 from lightrft.strategy.checkpoints.shard_files import (
@@ -176,7 +177,8 @@ def group_names(module: nn.Module, optimizer: Optimizer) -> list[dict[str, objec
     trained = [name for name, value in module.named_parameters() if value.requires_grad]
     found: list[dict[str, object]] = []
     for group in optimizer.param_groups:
-        is_own = all(id(parameter) in names for parameter in group["params"])
+        is_own = {id(parameter) for parameter in group["params"]} <= set(names)
+        is_own = is_own and bool(group["params"])
         numbers = {k: v for k, v in group.items() if isinstance(v, bool | int | float | tuple)}
         own = [names[id(parameter)] for parameter in group["params"]] if is_own else trained
         found.append({"names": own, "numbers": numbers})

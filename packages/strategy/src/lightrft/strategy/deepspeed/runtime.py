@@ -161,6 +161,8 @@ def initialize(
         )[0]
     for name, buffer in module.named_buffers():
         buffer.data = buffers[name].to(buffer.device)
+    for parameter in module.parameters():
+        _clear_padding(parameter)
     _accept_any_output(engine, module)
     return engine
 
@@ -319,6 +321,27 @@ def _partition_of(parameter: nn.Parameter, value: Tensor) -> Tensor:
     own = value.flatten()[start : start + partition.numel()]
     padded[: own.numel()] = own
     return padded
+
+
+def _clear_padding(parameter: nn.Parameter) -> None:
+    """Sets what stage 3 adds to fill its equal partitions to 0: it is whatever memory held.
+
+    It enters no result, but it stands in checkpoints, and equal states are to be equal files.
+    """
+    if not is_partitioned(parameter):
+        return
+    partition: Tensor = vars(parameter)["ds_tensor"]
+    start = partition.numel() * dist.get_rank(vars(parameter)["ds_process_group"])
+    num_own = min(max(int(vars(parameter)["ds_numel"]) - start, 0), partition.numel())
+    if num_own == partition.numel():
+        return
+    from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
+
+    partition.data.view(-1)[num_own:] = 0
+    if "_z3_optimizer" in vars(parameter):
+        master = safe_get_local_fp32_param(parameter).clone()
+        master.view(-1)[num_own:] = 0
+        safe_set_local_fp32_param(parameter, master)
 
 
 @contextmanager

@@ -157,6 +157,8 @@ class DistributedContext:
         self.device = process_groups.resolve_device(config.local_rank)
         if self.has_gpu:
             torch.cuda.set_device(self.device)
+            # By default cuBLAS may sum the parts of a product in 16 bits; see lightrft.kernels.
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         if self.world_group is not ALONE:
             self._owns_process_group |= process_groups.start_process_group(timeout)
         self.world_size = collectives.group_size(self.world_group)

@@ -43,6 +43,10 @@ class Rows:
         width = int(self.attention_mask[rows].sum(dim=1).max())
         return Rows(*(getattr(self, field.name)[rows, :width].to(device) for field in fields(self)))
 
+    def at(self, rows: Tensor, columns: Tensor) -> Rows:
+        """Some tokens, as one row: [1, tokens]."""
+        return Rows(*(getattr(self, field.name)[rows, columns][None] for field in fields(self)))
+
 
 def make_rows(vocab_size: int, *, seed: int = 0) -> Rows:
     """Random rows of unequal lengths, some of several turns; the response of one does not count."""

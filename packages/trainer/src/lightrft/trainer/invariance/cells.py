@@ -21,6 +21,7 @@ class Cell:
         sp_size: Ranks that share a stream.
         recomputes: Gradient checkpointing.
         is_fused: Logprobs by chunks of the vocabulary.
+        loss_inside: The loss by chunks of tokens, inside the output projection; needs `is_fused`.
         role: What is trained.
         bf16: Compute in bfloat16.
     """
@@ -32,6 +33,7 @@ class Cell:
     sp_size: int = 1
     recomputes: bool = False
     is_fused: bool = False
+    loss_inside: bool = False
     role: Role = "actor"
     bf16: bool = False
 
@@ -43,6 +45,7 @@ class Cell:
             f"sp {self.sp_size}" if self.sp_size > 1 else "",
             "recomputed" if self.recomputes else "",
             "fused" if self.is_fused else "",
+            "loss inside" if self.loss_inside else "",
             self.role if self.role == "critic" else "",
             "bf16" if self.bf16 else "",
         ]
@@ -98,7 +101,7 @@ def doctor_cells(world_size: int, *, has_deepspeed: bool) -> tuple[Cell, ...]:
     cells = [
         Cell(micro_batch_size=2),
         Cell(micro_batch_size=4, packs_samples=True),
-        Cell(micro_batch_size=4, recomputes=True, is_fused=True),
+        Cell(micro_batch_size=4, recomputes=True, is_fused=True, loss_inside=True),
     ]
     if world_size > 1:
         packed = Cell(backend="fsdp", world_size=world_size, micro_batch_size=4, packs_samples=True)

@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from lightrft.algorithms.aggregation import local_normalizer
 from lightrft.experience.minibatches import micro_slices
-from lightrft.models import Actor, Critic
+from lightrft.models import Actor, ActorOutput, Critic
 from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.strategy.prepared import PreparedModel
@@ -107,7 +107,7 @@ def take_step(strategy: StrategyBase, ready: PreparedModel, cell: Cell, rows: Ro
     with strategy.accumulation(len(slices), optimizer):
         for part in slices:
             micro = rows.select(own[part], device)
-            share, found = _share(model, cell.role, micro, normalizer)
+            share, found = _share(model, cell, micro, normalizer)
             strategy.backward(share, model, optimizer)
             strategy.optimizer_step(optimizer, model, None)
             loss += share.item()
@@ -116,13 +116,25 @@ def take_step(strategy: StrategyBase, ready: PreparedModel, cell: Cell, rows: Ro
     return StepResult(strategy.reduce_over_data(loss, "sum"), outputs, own)
 
 
-def _share(model: nn.Module, role: Role, micro: Rows, normalizer: Tensor) -> tuple[Tensor, Tensor]:
-    if role == "critic":
+def _share(model: nn.Module, cell: Cell, micro: Rows, normalizer: Tensor) -> tuple[Tensor, Tensor]:
+    if cell.role == "critic":
         values: Tensor = model(micro.token_ids, micro.attention_mask)
         return value_share(values, micro, normalizer), values
+
+    def share_of(logprobs: Tensor, entropy: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
+        entropies = None if entropy is None else entropy[None]
+        chosen = ActorOutput(logprobs[None], entropies)
+        return policy_share(chosen, micro.at(rows, columns), normalizer)
+
     output = model(
-        micro.token_ids, micro.attention_mask, scored_mask=micro.response_mask, entropy="grad"
+        micro.token_ids,
+        micro.attention_mask,
+        scored_mask=micro.response_mask,
+        entropy="grad",
+        token_loss=share_of if cell.loss_inside else None,
     )
+    if output.loss is not None:
+        return output.loss, output.logprobs
     return policy_share(output, micro, normalizer), output.logprobs
 
 

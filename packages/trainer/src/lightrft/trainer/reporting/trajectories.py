@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightrft.experience.types import ScoredRollout
+from lightrft.experience.types import Rollout, ScoredRollout
 from lightrft.trainer.reporting.loggers import JsonLinesFile
 
 if TYPE_CHECKING:
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
     from lightrft.experience.maker import StepExperience
     from lightrft.experience.sampling import Decoder
+
+
+# Of a tool's answer in a line about a sample; the journal has all of it.
+MAX_ANSWER_CHARACTERS = 4000
 
 
 class TrajectoryLog(JsonLinesFile):
@@ -106,8 +111,9 @@ def spans(flags: Sequence[bool]) -> list[tuple[int, int]]:
 class SampleLog(JsonLinesFile):
     """Appends the first samples of each step to a JSONL file.
 
-    Each line has step, prompt_id, prompt, response, label, reward, components, response_length
-    and truncated.
+    Each line has step, prompt_id, prompt, response, label, reward, components, response_length,
+    truncated and, with an environment or tools, turns: what was said, and each call's name,
+    arguments, outcome and answer.
 
     Args:
         path: The file.
@@ -134,5 +140,28 @@ class SampleLog(JsonLinesFile):
                     "components": dict(item.components),
                     "response_length": len(rollout.completion.sampled_token_ids),
                     "truncated": rollout.completion.finish_reason == "length",
+                    **_turns(rollout),
                 }
             )
+
+
+def _turns(rollout: Rollout) -> dict[str, object]:
+    conversation = rollout.conversation
+    if conversation is None:
+        return {}
+    pairs = zip_longest(conversation.turns, conversation.answers, fillvalue=())
+    return {
+        "turns": [
+            {
+                "said": said,
+                "calls": [
+                    {
+                        "name": call.name, "arguments": dict(call.arguments),
+                        "outcome": call.outcome, "answer": call.text[:MAX_ANSWER_CHARACTERS],
+                    }
+                    for call in answers
+                ],
+            }
+            for said, answers in pairs
+        ]
+    }  # fmt: skip

@@ -18,6 +18,8 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.toml import write_whole
 from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
 from lightrft.datasets.prompts import load_texts
+from lightrft.datasets.render import PromptTokenizer
+from lightrft.experience.environments.rounds import Environments
 from lightrft.models import load_tokenizer
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.recipes import RewardRecipes
@@ -99,6 +101,7 @@ class RunInputs:
     prompts: PromptDataset
     eval_prompts: tuple[Prompt, ...]
     reward: CombinedReward
+    environments: Environments | None = None
     pretrain: PretrainMix | None = None
     recipes: RewardRecipes | None = None
 
@@ -133,6 +136,8 @@ def run_training(
         config = config.replaced(plan.kept)
         inputs = read_inputs(config)
         stack.callback(inputs.reward.close)
+        if inputs.environments is not None:
+            stack.callback(inputs.environments.close)
         folder, rank = Path(config.output_dir), int(os.environ.get("RANK", "0"))
         if rank == 0:
             stack.enter_context(sole_writer(folder))
@@ -181,8 +186,10 @@ def run_training(
 def read_inputs(config: TrainConfig) -> RunInputs:
     """Checks the options, then reads tokenizer, data and rewards."""
     _check_options(config)
-    tokenizer = load_tokenizer(str(config.pretrain))
-    prompts = load_run_prompts(config, tokenizer)
+    tokenizer = load_tokenizer(str(config.pretrain), chat_template=config.chat_template)
+    environments = build_environments(config, tokenizer)
+    shown = tokenizer if environments is None else environments.prompt_tokenizer
+    prompts = load_run_prompts(config, shown)
     if len(prompts) < config.rollout_batch_size:
         raise ConfigError(
             f"{config.prompt_data} has {len(prompts)} usable prompts, less than one step takes: "
@@ -190,11 +197,31 @@ def read_inputs(config: TrainConfig) -> RunInputs:
         )
     eval_prompts: tuple[Prompt, ...] = ()
     if config.eval_data is not None:
-        eval_prompts = load_run_prompts(config, tokenizer, for_evaluation=True).prompts
+        eval_prompts = load_run_prompts(config, shown, for_evaluation=True).prompts
     recipes = reward_recipes(config, (*prompts.prompts, *eval_prompts))
     reward = build_run_reward(config, recipes=recipes)
     return RunInputs(
-        tokenizer, prompts, eval_prompts, reward, pretrain_mix(config, tokenizer), recipes
+        tokenizer,
+        prompts,
+        eval_prompts,
+        reward,
+        environments,
+        pretrain_mix(config, tokenizer),
+        recipes,
+    )
+
+
+def build_environments(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, has_journal: bool = True
+) -> Environments | None:
+    """What answers the calls of the model, or None without `environment` and `tools`."""
+    if not config.has_episodes:
+        return None
+    return Environments(
+        config,
+        tokenizer,
+        has_system=config.system_prompt is not None,
+        folder=Path(config.output_dir) if has_journal else None,
     )
 
 
@@ -226,6 +253,8 @@ def build_trainer(
     )
     num_steps = planned_steps(loader, config, strategy.world_size)
     strategy.print(inputs.prompts.report.summary())
+    for note in () if inputs.environments is None else inputs.environments.notes:
+        strategy.print(note)
     warn_without_end(inputs.tokenizer, config, strategy.print)
     strategy.print(f"{num_steps} steps of {config.rollout_batch_size} prompts")
     with phase("load the models", timedelta(minutes=config.timeout_minutes)):
@@ -248,6 +277,7 @@ def build_trainer(
         sample_log=SampleLog(folder / SAMPLES_FILE),
         trajectory_log=trajectory_log(config),
         pretrain=inputs.pretrain,
+        environments=inputs.environments,
         model_rewards=build_model_rewards(
             config,
             strategy,
@@ -298,7 +328,7 @@ def trajectory_log(config: TrainConfig) -> TrajectoryLog | None:
 
 
 def load_run_prompts(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, for_evaluation: bool = False
+    config: TrainConfig, tokenizer: PromptTokenizer, *, for_evaluation: bool = False
 ) -> PromptDataset:
     """The prompts of `prompt_data`, or those of `eval_data`.
 

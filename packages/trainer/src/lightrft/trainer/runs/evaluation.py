@@ -17,7 +17,7 @@ from lightrft.experience.sampling import Decoder, RolloutSampler, greedy_params,
 from lightrft.models import Actor, load_tokenizer
 from lightrft.strategy import get_strategy
 from lightrft.trainer.reporting.loggers import JsonLinesFile
-from lightrft.trainer.runs.assembly import load_run_prompts
+from lightrft.trainer.runs.assembly import build_environments, load_run_prompts
 from lightrft.trainer.runs.models import (
     build_model_rewards,
     build_run_reward,
@@ -84,8 +84,12 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
     """
     path = str(config.pretrain)
     with ExitStack() as stack:
-        tokenizer = load_tokenizer(path)
-        prompts = load_run_prompts(config, tokenizer, for_evaluation=True).prompts
+        tokenizer = load_tokenizer(path, chat_template=config.chat_template)
+        environments = build_environments(config, tokenizer, has_journal=False)
+        if environments is not None:
+            stack.callback(environments.close)
+        shown = tokenizer if environments is None else environments.prompt_tokenizer
+        prompts = load_run_prompts(config, shown, for_evaluation=True).prompts
         recipes = reward_recipes(config, prompts)
         reward = stack.enter_context(build_run_reward(config, recipes=recipes))
         strategy = stack.enter_context(get_strategy(config))
@@ -101,7 +105,9 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         )
         strategy.setup_inference_engine(config, config.engine_type, actor=model)
         strategy.update_engine_weights(model)
-        sampler = RolloutSampler(strategy, reward, models, decoder=tokenizer, config=config)
+        sampler = RolloutSampler(
+            strategy, reward, models, decoder=tokenizer, config=config, environments=environments
+        )
         metrics: dict[str, float] = {}
         tables = {}
         for name, params in sampling(config, settings).items():

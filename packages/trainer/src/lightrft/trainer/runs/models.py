@@ -37,7 +37,7 @@ def build_run_reward(
         urls=reward_urls(config),
         weights=config.reward_weights[: num_functions(config)] or None,
         recipes=recipes,
-        has_models=bool(config.reward_pretrain),
+        has_models=bool(config.reward_pretrain) or config.environment is not None,
         config=config,
     )
 

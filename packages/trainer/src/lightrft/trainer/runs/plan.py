@@ -170,6 +170,9 @@ def input_files(config: TrainConfig) -> list[Path]:
         value = config.__dict__[name] or ()
         chosen = (value,) if isinstance(value, str) else value
         names += [(split_reference(item) or ("", ""))[0] for item in chosen]
+    own = (config.environment, *config.tools)
+    names += [(split_reference(item or "") or ("", ""))[0] for item in own]
+    names += [] if config.chat_template is None else [config.chat_template]
     return [path for path in dict.fromkeys(map(Path, filter(None, names))) if path.is_file()]
 
 

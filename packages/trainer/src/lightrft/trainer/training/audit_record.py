@@ -27,6 +27,7 @@ from lightrft.audit.record import (
 )
 from lightrft.config import TrainConfig
 from lightrft.models import LoraActor, SequenceModel
+from lightrft.strategy.optimizers import PlannedLR
 from lightrft.strategy.prepared import PreparedModel
 from lightrft.strategy.strategy_base import StrategyBase
 
@@ -145,11 +146,14 @@ class StepRecorder(NoRecord):
 
     def _facts_of(self, found: PreparedModel, num_updates: int) -> OptimizerFacts:
         scheduler = found.scheduler
+        plan = scheduler.plan if isinstance(scheduler, PlannedLR) else None
         return OptimizerFacts(
             kind=type(found.optimizer).__name__,
             groups=self._strategy.backend.optimizer_groups(found),
             schedule_position=0 if scheduler is None else int(scheduler.last_epoch),
-            schedule_steps=0 if scheduler is None else num_updates,
+            schedule_steps=0 if plan is None else num_updates,
+            schedule_changed_at=-1 if plan is None else plan.changed_at,
+            schedule_gap=0.0 if plan is None else plan.gap,
         )
 
     def _write_states(self, when: str) -> None:
@@ -273,6 +277,7 @@ class _RawRow:
     group_id: int
     num_prompt_tokens: int
     token_ids: tuple[int, ...]
+    is_sampled: tuple[bool, ...]
     logprobs: tuple[float, ...]
     reward: float
     accuracy: float
@@ -307,6 +312,7 @@ def _raw_rows(scored: Sequence[ScoredRollout]) -> list[_RawRow]:
                 group_id=rollout.group_id,
                 num_prompt_tokens=len(prompt),
                 token_ids=(*prompt, *output),
+                is_sampled=(*([False] * len(prompt)), *completion.is_sampled),
                 logprobs=(*([0.0] * len(prompt)), *completion.output_logprobs),
                 reward=item.reward if item.unshaped_reward is None else item.unshaped_reward,
                 accuracy=item.accuracy,
@@ -331,6 +337,7 @@ def _raw_samples(rows: Sequence[_RawRow], step: StepExperience) -> RawSamples:
         prompt_lengths=prompts,
         response_lengths=lengths - prompts,
         token_ids=np.array([i for row in rows for i in row.token_ids], dtype=np.int32),
+        is_sampled=np.array([flag for row in rows for flag in row.is_sampled], dtype=np.bool_),
         rollout_logprobs=np.array([x for row in rows for x in row.logprobs], dtype=np.float32),
         rewards=np.array([row.reward for row in rows], dtype=np.float64),
         accuracies=np.array([row.accuracy for row in rows], dtype=np.float64),

@@ -77,6 +77,15 @@ def configure_models(
             )
 
 
+def check_environments(config: TrainConfig, *, has_environments: bool) -> None:
+    """Raises a ConfigError if options name an environment or tools, and nobody answers calls."""
+    if config.has_episodes and not has_environments:
+        raise ConfigError(
+            "environment and tools need workers: pass environments= "
+            "(lightrft.experience.environments.rounds.Environments) to the trainer"
+        )
+
+
 def configure_model(model: SequenceModel, config: TrainConfig) -> None:
     """Turns on what the options ask of a model; what it was built with stays."""
     if config.gradient_checkpointing and not model.is_gradient_checkpointing:

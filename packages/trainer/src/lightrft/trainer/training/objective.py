@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -52,9 +52,20 @@ class LossTokens:
 
     def at(self, rows: Tensor, columns: Tensor) -> LossTokens:
         """Some tokens, as one row: [1, tokens]."""
-        values = [getattr(self, field.name) for field in fields(self)]
+
+        def chosen(values: Tensor) -> Tensor:
+            return values[rows, columns][None]
+
+        def chosen_if(values: Tensor | None) -> Tensor | None:
+            return None if values is None else chosen(values)
+
         return LossTokens(
-            *(None if value is None else value[rows, columns][None] for value in values)
+            mask=chosen(self.mask),
+            shares=chosen(self.shares),
+            advantages=chosen(self.advantages),
+            old_logprobs=chosen_if(self.old_logprobs),
+            ref_logprobs=chosen_if(self.ref_logprobs),
+            factors=chosen_if(self.factors),
         )
 
     def old_logprobs_or(self, logprobs: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from lightrft.experience.maker import StepExperience
 from lightrft.experience.numerics import num_nonfinite
 from lightrft.experience.sampling import Samples
 from lightrft.experience.stages import StageMeter
-from lightrft.experience.types import PolicyOutputs, RolloutBatch
+from lightrft.experience.types import PolicyOutputs, RolloutBatch, ScoredRollout
 from lightrft.strategy.optimizers import OptimizerStepResult
 from lightrft.strategy.weight_sync.sync import WeightSyncReport
 from lightrft.trainer.reporting.metric_table import STAGES
@@ -174,6 +174,37 @@ def record_experience(step: StepExperience, metrics: StepMetrics, config: TrainC
         shares = repeated_share(item.rollout.completion.sampled_token_ids)
         metrics.add_mean("repeated_share", shares, 1.0)
     metrics.add_mean("repeated_share", 0.0, 0.0)
+    if step.samples.tool_names is not None:
+        record_conversations(step.samples.scored, step.samples.tool_names, metrics)
+
+
+def record_conversations(
+    scored: Sequence[ScoredRollout], tool_names: Sequence[str], metrics: StepMetrics
+) -> None:
+    """Adds turns, calls and their outcomes; of each tool its calls, errors and seconds.
+
+    Args:
+        scored: This rank's samples.
+        tool_names: The same on every rank.
+        metrics: Receives the numbers.
+    """
+    talks = [item.rollout.conversation for item in scored]
+    known = [talk for talk in talks if talk is not None]
+    calls = [call for talk in known for turn in talk.answers for call in turn]
+    made = [call for call in calls if call.outcome in ("ok", "error")]
+    metrics.add_mean("episode/turns", float(sum(len(t.turns) for t in known)), len(known))
+    metrics.add_mean("episode/calls", float(len(made)), len(known))
+    for outcome in ("malformed", "refused"):
+        count = sum(call.outcome == outcome for call in calls)
+        metrics.add_mean(f"episode/{outcome}_calls", float(count), len(known))
+    failed = sum(item.is_masked for item in scored)
+    metrics.add_mean("episode/failed_share", float(failed), len(known))
+    for name in tool_names:
+        own = [call for call in made if call.name == name]
+        errors = sum(call.outcome == "error" for call in own)
+        metrics.add_mean(f"tool/{name}/calls", float(len(own)), len(known))
+        metrics.add_mean(f"tool/{name}/error_share", float(errors), len(own))
+        metrics.add_mean(f"tool/{name}/seconds", sum(call.seconds for call in own), len(own))
 
 
 def record_stages(meter: StageMeter, metrics: StepMetrics) -> None:

@@ -209,7 +209,7 @@ class Update:
         local = local_normalizer(
             batch.rollouts.response_mask,
             str(self.config.loss_agg_mode),
-            max_response_tokens=self.config.generate_max_len,
+            max_response_tokens=self.config.max_response_tokens,
         )
         return self.strategy.reduce_over_data(local, "sum")
 

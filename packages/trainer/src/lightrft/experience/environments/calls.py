@@ -1,0 +1,224 @@
+"""Tool calls in what a model says: a parser a format, and the check against tools' schemas."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+from lightrft.config import ConfigError
+
+Arguments = dict[str, object]
+Schema = Mapping[str, object]
+_THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
+    "array": (list,), "object": (dict,), "null": (type(None),),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call as the model wrote it.
+
+    Args:
+        name: Of the tool.
+        arguments: By name.
+    """
+
+    name: str
+    arguments: Arguments = field(default_factory=dict)
+
+
+class MalformedCallError(ValueError):
+    """The text opens a call and holds no valid one; the message is told to the model."""
+
+
+class ParsingTokenizer(Protocol):
+    """A tokenizer that may know how its model writes calls."""
+
+    chat_template: str | None
+
+
+# Text of a turn without its stop token, and whether it was ended by one -> its calls.
+Parser = Callable[[str, bool], list[ToolCall]]
+
+
+def hermes_calls(text: str, is_ended: bool) -> list[ToolCall]:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, repeatable (Hermes, Qwen)."""
+    pieces = _spoken(text).split("<tool_call>")[1:]
+    calls = []
+    for index, piece in enumerate(pieces):
+        body, closing, _ = piece.partition("</tool_call>")
+        is_last = index + 1 == len(pieces)
+        if not closing and not (is_last and is_ended):
+            raise MalformedCallError("a <tool_call> is not closed by </tool_call>")
+        calls.append(_from_json(body, ("arguments",)))
+    return calls
+
+
+def llama_calls(text: str, is_ended: bool) -> list[ToolCall]:
+    """`{"name": ..., "parameters": {...}}`, several joined by `;` (Llama 3)."""
+    del is_ended
+    spoken = _spoken(text).replace("<|python_tag|>", "").strip()
+    if not re.match(r'\{\s*"(name|type)"', spoken):
+        return []
+    decoder, calls = json.JSONDecoder(), []
+    while spoken:
+        try:
+            value, end = decoder.raw_decode(spoken)
+        except ValueError as error:
+            raise MalformedCallError(f"a call is no JSON object: {error}") from error
+        calls.append(_from_value(value, ("parameters", "arguments")))
+        spoken = spoken[end:].lstrip("; \n")
+    return calls
+
+
+def pythonic_calls(text: str, is_ended: bool) -> list[ToolCall]:
+    """`[f(x=1), g(s='a')]`, literals only (Llama 4, Olmo)."""
+    del is_ended
+    spoken = _spoken(text).strip()
+    if not re.match(r"\[\s*[A-Za-z_][\w.]*\(", spoken):
+        return []
+    try:
+        expression = ast.parse(spoken, mode="eval").body
+        items = cast("ast.List", expression).elts
+        return [
+            ToolCall(
+                cast("ast.Name", cast("ast.Call", item).func).id,
+                {
+                    str(keyword.arg): ast.literal_eval(keyword.value)
+                    for keyword in cast("ast.Call", item).keywords
+                },
+            )
+            for item in items
+            if not _has_positional(item)
+        ]
+    except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:
+        raise MalformedCallError(f"calls must be a list of f(name=literal): {error}") from error
+
+
+PARSERS: Mapping[str, Parser] = {
+    "hermes": hermes_calls, "llama": llama_calls, "pythonic": pythonic_calls,
+}  # fmt: skip
+
+
+def choose_parser(name: str, tokenizer: ParsingTokenizer, schemas: Sequence[Schema]) -> Parser:
+    """The parser of an option.
+
+    Args:
+        name: "auto" takes the tokenizer's own schema of responses where it has one, else what its
+            chat template writes; or a name in `PARSERS`.
+        tokenizer: Of the model.
+        schemas: Of the tools.
+
+    Raises:
+        ConfigError: The format cannot be told from the tokenizer.
+    """
+    if name != "auto":
+        return PARSERS[name]
+    if _response_format(tokenizer):
+        return _template_parser(tokenizer, schemas)
+    template = tokenizer.chat_template or ""
+    if "<tool_call>" in template:
+        return hermes_calls
+    if "python_tag" in template or '"parameters": ' in template:
+        return llama_calls
+    raise ConfigError(
+        "tool_parser auto: the tokenizer has no response schema, and its chat template writes no "
+        f"known format of calls; give --tool_parser: {', '.join(PARSERS)}"
+    )
+
+
+def check_call(call: ToolCall, schemas: Mapping[str, Schema]) -> Arguments:
+    """The arguments, numbers and booleans cast from text where the schema asks for them.
+
+    Raises:
+        MalformedCallError: The tool or an argument is unknown, missing or of a wrong type.
+    """
+    schema = schemas.get(call.name)
+    if schema is None:
+        raise MalformedCallError(f"no tool {call.name!r}: there are {', '.join(schemas) or 'none'}")
+    parameters = cast("Mapping[str, object]", schema.get("parameters") or {})
+    known = cast("Mapping[str, Mapping[str, object]]", parameters.get("properties") or {})
+    required = cast("Sequence[str]", parameters.get("required") or ())
+    unknown = [name for name in call.arguments if name not in known]
+    missing = [name for name in required if name not in call.arguments]
+    if unknown or missing:
+        raise MalformedCallError(
+            f"{call.name}: "
+            + "; ".join(
+                f"{what} {', '.join(map(repr, names))}"
+                for what, names in (("unknown argument", unknown), ("missing argument", missing))
+                if names
+            )
+        )
+    return {n: _cast(call.name, n, value, known[n]) for n, value in call.arguments.items()}
+
+
+def _cast(tool: str, name: str, value: object, schema: Mapping[str, object]) -> object:
+    wanted = schema.get("type")
+    names = [wanted] if isinstance(wanted, str) else list(cast("Sequence[str]", wanted or ()))
+    if not names or (schema.get("nullable") and value is None):
+        return value
+    if isinstance(value, str) and "string" not in names:
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    for known in names:
+        is_bool = isinstance(value, bool)
+        if isinstance(value, _TYPES.get(known, (object,))) and is_bool <= (known == "boolean"):
+            return value
+    raise MalformedCallError(
+        f"{tool}: argument {name!r} must be {' or '.join(names)}: got {str(value)[:80]!r}"
+    )
+
+
+def _spoken(text: str) -> str:
+    """What is said outside of thinking; thinking that never ends is all thinking."""
+    return _THINKING.sub("", text).partition("<think>")[0]
+
+
+def _from_json(body: str, names: Sequence[str]) -> ToolCall:
+    try:
+        return _from_value(json.loads(body), names)
+    except ValueError as error:
+        if isinstance(error, MalformedCallError):
+            raise
+        raise MalformedCallError(f"a call is no JSON object: {error}") from error
+
+
+def _from_value(value: object, names: Sequence[str]) -> ToolCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise MalformedCallError('a call needs "name" and "arguments"')
+    arguments: object = next((value[name] for name in names if name in value), {})
+    if not isinstance(arguments, dict):
+        raise MalformedCallError(f"the arguments of {value['name']} must be an object")
+    return ToolCall(value["name"], arguments)
+
+
+def _has_positional(item: ast.expr) -> bool:
+    if not isinstance(item, ast.Call) or item.args or any(k.arg is None for k in item.keywords):
+        raise ValueError("positional arguments are not named")
+    return False
+
+
+def _response_format(tokenizer: object) -> bool:
+    names = ("response_template", "response_schema")
+    return any(vars(tokenizer).get(name) is not None for name in names)
+
+
+def _template_parser(tokenizer: object, schemas: Sequence[Schema]) -> Parser:
+    def parse(text: str, is_ended: bool) -> list[ToolCall]:
+        del is_ended
+        try:
+            message = tokenizer.parse_response(text, tools=list(schemas))  # type: ignore[attr-defined]
+        except (ValueError, TypeError) as error:
+            raise MalformedCallError(f"the response cannot be read: {error}") from error
+        calls = [dict(call["function"]) for call in message.get("tool_calls") or ()]
+        return [_from_value(call, ("arguments",)) for call in calls]
+
+    return parse

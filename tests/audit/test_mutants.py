@@ -1,0 +1,58 @@
+"""Every mutant of the algorithms that changes a step is found by the audit of that step."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "audit_mutants.py"
+# Each of about the same number of mutants.
+PARTS = (
+    ("policy",), ("advantages",), ("corrections.py", "correction_terms.py"),
+    ("aggregation.py", "entropy.py", "kl.py", "masking.py", "moments.py", "ratios.py",
+     "shaping.py", "types.py", "value.py", "declarations.py", "lookup.py"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mutation():
+    spec = importlib.util.spec_from_file_location("audit_mutants", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["audit_mutants"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_parts_are_all_of_the_algorithms(mutation):
+    listed = {path for names in PARTS for path in mutation.files_of(list(names))}
+    # The balance of experts is not audited.
+    left = {path.name for path in mutation.files_of([]) if path not in listed}
+    assert left == {"__init__.py", "balance.py"}
+
+
+def test_a_planted_module_is_taken_out_again(mutation):
+    from lightrft.algorithms import kl
+    from lightrft.experience import assemble
+
+    own, path = kl.estimate_kl, mutation.ALGORITHMS / "kl.py"
+    mutant = next(m for m in mutation.mutants_of(path) if m.what == "10.0 + 1")
+    with mutation.planted(mutant):
+        assert kl.MAX_K3 == 11.0
+        assert assemble.estimate_kl is kl.estimate_kl is not own
+    assert kl.MAX_K3 == 10.0
+    assert assemble.estimate_kl is kl.estimate_kl is own
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3500)
+@pytest.mark.parametrize("names", PARTS, ids=lambda names: names[0])
+def test_no_mutant_that_changes_a_step_is_missed(names, mutation, capsys):
+    code = mutation.main(list(names))
+    lines = capsys.readouterr().out.splitlines()
+    counts = json.loads(lines[-1])
+    assert code == 0, lines
+    assert counts["found"] > 20

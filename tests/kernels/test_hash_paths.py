@@ -1,0 +1,54 @@
+"""Both paths of the C++ hash, of which a processor takes one, give the definition's numbers."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from lightrft.kernels import hash_tensor
+
+DOOR = """
+#include "hash.hpp"
+extern "C" std::uint64_t hash_range(
+    const void* data, std::int64_t numel, int itemsize, std::uint64_t start) {
+    return lightrft::hash_range(data, numel, itemsize, start);
+}
+"""
+
+
+@pytest.mark.skipif(
+    shutil.which("g++") is None or platform.machine() != "x86_64", reason="no g++ for x86-64"
+)
+@pytest.mark.parametrize("path", ["scalar", "avx2"])
+def test_the_path_equals_the_definition(repository, tmp_path, path):
+    if path == "avx2" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("no AVX2 here")
+    csrc = repository / "packages" / "kernels" / "csrc"
+    (tmp_path / "door.cpp").write_text(DOOR)
+    supports = int(path == "avx2")
+    library = tmp_path / "hash.so"
+    subprocess.run(
+        ["g++", "-std=c++17", "-O2", "-c", "-fPIC", "-mavx2", str(csrc / "hash_avx2.cpp"), "-o",
+         str(tmp_path / "avx2.o")],
+        check=True, timeout=100,
+    )  # fmt: skip
+    subprocess.run(
+        ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", f"-I{csrc}",
+         f"-D__builtin_cpu_supports(name)={supports}", str(tmp_path / "door.cpp"),
+         str(csrc / "hash.cpp"), str(tmp_path / "avx2.o"), "-o", str(library)],
+        check=True, timeout=100,
+    )  # fmt: skip
+    hash_range = ctypes.CDLL(str(library)).hash_range
+    hash_range.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint64]
+    hash_range.restype = ctypes.c_int64
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64):
+        tensor = (torch.randn(9_001) * 50).to(dtype)
+        for start in (0, 1019, 2**40 + 3):
+            for part in (tensor, tensor[1:], tensor[:7], tensor[:1030], tensor[:0]):
+                found = hash_range(part.data_ptr(), part.numel(), dtype.itemsize, start)
+                assert found == hash_tensor(part, start=start, impl="torch")
