@@ -16,7 +16,7 @@ import torch
 
 BUDGET_SECONDS = 10.0
 TIMED_SHAPE = (4, 96)  # rows, longest row
-MEMORY_SHAPE = (4, 256)
+MEMORY_SHAPE = (12, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,10 @@ def make_actor(device: torch.device, *, is_fused: bool):
         tie_word_embeddings=True,
         max_position_embeddings=512,
     )
-    return Actor(LlamaForCausalLM(config).to(device), fused_linear_logprob=is_fused)
+    actor = Actor(LlamaForCausalLM(config).to(device), fused_linear_logprob=is_fused)
+    # As for any batch whose memory matters: else the activations of the trunk are most of it.
+    actor.gradient_checkpointing_enable()
+    return actor.train()
 
 
 def make_batch(device: torch.device, shape: tuple[int, int]) -> Batch:
@@ -144,7 +147,7 @@ def test_actor_step(benchmark, device):
     if device.type == "cpu":
         # The gradients of the tied weight, once as head and once as embedding, are half of what is
         # left, whatever the head is.
-        assert table["loss inside the head"]["peak_mib"] <= 0.9 * plain["peak_mib"]
+        assert table["loss inside the head"]["peak_mib"] <= plain["peak_mib"] / 3
         assert table["loss inside the head"]["seconds"] <= 1.5 * plain["seconds"]
     for name in ways:
         assert norms[name] == pytest.approx(norms["plain head"], rel=1e-4)
