@@ -15,6 +15,7 @@ from lightrft.config import TrainConfig
 from lightrft.rewards import RewardError, build_reward, http
 from lightrft.rewards.judge import TEMPLATE, fill_template, read_score
 from lightrft.strategy.config import ConfigError
+from lightrft.trainer.runs.plan import input_files
 
 
 class Judge(ThreadingHTTPServer):
@@ -236,6 +237,13 @@ def test_a_response_cannot_leave_its_marks() -> None:
     assert "{label} {mark}" in inside
     for special in ("<|im_start|>", "<|im_end|>", "</s>", "<end_of_turn>", "[INST]"):
         assert special not in text
+
+
+def test_a_continued_run_compares_the_template(tmp_path) -> None:
+    template = tmp_path / "t.txt"
+    template.write_text("{mark} {response} {mark}")
+    config = TrainConfig(judge_url="http://127.0.0.1/v1", judge_template=str(template))
+    assert template in input_files(config)
 
 
 def test_scores_are_read_to_the_letter() -> None:

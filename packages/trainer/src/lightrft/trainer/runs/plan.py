@@ -172,7 +172,7 @@ def input_files(config: TrainConfig) -> list[Path]:
         names += [(split_reference(item) or ("", ""))[0] for item in chosen]
     own = (config.environment, *config.tools)
     names += [(split_reference(item or "") or ("", ""))[0] for item in own]
-    names += [] if config.chat_template is None else [config.chat_template]
+    names += [path for path in (config.chat_template, config.judge_template) if path is not None]
     return [path for path in dict.fromkeys(map(Path, filter(None, names))) if path.is_file()]
 
 
