@@ -98,6 +98,7 @@ def test_own_choices_train_and_their_hyper_parameters_change_the_numbers(folder)
 def refusal(capsys, folder, *flags):
     argv = ["train", "--fsdp", "--pretrain", str(folder / "model"), "--reward_fn", "gsm8k"]
     argv += ["--prompt_data", str(folder / "prompts.jsonl"), "--output_dir", str(folder / "none")]
+    argv += ["--generate_max_len", "8"]
     assert main([*argv, *flags]) == 2
     return capsys.readouterr().err
 

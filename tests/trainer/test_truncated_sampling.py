@@ -105,7 +105,8 @@ class ShiftedEngine(HFEngine):
 
 @pytest.mark.parametrize("options", [{}, ONE_UPDATE], ids=["forward-first", "forward-deferred"])
 def test_a_planted_fault_trips_the_gate(build_world, options):
-    world = build_world(top_p=0.8, **options)
+    # The ledger's gate, which comes first, would find it too.
+    world = build_world(top_p=0.8, ledger_gate=False, **options)
     world.strategy.config.verify_weight_sync = False
     module = world.strategy.unwrap_model(world.trainer.actor).model
     world.strategy.inference_engine = ShiftedEngine(EngineConfig("hf", ""), module=module)

@@ -60,7 +60,8 @@ def test_without_the_hub_only_the_cache_is_asked_and_a_missing_model_is_one_line
 
     class Auto:
         @staticmethod
-        def from_pretrained(path, *, local_files_only):
+        def from_pretrained(path, *, local_files_only, trust_remote_code):
+            assert trust_remote_code is False
             asked.append(local_files_only)
             raise OSError(f"{path} is nowhere\nand more lines")
 
