@@ -4,7 +4,7 @@ A run computes in float32 or bfloat16, with sums in another order; an audit in f
 count, an id or a mask must be equal. Everything else is a number of one of these kinds:
 
     kind          what is compared                                    relative to
-    logprobs      largest distance of a token (mean distance: / 20)   1, or the value if larger
+    logprobs      largest distance of a token (mean distance: / 5)    1, or the value if larger
     engine        the same, between engine and trainer              1, or the value if larger
     advantages    largest distance of a token                         largest advantage
     weights       largest distance of a token                         1, or the weight if larger
@@ -30,7 +30,7 @@ TOLERANCES: Mapping[str, Mapping[str, float]] = {
     },
 }  # fmt: skip
 # The mean distance of logprobs may be this share of the largest one.
-MEAN_SHARE = 1 / 20
+MEAN_SHARE = 1 / 5
 
 
 def tolerances_of(compute_dtype: str) -> Mapping[str, float]:
