@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lightrft.audit.record import Array, Flags
-from lightrft.audit.tolerances import MEAN_SHARE
+from lightrft.audit.tolerances import MEAN_SHARES
 
 # Kinds of tolerance that are relative to each value itself.
-PER_TOKEN = ("logprobs", "engine", "weights")
+PER_TOKEN = ("logprobs", "replayed", "engine", "weights")
 EQUAL, DIFFERS, NOT_AUDITED = "equal", "differs", "not audited"
 
 
@@ -100,10 +100,10 @@ class Findings:
         limit = self.tolerances[kind]
         means = [float(each[mask].mean()) if mask.any() else 0.0 for each in (run, own)]
         note = f"largest at {_place(distance == largest)}" if largest > limit else ""
-        if kind in ("logprobs", "engine") and mask.any() and largest <= limit:
+        if kind in MEAN_SHARES and mask.any() and largest <= limit:
             mean = float(distance[mask].mean())
-            if mean > limit * MEAN_SHARE:
-                largest, limit, note = mean, limit * MEAN_SHARE, "mean distance of a token"
+            if mean > limit * MEAN_SHARES[kind]:
+                largest, limit, note = mean, limit * MEAN_SHARES[kind], "mean distance of a token"
         note = f"{note}; {hint}" if note and hint else note
         self._add(quantity, means[0], means[1], largest, limit, note)
 

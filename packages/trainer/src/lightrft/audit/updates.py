@@ -156,7 +156,7 @@ class Updates:
         own, entropy = step.policy.score(rows.ids, mask, temperature)
         run = self._new(number, "new", micros)
         new = Pair(own, own if run is None else run)
-        found.tokens(f"logprobs, {name}", new.run, new.own, mask, "logprobs",
+        found.tokens(f"logprobs, {name}", new.run, new.own, mask, self._kind("actor"),
                      hint=self._hint("actor"))  # fmt: skip
         share = token_shares(mask, aggregation_of(step)) / max(z, 1e-300)
         factors = np.ones(mask.shape) if weights is None else weights
@@ -210,7 +210,7 @@ class Updates:
         # Outside of responses a critic's values mean nothing.
         run = self._new(number, "new", micros)
         values = Pair(own, own if run is None else np.where(mask, run, 0.0))
-        step.found.tokens(f"values, {name}", values.run, values.own, mask, "logprobs",
+        step.found.tokens(f"values, {name}", values.run, values.own, mask, self._kind("critic"),
                           hint=self._hint("critic"))  # fmt: skip
         share = token_shares(mask, aggregation_of(step)) / max(z, 1e-300)
         term = value_term(values, numbers.values, self.inputs.returns, mask,
@@ -218,6 +218,10 @@ class Updates:
         value = term.value * share
         self._check_loss("value", update, name, float(value.sum()), float(value.sum()))
         return critic.slopes(rows.ids, mask, term.slope * share, state)
+
+    def _kind(self, model: str) -> str:
+        """What a score is compared as: of the recorded weights, or of those updated here."""
+        return "replayed" if self._counts[model] else "logprobs"
 
     def _check_loss(
         self, term: str, update: UpdateFacts, name: str, own: float, size: float
