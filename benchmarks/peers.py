@@ -97,7 +97,8 @@ def _cute_candidate() -> LogprobFunction:
     def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         try:
             return module.logprobs(hidden.detach(), weight.detach(), targets)
-        except Exception as err:  # noqa: BLE001 - any fault of a compiler or launch: it is listed
+        # Any fault of a compiler or launch: it is listed with its reason.
+        except Exception as err:
             raise RuntimeError(f"{type(err).__name__}: {err}") from err
 
     return run
