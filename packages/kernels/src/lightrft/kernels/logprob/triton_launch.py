@@ -65,6 +65,9 @@ FORWARD_TMA_NARROW = TileConfig(128, 128, 64, 8, 3, tiles_per_split=1, group=16,
 FORWARD_TMA_PAIRED = replace(FORWARD_TMA_NARROW, programs_per_core=2)
 GRADIENT_TMA = TileConfig(128, 256, 64, 8, 3, tiles_per_split=1, group=16, uses_tma=True)
 GRADIENT_TMA_NARROW = TileConfig(128, 128, 64, 8, 3, tiles_per_split=1, group=16, uses_tma=True)
+GRADIENT_TMA_HEAVY = TileConfig(
+    64, 128, 64, 8, 3, tiles_per_split=1, group=16, uses_tma=True, programs_per_core=2
+)
 FORWARD_SPECIALIZED = TileConfig(
     128, 256, 64, 4, 4, tiles_per_split=1, group=16, uses_tma=True, is_specialized=True
 )
@@ -130,12 +133,14 @@ def bulk_gradient_tiles(capability: tuple[int, int], *, is_plain: bool) -> TileC
 
     Args:
         capability: Compute capability of the GPU.
-        is_plain: Neither bias nor softcap nor a gradient of the entropy; for those the widest tile
-            has no registers left.
+        is_plain: Neither bias nor softcap nor a gradient of the entropy, for which wider tiles
+            have no registers left.
     """
     if capability < (9, 0):
         return None
-    return GRADIENT_TMA if is_plain and capability < (10, 0) else GRADIENT_TMA_NARROW
+    if not is_plain:
+        return GRADIENT_TMA_HEAVY
+    return GRADIENT_TMA if capability < (10, 0) else GRADIENT_TMA_NARROW
 
 
 def _has_big_memory(capability: tuple[int, int]) -> bool:
