@@ -131,6 +131,7 @@ def test_a_spill_and_a_narrow_store_would_be_noticed():
     assert "no HGMMA" in faults({**row, "products": {"FFMA": 3}})[0]
 
 
+@pytest.mark.timeout(900)
 def test_kernels_compile_to_the_committed_table():
     rows = compile_cases("--fast")
     assert len(rows) >= 25
