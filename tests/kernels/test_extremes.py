@@ -59,6 +59,27 @@ def test_temperatures_and_softcaps(temperature, softcap):
     check(*make_inputs(), temperature=temperature, softcap=softcap)
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0, 30.0])
+def test_a_loss_inside_at_a_temperature_of_one_hundredth(softcap):
+    hidden, weight, targets, upstream = make_inputs()
+
+    def token_loss(logprobs, entropy, rows):
+        loss = (logprobs * upstream[0][rows]).sum() + (entropy * upstream[1][rows]).sum()
+        return loss, upstream[0][rows], upstream[1][rows]
+
+    options = {"temperature": 0.01, "softcap": softcap}
+    output = linear_policy_loss(hidden, weight, targets, token_loss, **options)
+    doubles = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    logprobs, entropies, size = float64_program(*doubles, targets, **options)
+    bound = 5e-5 * max(1.0, size / 50)
+    assert (output.logprobs.double() - logprobs).abs().max() < bound
+    assert (output.entropy.double() - entropies).abs().max() < 10 * bound
+    loss = (logprobs * upstream[0]).sum() + (entropies * upstream[1]).sum()
+    got = torch.autograd.grad(output.loss, (hidden, weight))
+    for value, reference in zip(got, torch.autograd.grad(loss, doubles), strict=True):
+        assert (value.double() - reference).norm() < bound * reference.norm()
+
+
 @pytest.mark.parametrize("spread", [1e-4, 30.0, 3e3])
 def test_flat_and_steep_logits(spread):
     # The steepest are about 1e4 in size.
