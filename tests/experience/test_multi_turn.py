@@ -14,7 +14,7 @@ from lightrft.config import TrainConfig
 from lightrft.engines.types import Completion
 from lightrft.experience.assemble import AdvantageSettings
 from lightrft.experience.collate import collate
-from lightrft.experience.exchange import merge, tabulate
+from lightrft.experience.exchange import row_table, tabulate
 from lightrft.experience.forward import ForwardModels
 from lightrft.experience.maker import make_experience
 from lightrft.experience.sampling import Samples
@@ -62,7 +62,7 @@ def test_a_completion_says_which_of_its_tokens_were_sampled():
 def test_table_and_batch_hold_what_each_row_holds(seed):
     items = random_step(seed, num_rows=12)
     items[5] = replace(items[5], is_masked=True)
-    table = merge([tabulate(items[6:]), tabulate(items[:6])])
+    table = tabulate(items)
     assert table.sampled_lengths.tolist() == [sum(flags(i.rollout)) for i in items]
     order = np.random.default_rng(seed).permutation(12)
     taken = table.take(order)
@@ -199,7 +199,7 @@ def take_step(items, trained, *, is_packed, micro_batch_size, **options):
     has_critic = algorithm.estimator_traits.needs_critic
     kl_coef = config.init_kl_coef
     step = make_experience(
-        Samples(items, tabulate(items), StageMeter(), 2),
+        Samples(items, row_table(items), StageMeter(), 2),
         ForwardModels(actor, reference, critic if has_critic else None),
         strategy=strategy,
         settings=AdvantageSettings(

@@ -298,6 +298,14 @@ class StrategyBase:
         """Every rank's plain Python object, by rank, on every rank of the group."""
         return collectives.gather_objects(item, self.world_group if group is None else group)
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank, on every rank; lengths may differ."""
+        return collectives.gather_bytes(data, self.world_group)
+
+    def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Gives every rank its part, and returns what each rank gave this one; both by rank."""
+        return collectives.exchange_bytes(parts, self.world_group)
+
     # --- models
 
     def prepare_model(
