@@ -159,3 +159,12 @@ def long_sample(rng, sample_id, *, prompt, response, turns):
         segments=tuple(segments),
     )  # fmt: skip
     return ScoredRollout(rollout, float(rng.normal()), {"score": 1.0}), entries
+
+
+def gathered_evidence(evidence, wanted, strategy):
+    """The reference: journals and ledgers of all ranks, on every rank."""
+    accounts, entries = {}, {}
+    for theirs, found in strategy.gather_objects((evidence.accounts, evidence.entries)):
+        accounts |= theirs
+        entries |= found
+    return replace(evidence, accounts=accounts, entries=entries)

@@ -122,8 +122,9 @@ def long_samples(world_size, num_rows, *, prompt, response, num_turns=1):
     """By rank; also the ledger entries and the journals behind them."""
     rng = np.random.default_rng(5)
     shares, evidence = [[] for _ in range(world_size)], []
-    for sample_id in range(num_rows):
-        shares[sample_id % world_size].append(
+    # Rows of equal length would be trained where they are: they are dealt in the order of ids.
+    for sample_id, place in enumerate(rng.permutation(num_rows).tolist()):
+        shares[place % world_size].append(
             cases.long_sample(rng, sample_id, prompt=prompt, response=response, turns=num_turns)
         )
     for share in shares:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 # Of `exchange.ROW_ON_WIRE`, which a test compares.
 ROW_BYTES = 44
 COMPONENT_BYTES = 8
-# Names and framing of one rank's rows, and of one sample's evidence and each of its calls; measured.
-MESSAGE_BYTES = 96
-EVIDENCE_ROW_BYTES = 36
-EVIDENCE_CALL_BYTES = 100
+# Framing of one rank's rows, of one sample's evidence and of each call in it, as measured.
+MESSAGE_BYTES = 40
+EVIDENCE_ROW_BYTES = 8
+EVIDENCE_CALL_BYTES = 70
 
 
 @dataclass(frozen=True, slots=True)
