@@ -97,7 +97,7 @@ def assert_same_runs(ranks, runs):
             files_of(Path(f"{values['output_dir']}_{name}")) for name in ("delivered", "gathered")
         )
         assert sorted(delivered) == sorted(gathered)
-        assert len(delivered) >= 2 * 5
+        assert len(delivered) >= 5
         for name, content in delivered.items():
             assert content == gathered[name], name
 
@@ -106,7 +106,7 @@ def assert_same_runs(ranks, runs):
 def test_two_ranks_train_the_same_bits(tmp_path, tiny_model):
     write_inputs(tmp_path)
     runs = [
-        settings(tmp_path, tiny_model, "fire", use_fire=True, dynamic_sampling=True),
+        settings(tmp_path, tiny_model, "fire", use_fire=True, dynamic_sampling=True, max_steps=1),
         settings(
             tmp_path, tiny_model, "partial", partial_rollout=True, partial_rollout_tokens=3,
             partial_rollout_prompts=6, off_policy_correction="tis", fsdp=False, zero_stage=1,
@@ -117,7 +117,8 @@ def test_two_ranks_train_the_same_bits(tmp_path, tiny_model):
     assert ranks[0][1][0]["partial/stale_token_share"] > 0
     # Positive control: the files tell runs apart.
     first, second = (files_of(Path(f"{values['output_dir']}_delivered")) for values in runs)
-    assert all(content != second[name] for name, content in first.items() if name in second)
+    name = "audit/step_000001/values.safetensors"
+    assert first[name] != second[name]
 
 
 @pytest.mark.slow

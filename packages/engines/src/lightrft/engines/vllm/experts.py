@@ -91,4 +91,4 @@ def repack_on_cpu(modules: Mapping[str, nn.Module], names: Iterable[str]) -> Non
         module = modules[name]
         if backend_name(module) == PACKED_ON_CPU:
             kernel = module.quant_method.moe_kernel  # type: ignore[union-attr]
-            kernel.fused_experts.process_weights_after_loading(module)  # type: ignore[union-attr]
+            kernel.fused_experts.process_weights_after_loading(module)  # type: ignore[operator,union-attr]
