@@ -17,7 +17,7 @@ COMMANDS = {
     "report": ("lightrft.cli.report", "one HTML page about a run: curves, times, samples, options"),
     "audit": ("lightrft.cli.audit", "recompute a step of a run in float64 and compare"),
     "export": ("lightrft.cli.export", "the final model of a run as a checked HF checkpoint"),
-    "doctor": ("lightrft.cli.doctor", "whether training a model is exact, on this machine"),
+    "doctor": ("lightrft.cli.doctor", "whether this machine can train, and a model exactly"),
     "config": ("lightrft.cli.config_command", "options as they come out, compared, or as a schema"),
     "completion": ("lightrft.cli.completion", "completion of commands and flags for a shell"),
     "init-model": ("lightrft.cli.init_model", "write a tiny model with random weights"),

@@ -12,6 +12,7 @@ from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import group_rank, group_size, run_together
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.distributed.one_sided import run_apart
 from lightrft.strategy.engine.generation import (
     SHARED_BY_GROUP,
     PromptBatch,
@@ -109,7 +110,8 @@ class EngineSession:
             def build() -> None:
                 self.engine = build_engine(wanted, module=module)
 
-            run_together(build, self._ranks.world_group, what="the engine did not start")
+            # Engines of several ranks wait for each other inside, and vLLM does in any case.
+            run_apart(build, self._ranks.world_group, what="the engine did not start")
         return self.running
 
     def close(self) -> None:
@@ -215,7 +217,8 @@ class EngineSession:
                     self._generate(batch, params, first_id, is_multimodal=is_multimodal)
                 )
 
-            run_together(generate, world, what=GENERATION_FAILED)
+            together = run_apart if self.shares_engine else run_together
+            together(generate, world, what=GENERATION_FAILED)
         return completions
 
     def _generate(
