@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from lightrft.cli.checks import Check, Finding, found, unchecked
 from lightrft.cli.machine_checks import without_gpu
@@ -60,7 +61,9 @@ class EngineProbe:
 def gpu_checks() -> list[Check]:
     """The steps, kernels first."""
     probe = EngineProbe()
-    remedy = "compare `nvidia-smi -q` (clocks, power cap, ECC, other programs) with the vendor's data"
+    remedy = (
+        "compare `nvidia-smi -q` (clocks, power cap, ECC, other programs) with the vendor's data"
+    )
     kernels = "send this line with `lightrft doctor`; --no_fused_linear_logprob does without it"
     engine = "send this line with the engine's log (VLLM_LOGGING_LEVEL=INFO)"
     steps: tuple[tuple[str, str, str, Callable[[], Finding]], ...] = (
@@ -72,8 +75,10 @@ def gpu_checks() -> list[Check]:
         ("weight buckets", f"same bits as on the host, >= {MIN_PACK_GB_PER_SECOND:g} GB/s",
          "build lightrft-kernels with nvcc", time_buckets),
         ("engine runner", "has a name", engine, partial(of_probe, probe, runner_of)),
-        ("engine sleep", f"frees >= {MIN_FREED_SHARE:.0%}", engine, partial(of_probe, probe, sleep_of)),
-        ("weight sync", f">= {MIN_SYNC_GB_PER_SECOND:g} GB/s", engine, partial(of_probe, probe, rate_of)),
+        ("engine sleep", f"frees >= {MIN_FREED_SHARE:.0%}", engine,
+         partial(of_probe, probe, sleep_of)),
+        ("weight sync", f">= {MIN_SYNC_GB_PER_SECOND:g} GB/s", engine,
+         partial(of_probe, probe, rate_of)),
         ("canary", "difference <= 5", engine, partial(of_probe, probe, canary_of)),
         ("parity", "mean difference <= 0.05", engine, partial(of_probe, probe, parity_of)),
     )  # fmt: skip
@@ -123,11 +128,7 @@ def time_copy() -> Finding:
 
 def compare_attention(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Finding:
     """Packed attention against float64 attention, one sequence after the other."""
-    from lightrft.models.packed_attention import (
-        SequenceBounds,
-        has_varlen_kernel,
-        packed_attention,
-    )
+    from lightrft.models.packed_attention import SequenceBounds, has_varlen_kernel, packed_attention
 
     lengths, heads, size = (5, 130, 1, 64), (4, 2), 64
     offsets = torch.tensor((0, *lengths)).cumsum(0)
@@ -139,18 +140,11 @@ def compare_attention(device: str = "cuda", dtype: torch.dtype = torch.bfloat16)
     bounds = SequenceBounds(tuple(offsets.tolist()), offsets.to(device, torch.int32))
     layer = torch.nn.Identity()
     attended, _ = packed_attention(layer, query, key, value, None, sequence_bounds=bounds)
-    expected = torch.cat(
-        [
-            torch.nn.functional.scaled_dot_product_attention(
-                *(x[:, :, start:stop].double() for x in (query, key, value)),
-                is_causal=True,
-                enable_gqa=True,
-            )
-            for start, stop in zip(bounds.offsets, bounds.offsets[1:], strict=False)
-        ],
-        dim=2,
-    ).transpose(1, 2)
-    error = relative_error(attended, expected)
+    expected = []
+    for start, stop in zip(bounds.offsets, bounds.offsets[1:], strict=False):
+        q, k, v = (x[:, :, start:stop].double() for x in (query, key, value))
+        expected.append(scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+    error = relative_error(attended, torch.cat(expected, dim=2).transpose(1, 2))
     kernel = "varlen_attn" if has_varlen_kernel(query, key, value) else "one call per sequence"
     return found(error <= MAX_ATTENTION_ERROR, f"{kernel}, error {error:.1e}")
 
@@ -164,9 +158,11 @@ def time_head(tokens: int = 4096, hidden: int = 2048, vocab: int = 65536) -> Fin
     """Log-probabilities with gradients, in the default way of this machine."""
     error = head_error("cuda", torch.bfloat16)
     generator = torch.Generator(device="cuda").manual_seed(0)
-    options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
-    states = torch.randn(tokens, hidden, **options).requires_grad_()  # type: ignore[arg-type]
-    weight = (torch.randn(vocab, hidden, **options) * hidden**-0.5).requires_grad_()  # type: ignore[arg-type]
+    states, weight = (
+        torch.randn(rows, hidden, generator=generator, device="cuda").mul_(hidden**-0.25)
+        for rows in (tokens, vocab)
+    )
+    states, weight = (x.to(torch.bfloat16).requires_grad_() for x in (states, weight))
     targets = torch.arange(tokens, device="cuda")
     seconds = seconds_of(lambda: head_step(states, weight, targets))
     rate = 6 * tokens * hidden * vocab / seconds

@@ -42,7 +42,8 @@ def machine_checks() -> list[Check]:
         *map(import_check, ("vllm", "sglang")),
         Check(
             "GPU", "torch sees every device of /dev",
-            "install the driver and a torch built for CUDA, or unset CUDA_VISIBLE_DEVICES", check_gpu,
+            "install the driver and a torch built for CUDA, or unset CUDA_VISIBLE_DEVICES",
+            check_gpu,
         ),
         Check("NCCL", ">= 2.18", "install a torch built for CUDA", check_nccl),
         Check(
@@ -52,7 +53,7 @@ def machine_checks() -> list[Check]:
         ),
         Check(
             "compiled kernels", "the C++ extension is built, with CUDA where there is a GPU",
-            "install a compiler (and nvcc) and build lightrft-kernels again; torch serves meanwhile",
+            "install a compiler (and nvcc) and build lightrft-kernels; torch serves until then",
             check_kernels,
         ),
         Check(
@@ -69,8 +70,10 @@ def machine_checks() -> list[Check]:
         ),
         Check("memory", ">= 4 GB available", "end other programs, or raise the limit of the job",
               check_memory),
-        Check("disk", ">= 20 GB free here", "go to a larger disk, or give --output_dir", check_disk),
-        Check("temporary folder", "can be written", "set TMPDIR to a folder of yours", check_temporary),
+        Check("disk", ">= 20 GB free here", "go to a larger disk, or give --output_dir",
+              check_disk),
+        Check("temporary folder", "can be written", "set TMPDIR to a folder of yours",
+              check_temporary),
     ]  # fmt: skip
 
 
@@ -169,7 +172,7 @@ def check_nccl() -> Finding:
     missing = without_gpu()
     if missing is not None:
         return missing
-    version: tuple[int, ...] = torch.cuda.nccl.version()
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return found(version[:2] >= MIN_NCCL, shown_version(version))
 
 
@@ -215,7 +218,9 @@ def check_gloo(resolve: Callable[[str], str] = socket.gethostbyname) -> Finding:
     }
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     if chosen is not None:
-        missing = [part for part in chosen.split(",") if part.strip("=^ ") not in addresses.values()]
+        missing = [
+            part for part in chosen.split(",") if part.strip("=^ ") not in addresses.values()
+        ]
         return found(not missing, f"GLOO_SOCKET_IFNAME={chosen}")
     try:
         own = resolve(name)
@@ -224,7 +229,9 @@ def check_gloo(resolve: Callable[[str], str] = socket.gethostbyname) -> Finding:
     if own.startswith("127."):
         # One node works, and a run on several looks for the interface itself.
         return found(True, f"{name} is {own}: one node; several need an interface, see errors.md")
-    return found(own in addresses, f"{name} is {own} ({addresses.get(own, 'of no interface here')})")
+    return found(
+        own in addresses, f"{name} is {own} ({addresses.get(own, 'of no interface here')})"
+    )
 
 
 def check_environment() -> Finding:
@@ -239,7 +246,7 @@ def free_space(path: Path, limit: float) -> Finding:
     return found(free >= limit, f"{free / GIGABYTE:.1f} GB free in {path}")
 
 
-def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:  # noqa: S108
+def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
     """NCCL and data loaders exchange through it."""
     return free_space(path, MIN_SHARED_MEMORY) if path.is_dir() else unchecked(f"no {path}")
 
@@ -259,7 +266,9 @@ def check_memory(limits: Path = Path("/sys/fs/cgroup/memory.max")) -> Finding:
         job = int(limits.read_text())
     except (OSError, ValueError):  # no limit
         return found(available >= MIN_MEMORY, text)
-    return found(min(available, job) >= MIN_MEMORY, f"{text}, the job may take {job / GIGABYTE:.1f}")
+    return found(
+        min(available, job) >= MIN_MEMORY, f"{text}, the job may take {job / GIGABYTE:.1f}"
+    )
 
 
 def check_temporary() -> Finding:

@@ -64,6 +64,7 @@ class Backend:
         vllm_config: Its configuration, which must be current during a reload.
         model_config: The part of it that describes the model.
         owns_process_group: Whether vLLM started `torch.distributed`.
+        runner: Module and class of what executes the model.
     """
 
     llm: object
@@ -71,6 +72,7 @@ class Backend:
     vllm_config: object
     model_config: object
     owns_process_group: bool
+    runner: str = ""
 
 
 def prepare_environment() -> bool:
@@ -160,12 +162,14 @@ def _start(arguments: dict[str, object], *, owns_process_group: bool) -> Backend
     if len(workers) != 1:
         raise RuntimeError(f"expected one vLLM worker in this process, got {len(workers)}")
     worker = workers[0]
+    runner = type(worker.model_runner)
     return Backend(
         llm=llm,
         model=worker.get_model(),
         vllm_config=worker.vllm_config,
         model_config=worker.vllm_config.model_config,
         owns_process_group=owns_process_group,
+        runner=f"{runner.__module__}.{runner.__qualname__}",
     )
 
 

@@ -1,5 +1,6 @@
 """The vLLM rollout engine, in the trainer's own process."""
 
+import gc
 from collections.abc import Sequence
 
 from torch import nn
@@ -29,6 +30,7 @@ class VLLMEngine(RolloutEngine):
     """
 
     name = "vllm"
+    _weights: VLLMWeights
 
     sleeps_on_request_only = True
 
@@ -64,6 +66,11 @@ class VLLMEngine(RolloutEngine):
         if self._backend is None:
             raise RuntimeError(f"the {self.name} engine is closed")
         return self._backend
+
+    @property
+    def runner_name(self) -> str:
+        """The class that executes the model; vLLM has two generations of it."""
+        return self._started.runner
 
     @property
     def native(self) -> object:
@@ -144,4 +151,7 @@ class VLLMEngine(RolloutEngine):
         if self._backend is not None:
             stop_backend(self._backend)
             self._backend = None
+            self._weights.forget_engine()
+            # vLLM's objects refer to each other; a second engine needs the memory now.
+            gc.collect()
             self.status = EngineStatus.SLEEPED

@@ -56,7 +56,7 @@ def run_apart(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
         try:
             result, problem = action(), None
             board.leave()
-        except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know of it
+        except Exception as error:
             result, problem = None, error
             board.report(f"{own}{type(error).__name__}: {error}")
             if not board.wait_for_all(GRACE_SECONDS):
@@ -109,7 +109,9 @@ class _Board:
                 if self._failure is None and self._store.check([key]):
                     self._failure = self._store.get(key).decode()
             except RuntimeError as error:
-                self._failure = f"rank 0, which held the process group's store: it is gone ({error})"
+                self._failure = (
+                    f"rank 0, which held the process group's store: it is gone ({error})"
+                )
             return self._failure
 
     def leave(self) -> None:

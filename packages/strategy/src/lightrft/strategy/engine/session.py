@@ -20,12 +20,14 @@ from lightrft.strategy.engine.generation import (
     check_engine_type,
     engine_config,
 )
+from lightrft.strategy.engine.start import check_places, own_place
 from lightrft.strategy.prepared import inner_module
 from lightrft.strategy.weight_sync.canary import actor_canary, compute_dtypes
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, engine_source
 from lightrft.strategy.weight_sync.sync import MEGABYTE, WeightSync, WeightSyncReport
 
 GENERATION_FAILED = "generation failed"
+NOT_STARTED = "the engine did not start"
 
 
 class EngineSession:
@@ -106,12 +108,20 @@ class EngineSession:
             )
         self.close()
         with phase("start the inference engine", self._ranks.timeout):
+            # Before any of them is inside an engine, where it could not be told.
+            places = run_together(
+                lambda: own_place(has_gpu=self._ranks.has_gpu),
+                self._ranks.world_group,
+                what=NOT_STARTED,
+            )
+            check_places(places, wanted)
 
             def build() -> None:
                 self.engine = build_engine(wanted, module=module)
 
             # Engines of several ranks wait for each other inside, and vLLM does in any case.
-            run_apart(build, self._ranks.world_group, what="the engine did not start")
+            run_apart(build, self._ranks.world_group, what=NOT_STARTED)
+        self._ranks.print(f"{kind} engine: {self.running.runner_name}")
         return self.running
 
     def close(self) -> None:

@@ -118,9 +118,7 @@ def bf16_bounds(plainest: Deviations) -> Deviations:
     )
 
 
-def doctor_cells(
-    world_size: int, *, has_deepspeed: bool, bf16: bool = False
-) -> tuple[Cell, ...]:
+def doctor_cells(world_size: int, *, has_deepspeed: bool, bf16: bool = False) -> tuple[Cell, ...]:
     """A set in which every feature occurs, small enough for a user's own model.
 
     In bfloat16 the plainest way comes first, since it gives the bounds.
