@@ -12,7 +12,7 @@ COMMANDS = {
     "train": ("lightrft.cli.train", "fine-tune a language model by reinforcement learning"),
     "data": ("lightrft.cli.data", "check a file of prompts: layout, lengths, bad rows, answers"),
     "eval": ("lightrft.cli.evaluate", "a model on held-out prompts: greedy, avg@n, pass@k"),
-    "launch": ("lightrft.cli.slurm", "print the Slurm script of a run on several nodes"),
+    "launch": ("lightrft.cli.launch_command", "print what starts a run on several nodes"),
     "serve-reward": ("lightrft.cli.serve_reward", "serve a reward function over HTTP"),
     "report": ("lightrft.cli.report", "one HTML page about a run: curves, times, samples, options"),
     "audit": ("lightrft.cli.audit", "recompute a step of a run in float64 and compare"),

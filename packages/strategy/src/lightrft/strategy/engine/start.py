@@ -10,6 +10,9 @@ import torch
 from lightrft.engines.types import EngineConfig
 from lightrft.strategy.distributed.process_groups import engine_group_ranks
 
+# Engines that refuse to start where their share of the device's memory is not free.
+NEED_SHARE = ("vllm",)
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -60,11 +63,11 @@ def check_places(places: Sequence[Place], config: EngineConfig) -> None:
     short = [
         f"rank {rank} has {place.free_bytes / 1e9:.1f} of {place.total_bytes / 1e9:.1f} GB"
         for rank, place in enumerate(places)
-        if config.engine_type == "vllm" and place.free_bytes < share * place.total_bytes
+        if config.engine_type in NEED_SHARE and place.free_bytes < share * place.total_bytes
     ]
     if short:
         raise ValueError(
-            f"engine_mem_util {share:g} of a GPU must be free when the vllm engine starts: "
-            f"{'; '.join(short)} left; lower engine_mem_util, divide the model over more ranks "
+            f"engine_mem_util {share:g} of a GPU must be free when the {config.engine_type} engine "
+            f"starts: {'; '.join(short)} left; lower engine_mem_util, divide the model over more ranks "
             "(--fsdp, or --zero_stage 3), or end what else uses the GPU"
         )
