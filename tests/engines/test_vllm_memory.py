@@ -1,7 +1,7 @@
 """What vLLM reads after sleep was written after it, and a closed engine is gone.
 
 On a GPU, memory that slept at level 2 comes back with any contents. Here a real vLLM on the CPU
-gets not-a-number into all its parameters, their repacked copies and its cache, as it falls asleep.
+gets not-a-number into all its parameters and buffers and its cache, as it falls asleep.
 """
 
 from __future__ import annotations
@@ -54,10 +54,8 @@ def poison(tensors) -> int:
 
 
 def poison_worker(worker) -> int:
-    """Everything with a tag of vLLM's pool: weights in every form, and the cache."""
-    model = worker.model_runner.model
-    held = [t for module in model.modules() for t in vars(module).values()]
-    return poison([*model.parameters(), *held, *worker.model_runner.kv_caches])
+    """Everything with a tag of vLLM's pool: weights and the cache."""
+    return poison([*worker.model_runner.model.parameters(), *worker.model_runner.kv_caches])
 
 
 @pytest.fixture
@@ -133,20 +131,10 @@ def test_nothing_of_an_engine_that_slept_is_read_before_it_is_rewritten(
         engine.sleep(level=2)
         rewrite(engine, module)
         poison_worker(engine.native.collective_rpc(lambda worker: worker)[0])
-        with pytest.raises((FloatingPointError, ValueError, AssertionError)):
+        with pytest.raises(FloatingPointError):
             generate(engine)
-            raise AssertionError(hashes_differ(engine, module))
     finally:
         engine.close()
-
-
-def hashes_differ(engine, module) -> str:
-    """Not reached if the engine itself refuses numbers that are none."""
-    from lightrft.kernels import hash_tensor
-
-    name = "model.norm.weight"
-    found = engine.hash_parameters([name])[name]
-    return f"{found} {hash_tensor(dict(module.named_parameters())[name])}"
 
 
 @pytest.mark.vllm

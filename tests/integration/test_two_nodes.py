@@ -6,8 +6,10 @@ Each node resolves its own name to a loopback address, as Debian writes it into 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -183,6 +185,80 @@ def test_a_first_node_named_by_loopback_is_refused_at_once_on_the_second(nodes, 
     assert code == 3, text
     assert took <= LIMIT_SECONDS, text
     assert "MASTER_ADDR=127.0.1.1 is this node itself" in text
+
+
+REWARD = """
+def share_of_digits(responses):
+    return [sum(c.isdigit() for c in r) / max(1, len(r)) for r in responses]
+"""
+STRATEGIES = {"hsdp": ("--fsdp", "--fsdp_shard_size", "2"), "zero2": ("--zero_stage", "2")}
+
+
+def start_training(node: Node, folder: Path, data: Path, *arguments: str):
+    """Two ranks on a node under torchrun, which meet those of the other one."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{FIRST}:29512", "--max-restarts", "0",
+        "--rdzv-conf", f"is_host={int(node.address == FIRST)}", "--local-addr", node.address,
+        "-m", "lightrft.cli.train", *arguments, "--pretrain", str(folder / "model"),
+        "--engine_type", "hf", "--prompt_data", str(data / "gsm8k" / "train.jsonl"),
+        "--input_key", "question", "--label_key", "answer", "--apply_chat_template",
+        "--max_samples", "64", "--prompt_max_len", "512", "--generate_max_len", "16",
+        "--reward_fn", f"{folder / 'reward.py'}:share_of_digits", "--init_kl_coef", "0",
+        "--rollout_batch_size", "4", "--n_samples_per_prompt", "4", "--train_batch_size", "16",
+        "--micro_train_batch_size", "4", "--timeout_minutes", str(START_SECONDS / 60),
+        "--output_dir", str(folder / "run"),
+    ]  # fmt: skip
+    with (folder / f"{node.name}.log").open("w") as log:
+        return subprocess.Popen(
+            node.command(*command), stdout=log, stderr=subprocess.STDOUT, env=environment()
+        )
+
+
+def steps_of(folder: Path) -> list[dict]:
+    path = folder / "run" / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [row for row in rows if "grad_norm" in row]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("strategy", ["hsdp", pytest.param("zero2", marks=pytest.mark.deepspeed)])
+def test_two_nodes_train_on_real_questions_and_end_when_one_is_killed(
+    strategy, nodes, tmp_path, test_data
+):
+    from lightrft.models.presets import write_tiny_model
+
+    write_tiny_model(tmp_path / "model", "tiny-qwen3", seed=0)
+    (tmp_path / "reward.py").write_text(REWARD)
+    options = (*STRATEGIES[strategy], "--max_steps", "500")
+    agents = [start_training(node, tmp_path, test_data, *options) for node in nodes]
+    try:
+        limit = time.monotonic() + 3 * START_SECONDS
+        while len(steps_of(tmp_path)) < 3:
+            texts = [path.read_text()[-3000:] for path in sorted(tmp_path.glob("*.log"))]
+            assert time.monotonic() < limit, texts
+            assert all(agent.poll() is None for agent in agents), texts
+            time.sleep(0.5)
+        assert all(row["grad_norm"] > 0 for row in steps_of(tmp_path)[:3])
+        found = subprocess.run(
+            ["ip", "netns", "pids", nodes[1].name], check=True, capture_output=True, text=True
+        )
+        for number in found.stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(number), signal.SIGKILL)
+        begin = time.monotonic()
+        code = wait(agents[0], 3 * LIMIT_SECONDS)
+        took = time.monotonic() - begin
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    text = (tmp_path / f"{nodes[0].name}.log").read_text()
+    assert code == 1, text[-3000:]  # torchrun's own, whatever its processes ended with
+    assert took <= LIMIT_SECONDS
+    assert "Connection closed by peer" in text or "Connection reset by peer" in text, text[-3000:]
 
 
 if __name__ == "__main__":

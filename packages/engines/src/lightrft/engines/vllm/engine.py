@@ -11,7 +11,13 @@ from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.raw_completions import Job, RawCompletion, first_job, sample_in_parts
 from lightrft.engines.requests import Row
 from lightrft.engines.types import EngineConfig, EngineStatus, SamplingParams
-from lightrft.engines.vllm.backend import Backend, has_tokenizer, start_backend, stop_backend
+from lightrft.engines.vllm.backend import (
+    Backend,
+    clear_caches,
+    has_tokenizer,
+    start_backend,
+    stop_backend,
+)
 from lightrft.engines.vllm.layout import LayoutReader
 from lightrft.engines.vllm.sampling import native_params, raw_completions_of, scoring_params
 from lightrft.engines.vllm.weights import VLLMWeights
@@ -129,6 +135,8 @@ class VLLMEngine(RolloutEngine):
 
     def _resume_memory(self, tags: Sequence[str]) -> None:
         self._started.llm.wake_up(tags=list(tags))  # type: ignore[attr-defined]
+        if "kv_cache" in tags:
+            clear_caches(self._started.caches)
 
     def _drop_caches(self) -> None:
         """Drops vLLM's prefix and encoder caches.

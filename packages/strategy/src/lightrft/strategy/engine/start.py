@@ -68,6 +68,6 @@ def check_places(places: Sequence[Place], config: EngineConfig) -> None:
     if short:
         raise ValueError(
             f"engine_mem_util {share:g} of a GPU must be free when the {config.engine_type} engine "
-            f"starts: {'; '.join(short)} left; lower engine_mem_util, divide the model over more ranks "
-            "(--fsdp, or --zero_stage 3), or end what else uses the GPU"
+            f"starts: {'; '.join(short)} left; lower engine_mem_util, divide the model over more "
+            "ranks (--fsdp, or --zero_stage 3), or end what else uses the GPU"
         )
