@@ -351,6 +351,11 @@ class RunOptions(StrategyConfig):
         0.992, "Weight of the past in the moving average.", group="algorithm", at_least=0,
         at_most=1, acts_with="enable_ema",
     )  # fmt: skip
+    turn_credit: str = option(
+        "last", "What gamma counts from the reward at the end of an episode backwards: last, its "
+        "tokens; discounted, its turns.", group="algorithm", acts_with="environment or tools",
+        choices=("last", "discounted"),
+    )  # fmt: skip
     lora_rank: int = option(
         0, "Train adapters of this rank on the actor instead of its weights; 0 trains the weights.",
         group="training", at_least=0, common=True,
