@@ -214,6 +214,11 @@ class RunOptions(StrategyConfig):
         group="rollout", acts_with="environment or tools", at_least=1,
         may_change=True, commands=("eval",),
     )  # fmt: skip
+    late_join: bool = option(
+        False, "Let an episode whose tool is busy join a later round, once half of the others are "
+        "ready; off, a round waits for all, and timing changes no bit.", group="rollout",
+        acts_with="environment or tools", commands=("eval",),
+    )  # fmt: skip
     chat_template: str | None = option(
         None, "File with a Jinja chat template in place of the tokenizer's.", group="data",
         path="file", acts_with="apply_chat_template", commands=("data", "eval"),
