@@ -120,3 +120,14 @@ def double(x: int) -> int:
         x: The number.
     """
     return 2 * x
+
+
+def noted(path: str) -> str:
+    """Count the calls.
+
+    Args:
+        path: A file that grows by a letter each.
+    """
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("x")
+    return "noted"
