@@ -1,12 +1,13 @@
 """A run that is killed inside the episodes of a stateful environment ends as one that was not.
 
-The journal says where an episode is: a run is killed once rank 0 has written so many events of a
-step, drawn at random, and the kill counts if episodes were under way. Compared are every file of
-the last checkpoint, the exported model, metrics, samples, and the journals of all steps.
+The journal says where an episode is: a run is killed once rank 0 of this process has written so
+many events of a step, drawn at random, and the kill counts if episodes were under way. Compared are
+every file of the last checkpoint, the exported model, metrics, samples, and all journals.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -97,17 +98,20 @@ def let_random_models_call():
     )
 
 
-def journal_of(options, step, rank):
+def journal_of(options, step, rank, since=0):
+    """Lines that were written after a time; a continued run writes beside the file it follows."""
     name = f"step-{step:06d}.rank-{rank}.jsonl"
-    folder = Path(options["output_dir"]) / "journal"
-    both = [folder / name, folder / f".{name}.partial"]
-    found = [p.read_text(errors="replace").splitlines() for p in both if p.is_file()]
+    folder, found = Path(options["output_dir"]) / "journal", []
+    for path in (folder / name, folder / f".{name}.partial"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime_ns > since:
+                found.append(path.read_text(errors="replace").splitlines())
     return max(found, key=len, default=[])
 
 
-def events(options, step, rank):
+def events(options, step, rank, since=0):
     found = []
-    for line in journal_of(options, step, rank):
+    for line in journal_of(options, step, rank, since):
         try:
             found.append(json.loads(line)["event"])
         except ValueError:  # torn
@@ -115,9 +119,9 @@ def events(options, step, rank):
     return found
 
 
-def is_inside(options, step, ranks):
+def is_inside(options, step, ranks, since):
     """Whether episodes of some rank have begun and not ended."""
-    seen = [events(options, step, rank) for rank in ranks]
+    seen = [events(options, step, rank, since) for rank in ranks]
     return any(e.count("reset") > 0 and e.count("end") < e.count("reset") for e in seen)
 
 
@@ -140,13 +144,19 @@ def result(options, world_size):
     return found
 
 
-def kill_inside(options, world_size, lengths, dice):
-    """Kills when the journal has a random number of events; what was killed, if inside."""
-    step = dice.randrange(1, NUM_STEPS + 1)
-    wanted = dice.randrange(2, lengths[step - 1])
+def kill_inside(options, world_size, lengths, dice, share):
+    """Kills when the journal has a random number of events; what was killed, if inside.
+
+    Args:
+        share: Of the run, before which it is not killed.
+    """
+    folder = Path(options["output_dir"]) / "journal"
+    begun = [int(path.name[5:11]) for path in folder.glob("step-*")]
+    step = max(1 + int(NUM_STEPS * share), *begun, 1)
+    wanted, since = dice.randrange(2, lengths[step - 1]), time.time_ns()
     ranks = kills.Ranks(options, world_size)
     limit = time.monotonic() + kills.RUN_SECONDS
-    while ranks.running() and len(journal_of(options, step, 0)) < wanted:
+    while ranks.running() and len(journal_of(options, step, 0, since)) < wanted:
         assert time.monotonic() < limit, ranks.log.read_text()[-3000:]
         time.sleep(0.002)
     running = ranks.running()
@@ -155,7 +165,7 @@ def kill_inside(options, world_size, lengths, dice):
         return None
     chosen = dice.choice([running, running[:1], running[-1:]])
     ranks.kill(chosen)
-    is_counted = is_inside(options, step, range(world_size))
+    is_counted = is_inside(options, step, range(world_size), since)
     return f"step {step}, event {wanted}, {len(chosen)} killed" if is_counted else None
 
 
@@ -166,7 +176,8 @@ def killed_run(folder, world_size, expected, lengths, num_kills, dice):
     while len(done) < num_kills:
         tries += 1
         assert tries < 6 * num_kills + 6, done
-        found = kill_inside(options, world_size, lengths, dice)
+        share = len(done) / num_kills
+        found = kill_inside(options, world_size, lengths, dice, share)
         if (Path(options["output_dir"]) / "summary.json").exists():
             shutil.rmtree(options["output_dir"])  # it had ended: from the beginning
             done = []
