@@ -5,6 +5,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,12 +41,13 @@ def counting(request_id):
 class Played:
     """Rollouts of one call of `sample` in a folder, and what the engine was asked."""
 
-    def __init__(self, folder, script=counting, *, version=3, lines=None, **options):
+    def __init__(self, folder, script=counting, *, version=3, weights=17, lines=None, **options):
         options = {"environment": "Counter", **options}
         rows = [{"input": f"Find it {i}."} for i in range(3)]
         folder.mkdir(exist_ok=True)
         self.stage = Stage(folder, script, rows=rows, **options)
         self.stage.engine.set_weights_version(version)
+        self.stage.strategy.session.last_weight_sync = SimpleNamespace(engine_hash=weights)
         self.path = folder / "journal" / FILE
         if lines is not None:
             self.path.parent.mkdir(exist_ok=True)
@@ -152,6 +154,8 @@ def test_a_journal_of_other_weights_or_prompts_is_not_followed(whole, tmp_path):
         again = Played(tmp_path / name, lines=changed)
         assert again.num_requests == whole.num_requests
         assert again.ids == whole.ids
+    unknown = Played(tmp_path / "unknown", weights=0)
+    assert Played(tmp_path / "again", weights=0, lines=unknown.lines).num_requests > 0
     for broken in ("", "no JSON\n" + whole.lines):
         again = Played(tmp_path / f"broken{len(broken)}", lines=broken)
         assert again.ids == whole.ids
