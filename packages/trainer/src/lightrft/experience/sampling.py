@@ -175,8 +175,9 @@ class RolloutSampler:
                 greedy.append(self._sample(prompts, positions, first_request_id, params, meter)[1])
             with self._recording():
                 own, table = self._sample(
-                    prompts, positions, first_request_id, training_params(config), meter, step=step
-                )
+                    prompts, positions, first_request_id, training_params(config), meter,
+                    step=step, batch=len(tables),
+                )  # fmt: skip
             scored += own
             tables.append(table)
             num_prompts += num_new
@@ -297,6 +298,7 @@ class RolloutSampler:
         *,
         shapes_rewards: bool = True,
         step: int | None = None,
+        batch: int = 0,
     ) -> tuple[list[ScoredRollout], RowTable]:
         """This rank's scored rollouts and the table of all ranks.
 
@@ -306,8 +308,9 @@ class RolloutSampler:
         if self._environments is not None:
             with meter.stage("rollout"):
                 rollouts, results = self._environments.sample(
-                    self._strategy, prompts, request_ids, params, group_ids=positions, step=step
-                )
+                    self._strategy, prompts, request_ids, params, group_ids=positions, step=step,
+                    batch=batch,
+                )  # fmt: skip
             return self._score(
                 rollouts, meter, shapes_rewards=shapes_rewards, environment_results=results
             )
