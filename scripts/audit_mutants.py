@@ -104,9 +104,14 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
     from mutmut.mutation.pragma_handling import IgnoredCode
 
     class EveryFunction(MutationVisitor):
+        left: set[libcst.CSTNode] = set()
+
         def _skip_node_and_children(self, node: libcst.CSTNode) -> bool:
+            if isinstance(node, libcst.ClassDef):
+                # How a dataclass is made is no matter of an audit either.
+                self.left |= set(node.decorators)
             if isinstance(node, libcst.FunctionDef | libcst.Decorator | libcst.Param):
-                return False
+                return node in self.left
             # What is refused, and how the refusal reads, is no matter of an audit.
             return isinstance(node, libcst.Raise) or super()._skip_node_and_children(node)
 
@@ -264,6 +269,10 @@ class Bench:
         spec.loader.exec_module(self.world)
         self.folder = folder
         self.model = self.world.write_model(folder / "model")
+        # Here, and each once below, so that no fork has to import or to build anything.
+        from lightrft.audit.report import audit_step
+
+        self.audit_step = audit_step
         self.recorders: list[Recorder] = []
         self.whole = [self.facts_of(index) for index in range(len(STEPS))]
         gc.freeze()  # what is here is no garbage of a fork
@@ -282,6 +291,8 @@ class Bench:
         with Recorder() as recorder:
             run = self.record(index)
         self.recorders.append(recorder)
+        if self.audit_step(run).first_difference is not None:
+            raise AssertionError(f"the audit of step {index} finds a difference without a mutant")
         return self.result(run)
 
     def result(self, run: Path) -> dict[str, object]:
@@ -327,8 +338,6 @@ class Bench:
     def outcome(self, mutant: Mutant, code: CodeType) -> str:
         """Whether the mutant raises, is equivalent, found or missed."""
         gc.disable()
-        from lightrft.audit.report import audit_step
-
         found = "equivalent"
         with planted(mutant.path, code):
             for index in self.steps_for(mutant):
@@ -338,7 +347,7 @@ class Bench:
                     return "raises"
                 if not self.is_changed(index, run):
                     continue
-                if audit_step(run).first_difference is not None:
+                if self.audit_step(run).first_difference is not None:
                     return "found"
                 found = "missed"
         return found
