@@ -202,6 +202,7 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.outside: set[Place] = set()
+        self.lines: set[Place] = set()
         self._inside: set[Place] | None = None
 
     def __enter__(self) -> Recorder:
@@ -219,6 +220,7 @@ class Recorder:
             setattr(module, key, value)
         self.calls = [call for call in self.calls if self._is_repeatable(call)]
         self.calls = [dataclasses.replace(call, result=call.replayed()) for call in self.calls]
+        self.lines = self.outside.union(*(call.lines for call in self.calls))
 
     def _is_repeatable(self, call: Call) -> bool:
         try:
@@ -309,47 +311,56 @@ class Bench:
         }
 
     def try_mutant(self, mutant: Mutant) -> str:
-        """The outcome: dead (no step reaches it), or what came of it in a process of its own."""
+        """What came of a mutant; steps that it may change run in a process of their own."""
         code = mutant.compiled()
         if code is None or not any(self.reaches(mutant, r) for r in self.recorders):
             return "dead"
-        return forked(lambda: self.outcome(mutant, code), MUTANT_SECONDS) or "hangs"
+        try:
+            with planted(mutant.path, code), time_limit(MUTANT_SECONDS):
+                steps = self.steps_for(mutant)
+                if not steps:
+                    return "equivalent"
+                return forked(lambda: self.outcome(steps), MUTANT_SECONDS) or "hangs"
+        except TimeoutError:
+            return "hangs"
+        except Exception:  # noqa: BLE001 - of the module or of a call that a step makes
+            return "raises"
 
     @staticmethod
     def reaches(mutant: Mutant, recorder: Recorder) -> bool:
         """Whether the step runs the mutated line, or any of the module if it runs at import."""
-        lines = recorder.outside.union(*(call.lines for call in recorder.calls))
-        return any(p == mutant.path and n in (mutant.lines or {n}) for p, n in lines)
+        return any(p == mutant.path and n in (mutant.lines or {n}) for p, n in recorder.lines)
 
-    def steps_for(self, mutant: Mutant) -> Iterator[int]:
-        """Steps that the mutant may change: not those of which each call gives the same bits."""
-        places = {(mutant.path, line) for line in mutant.lines}
+    def steps_for(self, mutant: Mutant) -> list[int]:
+        """Steps that a planted mutant may change: not those of which each call gives the same bits.
+
+        What runs at import may also be read without a call: a declaration, a default.
+        """
+        steps = []
         for index, recorder in enumerate(self.recorders):
-            if not self.reaches(mutant, recorder):
-                continue
-            if not places or places & recorder.outside:
-                yield index
-                continue
-            for call in recorder.calls:
-                if places & call.lines and not is_same(call):
-                    yield index
-                    break
+            places = {(mutant.path, line) for line in mutant.lines}
+            is_outside = not places or bool(places & recorder.outside)
+            places = places or {place for place in recorder.lines if place[0] == mutant.path}
+            calls = [call for call in recorder.calls if places & call.lines]
+            differs = [call for call in calls if call.replayed() != call.result]
+            if differs or (is_outside and places & recorder.lines):
+                steps.append(index)
+        return steps
 
-    def outcome(self, mutant: Mutant, code: CodeType) -> str:
-        """Whether the mutant raises, is equivalent, found or missed."""
+    def outcome(self, steps: list[int]) -> str:
+        """Whether some step raises, whether one changes, and whether its audit finds that."""
         gc.disable()
         found = "equivalent"
-        with planted(mutant.path, code):
-            for index in self.steps_for(mutant):
-                try:
-                    run = self.record(index)
-                except Exception:  # noqa: BLE001 - any crash shows the mutant
-                    return "raises"
-                if not self.is_changed(index, run):
-                    continue
-                if self.audit_step(run).first_difference is not None:
-                    return "found"
-                found = "missed"
+        for index in steps:
+            try:
+                run = self.record(index)
+            except Exception:  # noqa: BLE001 - any crash shows the mutant
+                return "raises"
+            if not self.is_changed(index, run):
+                continue
+            if self.audit_step(run).first_difference is not None:
+                return "found"
+            found = "missed"
         return found
 
     def is_changed(self, index: int, run: Path) -> bool:
@@ -393,12 +404,20 @@ def forked(function: Callable[[], str], seconds: float) -> str:
         os.waitpid(child, 0)
 
 
-def is_same(call: Call) -> bool:
-    """Whether a call gives the bits that it gave without the mutant."""
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """A TimeoutError in Python code that takes longer."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        return call.replayed() == call.result
-    except Exception:  # noqa: BLE001 - then the step will say what becomes of it
-        return False
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def references(module: ModuleType) -> list[tuple[ModuleType, str, object]]:

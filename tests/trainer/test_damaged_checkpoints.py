@@ -187,7 +187,8 @@ def is_equal(path, before):
     if path.name != "manifest.json" or now == before:
         return now == before
     try:
-        return json.loads(now) == json.loads(before)
+        # As texts: to Python true equals 1.
+        return json.dumps(json.loads(now)) == json.dumps(json.loads(before))
     except (ValueError, RecursionError):
         return False
 
@@ -311,6 +312,13 @@ def test_the_newest_whole_step_is_continued_whatever_is_damaged(
         args=(backends, str(tmp_path), num_cases, seed),
     )  # fmt: skip
     assert done == [[num_cases] * len(backends)] * world_size, seed
+
+
+def test_a_manifest_says_the_same_if_only_its_spaces_differ(tmp_path):
+    path = tmp_path / "manifest.json"
+    for now, is_same in (('{"order":1 }', True), ('{"order": true}', False), ("{", False)):
+        path.write_text(now)
+        assert is_equal(path, b'{"order": 1}') == is_same
 
 
 def test_a_load_that_does_not_verify_is_caught(tmp_path, monkeypatch):
