@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrft.kernels.logprob import self_tests
+from lightrft.kernels.logprob import selection, self_tests
 from lightrft.kernels.logprob.chunked_engine import ChunkedEngine
 from lightrft.kernels.logprob.self_tests import gradient_error, run_once
+from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
 
 CPU = torch.device("cpu")
 
@@ -46,3 +47,15 @@ def test_one_run_is_what_a_call_computes(entropy):
     assert torch.allclose(rows.logprobs.double(), log_p[:, 0].detach(), atol=5e-5)
     assert grad.shape == (7, 400)
     assert torch.allclose(grad.double(), logits.grad[:, :400], atol=2e-5)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_columns"), [(0, 9), (4, 0)])
+def test_nothing_is_timed_where_there_is_nothing_to_compute(monkeypatch, num_tokens, num_columns):
+    first, second = ChunkedEngine(8), ChunkedEngine(16)
+    monkeypatch.setattr(selection, "select_engines", lambda *_: [first, second])
+    request = selection.Request.of(
+        "auto", "fp32", "False", "grad",
+        temperature=1.0, has_bias=False, has_softcap=False, chunk_columns=8,
+    )  # fmt: skip
+    layer = OutputLayer(torch.randn(num_columns, 3), None, LogitsTransform(1.0, None))
+    assert selection.choose_engine(request, torch.randn(num_tokens, 3), layer) is first

@@ -106,7 +106,8 @@ def choose_engine(request: Request, hidden: Tensor, layer: OutputLayer) -> Logpr
     if request.impl in _named:
         return _named[request.impl]
     engines = select_engines(request, hidden, layer.weight)
-    if len(engines) == 1:
+    # Nothing can be timed where there is nothing to compute.
+    if len(engines) == 1 or len(hidden) == 0 or len(layer.weight) == 0:
         return engines[0]
     # Tokens are binned to a power of two.
     key = (len(hidden).bit_length(), *layer.weight.shape, hidden.dtype, request.entropy)
