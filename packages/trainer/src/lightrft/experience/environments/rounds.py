@@ -19,6 +19,7 @@ from lightrft.experience.environments.calls import (
     ToolCall,
     check_call,
     choose_parser,
+    whole_turn,
 )
 from lightrft.experience.environments.episode import Episode
 from lightrft.experience.environments.journal import JOURNAL_FOLDER, Journal
@@ -102,18 +103,25 @@ class Environments:
         self._pool = pool or EnvironmentPool(config)
         self.spec = self._pool.spec
         self.prompt_tokenizer = ToolTokenizer(tokenizer, self.spec.schemas)
-        self.special_ids = frozenset(tokenizer.all_special_ids)
+        self.special_ids = forging_ids(tokenizer)
         self._functions = self.spec.functions
         try:
-            self._parse = choose_parser(config.tool_parser, tokenizer, self.spec.schemas)
+            self._parse = (
+                whole_turn
+                if self.spec.answers_turns
+                else choose_parser(config.tool_parser, tokenizer, self.spec.schemas)
+            )
             self._suffix = TurnSuffix(
-                cast("ChatTokenizer", tokenizer), tools=self.spec.schemas, has_system=has_system
+                cast("ChatTokenizer", tokenizer),
+                tools=self.spec.schemas,
+                has_system=has_system,
+                is_conversation=self.spec.answers_turns,
             )
         except (TemplateRefusedError, ConfigError) as error:
             self._pool.close()
             raise ConfigError(str(error)) from error
         verdict = self._suffix.verdict
-        if self._functions and not verdict.shows_tools and not has_system:
+        if self.spec.schemas and not verdict.shows_tools and not has_system:
             self._pool.close()
             raise ConfigError(
                 "the chat template does not show tools to the model: describe them in "
@@ -206,6 +214,8 @@ class Environments:
             for index in range(params.n):
                 own = request_id * params.n + index
                 row = dict(prompt.row)
+                if self.spec.answers_turns:
+                    row["prompt"] = [dict(message) for message in prompt.messages]
                 if self.spec.takes_seed:
                     row.setdefault("seed", request_seed(params.seed, own, 0) % 2**31)
                 episodes.append(
@@ -327,18 +337,24 @@ class Environments:
         A call whose answer nobody would see is not made.
         """
         turn = episode.last
-        episode.pending, is_last = [], len(episode.segments) >= self._config.max_turns
-        if turn is None or turn.finish_reason != "stop" or is_last:
-            episode.is_open = False
-            return
-        calls, problem = self._calls(turn.output_token_ids)
-        room = self._room_for_text(episode, max(1, len(calls)))
-        if not (calls or problem) or room < MIN_OBSERVATION_TOKENS * max(1, len(calls)):
+        episode.pending = []
+        calls, problem = ([], None) if turn is None else self._calls(turn)
+        may_follow = self.spec.answers_turns or self._may_follow(episode, max(1, len(calls)))
+        if not (calls or problem) or not may_follow:
             episode.is_open = False
             return
         episode.pending = calls
         wrong = () if problem is None else (AnsweredCall("", {}, "malformed", as_error(problem)),)
         episode.answers.append([*wrong])
+
+    def _may_follow(self, episode: Episode, count: int) -> bool:
+        """Whether so many answers would be seen, and another turn can follow them."""
+        turn = episode.last
+        if turn is None or turn.finish_reason != "stop":
+            return False
+        if len(episode.segments) >= self._config.max_turns:
+            return False
+        return self._room_for_text(episode, count) >= MIN_OBSERVATION_TOKENS * count
 
     def _room_for_text(self, episode: Episode, count: int) -> int:
         """Tokens that so many answers may have, so that one token of a turn can follow."""
@@ -354,11 +370,14 @@ class Environments:
             episode.answers.append(answered)
         for call in episode.pending:
             episode.answers[-1].append(self._made(episode, call, host))
+            if episode.answers[-1][-1].ends_episode:
+                break
 
     def _observe(self, episode: Episode) -> None:
-        """Appends the answers of the last turn."""
+        """Appends the answers of the last turn, or ends the episode."""
         turn, answers = episode.last, episode.answers[-1]
-        if turn is None:
+        if turn is None or answers[-1].ends_episode or not self._may_follow(episode, len(answers)):
+            episode.is_open = False
             return
         room = self._room_for_text(episode, len(answers))
         share = min(self._config.max_observation_tokens, room // len(answers))
@@ -369,11 +388,13 @@ class Environments:
             observation = self._suffix.after(turn.output_token_ids, ["[cut]"] * len(answers))
         episode.add_observation(observation.token_ids, observation.text_spans)
 
-    def _calls(self, token_ids: Sequence[int]) -> tuple[list[ToolCall], str | None]:
-        """The calls in a turn that ended by itself, or what is wrong with them."""
-        text = self._tokenizer.decode(token_ids[:-1], skip_special_tokens=False)
+    def _calls(self, turn: Completion) -> tuple[list[ToolCall], str | None]:
+        """The calls in a turn, or what is wrong with them."""
+        is_ended = turn.finish_reason == "stop"
+        ids = turn.output_token_ids[:-1] if is_ended else turn.output_token_ids
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
         try:
-            return self._parse(str(text), True), None
+            return self._parse(str(text), is_ended), None
         except MalformedCallError as error:
             return [], str(error)
 
@@ -393,7 +414,8 @@ class Environments:
         seconds = time.perf_counter() - start
         if "error" in answer:
             return AnsweredCall(call.name, arguments, "error", answer["text"], seconds)
-        return AnsweredCall(call.name, arguments, "ok", answer["text"], seconds)
+        is_last = "ends_episode" in answer
+        return AnsweredCall(call.name, arguments, "ok", answer["text"], seconds, is_last)
 
     def _cut(self, text: str, max_tokens: int) -> str:
         """A text of at most so many tokens, and a mark where it was cut."""
@@ -435,6 +457,24 @@ class Environments:
             raise EpisodeError("get_reward returned None")
         total, parts = cast("tuple[float, dict[str, float]]", answer)
         return RewardResult(total, {str(self.spec.name): total, **parts})
+
+
+def forging_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids that no text of a tool may have: special tokens, but not the one of unknown characters.
+
+    That one stays among them where it serves as another special token, too.
+    """
+    names = cast("Mapping[str, str | list[str]]", tokenizer.special_tokens_map)
+    texts = [
+        text
+        for name, value in names.items()
+        if name != "unk_token"
+        for text in ([value] if isinstance(value, str) else value)
+    ]
+    unknown = tokenizer.unk_token
+    return frozenset(tokenizer.all_special_ids) - (
+        frozenset() if unknown is None or unknown in texts else {tokenizer.unk_token_id}
+    )
 
 
 def as_error(text: str) -> str:
