@@ -244,7 +244,8 @@ class Environments:
             return error
         for episode, outcome in zip(episodes, outcomes, strict=True):
             if isinstance(outcome, EpisodeError):
-                first = first or self._failed(episode, outcome)
+                problem = self._failed(episode, outcome)
+                first = first or problem
         return first
 
     def _failed(self, episode: Episode, error: EpisodeError) -> Exception | None:

@@ -169,9 +169,11 @@ def _turns(value: object) -> list[tuple[str, str]]:
         if not isinstance(turn, Mapping):
             continue
         calls = turn.get("calls")
-        answered = [call for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
-        found.append(("model", turn.get("said")))
-        found += [(_answerer(call), call.get("answer")) for call in answered]
+        answered = (
+            [call for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
+        )
+        found.append(("model", turn.get("said", "")))
+        found += [(_answerer(call), call.get("answer", "")) for call in answered]
     shown = [
         (who, readable(str(text), max_characters=MAX_PART_CHARACTERS))
         for who, text in found[:MAX_PARTS]
