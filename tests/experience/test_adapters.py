@@ -230,6 +230,9 @@ def test_actions_of_an_openenv_server_are_calls_of_a_tool(stage, server):
     ids = [session["episode_id"] for session in server.sessions]
     assert len(set(ids)) == len(ids) == 2
     assert all(session["step_count"] == 2 for session in server.sessions)
+    asked = [session["asked"][0]["data"] for session in server.sessions]
+    assert all(data["input"] == "Find it." for data in asked)
+    assert len({data["seed"] for data in asked}) == 2
 
 
 def begun(server):

@@ -49,7 +49,7 @@ class OpenEnvEpisode(Adapted):
         self._connection: ClientConnection | None = None
         self._id, self._num_steps, self._reward = uuid.uuid4().hex, 0, 0.0
 
-    def reset(self, **row: object) -> str | None:
+    def reset(self, seed: int | None = None, **row: object) -> str | None:
         """Begins the episode; the row's columns and its seed go to the server."""
         from websockets.sync.client import connect
 
@@ -63,7 +63,7 @@ class OpenEnvEpisode(Adapted):
             )
         except (OSError, TimeoutError, ValueError) as error:
             raise self._lost(f"no connection: {error}") from error
-        asked = {**row, "episode_id": self._id}
+        asked = {**row, "seed": seed, "episode_id": self._id}
         try:
             told = self._taken(self._ask("reset", asked))
         except ActionRefusedError as error:
