@@ -23,7 +23,6 @@ from lightrft.cli.quickstart.calculator import CALCULATOR
 from lightrft.cli.quickstart.task import HELD_OUT_SEED, Task, write_exercises
 from lightrft.config import TrainConfig
 from lightrft.config.options import did_you_mean
-from lightrft.trainer.reporting.sample_page import readable
 from lightrft.trainer.runs.files import SAMPLES_FILE, JsonLines, package_versions
 
 if TYPE_CHECKING:
@@ -289,6 +288,8 @@ def summarise(
 
 def last_conversation(directory: Path) -> list[str]:
     """Lines with the best rewarded sample of several turns in the last step; none without any."""
+    from lightrft.trainer.reporting.sample_page import readable
+
     entries = [entry for _, entry in JsonLines(directory / SAMPLES_FILE) if "turns" in entry]
     last = [entry for entry in entries if entry["step"] == entries[-1]["step"]]
     if not last:

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit, urlunsplit
 
@@ -46,6 +47,7 @@ class OpenEnvEpisode(Adapted):
 
     def __init__(self, address: str) -> None:
         self._address = address
+        self._open = ExitStack()
         self._connection: ClientConnection | None = None
         self._id, self._num_steps, self._reward = uuid.uuid4().hex, 0, 0.0
 
@@ -54,12 +56,14 @@ class OpenEnvEpisode(Adapted):
         from websockets.sync.client import connect
 
         try:
-            self._connection = connect(
-                self._address,
-                open_timeout=CONNECT_SECONDS,
-                max_size=MAX_MESSAGE_BYTES,
-                compression=None,
-                proxy=None,
+            self._connection = self._open.enter_context(
+                connect(
+                    self._address,
+                    open_timeout=CONNECT_SECONDS,
+                    max_size=MAX_MESSAGE_BYTES,
+                    compression=None,
+                    proxy=None,
+                )
             )
         except (OSError, TimeoutError, ValueError) as error:
             raise self._lost(f"no connection: {error}") from error
@@ -131,9 +135,8 @@ class OpenEnvEpisode(Adapted):
         return EpisodeLostError(f"OpenEnv at {self._address}: {reason}; the episode is lost")
 
     def _close(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        self._connection = None
+        self._open.close()
 
 
 def connect(address: str) -> type[Adapted]:
