@@ -21,7 +21,8 @@ from lightrft.experience.environments.adapted import EpisodeLostError
 from lightrft.experience.environments.hosted import HostedEnvironments
 from lightrft.experience.environments.openenv import ActionRefusedError, connect
 from lightrft.experience.environments.pool import EnvironmentPool
-from lightrft.experience.ledger_gate import gather_evidence, rebuild
+from lightrft.experience.evidence import take_evidence
+from lightrft.experience.ledger_gate import rebuild
 from lightrft.rewards.types import RewardError
 from lightrft.rewards.worker import ReportedError
 
@@ -70,9 +71,7 @@ def test_a_skyrl_gym_class_is_answered_turn_by_turn_as_a_user_answers(stage):
         assert reward.components == {"Countdown": 0.5}
         ends = rollout.completion.output_token_ids.count(played.tokenizer.eos_token_id)
         assert ends == 5  # what the environment said forged none
-    evidence = gather_evidence(
-        rollouts, played.strategy, special_ids=played.environments.special_ids
-    )
+    evidence = take_evidence(rollouts, played.strategy, special_ids=played.environments.special_ids)
     for rollout in rollouts:
         row = rebuild(rollout.sample_id, evidence)
         start = len(rollout.completion.prompt_token_ids)

@@ -25,7 +25,7 @@ class Adapted(ABC):
     is_done = False
 
     @abstractmethod
-    def reset(self, **row: object) -> str | None:
+    def reset(self, seed: int | None = None, **row: object) -> str | None:
         """Begins the episode; what it returns stands at the end of the user's message."""
 
     @abstractmethod

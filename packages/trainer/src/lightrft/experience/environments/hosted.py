@@ -69,6 +69,7 @@ class HostedEnvironments:
             "has_reward": self._class is not None and hasattr(self._class, "get_reward"),
             "takes_seed": "seed" in reset,
             "answers_turns": self._answers_turns(),
+            "stateless": sorted(self._tools),
         }
 
     def _schemas(self, methods: Mapping[str, Tool]) -> list[object]:

@@ -41,9 +41,9 @@ class Conversation(Adapted):
     def __init__(self, make: Callable[..., TextEnvironment]) -> None:
         self._make, self._reward = make, 0.0
 
-    def reset(self, **row: object) -> str | None:
+    def reset(self, seed: int | None = None, **row: object) -> str | None:
         """Begins with the prompt; text that `init` puts at its end is added."""
-        self._environment = self._make(env_config={}, extras=row)
+        self._environment = self._make(env_config={}, extras={**row, "seed": seed})
         prompt = list(cast("Sequence[Message]", row["prompt"]))
         asked, _ = self._environment.init(list(prompt))
         before, after = prompt[-1].get("content"), asked[-1].get("content") if asked else None
