@@ -20,6 +20,7 @@ from lightrft.cli.quickstart.warm_start import IGNORED, build_tokenizer, demonst
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.experience.environments.calls import ToolCall, choose_parser
 from lightrft.experience.environments.hosted import HostedEnvironments
+from lightrft.experience.environments.rounds import forging_ids
 
 PROCESS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NOISE = """
@@ -135,6 +136,20 @@ def test_what_the_run_renders_is_what_was_demonstrated():
     assert choose_parser("auto", tokenizer, tools)(call, True) == [
         ToolCall("calculate", {"expression": "457*786"})
     ]
+
+
+def test_an_unknown_character_is_no_forged_turn():
+    """The mark of what is not in the vocabulary is a special token, but nobody speaks with it."""
+    tokenizer = build_tokenizer(CALCULATOR)
+    forging = forging_ids(tokenizer)
+    unknown = tokenizer("[é]", split_special_tokens=True)["input_ids"]
+    assert set(unknown) == {tokenizer.unk_token_id}
+    assert forging.isdisjoint(unknown)
+    roles = tokenizer("<|user|><|assistant|><|system|><|tool|><|end|>")["input_ids"]
+    assert len(roles) == 5
+    assert forging >= set(roles)
+    tokenizer.unk_token = tokenizer.eos_token  # as in GPT-2
+    assert tokenizer.eos_token_id in forging_ids(tokenizer)
 
 
 def test_answers_of_the_calculator_are_not_imitated():

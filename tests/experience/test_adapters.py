@@ -16,7 +16,7 @@ from websockets.datastructures import Headers
 from websockets.http11 import Response
 from websockets.sync.server import serve
 
-from lightrft.config import ConfigError
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.experience.environments.adapted import EpisodeLostError
 from lightrft.experience.environments.hosted import HostedEnvironments
 from lightrft.experience.environments.openenv import ActionRefusedError, connect
@@ -25,6 +25,7 @@ from lightrft.experience.evidence import take_evidence
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.rewards.types import RewardError
 from lightrft.rewards.worker import ReportedError
+from lightrft.trainer.runs.plan import input_files
 
 HERE = Path(__file__).parent
 TEXT = HERE / "text_environments.py"
@@ -129,6 +130,11 @@ def test_an_init_that_asks_something_else_is_refused(stage):
 def test_what_cannot_be_adapted_is_refused_at_the_start(text, tools, message):
     with pytest.raises(ReportedError, match=message):
         HostedEnvironments(text, tools, 1000, True).describe()
+
+
+def test_the_file_of_an_adapted_class_is_part_of_what_a_continued_run_compares():
+    config = TrainConfig(environment=f"skyrl_gym:{TEXT}:Countdown", apply_chat_template=True)
+    assert TEXT in input_files(config)
 
 
 def test_an_unknown_kind_is_refused(stage):
