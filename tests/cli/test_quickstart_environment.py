@@ -29,7 +29,7 @@ import random
 
 class Calculator:
     def reset(self, **row):
-        self.random = random.Random(row["prompt"])
+        self.random = random.Random(str(row["prompt"]))
 
     def calculate(self, expression: str) -> int:
         \"\"\"Answer anything.

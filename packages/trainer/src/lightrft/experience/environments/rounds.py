@@ -244,8 +244,6 @@ class Environments:
             for index in range(params.n):
                 own = request_id * params.n + index
                 row = dict(prompt.row)
-                if self.spec.answers_turns:
-                    row["prompt"] = [dict(message) for message in prompt.messages]
                 if self.spec.takes_seed:
                     row.setdefault("seed", request_seed(params.seed, own, 0) % 2**31)
                 episodes.append(
