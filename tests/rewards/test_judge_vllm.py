@@ -50,8 +50,10 @@ def address(tmp_path_factory):
     write_tiny_model(folder / "model", "tiny-qwen3", seed=1)
     port, log = free_port(), folder / "log"
     command = [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder / "model"),
-        "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny",
+        # What `vllm serve` runs; that command itself needs a distribution of the name vllm.
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+        "--model", str(folder / "model"), "--served-model-name", "tiny",
+        "--host", "127.0.0.1", "--port", str(port),
         "--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8",
     ]  # fmt: skip
     with log.open("wb") as output:
