@@ -108,7 +108,7 @@ def test_scoring_overlaps_generation(benchmark, tmp_path):
         def generation() -> float:
             return timed(lambda: early.sampler.sample_all(prompts(0.0), PARAMS))
 
-        tables = [way.sampler.sample_all(prompts(0.0), PARAMS) for way in (early, late)]
+        tables = [way.sampler.sample_all(prompts(0.0), PARAMS)[1] for way in (early, late)]
         assert tables[0].rewards.tolist() == tables[1].rewards.tolist()
         ratios: dict[str, list[float]] = {"beside": [], "after": []}
         seconds = []
