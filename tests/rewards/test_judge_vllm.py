@@ -19,12 +19,14 @@ from lightrft.config import TrainConfig
 from lightrft.models.presets import write_tiny_model
 from lightrft.rewards import RewardError, build_reward
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-START_SECONDS = 480.0
+START_SECONDS = 720.0
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCH_COMPILE_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_COMPILE_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1",
+    # Its second process need not compile every module again.
+    "PYTHONDONTWRITEBYTECODE": "",
 }  # fmt: skip
 
 
