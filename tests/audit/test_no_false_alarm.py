@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from lightrft.config.registry import (
     KL_ESTIMATORS,
     POLICY_LOSSES as LOSS_NAMES,
 )
+from lightrft.experience.exchange import tabulate
 
 ALIASES = {"clipped", "grpo"}
 LOSSES = [name for name in POLICY_LOSSES if name not in ALIASES]
@@ -172,6 +174,35 @@ BY_DEFAULT = ("critic", "rewards", "adapters", "temperature", "schedule")
 @pytest.mark.parametrize("name", BY_DEFAULT)
 def test_further_options(name, audited):
     assert_equal(audited(VARIANTS[name]))
+
+
+def with_observations(samples):
+    """A third of the tokens of a response, never the last, were answers of a tool."""
+    scored = []
+    for number, item in enumerate(samples.scored):
+        completion = item.rollout.completion
+        size = len(completion.output_token_ids)
+        sampled = tuple((i + number) % 3 != 1 or i + 1 == size for i in range(size))
+        logprobs = tuple(x * f for x, f in zip(completion.output_logprobs, sampled, strict=True))
+        completion = replace(completion, sampled=sampled, output_logprobs=logprobs)
+        scored.append(replace(item, rollout=replace(item.rollout, completion=completion)))
+    return replace(samples, scored=scored, table=tabulate(scored))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"advantage_estimator": "gae", "init_kl_coef": 0.1, "turn_credit": "discounted"},
+        {"advantage_estimator": "opo", "loss_agg_mode": "seq-mean-token-mean"},
+        {"advantage_estimator": "group_norm", "turn_credit": "discounted", "init_kl_coef": 0.1,
+         "use_kl_loss": True},
+        {"off_policy_correction": "tis", "advantage_estimator": "reinforce++"},
+    ],
+    ids=["gae", "opo", "group_norm", "reinforce++"],
+)  # fmt: skip
+def test_steps_on_episodes(changes, audited):
+    report = audited({"gamma": 0.8, **changes}, shape=with_observations)
+    assert_equal(report)
 
 
 @pytest.mark.slow
