@@ -14,7 +14,7 @@ from lightrft.config import TrainConfig
 from lightrft.engines.types import Completion
 from lightrft.experience.assemble import AdvantageSettings
 from lightrft.experience.collate import collate
-from lightrft.experience.exchange import merge, tabulate
+from lightrft.experience.exchange import row_table, tabulate
 from lightrft.experience.forward import ForwardModels
 from lightrft.experience.maker import make_experience
 from lightrft.experience.sampling import Samples
@@ -62,7 +62,7 @@ def test_a_completion_says_which_of_its_tokens_were_sampled():
 def test_table_and_batch_hold_what_each_row_holds(seed):
     items = random_step(seed, num_rows=12)
     items[5] = replace(items[5], is_masked=True)
-    table = merge([tabulate(items[6:]), tabulate(items[:6])])
+    table = tabulate(items)
     assert table.sampled_lengths.tolist() == [sum(flags(i.rollout)) for i in items]
     order = np.random.default_rng(seed).permutation(12)
     taken = table.take(order)
@@ -94,10 +94,6 @@ def test_statistics_of_lengths_count_sampled_tokens():
 
 
 def test_the_length_penalty_looks_at_the_longest_turn():
-    class Zero:
-        def score(self, prompts, responses, labels, columns):
-            return [RewardResult(0.0, {}) for _ in responses]
-
     item = random_step(0, num_rows=1, num_turns=3)[0].rollout
     sampled = (True,) * 4 + (False,) * 3 + (True,) * 6 + (False,) * 9 + (True,) * 2
     completion = replace(
@@ -108,7 +104,9 @@ def test_the_length_penalty_looks_at_the_longest_turn():
         generate_max_len=8,
     )  # fmt: skip
     scored = score_rollouts(
-        [replace(item, completion=completion)], Zero(), overlong_penalty=overlong_penalty(config)
+        [replace(item, completion=completion)],
+        [RewardResult(0.0, {})],
+        overlong_penalty=overlong_penalty(config),
     )
     assert scored[0].reward == -0.5  # 6 tokens: 2 into the buffer of 4
 
@@ -199,7 +197,7 @@ def take_step(items, trained, *, is_packed, micro_batch_size, **options):
     has_critic = algorithm.estimator_traits.needs_critic
     kl_coef = config.init_kl_coef
     step = make_experience(
-        Samples(items, tabulate(items), StageMeter(), 2),
+        Samples(items, row_table(items), StageMeter(), 2),
         ForwardModels(actor, reference, critic if has_critic else None),
         strategy=strategy,
         settings=AdvantageSettings(

@@ -223,6 +223,12 @@ def batch_problems(config: RunOptions, world_size: int) -> list[str]:
     unit = config.micro_train_batch_size * num_data_ranks
     legal_train = [size for size in _divisors(samples) if size % unit == 0]
     found = []
+    size = min(config.fsdp_shard_size, world_size)
+    if config.fsdp and size > 0 and world_size % size:
+        found.append(
+            f"fsdp_shard_size must divide the number of processes: got {size} and {world_size}; "
+            f"legal fsdp_shard_size: {_either(_divisors(world_size))}"
+        )
     if world_size % config.engine_tp_size:
         found.append(
             "engine_tp_size must divide the number of processes: got "

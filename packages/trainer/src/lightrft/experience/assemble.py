@@ -23,7 +23,7 @@ from lightrft.algorithms.types import (
     TokenAdvantages,
 )
 from lightrft.config import TrainConfig
-from lightrft.experience.exchange import SampleTable
+from lightrft.experience.exchange import RowTable
 from lightrft.experience.numerics import NumericsError
 from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.strategy.strategy_base import StrategyBase
@@ -59,9 +59,7 @@ class ShapedRewards:
     moments: Moments | None
 
 
-def shape_rewards(
-    table: SampleTable, moments: Moments | None, config: TrainConfig
-) -> ShapedRewards:
+def shape_rewards(table: RowTable, moments: Moments | None, config: TrainConfig) -> ShapedRewards:
     """Running normalisation, then clipping, over the rows of all ranks.
 
     Args:
@@ -82,7 +80,7 @@ def shape_rewards(
 
 
 def assemble(
-    table: SampleTable,
+    table: RowTable,
     rows: Tensor,
     rollouts: RolloutBatch,
     outputs: PolicyOutputs,
@@ -95,7 +93,7 @@ def assemble(
     """The experience of one rank.
 
     Args:
-        table: The samples of all ranks.
+        table: The rows of all ranks.
         rows: [batch] int64, the rows of `table` that `rollouts` holds.
         rollouts, outputs: This rank's rows.
         rewards: [rows of table] from `shape_rewards`.
@@ -126,7 +124,7 @@ def assemble(
 
 
 def _estimate(
-    table: SampleTable,
+    table: RowTable,
     rows: Tensor,
     rollouts: RolloutBatch,
     outputs: PolicyOutputs,
