@@ -11,7 +11,8 @@ import pytest
 
 from lightrft.experience.environments.journal import read_journal
 from lightrft.experience.environments.replay import Replay, replay_journal
-from lightrft.experience.ledger_gate import gather_evidence, rebuild
+from lightrft.experience.evidence import take_evidence
+from lightrft.experience.ledger_gate import rebuild
 from lightrft.experience.sampling import RolloutSampler, training_params
 from lightrft.rewards.build import CombinedReward
 
@@ -112,7 +113,7 @@ def test_turns_of_a_journal_are_evidence_for_the_ledger_gate(whole, tmp_path):
     lines = whole.lines.splitlines(keepends=True)
     again = Played(tmp_path / "run", lines="".join(lines[: len(lines) // 2]))
     assert 0 < again.num_requests < whole.num_requests
-    evidence = gather_evidence(again.rollouts, again.stage.strategy)
+    evidence = take_evidence(again.rollouts, again.stage.strategy)
     for rollout in again.rollouts:
         row = rebuild(rollout.sample_id, evidence)
         start = len(rollout.completion.prompt_token_ids)
@@ -210,8 +211,10 @@ def test_late_episodes_join_later_rounds_with_the_same_tokens(tmp_path):
         # One waits in its first turn, for what another does in its third.
         if request_id == 4:
             return [call("pass_gate", path=str(gate), opens=False), *counting(request_id)]
+        if request_id < 4:
+            return ["done"]
         opened = call("pass_gate", path=str(gate), opens=True)
-        return [call("count_up"), call("count_up"), *([opened] * (request_id == 5)), "done"]
+        return [call("count_up"), call("count_up"), opened, "done"]
 
     options = {"environment_workers": 2, "tools": (f"{CASES}:pass_gate",), "prompt_max_len": 2000}
     gate.touch()
