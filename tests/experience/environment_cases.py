@@ -200,3 +200,18 @@ class Delayed:
 
     def get_reward(self):
         return float(self.count)
+
+
+def pass_gate(path: str, opens: bool) -> str:
+    """Open a gate, or wait until it is.
+
+    Args:
+        path: A file that says so.
+        opens: Whether to open it.
+    """
+    if opens:
+        with open(path, "w", encoding="utf-8"):
+            pass
+    while not os.path.exists(path):
+        time.sleep(0.005)
+    return "open"

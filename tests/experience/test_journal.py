@@ -11,7 +11,8 @@ import pytest
 
 from lightrft.experience.environments.journal import read_journal
 from lightrft.experience.environments.replay import Replay, replay_journal
-from lightrft.experience.ledger_gate import gather_evidence, rebuild
+from lightrft.experience.evidence import take_evidence
+from lightrft.experience.ledger_gate import rebuild
 from lightrft.experience.sampling import RolloutSampler, training_params
 from lightrft.rewards.build import CombinedReward
 
@@ -112,7 +113,7 @@ def test_turns_of_a_journal_are_evidence_for_the_ledger_gate(whole, tmp_path):
     lines = whole.lines.splitlines(keepends=True)
     again = Played(tmp_path / "run", lines="".join(lines[: len(lines) // 2]))
     assert 0 < again.num_requests < whole.num_requests
-    evidence = gather_evidence(again.rollouts, again.stage.strategy)
+    evidence = take_evidence(again.rollouts, again.stage.strategy)
     for rollout in again.rollouts:
         row = rebuild(rollout.sample_id, evidence)
         start = len(rollout.completion.prompt_token_ids)
@@ -196,30 +197,43 @@ def test_a_deadline_is_not_decided_twice(tmp_path):
     assert good.num_requests == 0
 
 
-def test_late_episodes_join_later_rounds_with_the_same_tokens(whole, tmp_path):
-    def script(request_id):
-        # One waits in its first turn, while another takes many.
-        if request_id == 4:
-            return [call("slowly", seconds=0.2), *counting(request_id)]
-        return [call("slowly", seconds=0.08)] * (12 if request_id == 5 else 1) + ["done"]
+def round_of(rounds, sample_id, turn):
+    """In which an episode had a turn."""
+    return next(
+        n for n, turns in enumerate(rounds) if sample_id in turns and turns[sample_id].turn == turn
+    )
 
-    options = {"environment_workers": 2, "max_turns": 20}
+
+def test_late_episodes_join_later_rounds_with_the_same_tokens(tmp_path):
+    gate = tmp_path / "gate"
+
+    def script(request_id):
+        # One waits in its first turn, for what another does in its third.
+        if request_id == 4:
+            return [call("pass_gate", path=str(gate), opens=False), *counting(request_id)]
+        if request_id < 4:
+            return ["done"]
+        opened = call("pass_gate", path=str(gate), opens=True)
+        return [call("count_up"), call("count_up"), opened, "done"]
+
+    options = {"environment_workers": 2, "tools": (f"{CASES}:pass_gate",), "prompt_max_len": 2000}
+    gate.touch()
     prompt = Played(tmp_path / "prompt", script, **options)
+    gate.unlink()
     late = Played(tmp_path / "late", script, late_join=True, **options)
     assert late.ids == prompt.ids
     assert [r.reward for r in late.rewards] == [r.reward for r in prompt.rewards]
     rounds, lock_step = (read_journal(each.path).rounds for each in (late, prompt))
-    assert len(rounds) > len(lock_step)
-    assert any(len({t.turn for t in turns.values()}) > 1 for turns in rounds)
+    assert round_of(lock_step, 4, 1) == round_of(lock_step, 5, 1) == 1
+    assert round_of(rounds, 4, 1) > round_of(rounds, 5, 2)
     # A continued run follows the rounds as they were.
     lines = late.lines.splitlines(keepends=True)
-    again = Played(
-        tmp_path / "again", script, late_join=True, **options,
-        lines="".join(lines[: 2 * len(lines) // 3]),
-    )  # fmt: skip
+    text = "".join(lines[: 2 * len(lines) // 3])
+    again = Played(tmp_path / "again", script, late_join=True, lines=text, **options)
     assert again.ids == late.ids
-    known = read_journal(again.path).rounds
-    assert [sorted(turns) for turns in known[:3]] == [sorted(turns) for turns in rounds[:3]]
+    known, count = read_journal(again.path).rounds, text.count('"event": "round"')
+    assert count > 0
+    assert [sorted(t) for t in known[:count]] == [sorted(t) for t in rounds[:count]]
 
 
 def test_each_batch_of_dynamic_sampling_has_a_journal(tmp_path):
