@@ -154,6 +154,7 @@ def test_the_engines_steps_find_report_runner_and_parity():
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(900)
 def test_the_engines_steps_run_with_vllm():
     probe = gpu_checks.EngineProbe()
     gpu_checks.run_probe(probe, "vllm", hidden=128, layers=2)
