@@ -73,7 +73,8 @@ markers =
 INI
 
 note "peers"
-for peer in liger_kernel quack verl trl cut_cross_entropy; do
+# cutlass is what QuACK and the candidate in gpu/cute_forward.py are compiled by.
+for peer in liger_kernel quack verl trl cut_cross_entropy cutlass; do
   "$python" -c "import $peer" >/dev/null 2>&1 && echo "$peer" || echo "$peer: absent"
 done
 

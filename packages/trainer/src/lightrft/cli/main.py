@@ -16,6 +16,7 @@ COMMANDS = {
     "serve-reward": ("lightrft.cli.serve_reward", "serve a reward function over HTTP"),
     "report": ("lightrft.cli.report", "one HTML page about a run: curves, times, samples, options"),
     "audit": ("lightrft.cli.audit", "recompute a step of a run in float64 and compare"),
+    "replay": ("lightrft.cli.replay", "sample a step's episodes again from its journal"),
     "export": ("lightrft.cli.export", "the final model of a run as a checked HF checkpoint"),
     "doctor": ("lightrft.cli.doctor", "whether this machine can train, and a model exactly"),
     "config": ("lightrft.cli.config_command", "options as they come out, compared, or as a schema"),
