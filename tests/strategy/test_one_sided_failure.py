@@ -185,6 +185,7 @@ def test_without_a_failure_every_rank_has_all_results():
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("place", ["start", "alone", "generate"])
 def test_all_ranks_end_with_the_cause_when_one_fails_in_its_engine(place, tmp_path):
     check("fake", place, tmp_path)
