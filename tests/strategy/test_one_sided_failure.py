@@ -48,10 +48,12 @@ def run_fake(place: str, folder: str) -> None:
     from lightrft.strategy.engine.generation import SHARED_BY_GROUP
 
     class Shared(FakeEngine):
-        def generate(self, requests, sampling_params):
+        runs_on_every_rank = True
+
+        def generate(self, requests, sampling_params, **options):
             if place == "generate":
                 wait_inside(folder)
-            return super().generate(requests, sampling_params)
+            return super().generate(requests, sampling_params, **options)
 
     def build(config, *, module=None):
         if place == "start":
