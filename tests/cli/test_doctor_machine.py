@@ -151,12 +151,3 @@ def test_the_engines_steps_find_report_runner_and_parity():
     assert gpu_checks.parity_of(probe).verdict is Verdict.OK
     assert probe.parity < 1e-3
     assert gpu_checks.sleep_of(probe).verdict is Verdict.UNCHECKED
-
-
-@pytest.mark.vllm
-def test_the_engines_steps_run_with_vllm():
-    probe = gpu_checks.EngineProbe()
-    gpu_checks.run_probe(probe, "vllm", hidden=128, layers=2)
-    assert probe.runner == "vllm.v1.worker.cpu_model_runner.CPUModelRunner"
-    assert gpu_checks.canary_of(probe).verdict is Verdict.OK
-    assert gpu_checks.parity_of(probe).verdict is Verdict.OK

@@ -107,6 +107,7 @@ def rewrite(engine, module, *, without: str = "") -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_nothing_of_an_engine_that_slept_is_read_before_it_is_rewritten(
     is_tied, tmp_path, poisoning
@@ -122,7 +123,8 @@ def test_nothing_of_an_engine_that_slept_is_read_before_it_is_rewritten(
             for (ids, logprobs), (wanted, expected) in zip(generate(engine), before, strict=True):
                 assert ids == wanted
                 assert logprobs == pytest.approx(expected, abs=1e-5)
-        assert min(poisoning) > len(list(module.parameters()))
+        # Both caches, and of a layer two norms and two of its heads, four products fused of seven.
+        assert min(poisoning) >= 13
         # What is not rewritten shows: in one tensor, and in all of the memory.
         engine.sleep(level=2)
         rewrite(engine, module, without="model.norm.weight")
@@ -138,6 +140,7 @@ def test_nothing_of_an_engine_that_slept_is_read_before_it_is_rewritten(
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(900)
 def test_a_closed_engine_is_collected_and_a_second_one_starts(tmp_path):
     module = tiny_model(is_tied=True)
     module.save_pretrained(tmp_path)

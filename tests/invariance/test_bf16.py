@@ -25,10 +25,10 @@ from lightrft.trainer.invariance.cells import (
 from lightrft.trainer.invariance.measure import measure_cells, write_reference
 
 WORLDS = {"zero1": 2, "zero2": 2, "zero3": 2, "fsdp": 2, "hsdp": 4}
-# What one process with one padded micro-batch in bfloat16 deviates by, rounded up; measured on a
-# CPU, where the fake strategy rounds nothing, so that ways with bfloat16 compute give it.
-PLAINEST = Deviations(
-    outputs=0.02, loss=0.007, weights=0.01, gradient=0.01, gradient_tensor=0.08, update=0.12
+# Largest values over the product, on a CPU: outputs 0.026, loss 0.0031, gradient and weights
+# 0.0166, one tensor 0.030, update 0.154; processors differ in how they sum.
+BF16_BOUNDS = Deviations(
+    outputs=0.06, loss=0.01, weights=0.035, gradient=0.035, gradient_tensor=0.07, update=0.35
 )
 
 
@@ -86,7 +86,7 @@ def model(tmp_path_factory) -> tuple[str, str]:
 
 
 def bounds_of(cell: Cell) -> Deviations:
-    return bf16_bounds(PLAINEST) if cell.bf16 else FP32_BOUNDS
+    return BF16_BOUNDS if cell.bf16 else FP32_BOUNDS
 
 
 def violations(cells: list[Cell], model: tuple[str, str], *, seconds: float) -> list[str]:
@@ -98,6 +98,8 @@ def violations(cells: list[Cell], model: tuple[str, str], *, seconds: float) -> 
         assert all(rank == ranks[0] for rank in ranks)
         found += list(zip(chosen, ranks[0], strict=True))
     print(*(f"{cell}: {deviations}" for cell, deviations in found), sep="\n")
+    # In bfloat16 it was computed, where that was asked for.
+    assert all(("gradient" in d.above(FP32_BOUNDS)) == cell.bf16 for cell, d in found)
     return [
         f"{cell}: " + ", ".join(f"{name}={d.value(name):.3g}" for name in above)
         for cell, d in found
@@ -121,8 +123,8 @@ def test_every_strategy_dtype_offload_and_accumulation_gives_the_step(model):
 
 
 def test_the_doctors_bounds_are_thrice_the_plainest_way():
-    bounds = bf16_bounds(PLAINEST)
-    assert bounds.gradient == pytest.approx(0.03)
+    bounds = bf16_bounds(BF16_BOUNDS)
+    assert bounds.gradient == pytest.approx(3 * BF16_BOUNDS.gradient)
     nothing = Deviations(**dict.fromkeys(Deviations.__dataclass_fields__, 0.0))
     assert bf16_bounds(nothing) == FP32_BOUNDS
     cells = doctor_cells(2, has_deepspeed=True, bf16=True)

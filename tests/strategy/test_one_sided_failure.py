@@ -48,10 +48,12 @@ def run_fake(place: str, folder: str) -> None:
     from lightrft.strategy.engine.generation import SHARED_BY_GROUP
 
     class Shared(FakeEngine):
-        def generate(self, requests, sampling_params):
+        runs_on_every_rank = True
+
+        def generate(self, requests, sampling_params, **options):
             if place == "generate":
                 wait_inside(folder)
-            return super().generate(requests, sampling_params)
+            return super().generate(requests, sampling_params, **options)
 
     def build(config, *, module=None):
         if place == "start":
@@ -185,6 +187,7 @@ def test_without_a_failure_every_rank_has_all_results():
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("place", ["start", "alone", "generate"])
 def test_all_ranks_end_with_the_cause_when_one_fails_in_its_engine(place, tmp_path):
     check("fake", place, tmp_path)

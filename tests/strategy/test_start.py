@@ -70,19 +70,42 @@ def test_models_are_built_without_memory_on_gpus_above_two_gigabytes():
 
 @pytest.mark.parametrize(("device", "chosen"), [("cuda", True), ("cpu", False)])
 def test_the_decision_is_agreed_and_printed(device, chosen):
-    from lightrft.trainer.training.construction import decide_by_machine
+    from lightrft.trainer.training.construction import ModelFacts, decide_by_machine
 
     printed = []
     strategy = SimpleNamespace(
         device=SimpleNamespace(type=device), print=printed.append,
         all_reduce=lambda facts, op: {**facts, "weights": 7 * 10**9},  # what another rank read
     )  # fmt: skip
-    config = TrainConfig(fsdp=True, fused_linear_logprob=False)
+    facts = ModelFacts(num_weights=5, packs=True)
+    given = {"fsdp": True, "fused_linear_logprob": False}
+    config = TrainConfig(**given)
     assert decide_by_machine(config, strategy) is config
-    assert decide_by_machine(config, strategy, num_weights=5).meta_init is chosen
+    decided = decide_by_machine(config, strategy, facts=facts)
+    assert (decided.meta_init, decided.packing_samples) == (chosen, chosen)
     assert printed[0].startswith(f"meta_init = {str(chosen).lower()}: ")
-    adapted = TrainConfig(fsdp=True, lora_rank=4, fused_linear_logprob=False)
-    assert decide_by_machine(adapted, strategy, num_weights=5).meta_init is False
+    assert printed[1].startswith(f"packing_samples = {str(chosen).lower()}: ")
+    adapted = decide_by_machine(TrainConfig(**given, lora_rank=4), strategy, facts=facts)
+    assert (adapted.meta_init, adapted.packing_samples) == (False, chosen)
+    # Rows that a user counted are not replaced by tokens; what was given stays.
+    counted = TrainConfig(**given, micro_train_batch_size=2)
+    assert not decide_by_machine(counted, strategy, facts=facts).packing_samples
+    for wanted in (True, False):
+        config = TrainConfig(**given, meta_init=wanted, packing_samples=wanted)
+        assert decide_by_machine(config, strategy, facts=facts) is config
+    padding = ModelFacts(num_weights=5, packs=False)
+    assert not decide_by_machine(TrainConfig(**given), strategy, facts=padding).packing_samples
+
+
+def test_models_that_mix_packed_sequences_are_known_by_their_configuration():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from lightrft.models.packed_attention import packing_hindrance
+
+    config = Qwen3Config(num_hidden_layers=2)
+    assert packing_hindrance(Qwen3ForCausalLM, config) is None
+    config.layer_types = ["full_attention", "conv"]
+    assert packing_hindrance(Qwen3ForCausalLM, config) == "layers of type conv"
 
 
 def test_the_shard_size_must_divide_the_processes():

@@ -89,8 +89,10 @@ class StrategyConfig:
     gradient_checkpointing: bool = option(
         False, "Recompute activations in the backward pass.", group="training",
     )  # fmt: skip
-    packing_samples: bool = option(
-        False, "Pack several samples into one row without padding.", group="training",
+    packing_samples: bool | None = option(
+        None, "Pack several samples into one row without padding; unset means yes on GPUs with "
+        "FlashAttention in bfloat16, where the models can and no micro_* size was changed.",
+        group="training", by_machine=True,
     )  # fmt: skip
     use_mp_opt: bool = option(
         False, "FSDP2: bfloat16 parameters with float32 master copies in the optimizer.",

@@ -138,7 +138,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("--grace_seconds", 60, "Seconds between asking a pod to end and ending it."),
     ):
         add_number(parser, flag, text, default=default)
-    for flag, text, default in (
+    for flag, text, preset in (
         ("--job_name", "Default: lightrft.", "lightrft"),
         ("--namespace", "Default: kubectl's.", None),
         ("--memory", "Memory of a pod. Default: 256Gi.", "256Gi"),
@@ -146,5 +146,5 @@ def build_parser() -> argparse.ArgumentParser:
         ("--claim", "Persistent volume claim with model, data and output.", None),
         ("--mount", "Where it is mounted. Default: /data.", "/data"),
     ):
-        parser.add_argument(flag, help=text, default=default)
+        parser.add_argument(flag, help=text, default=preset)
     return parser

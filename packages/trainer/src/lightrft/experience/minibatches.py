@@ -64,7 +64,7 @@ class MinibatchPlan:
         if max_tokens is None:
             return micro_slices(0, len(self.rows[index][rank]), micro_batch_size)
         cuts = [
-            _cut([int(lengths[row]) for row in rows], max_tokens, config.packing_samples)
+            _cut([int(lengths[row]) for row in rows], max_tokens, bool(config.packing_samples))
             for rows in self.rows[index]
         ]
         return _split(cuts[rank], max(len(cut) for cut in cuts))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from lightrft.models.ulysses import (
     LayoutRefusedError,
@@ -178,6 +178,41 @@ def _attend_varlen(
     return attended.transpose(0, 1).unsqueeze(0)
 
 
+def packing_hindrance(
+    model_class: type[PreTrainedModel], text_config: PretrainedConfig
+) -> str | None:
+    """By what, other than attention that is known here, tokens see each other; None if by nothing.
+
+    Args:
+        model_class: Of the model.
+        text_config: Of its text part.
+    """
+    kinds = set(text_config.to_dict().get("layer_types") or ()) - LAYER_TYPES
+    if kinds:
+        return f"layers of type {', '.join(sorted(kinds))}"
+    supports = model_class._supports_attention_backend and model_class._supports_flash_attn
+    return None if supports else "attention of its own"
+
+
+def packs_in_one_kernel(path: str) -> bool:
+    """Whether a checkpoint's model, in bfloat16 on this GPU, packs with one kernel for all rows.
+
+    Nothing of the weights is read.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from lightrft.models.loading import load_config
+
+    config = load_config(path)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return False
+    text = config.get_text_config()
+    hindrance = packing_hindrance(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], text)
+    size = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
+    sample = torch.empty(1, 1, 1, size, device="cuda", dtype=torch.bfloat16)
+    return hindrance is None and has_varlen_kernel(sample, sample, sample)
+
+
 def use_packed_attention(model: PreTrainedModel, *, sp_size: int = 1) -> None:
     """Lets a model read packed sequences.
 
@@ -190,13 +225,11 @@ def use_packed_attention(model: PreTrainedModel, *, sp_size: int = 1) -> None:
             the heads cannot be distributed over the ranks.
     """
     config = model.config.get_text_config()
-    kinds = set(config.to_dict().get("layer_types") or ()) - LAYER_TYPES
-    supports = model._supports_attention_backend and model._supports_flash_attn
-    if kinds or not supports:
-        what = f"layers of type {', '.join(sorted(kinds))}" if kinds else "attention of its own"
+    hindrance = packing_hindrance(type(model), config)
+    if hindrance is not None:
         raise LayoutRefusedError(
-            f"{type(model).__name__} has {what}, which would mix packed sequences: train without "
-            "packing_samples and sp_size"
+            f"{type(model).__name__} has {hindrance}, which would mix packed sequences: train "
+            "without packing_samples and sp_size"
         )
     check_head_counts(config.num_attention_heads, sp_size)
     model.set_attn_implementation(PACKED)

@@ -89,7 +89,7 @@ class _Board:
 
     def __init__(self, prefix: str, what: str) -> None:
         # A connection of its own: another thread may block on the original.
-        self._store = dist.distributed_c10d._get_default_store().clone()
+        self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self._lock = threading.Lock()
         self._prefix = prefix
         self._failure: str | None = None

@@ -21,7 +21,6 @@ from lightrft.datasets.prompts import load_texts
 from lightrft.datasets.render import PromptTokenizer
 from lightrft.experience.environments.rounds import Environments
 from lightrft.models import load_tokenizer
-from lightrft.models.weight_files import count_model
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.recipes import RewardRecipes
 from lightrft.strategy import get_strategy
@@ -53,7 +52,7 @@ from lightrft.trainer.runs.start import end_run, sole_writer, start_run
 from lightrft.trainer.spmd_ppo_trainer import LoopResult, SPMDPPOTrainer
 from lightrft.trainer.training.alarms import RunAlarmError, run_verdict
 from lightrft.trainer.training.algorithm import algorithm_problems
-from lightrft.trainer.training.construction import decide_by_machine
+from lightrft.trainer.training.construction import decide_by_machine, read_model_facts
 from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.stopping import RunStoppedError
 
@@ -155,9 +154,9 @@ def run_training(
         if rank == 0:
             loggers = (*build_trackers(config), *own_loggers(config), *loggers)
         strategy = stack.enter_context(get_strategy(config))
-        num_weights = count_model(str(config.pretrain))
-        strategy.check_model_size(num_weights)
-        config = decide_by_machine(config, strategy, num_weights=num_weights)
+        facts = read_model_facts(config, strategy)
+        strategy.check_model_size(facts.num_weights)
+        config = decide_by_machine(config, strategy, facts=facts)
         trainer, loader = build_trainer(config, inputs, strategy, loggers=loggers)
         stack.callback(trainer.close)
         num_resumed = start_run(config, trainer, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from torch import nn
@@ -10,8 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.options import options_of
 from lightrft.experience.model_rewards import ModelRewards, ScoringModel
 from lightrft.models import Actor, SequenceModel, load_tokenizer
+from lightrft.models.packed_attention import packs_in_one_kernel
+from lightrft.models.weight_files import count_model
 from lightrft.rewards.build import CombinedReward, numbered
 from lightrft.rewards.types import RewardFunction
 from lightrft.strategy.prepared import PreparedModel
@@ -41,8 +45,33 @@ def check_parts(strategy: StrategyBase, processor: object | None, *, needs_proce
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of the models before they are built.
+
+    Args:
+        num_weights: Numbers in the files of the actor.
+        packs: Whether all that are trained pack with one kernel for all rows, on this rank.
+    """
+
+    num_weights: int
+    packs: bool
+
+
+def read_model_facts(config: TrainConfig, strategy: StrategyBase) -> ModelFacts:
+    """From the files of the models; see `ModelFacts`."""
+    paths = {str(config.pretrain)}
+    if isinstance(config.critic_pretrain, str):
+        paths.add(config.critic_pretrain)
+    uses_bf16 = config.computes_in_bf16(has_gpu=strategy.device.type == "cuda")
+    packs = strategy.device.type == "cuda" and uses_bf16
+    return ModelFacts(
+        count_model(str(config.pretrain)), packs and all(map(packs_in_one_kernel, paths))
+    )
+
+
 def decide_by_machine(
-    config: TrainConfig, strategy: StrategyBase, *, num_weights: int | None = None
+    config: TrainConfig, strategy: StrategyBase, *, facts: ModelFacts | None = None
 ) -> TrainConfig:
     """The configuration with what its options leave to the machine; collective where they do.
 
@@ -51,31 +80,48 @@ def decide_by_machine(
     Args:
         config: With the same open options on every rank.
         strategy: Started.
-        num_weights: Numbers in the files of the actor; None if its model is built already.
+        facts: Of the models; None if they are built already, by somebody who chose.
     """
-    decides_meta = num_weights is not None and config.meta_init is None and config.fsdp
-    if config.fused_linear_logprob is not None and not decides_meta:
+    is_open = {
+        "fused_linear_logprob": config.fused_linear_logprob is None,
+        "meta_init": facts is not None and config.meta_init is None and config.fsdp,
+        "packing_samples": facts is not None and config.packing_samples is None,
+    }
+    if not any(is_open.values()):
         return config
-    facts = {"without_gpu": int(strategy.device.type != "cuda"), "weights": num_weights or 0}
-    agreed = strategy.all_reduce(facts, op="max")
-    has_gpu = agreed["without_gpu"] == 0
+    own = {"on_cpu": int(strategy.device.type != "cuda"), "weights": 0, "pads": 0}
+    if facts is not None:
+        own |= {"weights": facts.num_weights, "pads": int(not facts.packs)}
+    agreed = strategy.all_reduce(own, op="max")
+    has_gpu, size = agreed["on_cpu"] == 0, BF16_BYTES * agreed["weights"]
     where = "every rank has a GPU" if has_gpu else "not every rank has a GPU"
-    chosen: dict[str, object] = {}
-    if config.fused_linear_logprob is None:
-        chosen["fused_linear_logprob"] = config.fuses_logprob(has_gpu=has_gpu)
-        strategy.print(f"fused_linear_logprob = {_shown(chosen['fused_linear_logprob'])}: {where}")
-    if decides_meta:
-        size = BF16_BYTES * agreed["weights"]
-        wanted = config.builds_on_meta(has_gpu=has_gpu, weight_bytes=size)
-        # Adapters are in no file that a rank could read its rows from.
-        chosen["meta_init"] = wanted and config.lora_rank == 0
-        why = f"{where}, {size / 1e9:.1f} GB of weights"
-        strategy.print(f"meta_init = {_shown(chosen['meta_init'])}: {why}")
-    return config.replaced(chosen)
+    # Adapters are in no file that a rank could read its rows from.
+    on_meta = config.builds_on_meta(has_gpu=has_gpu, weight_bytes=size) and config.lora_rank == 0
+    packs, why = packing_by_machine(config, can_pack=has_gpu and agreed["pads"] == 0)
+    decisions = {
+        "fused_linear_logprob": (config.fuses_logprob(has_gpu=has_gpu), where),
+        "meta_init": (on_meta, f"{where}, {size / 1e9:.1f} GB of weights"),
+        "packing_samples": (packs, why),
+    }
+    chosen = {name: choice for name, choice in decisions.items() if is_open[name]}
+    for name, (value, reason) in chosen.items():
+        strategy.print(f"{name} = {str(value).lower()}: {reason}")
+    return config.replaced({name: value for name, (value, _) in chosen.items()})
 
 
-def _shown(value: object) -> str:
-    return str(value).lower()
+def packing_by_machine(config: TrainConfig, *, can_pack: bool) -> tuple[bool, str]:
+    """Whether samples are packed where nobody said so, and why."""
+    if not can_pack:
+        return False, "not every rank and model packs with one kernel (bfloat16 on a GPU)"
+    options = options_of(TrainConfig)
+    changed = [
+        name
+        for name in ("micro_train_batch_size", "micro_rollout_batch_size")
+        if config.__dict__[name] != options[name][0].default
+    ]
+    if changed:
+        return False, f"{' and '.join(changed)} count rows; --packing_samples counts tokens"
+    return True, "one kernel for rows of any length"
 
 
 def configure_models(
@@ -94,7 +140,7 @@ def configure_models(
     for model in models:
         module = None if model is None else strategy.unwrap_model(model)
         if isinstance(module, SequenceModel):
-            module.pack_samples(config.packing_samples)
+            module.pack_samples(bool(config.packing_samples))
             configure_model(module, config)
         elif config.packing_samples and module is not None:
             raise ConfigError(
