@@ -17,6 +17,7 @@ COMMANDS = {
     "report": ("lightrft.cli.report", "one HTML page about a run: curves, times, samples, options"),
     "audit": ("lightrft.cli.audit", "recompute a step of a run in float64 and compare"),
     "export": ("lightrft.cli.export", "the final model of a run as a checked HF checkpoint"),
+    "plan": ("lightrft.cli.plan", "memory and seconds of a run on given GPUs, without any"),
     "doctor": ("lightrft.cli.doctor", "whether training a model is exact, on this machine"),
     "config": ("lightrft.cli.config_command", "options as they come out, compared, or as a schema"),
     "completion": ("lightrft.cli.completion", "completion of commands and flags for a shell"),
