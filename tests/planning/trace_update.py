@@ -120,9 +120,7 @@ def loss_of(output, layout):
     if mask.shape != output.logprobs.shape:
         mask = torch.ones_like(output.logprobs, dtype=torch.bool)
     old, advantages = (torch.empty_like(output.logprobs.detach()) for _ in range(2))
-    found = clipped_policy_loss(
-        output.logprobs, old, advantages, mask, clip_low=0.2, clip_high=0.2
-    )
+    found = clipped_policy_loss(output.logprobs, old, advantages, mask, clip_low=0.2, clip_high=0.2)
     return aggregate(found.loss, mask, "token-mean", torch.ones((), device="cuda"))
 
 

@@ -94,7 +94,7 @@ def layout_policy(model: object) -> LayoutPolicy:
 
 def attends_causally(trunk: nn.Module) -> bool:
     """Whether no token of a transformers trunk sees a later one, as far as its config says."""
-    config: PretrainedConfig = trunk.config  # type: ignore[assignment]
+    config: PretrainedConfig = trunk.config
     values = config.get_text_config().to_dict()
     return values.get("is_causal", True) and not values.get("use_bidirectional_attention")
 

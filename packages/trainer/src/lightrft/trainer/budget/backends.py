@@ -162,7 +162,7 @@ def _zero_moments(
         step = [sums, Term("gradients of the step", FLOAT * trained / world, on_host)]
     else:
         sums = Term("small gradients", 0.0)
-        buckets = Term("copy of the bucket", twice * FLOAT * bucket)
+        buckets = Term("copies of the bucket", (1 + twice) * FLOAT * bucket)
         step = []
     yield [sums, kept, head, live, output]
     share = [Term(t.name, left * t.num_bytes) for t in (kept, live)]

@@ -40,6 +40,7 @@ from lightrft.trainer.runs.files import (
     JsonLines,
     set_aside,
 )
+from lightrft.trainer.runs.memory_budget import check_budget
 from lightrft.trainer.runs.models import (
     build_model_rewards,
     build_models,
@@ -154,7 +155,7 @@ def run_training(
         if rank == 0:
             loggers = (*build_trackers(config), *own_loggers(config), *loggers)
         strategy = stack.enter_context(get_strategy(config))
-        config = decide_by_machine(config, strategy)
+        config = check_budget(decide_by_machine(config, strategy), strategy)
         trainer, loader = build_trainer(config, inputs, strategy, loggers=loggers)
         stack.callback(trainer.close)
         num_resumed = start_run(config, trainer, plan)

@@ -20,6 +20,7 @@ from lightrft.trainer.budget.machines import gpu_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+
 @dataclass(frozen=True, slots=True)
 class TrainingFlops:
     """Operations of one forward and backward pass of a model.
