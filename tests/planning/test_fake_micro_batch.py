@@ -67,18 +67,27 @@ def variants(name, layers):
     ]  # fmt: skip
 
 
-def test_no_tensor_of_the_host_takes_part_in_a_micro_batch_of_a_7b_shape():
-    cases = variants("qwen2.5-7b", 2)
-    for seen, wanted in zip(fake_cuda.trace(*cases), cases, strict=True):
+def test_no_tensor_of_the_host_takes_part_in_a_micro_batch():
+    both = variants("qwen2.5-7b", 2)
+    check_variants([both[0], both[-1]])  # padded; packed with adapters and checkpointing
+
+
+@pytest.mark.slow
+def test_no_tensor_of_the_host_takes_part_in_any_micro_batch_of_a_7b_shape():
+    check_variants(variants("qwen2.5-7b", 2))
+
+
+def check_variants(cases):
+    for seen, wanted in zip(fake_cuda.trace(*cases, timeout=1500), cases, strict=True):
         assert seen["foreign"] == [], wanted
         assert seen["scored"] == 256 + 200 - 2 * 32
         assert seen["peak"] > seen["kept"] > 0
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 def test_no_tensor_of_the_host_takes_part_in_a_micro_batch_of_qwen3():
-    for seen in fake_cuda.trace(*variants("qwen3-0.6b", 28), timeout=1500):
-        assert seen["foreign"] == []
+    check_variants(variants("qwen3-0.6b", 28))
 
 
 def test_rows_of_32k_tokens_need_no_mask_of_a_gigabyte():
@@ -112,6 +121,7 @@ def test_a_plan_of_a_7b_shape_over_8_ranks_is_within_a_tenth_of_the_trace():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     "name", ["qwen2.5-0.5b", "qwen2.5-7b", "qwen2.5-32b", "qwen2.5-72b", "qwen3-0.6b"]

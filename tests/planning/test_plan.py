@@ -102,12 +102,11 @@ def test_more_gpus_take_less_time_and_waste_more():
     assert shares[-1] < 0.5
 
 
-def test_a_rank_receives_scalars_of_all_samples_and_tokens_of_its_own():
-    few, many = (setup_of("qwen2.5-7b", gpus, "h100-80g") for gpus in (8, 512))
-    samples = 512 * 8
-    assert exchange_bytes_per_rank(few) - exchange_bytes_per_rank(many) == pytest.approx(
-        (exchange_bytes_per_rank(few) - 64 * samples) * (1 - 8 / 512)
+def test_what_a_rank_receives_falls_with_the_ranks_but_for_the_scalars():
+    few, many = (
+        exchange_bytes_per_rank(setup_of("qwen2.5-7b", gpus, "h100-80g")) for gpus in (8, 512)
     )
+    assert few / 20 < many < few / 4
 
 
 def test_planning_imports_no_torch():

@@ -4,38 +4,29 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Protocol
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
-from lightrft.engines.types import Completion, GenerationRequest, MultiModalInputs, SamplingParams
+from lightrft.engines.types import GenerationRequest, MultiModalInputs, SamplingParams
 from lightrft.experience.carry import InFlightGroup, PartialRolloutState
 from lightrft.experience.dynamic import Selection, apply_selection, mixed_groups, select_groups
 from lightrft.experience.environments.rounds import Environments
-from lightrft.experience.exchange import SampleTable, exchange, merge
+from lightrft.experience.evidence import Evidence, share_entries, take_evidence
+from lightrft.experience.exchange import RowTable, exchange, merge
 from lightrft.experience.fire import fire_segments, generate_fire
-from lightrft.experience.ledger_gate import Evidence, gather_evidence
+from lightrft.experience.group_scorer import GroupScorer
 from lightrft.experience.model_rewards import ModelRewards
 from lightrft.experience.partial import PartialReport, finish_groups, open_groups
+from lightrft.experience.rollout_groups import Decoder, RolloutGroups
 from lightrft.experience.scoring import overlong_penalty, score_rollouts
 from lightrft.experience.stages import StageMeter
-from lightrft.experience.types import Rollout, ScoredRollout, Segment
+from lightrft.experience.types import Rollout, ScoredRollout
 from lightrft.rewards.types import RewardError, RewardFunction, RewardResult
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 
 NOTHING_CARRIED = PartialRolloutState()
-
-
-class Decoder(Protocol):
-    """The part of a tokenizer that turns sampled ids into text."""
-
-    pad_token_id: int | None
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of the ids."""
-        ...
 
 
 def training_params(config: TrainConfig) -> SamplingParams:
@@ -61,23 +52,23 @@ class Samples:
 
     Args:
         scored: This rank's own rollouts.
-        table: The samples of all ranks that are trained on.
+        table: The rows of all ranks that are trained on.
         meter: Duration and memory of each stage on this rank.
         num_prompts: Prompts that were rolled out, over all ranks.
         num_rounds: Batches of prompts among them.
         greedy: The greedy completions of all ranks, or None where the estimator needs none.
         selection: What dynamic sampling did, or None.
         partial: What partial rollouts did, or None.
-        evidence: What the ledger gate compares the samples with, or None without it.
+        evidence: Journal and ledger of this rank for the ledger gate, or None without it.
         tool_names: Of the tools that could be called, or None without environments and tools.
     """
 
     scored: Sequence[ScoredRollout]
-    table: SampleTable
+    table: RowTable
     meter: StageMeter
     num_prompts: int
     num_rounds: int = 1
-    greedy: SampleTable | None = None
+    greedy: RowTable | None = None
     selection: Selection | None = None
     partial: PartialReport | None = None
     evidence: Evidence | None = None
@@ -169,8 +160,8 @@ class RolloutSampler:
         draws_more = config.dynamic_sampling and next_prompts is not None
         max_rounds = config.max_num_gen_batches if draws_more else 1
         scored: list[ScoredRollout] = []
-        tables: list[SampleTable] = []
-        greedy: list[SampleTable] = []
+        tables: list[RowTable] = []
+        greedy: list[RowTable] = []
         num_prompts, num_mixed = 0, 0
         # Every rank sees the same table, so all take the same number of rounds.
         while len(tables) < max_rounds and num_mixed < num_wanted:
@@ -184,8 +175,9 @@ class RolloutSampler:
                 greedy.append(self._sample(prompts, positions, first_request_id, params, meter)[1])
             with self._recording():
                 own, table = self._sample(
-                    prompts, positions, first_request_id, training_params(config), meter, step=step
-                )
+                    prompts, positions, first_request_id, training_params(config), meter,
+                    step=step, batch=len(tables),
+                )  # fmt: skip
             scored += own
             tables.append(table)
             num_prompts += num_new
@@ -209,14 +201,23 @@ class RolloutSampler:
         return engine.ledger.recording()
 
     def _evidence(
-        self, rollouts: Sequence[Rollout], meter: StageMeter, *, carried: Sequence[LedgerEntry] = ()
+        self,
+        rollouts: Sequence[Rollout],
+        meter: StageMeter,
+        *,
+        carried: Sequence[LedgerEntry] | None = None,
     ) -> Evidence | None:
-        """What the ledger gate needs to know of a step; collective."""
+        """What this rank knows for the ledger gate; collective.
+
+        Responses that go on in the next step may do so on any rank, so with `carried`, the
+        entries of earlier steps, every rank gets the entries of all.
+        """
         if self._strategy.inference_engine is None or not self._config.ledger_gate:
             return None
         with meter.stage("exchange"):
             special = () if self._environments is None else self._environments.special_ids
-            return gather_evidence(rollouts, self._strategy, carried=carried, special_ids=special)
+            own = take_evidence(rollouts, self._strategy, special_ids=special)
+            return own if carried is None else share_entries(own, carried, self._strategy)
 
     def _collect_partial(
         self,
@@ -257,20 +258,19 @@ class RolloutSampler:
         return Samples(scored, table, meter, num_prompts, partial=report, evidence=evidence)
 
     def _group_rollouts(self, group: InFlightGroup, group_id: int) -> list[Rollout]:
-        rollouts = pair_completions(
-            [group.prompt],
-            [group.request_id],
-            group.completions(training_params(self._config).logprobs_mode),
-            group_ids=[group_id],
-            group_size=len(group.samples),
+        size = len(group.samples)
+        rollouts = RolloutGroups(
+            [group.prompt], [group.request_id], group_ids=[group_id], group_size=size,
             decoder=self._decoder,
-        )
+        ).in_order(group.completions(training_params(self._config).logprobs_mode))  # fmt: skip
         return [
             replace(item, token_versions=sample.versions, segments=sample.segments)
             for item, sample in zip(rollouts, group.samples, strict=True)
         ]
 
-    def sample_all(self, prompts: Sequence[Prompt], params: SamplingParams) -> SampleTable:
+    def sample_all(
+        self, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> tuple[list[ScoredRollout], RowTable]:
         """Completions of all prompts with their rewards, for an evaluation; collective.
 
         Rank r of W completes the prompts r, r + W, ...; shares may be unequal or empty. The length
@@ -281,11 +281,12 @@ class RolloutSampler:
             params: With n completions of each prompt.
 
         Returns:
-            The same table on every rank; group i holds the n rows of prompt i.
+            This rank's own, and the same table on every rank; group i holds the n rows of prompt
+            i.
         """
         positions = own_positions(self._strategy, len(prompts))
         own = [prompts[position] for position in positions]
-        return self._sample(own, positions, 0, params, StageMeter(), shapes_rewards=False)[1]
+        return self._sample(own, positions, 0, params, StageMeter(), shapes_rewards=False)
 
     def _sample(
         self,
@@ -297,7 +298,8 @@ class RolloutSampler:
         *,
         shapes_rewards: bool = True,
         step: int | None = None,
-    ) -> tuple[list[ScoredRollout], SampleTable]:
+        batch: int = 0,
+    ) -> tuple[list[ScoredRollout], RowTable]:
         """This rank's scored rollouts and the table of all ranks.
 
         The engine stays awake: the caller lets it sleep after the last of several generations.
@@ -306,35 +308,48 @@ class RolloutSampler:
         if self._environments is not None:
             with meter.stage("rollout"):
                 rollouts, results = self._environments.sample(
-                    self._strategy, prompts, request_ids, params, group_ids=positions, step=step
-                )
+                    self._strategy, prompts, request_ids, params, group_ids=positions, step=step,
+                    batch=batch,
+                )  # fmt: skip
             return self._score(
                 rollouts, meter, shapes_rewards=shapes_rewards, environment_results=results
             )
-        requests = build_requests(prompts, request_ids)
-        uses_fire = self._config.use_fire and not params.is_greedy
-        with meter.stage("rollout"):
-            if uses_fire:
-                completions = generate_fire(
-                    self._strategy,
-                    params,
-                    requests,
-                    first_token_temperature=self._config.first_token_temperature,
-                )
-            else:
-                completions = self._strategy.gather_and_generate(
-                    params, requests, sleep_engine=False
-                )
-            rollouts = pair_completions(
-                prompts, request_ids, completions, group_ids=positions, decoder=self._decoder,
-                group_size=params.n,
+        with self._group_scorer(prompts) as scorer:
+            groups = RolloutGroups(
+                prompts, request_ids, group_ids=positions, group_size=params.n,
+                decoder=self._decoder, on_group=scorer.add,
             )  # fmt: skip
-            if uses_fire:
-                rollouts = [
-                    replace(item, segments=fire_segments(item.completion, group_size=params.n))
-                    for item in rollouts
-                ]
-        return self._score(rollouts, meter, shapes_rewards=shapes_rewards)
+            with meter.stage("rollout"):
+                rollouts = self._generate(groups, build_requests(prompts, request_ids), params)
+            return self._score(rollouts, meter, shapes_rewards=shapes_rewards, scorer=scorer)
+
+    def _generate(
+        self, groups: RolloutGroups, requests: Sequence[GenerationRequest], params: SamplingParams
+    ) -> list[Rollout]:
+        """This rank's rollouts; groups that are complete go to their scorer on the way."""
+        config = self._config
+        if config.use_fire and not params.is_greedy:
+            completions = generate_fire(
+                self._strategy,
+                params,
+                requests,
+                first_token_temperature=config.first_token_temperature,
+            )
+            return [
+                replace(item, segments=fire_segments(item.completion, group_size=params.n))
+                for item in groups.in_order(completions)
+            ]
+        completions = self._strategy.gather_and_generate(
+            params, requests, sleep_engine=False, on_finished=groups.add
+        )
+        return groups.in_order(completions)
+
+    def _group_scorer(self, prompts: Sequence[Prompt]) -> GroupScorer:
+        return GroupScorer(
+            self._reward_function,
+            columns={name for prompt in prompts for name in prompt.columns},
+            masks_failures=self._config.reward_failure == "mask",
+        )
 
     def _score(
         self,
@@ -343,7 +358,17 @@ class RolloutSampler:
         *,
         shapes_rewards: bool = True,
         environment_results: Sequence[RewardResult | None] | None = None,
-    ) -> tuple[list[ScoredRollout], SampleTable]:
+        scorer: GroupScorer | None = None,
+    ) -> tuple[list[ScoredRollout], RowTable]:
+        """Scored rollouts of this rank, and the table of all ranks.
+
+        Args:
+            rollouts: Of whole groups.
+            meter: Measures it.
+            shapes_rewards: Whether length changes the reward.
+            environment_results: What environments add, or None.
+            scorer: Which has begun with some groups; None begins here.
+        """
         scored: list[ScoredRollout] = []
         problem: Exception | None = None
         limit = timedelta(minutes=self._config.timeout_minutes)
@@ -351,11 +376,12 @@ class RolloutSampler:
             # A collective: no failure of this rank alone may come before it.
             models = None if self._model_rewards is None else self._model_rewards.score(rollouts)
             try:
+                with scorer or self._group_scorer([item.prompt for item in rollouts]) as calls:
+                    results = calls.results(rollouts)
                 scored = score_rollouts(
                     rollouts,
-                    self._reward_function,
+                    results,
                     overlong_penalty=overlong_penalty(self._config) if shapes_rewards else None,
-                    masks_failures=self._config.reward_failure == "mask",
                     model_results=models,
                     environment_results=environment_results,
                 )
@@ -387,57 +413,6 @@ def build_requests(
         )
         for prompt, request_id in zip(prompts, request_ids, strict=True)
     ]
-
-
-def pair_completions(
-    prompts: Sequence[Prompt],
-    request_ids: Sequence[int],
-    completions: Sequence[Completion],
-    *,
-    group_ids: Sequence[int],
-    group_size: int,
-    decoder: Decoder,
-) -> list[Rollout]:
-    """Completions with the prompts they answer, prompt-major.
-
-    Raises:
-        RuntimeError: The engine returned another number or order of completions than asked for,
-            or gave a completion up.
-    """
-    expected = [(request_id, index) for request_id in request_ids for index in range(group_size)]
-    received = [(item.request_id, item.sample_index) for item in completions]
-    if received != expected:
-        raise RuntimeError(
-            f"the engine must return {group_size} completions for each of {len(prompts)} prompts, "
-            f"prompt after prompt: got {len(received)} completions, first difference at "
-            f"{_first_difference(received, expected)}"
-        )
-    aborted = [item.request_id for item in completions if item.finish_reason == "abort"]
-    if aborted:
-        raise RuntimeError(
-            f"the engine aborted {len(aborted)} completions (requests {aborted[:10]}); an aborted "
-            "completion is not a sample of the policy. Look for the cause in the engine's output"
-        )
-    return [
-        Rollout(
-            prompt=prompts[position // group_size],
-            completion=completion,
-            group_id=group_ids[position // group_size],
-            sample_id=group_ids[position // group_size] * group_size + completion.sample_index,
-            response_text=decoder.decode(completion.output_token_ids, skip_special_tokens=True),
-            segments=(Segment(completion.request_id, completion.sample_index),),
-        )
-        for position, completion in enumerate(completions)
-    ]
-
-
-def _first_difference(
-    received: Sequence[tuple[int, int]], expected: Sequence[tuple[int, int]]
-) -> str:
-    for position, (got, wanted) in enumerate(zip(received, expected, strict=False)):
-        if got != wanted:
-            return f"position {position}: got (request, sample) {got}, expected {wanted}"
-    return f"position {min(len(received), len(expected))}: one of the lists ends"
 
 
 def _check_text_only(prompts: Sequence[Prompt]) -> None:

@@ -17,7 +17,6 @@ STEPS: tuple[Mapping[str, object], ...] = (
     {"gradient_checkpointing": True},
     {"micro_train_batch_size": 1, "micro_rollout_batch_size": 1},
     {"fsdp": True},
-    {"meta_init": True},
     {"adam_offload": True},
     {"fsdp_cpu_offload": True, "adam_offload": False},
 )
@@ -84,8 +83,7 @@ def _acting(
 ) -> dict[str, object]:
     """What of a step changes something."""
     uses_fsdp = bool(before.get("fsdp", config.fsdp))
-    needs_fsdp = {"fsdp_cpu_offload", "meta_init"} & step.keys()
-    if needs_fsdp and not uses_fsdp:
+    if "fsdp_cpu_offload" in step and not uses_fsdp:
         return {}
     return {k: v for k, v in step.items() if before.get(k, config.__dict__[k]) != v}
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lightrft.experience.exchange_bytes import StepSamples, predict_exchange
 from lightrft.trainer.budget.machines import GB, Gpu
 from lightrft.trainer.budget.memory import plan_memory
 from lightrft.trainer.budget.setup import Setup
@@ -37,7 +38,6 @@ CONSTANTS = {
     "node_gb_per_second": Constant(50.0, "GB/s of a GPU to other nodes (400 Gb/s)"),
     "collective_seconds": Constant(30e-6, "s a collective waits for each doubling of ranks"),
     "overlap": Constant(0.8, "share of FSDP2's transfers hidden behind computation"),
-    "bytes_per_exchanged_token": Constant(20.0, "id, version and logprob on the wire, in bytes"),
 }
 
 
@@ -71,13 +71,14 @@ def constant(name: str) -> float:
 
 
 def exchange_bytes_per_rank(setup: Setup) -> float:
-    """What one rank receives when the rollouts of a step are exchanged.
-
-    Scalars of every sample go to all ranks, tokens to the rank that trains them.
-    """
-    samples = setup.config.rollout_batch_size * setup.config.n_samples_per_prompt
-    tokens = setup.samples_per_rank * mean_row_tokens(setup)
-    return 64.0 * samples + constant("bytes_per_exchanged_token") * tokens
+    """What one rank receives when the rollouts of a step are exchanged."""
+    config = setup.config
+    count = config.rollout_batch_size * config.n_samples_per_prompt
+    response = mean_row_tokens(setup) - config.prompt_max_len
+    samples = StepSamples(count, config.prompt_max_len, response)
+    return predict_exchange(
+        samples, world_size=setup.world_size, sp_size=config.sp_size, ledger_gate=config.ledger_gate
+    ).total
 
 
 def mean_row_tokens(setup: Setup) -> float:

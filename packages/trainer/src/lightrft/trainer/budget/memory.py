@@ -172,7 +172,7 @@ def _buckets(setup: Setup) -> Iterator[Term]:
 def _loading(setup: Setup) -> Iterator[Term]:
     """Sharding takes whole weights from the host, unless ranks read their own rows."""
     yield from (term for term in _models(setup) if "Adam" not in term.name)
-    if not setup.config.meta_init:
+    if not setup.builds_on_meta:
         whole = 4 * setup.actor_size.parameters
         yield Term("whole float32 weights, on the way", whole, is_on_host=setup.has_gpu)
 

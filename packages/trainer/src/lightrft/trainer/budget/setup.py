@@ -109,6 +109,13 @@ class Setup:
         return self.config.fuses_logprob(has_gpu=self.has_gpu)
 
     @property
+    def builds_on_meta(self) -> bool:
+        """Whether ranks read their own rows of the files instead of the whole model."""
+        weights = 2 * self.actor_size.parameters
+        wanted = self.config.builds_on_meta(has_gpu=self.has_gpu, weight_bytes=weights)
+        return self.config.fsdp and wanted
+
+    @property
     def row_tokens(self) -> int:
         """Of the longest row."""
         return self.config.max_episode_tokens

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lightrft.experience.maker import StepExperience
-    from lightrft.experience.sampling import Decoder
+    from lightrft.experience.rollout_groups import Decoder
 
 
 # Of a tool's answer in a line about a sample; the journal has all of it.
@@ -82,7 +82,7 @@ def _as_line(
         "advantages": values(batch.advantages),
         "returns": values(batch.returns),
     }
-    rows = table.take(np.array([where]))
+    is_sampled = experience.rows.take(np.array([row])).is_sampled
     components = zip(table.component_names, table.components[where].tolist(), strict=True)
     return {
         "step": step,
@@ -97,7 +97,7 @@ def _as_line(
         "weights_version": int(table.weights_versions[where]),
         "token_ids": token_ids[start:],
         "tokens": [decoder.decode([i], skip_special_tokens=False) for i in token_ids[start:]],
-        "sampled_spans": spans(rows.is_sampled.tolist()),
+        "sampled_spans": spans(is_sampled.tolist()),
         **{name: found for name, found in per_token.items() if found is not None},
     }
 
