@@ -155,4 +155,5 @@ def trace(case):
 
 
 if __name__ == "__main__":
+    torch.cuda.init()  # not in the middle of a checkpointed block
     print(json.dumps([trace(case) for case in json.loads(sys.argv[1])]))
