@@ -1,6 +1,7 @@
 """The budget of a run on the machine that it starts on."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,12 +40,16 @@ def check_budget(config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
     path = Path(str(config.pretrain))
     if not config.check_memory or not (path / "config.json").is_file():
         return config  # a name of the hub: its shape is known once it is loaded
-    setup = machine_setup(config, strategy)
-    plan = plan_memory(setup)
+    return settle(machine_setup(config, strategy), strategy.print)
+
+
+def settle(setup: Setup, write: Callable[[str], None]) -> TrainConfig:
+    """The decision of `check_budget`, once the machine is known; the same on all ranks."""
+    config, plan = setup.config, plan_memory(setup)
     if setup.has_gpu and not plan.fits and setup.engine in ("vllm", "sglang"):
-        config, plan = _with_smaller_engine(plan, strategy)
+        config, plan = _with_smaller_engine(plan, write)
     over = plan.worst.device_bytes / max(1.0, plan.usable_bytes)
-    strategy.print(f"memory: {summary(plan)}")
+    write(f"memory: {summary(plan)}")
     if over <= 1:
         return config
     lines = [f"  {number}. {text}" for number, text in enumerate(remedies(plan.setup), start=1)]
@@ -58,7 +63,7 @@ def check_budget(config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
             f"{memory_table(MemoryPlan(plan.setup, (plan.worst,)))}\n{advice}\n"
             "--no_check_memory starts it all the same"
         )
-    strategy.print(f"warning: this may run out of memory\n{advice}")
+    write(f"warning: this may run out of memory\n{advice}")
     return config
 
 
@@ -85,7 +90,7 @@ def machine_setup(config: TrainConfig, strategy: StrategyBase) -> Setup:
 
 
 def _with_smaller_engine(
-    plan: MemoryPlan, strategy: StrategyBase
+    plan: MemoryPlan, write: Callable[[str], None]
 ) -> tuple[TrainConfig, MemoryPlan]:
     """The plan with the largest share of the engine that fits, if an engine can live on it."""
     setup = plan.setup
@@ -94,7 +99,7 @@ def _with_smaller_engine(
     if not least < share < setup.config.engine_mem_util:
         return setup.config, plan
     config = setup.config.replaced({"engine_mem_util": share})
-    strategy.print(
+    write(
         f"engine_mem_util = {share:g} instead of {setup.config.engine_mem_util:g}: the trainer "
         "needs the rest"
     )
