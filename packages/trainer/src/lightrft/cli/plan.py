@@ -12,6 +12,8 @@ from lightrft.trainer.budget.report import full_report
 from lightrft.trainer.budget.setup import Setup
 
 GPUS_PER_NODE = 8
+# What "auto" takes where there is a GPU.
+ON_A_GPU = {"auto": "vllm"}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -35,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
         ranks_per_node=min(parsed.gpus, parsed.gpus_per_node),
         has_gpu=True,
         capacity_bytes=gpu.memory_bytes,
-        engine="vllm" if config.engine_type == "auto" else config.engine_type,
+        engine=ON_A_GPU.get(config.engine_type, config.engine_type),
     )
     text, fits = full_report(setup, gpu)
     print(text)
