@@ -17,6 +17,7 @@ FOLDER = Path(__file__).parent
 DEFAULTS = {
     "rows": 1, "tokens": 1024, "prompt": 1, "padding": 0, "packed": False, "masked": False,
     "lora": False, "checkpointing": False, "world": 0,
+    "micro_batches": 1,
 }  # fmt: skip
 
 

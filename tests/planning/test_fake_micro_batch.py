@@ -90,6 +90,8 @@ def test_no_tensor_of_the_host_takes_part_in_a_micro_batch_of_qwen3():
     check_variants(variants("qwen3-0.6b", 28))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_rows_of_32k_tokens_need_no_mask_of_a_gigabyte():
     masked, free = fake_cuda.trace(
         *(case("qwen2.5-0.5b", 1, tokens=32768, masked=masked) for masked in (True, False))
@@ -103,7 +105,9 @@ def test_rows_of_32k_tokens_need_no_mask_of_a_gigabyte():
 
 
 def compare(name, layers, **options):
-    found = fake_cuda.trace(case(name, layers, world=WORLD, **options), timeout=280)[0]
+    found = fake_cuda.trace(
+        case(name, layers, world=WORLD, micro_batches=2, **options), timeout=280
+    )[0]
     setup = setup_of(
         name, layers, tokens=options["tokens"], checkpointing=options.get("checkpointing", False)
     )
@@ -114,6 +118,8 @@ def compare(name, layers, **options):
     return setup, found
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_plan_of_a_7b_shape_over_8_ranks_is_within_a_tenth_of_the_trace():
     setup, found = compare("qwen2.5-7b", 2, tokens=4096)
     kept = trunk_bytes(setup.actor, 4096, 2) + 2 * 4095 * setup.actor.size.hidden

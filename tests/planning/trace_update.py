@@ -126,6 +126,7 @@ def loss_of(output, layout):
 
 def trace(case):
     layout, num_scored = fake_layout(case)
+    kept = 0
     actor = build(case)
     mesh = mesh_of(case["world"]) if case["world"] else None  # it looks at values
     with FakeTensorMode():
@@ -142,10 +143,11 @@ def trace(case):
                 optimizer.zero_grad()
                 live.begin()
                 before = live.total
-                output = actor(layout.input_ids, layout.attention_mask)
-                kept = live.total - before
-                loss_of(output, layout).backward()
-                del output
+                for index in range(case["micro_batches"]):
+                    output = actor(layout.input_ids, layout.attention_mask)
+                    kept = kept if index else live.total - before
+                    loss_of(output, layout).backward()
+                    del output
                 peak = live.peak - before
                 optimizer.step()
     return {
