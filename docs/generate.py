@@ -12,6 +12,12 @@ from lightrft.cli.options import available_options
 from lightrft.cli.unavailable import UNAVAILABLE
 from lightrft.config import TrainConfig
 from lightrft.config.options import OptionInfo, type_hints
+from lightrft.trainer.budget.advice import advise
+from lightrft.trainer.budget.duration import scale, where_it_stops_paying
+from lightrft.trainer.budget.machines import GPUS
+from lightrft.trainer.budget.model_size import SHAPES
+from lightrft.trainer.budget.report import COUNTS, constants_table, time_table
+from lightrft.trainer.budget.setup import Setup
 from lightrft.trainer.reporting.metric_table import METRICS
 from lightrft.utils.arguments import GROUPS
 
@@ -75,7 +81,30 @@ def metrics() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"configuration.md": configuration, "metrics.md": metrics}
+def scaling() -> str:
+    """docs/scaling.md with the table of predicted seconds between its marks."""
+    before, _, rest = (FOLDER / "scaling.md").read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    config = TrainConfig(engine_type="vllm", fsdp=True, gradient_checkpointing=True)
+    parts = []
+    for name, gpu in (("qwen2.5-7b", "h100-80g"), ("qwen2.5-32b", "h200-141g")):
+        memory = GPUS[gpu].memory_bytes
+        setup = Setup(config, SHAPES[name], 8, 8, True, memory, "vllm")
+        advice = advise(setup)
+        rows = scale(advice.plan.setup, GPUS[gpu], COUNTS)
+        flags = f" {advice.flags}" if advice.flags else ""
+        command = f"lightrft plan --pretrain {name} --gpu {gpu} --fsdp --gradient_checkpointing"
+        parts += [
+            f"`{command}{flags}`:",
+            time_table(rows),
+            where_it_stops_paying(advice.plan.setup, rows) + ".",
+        ]
+    text = "\n\n".join(["", *parts, constants_table(), ""])
+    return before + BEGIN + text + END + after
+
+
+BEGIN, END = "<!-- written by docs/generate.py -->", "<!-- end -->"
+PAGES = {"configuration.md": configuration, "metrics.md": metrics, "scaling.md": scaling}
 
 
 def main() -> int:

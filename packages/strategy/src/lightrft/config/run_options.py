@@ -493,3 +493,7 @@ class RunOptions(StrategyConfig):
         0, "Record every K-th step, with the states before and after, for lightrft audit; 0 is "
         "never.", group="monitoring", at_least=0, may_change=True,
     )  # fmt: skip
+    check_memory: bool = option(
+        True, "Compare the memory that a run will need with that of its machine before it starts; "
+        "on GPUs refuse what cannot fit.", group="run", may_change=True,
+    )  # fmt: skip

@@ -18,6 +18,7 @@ COMMANDS = {
     "audit": ("lightrft.cli.audit", "recompute a step of a run in float64 and compare"),
     "replay": ("lightrft.cli.replay", "sample a step's episodes again from its journal"),
     "export": ("lightrft.cli.export", "the final model of a run as a checked HF checkpoint"),
+    "plan": ("lightrft.cli.plan", "memory and seconds of a run on given GPUs, without any"),
     "doctor": ("lightrft.cli.doctor", "whether this machine can train, and a model exactly"),
     "config": ("lightrft.cli.config_command", "options as they come out, compared, or as a schema"),
     "completion": ("lightrft.cli.completion", "completion of commands and flags for a shell"),

@@ -40,6 +40,7 @@ from lightrft.trainer.runs.files import (
     JsonLines,
     set_aside,
 )
+from lightrft.trainer.runs.memory_budget import check_budget
 from lightrft.trainer.runs.models import (
     build_model_rewards,
     build_models,
@@ -157,6 +158,7 @@ def run_training(
         facts = read_model_facts(config, strategy)
         strategy.check_model_size(facts.num_weights)
         config = decide_by_machine(config, strategy, facts=facts)
+        config = check_budget(config, strategy)
         trainer, loader = build_trainer(config, inputs, strategy, loggers=loggers)
         stack.callback(trainer.close)
         num_resumed = start_run(config, trainer, plan)

@@ -15,22 +15,10 @@ from lightrft.config import TrainConfig
 from lightrft.experience.exchange import RowTable
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
+from lightrft.trainer.budget.machines import gpu_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-# Dense bfloat16 peaks of the makers' data sheets, in 1e12 operations per second; the first name
-# that is part of the device's counts.
-PEAK_TFLOPS = {
-    "H100 PCIe": 756.0,
-    "H100": 989.4,
-    "H200": 989.4,
-    "B200": 2250.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "L4": 121.0,
-    "RTX 4090": 165.2,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +92,8 @@ def peak_tflops(config: TrainConfig) -> float | None:
         return config.peak_tflops
     if not has_gpu or not config.computes_in_bf16(has_gpu=has_gpu):
         return None
-    device = torch.cuda.get_device_name()
-    return next((peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
+    gpu = gpu_of(torch.cuda.get_device_name())
+    return None if gpu is None else gpu.tflops
 
 
 def utilisation(

@@ -1,0 +1,106 @@
+"""A plan against the live tensors, and the resident memory, of real updates on two ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from lightrft.strategy.testing import run_multiprocess
+from lightrft.trainer.budget import backends
+from lightrft.trainer.budget.backends import resting, train_peak
+from lightrft.trainer.budget.model_size import ModelSize
+from lightrft.trainer.budget.setup import Setup
+
+spec = importlib.util.spec_from_file_location("two_ranks", Path(__file__).parent / "two_ranks.py")
+two_ranks = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(two_ranks)
+
+STRATEGIES = {
+    "fsdp2": {"fsdp": True},
+    "zero1": {"zero_stage": 1},
+    "zero2": {"zero_stage": 2},
+    "zero3": {"zero_stage": 3},
+}
+TOLERANCE = 0.10
+
+
+def setup_of(sizes, options):
+    config = two_ranks.run_config(sizes, options)
+    size = ModelSize.of_config(two_ranks.model_config(sizes).to_dict())
+    return Setup(config, size, 2, 2, False, 1e12, "fake")
+
+
+def predict(sizes, options):
+    setup = setup_of(sizes, options)
+    states = sum(term.num_bytes for term in resting(setup, setup.actor))
+    return states, states + sum(term.num_bytes for term in train_peak(setup, setup.actor))
+
+
+def measure(sizes, options):
+    # On this model a step is small against a rank's start.
+    return run_multiprocess(two_ranks.measure, 2, timeout_seconds=250, args=(sizes, options))[0]
+
+
+def compare(sizes, options):
+    found = measure(sizes, options)
+    states, peak = predict(sizes, options)
+    assert states == pytest.approx(found["idle"], rel=0.02)
+    assert peak == pytest.approx(found["peak"], rel=TOLERANCE), peak / found["peak"]
+    return peak, found["peak"]
+
+
+@pytest.mark.multiprocess
+def test_fsdp2_holds_what_the_plan_says():
+    compare(two_ranks.SIZES, STRATEGIES["fsdp2"])
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_holds_what_the_plan_says(name, bf16):
+    sizes = {**two_ranks.SIZES, "bf16": bf16}
+    compare(sizes, STRATEGIES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    "change", [{"hidden": 512}, {"rows": 4, "seq": 256}, {"rows": 8, "seq": 256}]
+)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_plan_follows_a_wider_model_and_a_larger_batch(name, change):
+    compare({**two_ranks.SIZES, **change}, STRATEGIES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_resident_memory_grows_as_the_plan_says(name):
+    # Large enough that tensors are most of what a process gains.
+    sizes = {**two_ranks.SIZES, "hidden": 512, "rows": 4, "seq": 256, "vocab": 8000}
+    options = STRATEGIES[name]
+    arguments = (sizes, options)
+    found = run_multiprocess(two_ranks.measure_resident, 2, timeout_seconds=280, args=arguments)[0]
+    tensors = measure(sizes, options)["peak"]
+    assert tensors >= 0.8 * found["resident"]
+    assert predict(sizes, options)[1] == pytest.approx(tensors, rel=TOLERANCE)
+    assert predict(sizes, options)[1] >= 0.75 * found["resident"]
+
+
+def test_the_comparison_catches_forgotten_states_of_adam(monkeypatch):
+    sizes, options = two_ranks.SIZES, STRATEGIES["fsdp2"]
+    whole = predict(sizes, options)
+
+    def without_adam(setup, model):
+        return (t for t in backends.resting(setup, model) if "Adam" not in t.name)
+
+    monkeypatch.setitem(globals(), "resting", without_adam)
+    states, peak = predict(sizes, options)
+    assert states != pytest.approx(whole[0], rel=0.02)
+    assert peak != pytest.approx(whole[1], rel=TOLERANCE)

@@ -1,0 +1,120 @@
+"""Plans of the sizes that users rent: they fit, and what they say follows the options."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from lightrft.cli.errors import ExitCode
+from lightrft.cli.main import main
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.trainer.budget.advice import advise, remedies
+from lightrft.trainer.budget.duration import efficiency, exchange_bytes_per_rank, scale
+from lightrft.trainer.budget.machines import GPUS, find_gpu, gpu_of
+from lightrft.trainer.budget.memory import plan_memory
+from lightrft.trainer.budget.model_size import SHAPES, read_model_size
+from lightrft.trainer.budget.setup import Setup
+
+
+def setup_of(name, gpus, gpu, **options):
+    config = TrainConfig(engine_type="vllm", **options)
+    return Setup(config, SHAPES[name], gpus, min(8, gpus), True, GPUS[gpu].memory_bytes, "vllm")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "gpu"),
+    [
+        ("qwen2.5-7b", 8, "h100-80g"),
+        ("qwen2.5-32b", 8, "h200-141g"),
+        ("qwen2.5-0.5b", 1, "rtx4090-24g"),
+    ],
+)
+def test_common_machines_get_settings_that_fit(name, gpus, gpu, capsys):
+    assert main(["plan", "--pretrain", name, "--gpus", str(gpus), "--gpu", gpu]) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert "fits: these settings are feasible" in text or "feasible settings: --" in text
+    advice = advise(setup_of(name, gpus, gpu))
+    assert advice.plan.fits
+    # What is recommended is a configuration that the program takes.
+    assert TrainConfig(**advice.changes)
+
+
+def test_what_cannot_fit_is_said_by_the_exit_code(capsys):
+    code = main(["plan", "--pretrain", "qwen2.5-72b", "--gpus", "1", "--gpu", "l4-24g"])
+    assert code == ExitCode.OUT_OF_MEMORY
+    assert "more or larger GPUs" in capsys.readouterr().out
+
+
+def test_remedies_lower_the_phase_that_needs_most():
+    setup = setup_of("qwen2.5-32b", 8, "h200-141g")
+    found = remedies(setup)
+    assert 1 <= len(found) <= 3
+    assert all("GB less" in text for text in found)
+
+
+def test_unknown_names_are_refused_with_those_there_are():
+    with pytest.raises(ConfigError, match="h100-80g"):
+        find_gpu("h100-8g")
+    with pytest.raises(ConfigError, match=r"no config\.json in 'nowhere'"):
+        read_model_size("nowhere")
+
+
+def test_a_device_is_found_by_its_name():
+    assert gpu_of("NVIDIA H100 80GB HBM3") is GPUS["h100-80g"]
+    assert gpu_of("NVIDIA H100 PCIe") is GPUS["h100-pcie-80g"]
+    assert gpu_of("NVIDIA L40S") is GPUS["l40s-48g"]
+    assert gpu_of("NVIDIA L4") is GPUS["l4-24g"]
+    assert gpu_of("A card of tomorrow") is None
+
+
+def test_options_change_what_they_should():
+    plain = plan_memory(setup_of("qwen2.5-7b", 8, "h100-80g", fsdp=True))
+
+    def phase(name, **options):
+        plan = plan_memory(setup_of("qwen2.5-7b", 8, "h100-80g", **{"fsdp": True, **options}))
+        return next(p for p in plan.phases if p.name == name).device_bytes
+
+    def before(name):
+        return next(p for p in plain.phases if p.name == name).device_bytes
+
+    assert phase("train", gradient_checkpointing=True) < before("train")
+    assert phase("train", lora_rank=16) < before("train")
+    assert phase("train", micro_train_batch_size=2) > before("train")
+    assert phase("train", generate_max_len=4096) > before("train")
+    assert phase("train", fsdp=False, zero_stage=2) > phase("train", fsdp=False, zero_stage=3)
+    assert phase("rollout", adam_offload=True) < before("rollout")
+    assert phase("rollout", init_kl_coef=0) < before("rollout")
+    assert phase("train", advantage_estimator="gae") > before("train")
+    assert phase("sync", engine_tp_size=2) < before("sync")
+    assert phase("train", enable_engine_sleep=False) > before("train") + 0.4 * 80e9
+
+
+def test_more_gpus_take_less_time_and_waste_more():
+    setup = setup_of("qwen2.5-7b", 8, "h100-80g", fsdp=True)
+    rows = scale(setup, GPUS["h100-80g"], (1, 8, 64, 512))
+    totals = [row.total for row in rows]
+    assert totals == sorted(totals, reverse=True)
+    shares = efficiency(rows)
+    assert shares[0] == 1
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] < 0.5
+
+
+def test_what_a_rank_receives_falls_with_the_ranks_but_for_the_scalars():
+    few, many = (
+        exchange_bytes_per_rank(setup_of("qwen2.5-7b", gpus, "h100-80g")) for gpus in (8, 512)
+    )
+    assert few / 20 < many < few / 4
+
+
+def test_planning_imports_no_torch():
+    code = (
+        "import sys, lightrft.cli.plan, lightrft.trainer.budget.report;"
+        "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,121 @@
+"""One update of a small model on two ranks, with the bytes of its live tensors at the peak."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+from pathlib import Path
+
+SIZES = {"hidden": 256, "rows": 1, "seq": 64, "layers": 3, "vocab": 4000, "bf16": False}
+
+
+def load(name):
+    """A module beside this file: tests are no packages."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def model_config(sizes):
+    from transformers import Qwen2Config
+
+    hidden = sizes["hidden"]
+    return Qwen2Config(
+        vocab_size=sizes["vocab"], hidden_size=hidden, num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128, num_hidden_layers=sizes["layers"],
+        intermediate_size=3 * hidden, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def run_config(sizes, options):
+    from lightrft.config import TrainConfig
+
+    return TrainConfig(
+        init_kl_coef=0, engine_type="hf", train_batch_size=4 * sizes["rows"],
+        rollout_batch_size=4 * sizes["rows"], n_samples_per_prompt=1,
+        micro_train_batch_size=sizes["rows"], prompt_max_len=1, bf16=sizes["bf16"],
+        generate_max_len=sizes["seq"] - 1, **options,
+    )  # fmt: skip
+
+
+def resident_bytes():
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no VmHWM")
+
+
+def build(sizes, config, strategy):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from lightrft.models import Actor
+
+    torch.manual_seed(0)
+    wanted = model_config(sizes)
+    model = AutoModelForCausalLM.from_config(
+        wanted, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    actor = Actor(model)
+    if config.gradient_checkpointing:
+        actor.gradient_checkpointing_enable()
+    return strategy.prepare_models_and_optimizers(actor, None, None, None, config, 10)[0]
+
+
+def update(prepared, strategy, sizes):
+    import torch
+
+    ids = torch.full((sizes["rows"], sizes["seq"]), 5)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    with strategy.accumulation(2, prepared.optimizer):
+        for _ in range(2):
+            loss = prepared.model(ids, mask).logprobs.sum()
+            strategy.backward(loss, prepared.model, prepared.optimizer)
+            strategy.optimizer_step(
+                prepared.optimizer, prepared.model, prepared.scheduler, name="actor"
+            )
+
+
+def measure(rank, world_size, sizes, options):
+    """Live bytes at the peak of the second update."""
+    del rank, world_size
+    from lightrft.strategy import get_strategy
+
+    live_bytes = load("live_bytes")
+    config = run_config(sizes, options)
+    with get_strategy(config) as strategy:
+        gc.collect()
+        live = live_bytes.LiveBytes()
+        before = live.total
+        with live:
+            prepared = build(sizes, config, strategy)
+            update(prepared, strategy, sizes)
+            gc.collect()
+            idle = live.total - before
+            live.begin()
+            update(prepared, strategy, sizes)
+        return {"idle": idle, "peak": live.peak - before}
+
+
+def measure_resident(rank, world_size, sizes, options):
+    """Growth of the resident memory above what imports and a process group take."""
+    del rank, world_size
+    import torch
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+
+    import lightrft.models.actor  # noqa: F401
+    from lightrft.strategy import get_strategy
+
+    config = run_config(sizes, options)
+    with get_strategy(config) as strategy:
+        tiny = {**SIZES, "hidden": 128, "layers": 1, "vocab": 64, "rows": sizes["rows"]}
+        update(build(tiny, config, strategy), strategy, {**tiny, "seq": 8})
+        gc.collect()
+        torch.zeros(1)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident_bytes()
+        prepared = build(sizes, config, strategy)
+        for _ in range(2):
+            update(prepared, strategy, sizes)
+        return {"resident": resident_bytes() - before}
