@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lightrft.experience.environments.play import TURN_STEP
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets import load_prompts
@@ -75,7 +76,7 @@ class Stage:
         """The next scripted turn, ended; text without a bar is cut by length."""
         context = self.tokenizer.decode(request.prompt_token_ids)
         turn = context.count("<|im_start|>assistant") - 1
-        turns = self.script(request.request_id)
+        turns = self.script(request.request_id % TURN_STEP)
         text = turns[min(turn, len(turns) - 1)]
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         ids = [*ids, self.tokenizer.eos_token_id]

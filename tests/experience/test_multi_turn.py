@@ -94,10 +94,6 @@ def test_statistics_of_lengths_count_sampled_tokens():
 
 
 def test_the_length_penalty_looks_at_the_longest_turn():
-    class Zero:
-        def score(self, prompts, responses, labels, columns):
-            return [RewardResult(0.0, {}) for _ in responses]
-
     item = random_step(0, num_rows=1, num_turns=3)[0].rollout
     sampled = (True,) * 4 + (False,) * 3 + (True,) * 6 + (False,) * 9 + (True,) * 2
     completion = replace(
@@ -108,7 +104,9 @@ def test_the_length_penalty_looks_at_the_longest_turn():
         generate_max_len=8,
     )  # fmt: skip
     scored = score_rollouts(
-        [replace(item, completion=completion)], Zero(), overlong_penalty=overlong_penalty(config)
+        [replace(item, completion=completion)],
+        [RewardResult(0.0, {})],
+        overlong_penalty=overlong_penalty(config),
     )
     assert scored[0].reward == -0.5  # 6 tokens: 2 into the buffer of 4
 
@@ -229,13 +227,21 @@ def take_step(items, trained, *, is_packed, micro_batch_size, **options):
     return found, metrics.reduce(strategy), step
 
 
-@pytest.mark.parametrize(("is_packed", "micro_batch_size"), [(False, 8), (False, 2), (True, 2)])
+@pytest.mark.parametrize(
+    ("is_packed", "micro_batch_size", "turn_credit"),
+    [(False, 8, "last"), (False, 2, "last"), (True, 2, "last"), (True, 2, "discounted")],
+)
 @pytest.mark.parametrize("estimator", ["group_norm", "gae"])
-def test_loss_and_gradient_equal_a_float64_program(estimator, is_packed, micro_batch_size):
+def test_loss_and_gradient_equal_a_float64_program(
+    estimator, is_packed, micro_batch_size, turn_credit
+):
     items = random_step(5)
     plain, functions, trained = models()
-    program = Program(*functions, has_gae=estimator == "gae")
-    options = {"advantage_estimator": estimator, "use_kl_loss": estimator != "gae"}
+    program = Program(
+        *functions, has_gae=estimator == "gae", counts_turns=turn_credit == "discounted"
+    )
+    options = {"advantage_estimator": estimator, "use_kl_loss": estimator != "gae",
+               "turn_credit": turn_credit}  # fmt: skip
     if estimator != "gae":
         options["kl_estimator"] = "k3"
     found, _, step = take_step(
@@ -265,6 +271,42 @@ def test_loss_and_gradient_equal_a_float64_program(estimator, is_packed, micro_b
         micro_batch_size=micro_batch_size, **options,
     )  # fmt: skip
     assert deviation(moved[0], [g.double() for g in found[0]]) > 1e-3
+
+
+@pytest.mark.parametrize("estimator", ["group_norm", "gae"])
+def test_a_single_turn_has_the_bits_of_a_response_without_a_mask(estimator):
+    """Flags that say that all was sampled change no bit of the step, and no metric."""
+    items = random_step(5, num_turns=1)
+    several = [i for i in random_step(5) if len(i.rollout.segments) > 1]
+    assert several  # the control below is one
+
+    def with_flags(item, sampled):
+        completion = replace(item.rollout.completion, sampled=sampled)
+        return replace(item, rollout=replace(item.rollout, completion=completion))
+
+    def step(rows):
+        _, _, trained = models()
+        options = {"advantage_estimator": estimator, "use_kl_loss": estimator != "gae"}
+        gradients, metrics, made = take_step(
+            rows, trained, is_packed=False, micro_batch_size=4, **options
+        )
+        shown = {n: v for n, v in metrics.items() if "second" not in n and "memory" not in n}
+        return gradients, shown, made.batch
+
+    plain = [with_flags(i, None) for i in items]
+    marked = [with_flags(i, (True,) * len(i.rollout.completion.output_token_ids)) for i in items]
+    (expected, metrics, batch), (found, same, again) = step(plain), step(marked)
+    assert all(
+        torch.equal(a, b) for e, f in zip(expected, found, strict=True)
+        for a, b in zip(e, f, strict=True)
+    )  # fmt: skip
+    assert same == metrics
+    assert torch.equal(batch.advantages, again.advantages)
+    assert torch.equal(batch.returns, again.returns)
+    # Positive control: one token less in the mask moves bits.
+    flags = (False, *(True,) * (len(items[0].rollout.completion.output_token_ids) - 1))
+    moved, _, _ = step([with_flags(items[0], flags), *marked[1:]])
+    assert not all(torch.equal(a, b) for a, b in zip(expected[0], moved[0], strict=True))
 
 
 @pytest.mark.parametrize("is_packed", [False, True])

@@ -100,6 +100,11 @@ class RunOptions(StrategyConfig):
         "as WANDB_API_KEY, are kept from them.", group="reward", may_change=True,
         commands=("data", "eval"),
     )  # fmt: skip
+    reward_workers: int = option(
+        1, "Groups of responses that an own reward function (each in a process of its own), "
+        "reasoning_gym or a service scores at once, beside the generation.", group="reward",
+        at_least=1, at_most=256, may_change=True, commands=("data", "eval"),
+    )  # fmt: skip
     sandbox: str = option(
         "bubblewrap", "Where the reward unit_tests runs programs; unsafe has limits of resources "
         "only.", group="reward", choices=("bubblewrap", "unsafe"),
@@ -213,6 +218,11 @@ class RunOptions(StrategyConfig):
         None, "Worker processes that host the environments of one rank; unset is one a core.",
         group="rollout", acts_with="environment or tools", at_least=1,
         may_change=True, commands=("eval",),
+    )  # fmt: skip
+    late_join: bool = option(
+        False, "Let an episode whose tool is busy join a later round, once half of the others are "
+        "ready; off, a round waits for all, and timing changes no bit.", group="rollout",
+        acts_with="environment or tools", commands=("eval",),
     )  # fmt: skip
     chat_template: str | None = option(
         None, "File with a Jinja chat template in place of the tokenizer's.", group="data",
@@ -350,6 +360,11 @@ class RunOptions(StrategyConfig):
     ema_beta: float = option(
         0.992, "Weight of the past in the moving average.", group="algorithm", at_least=0,
         at_most=1, acts_with="enable_ema",
+    )  # fmt: skip
+    turn_credit: str = option(
+        "last", "What gamma counts from the reward at the end of an episode backwards: last, its "
+        "tokens; discounted, its turns.", group="algorithm", acts_with="environment or tools",
+        choices=("last", "discounted"),
     )  # fmt: skip
     lora_rank: int = option(
         0, "Train adapters of this rank on the actor instead of its weights; 0 trains the weights.",

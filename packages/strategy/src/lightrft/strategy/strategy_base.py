@@ -37,7 +37,7 @@ from lightrft.strategy.distributed.context import (
 from lightrft.strategy.distributed.sequence_parallel import SPDataProcessor
 from lightrft.strategy.engine import generation, multimodal
 from lightrft.strategy.engine.generation import PromptBatch, PromptItem
-from lightrft.strategy.engine.session import EngineSession
+from lightrft.strategy.engine.session import EngineSession, OnFinished
 from lightrft.strategy.engine.statistics import GenLenAnalyser
 from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.optimizers import AdamSettings, OptimizerStepResult, learning_rate_schedule
@@ -320,7 +320,8 @@ class StrategyBase:
         Args:
             model: A bare model or an actor or critic around one.
             is_training: Whether gradients will be needed.
-            shard_size: Ranks over which parameters are sharded; -1 is all of them. Values above
+            shard_size: Ranks over which parameters are sharded; -1 is all of them, or with FSDP2
+                `fsdp_shard_size`. Values above
                 the number of ranks are clamped.
             reshard_after_forward: Whether full parameters are freed after the forward pass.
 
@@ -519,8 +520,16 @@ class StrategyBase:
             generator=torch.Generator().manual_seed(self.seed),
         )
 
+    def check_model_size(self, num_elements: int) -> None:
+        """Raises a ValueError, before anything is loaded, for a model too large for the backend.
+
+        Args:
+            num_elements: Of all its parameters.
+        """
+        self.backend.check_model_size(num_elements)
+
     @contextmanager
-    def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
+    def init_model_context(self, meta_init: bool | None = False) -> Iterator[None]:
         """Where models are built. Reports memory.
 
         With `meta_init` and FSDP2 their parameters get no memory yet: `prepare_model` shards them
@@ -530,7 +539,7 @@ class StrategyBase:
         if meta_init and not self.backend.builds_on_meta:
             self.print("warning: option without effect: meta_init acts only with fsdp")
         try:
-            with parameters_on_meta(meta_init and self.backend.builds_on_meta):
+            with parameters_on_meta(bool(meta_init) and self.backend.builds_on_meta):
                 yield
         finally:
             self.report_memory("Finished init_model_context")
@@ -928,6 +937,8 @@ class StrategyBase:
         images_num: Sequence[int] | None = None,
         all_videos: Sequence[object] | None = None,
         videos_num: Sequence[int] | None = None,
+        *,
+        on_finished: OnFinished | None = None,
     ) -> list[Completion]:
         """Generates for the prompts of all ranks; each rank gets its own completions.
 
@@ -942,6 +953,8 @@ class StrategyBase:
             all_images, all_videos: Nested (a list per prompt) or flat (cut by the counts).
             sleep_engine: Whether to put the engine to sleep afterwards (if enabled).
             images_num, videos_num: Media per prompt; inferred if None.
+            on_finished: Called with this rank's completions as they end, where the engine streams
+                and each rank has it at hand; must not raise. Not every completion need pass here.
 
         Returns:
             This rank's completions, prompt-major: `n` consecutive ones for each prompt.
@@ -958,7 +971,7 @@ class StrategyBase:
             all_prompt_token_ids, all_prompts, all_images, images_num, all_videos, videos_num
         )
         try:
-            completions = self.session.gather_and_generate(batch, sampling_params)
+            completions = self.session.gather_and_generate(batch, sampling_params, on_finished)
         finally:
             if sleep_engine:
                 self.maybe_sleep_inference_engine()

@@ -10,6 +10,7 @@ from lightrft.algorithms.advantages.token_level import (
     broadcast_to_tokens,
     estimate_token_advantages,
     token_rewards,
+    turn_discounts,
 )
 from lightrft.algorithms.declarations import advantage_traits
 from lightrft.algorithms.kl import estimate_kl
@@ -133,12 +134,15 @@ def _estimate(
 ) -> TokenAdvantages:
     mask, config = rollouts.response_mask, settings.config
     kl = _reward_kl(outputs, mask, settings)
+    gamma: float | Tensor = config.gamma
+    if config.turn_credit == "discounted":
+        gamma = turn_discounts(mask, gamma=config.gamma)
     if advantage_traits(settings.estimator).is_token_level:
         local = rewards[rows].to(mask.device, torch.float32)
         shaped = token_rewards(local, mask, kl=kl, kl_coef=settings.kl_coef)
         return estimate_token_advantages(
             settings.estimator,
-            TokenAdvantageInputs(shaped, mask, outputs.values, config.gamma, config.lambd),
+            TokenAdvantageInputs(shaped, mask, outputs.values, gamma, config.lambd),
         )
     row_advantages = estimate_row_advantages(
         settings.estimator,
@@ -155,7 +159,7 @@ def _estimate(
         mask,
         kl=kl,
         kl_coef=settings.kl_coef,
-        gamma=config.gamma,
+        gamma=gamma,
     )
 
 

@@ -92,6 +92,13 @@ def layout_policy(model: object) -> LayoutPolicy:
     return model.layout_policy if isinstance(model, SequenceModel) else LayoutPolicy()
 
 
+def attends_causally(trunk: nn.Module) -> bool:
+    """Whether no token of a transformers trunk sees a later one, as far as its config says."""
+    config: PretrainedConfig = trunk.config  # type: ignore[assignment]
+    values = config.get_text_config().to_dict()
+    return values.get("is_causal", True) and not values.get("use_bidirectional_attention")
+
+
 def trunk_output(
     trunk: nn.Module,
     layout: TokenLayout,
@@ -119,6 +126,8 @@ def trunk_output(
         extra["position_ids"] = layout.position_ids
     if with_router_logits:
         extra["output_router_logits"] = True
-    extra |= layout.attention_inputs()
+    # Models with images may let the tokens of one see each other.
+    is_causal = not model_inputs and attends_causally(trunk)
+    extra |= layout.attention_inputs(is_causal=is_causal)
     output: MoeModelOutputWithPast = trunk(input_ids=layout.input_ids, use_cache=False, **extra)
     return output

@@ -3,7 +3,7 @@
 import gc
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,14 +30,19 @@ _CPU_DEFAULTS = {
 _NEEDED: dict[str, tuple[str, ...]] = {
     "vllm": (
         "LLM.collective_rpc",
-        "LLM.generate",
+        "LLM.enqueue",
         "LLM.reset_prefix_cache",
         "LLM.sleep",
         "LLM.wake_up",
         "SamplingParams",
     ),
     "vllm.v1.executor.uniproc_executor": ("ExecutorWithExternalLauncher._distributed_args",),
-    "vllm.v1.engine.llm_engine": ("LLMEngine.abort_request", "LLMEngine.reset_encoder_cache"),
+    "vllm.v1.engine.llm_engine": (
+        "LLMEngine.abort_request",
+        "LLMEngine.has_unfinished_requests",
+        "LLMEngine.reset_encoder_cache",
+        "LLMEngine.step",
+    ),
     "vllm.config": ("set_current_vllm_config",),
     "vllm.engine.arg_utils": ("EngineArgs",),
     "vllm.model_executor.model_loader.reload": (
@@ -64,6 +69,8 @@ class Backend:
         vllm_config: Its configuration, which must be current during a reload.
         model_config: The part of it that describes the model.
         owns_process_group: Whether vLLM started `torch.distributed`.
+        runner: Module and class of what executes the model.
+        caches: Of keys and values, or of a layer's states: tensors and lists of tensors.
     """
 
     llm: object
@@ -71,6 +78,8 @@ class Backend:
     vllm_config: object
     model_config: object
     owns_process_group: bool
+    runner: str = ""
+    caches: Sequence[object] = ()
 
 
 def prepare_environment() -> bool:
@@ -160,13 +169,30 @@ def _start(arguments: dict[str, object], *, owns_process_group: bool) -> Backend
     if len(workers) != 1:
         raise RuntimeError(f"expected one vLLM worker in this process, got {len(workers)}")
     worker = workers[0]
+    runner = type(worker.model_runner)
     return Backend(
         llm=llm,
         model=worker.get_model(),
         vllm_config=worker.vllm_config,
         model_config=worker.vllm_config.model_config,
         owns_process_group=owns_process_group,
+        runner=f"{runner.__module__}.{runner.__qualname__}",
+        caches=worker.model_runner.kv_caches,
     )
+
+
+@torch.no_grad()
+def clear_caches(caches: Sequence[object]) -> None:
+    """Sets caches to zero.
+
+    Attention reads whole blocks and gives places that nobody wrote the weight 0, but 0 times
+    not-a-number is not-a-number, and memory that slept comes back with any contents.
+    """
+    for cache in caches:
+        if isinstance(cache, torch.Tensor):
+            cache.zero_()
+        elif isinstance(cache, list | tuple):
+            clear_caches(cache)
 
 
 def stop_backend(backend: Backend) -> None:

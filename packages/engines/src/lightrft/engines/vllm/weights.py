@@ -32,6 +32,12 @@ class VLLMWeights(AssembledWeights):
         self._modules = dict(backend.model.named_modules(remove_duplicate=False))
         self._reloaded: set[str] = set()
 
+    def forget_engine(self) -> None:
+        """Lets go of vLLM, whose model and cache would live as long as this object."""
+        self._forget()
+        self._modules = {}
+        del self._backend
+
     def _hand_over(self, tensors: dict[str, torch.Tensor]) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload

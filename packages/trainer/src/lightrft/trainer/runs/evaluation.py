@@ -14,7 +14,8 @@ from lightrft.datasets import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.experience.delivery import deliver_rows
 from lightrft.experience.exchange import RowTable, SampleTable, tabulate
-from lightrft.experience.sampling import Decoder, RolloutSampler, greedy_params, training_params
+from lightrft.experience.rollout_groups import Decoder
+from lightrft.experience.sampling import RolloutSampler, greedy_params, training_params
 from lightrft.models import Actor, load_tokenizer
 from lightrft.strategy import get_strategy
 from lightrft.trainer.reporting.loggers import JsonLinesFile

@@ -205,6 +205,8 @@ def record_conversations(
     for outcome in ("malformed", "refused"):
         count = sum(call.outcome == outcome for call in calls)
         metrics.add_mean(f"episode/{outcome}_calls", float(count), len(known))
+    restarts = sum(talk.num_restarts for talk in known)
+    metrics.add_mean("episode/restarts", float(restarts), len(known))
     failed = sum(item.is_masked for item in scored)
     metrics.add_mean("episode/failed_share", float(failed), len(known))
     for name in tool_names:
