@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from lightrft.experience.environments.play import TURN_STEP
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets import load_prompts
@@ -22,6 +21,7 @@ from lightrft.experience.environments.calls import (
     pythonic_calls,
 )
 from lightrft.experience.environments.hosted import tool_names
+from lightrft.experience.environments.play import TURN_STEP
 from lightrft.experience.environments.pool import EnvironmentPool
 from lightrft.experience.environments.rounds import Environments
 from lightrft.experience.evidence import take_evidence

@@ -85,7 +85,9 @@ def test_left_padded_rows_keep_their_mask(checkpoint):
     token_ids, attention_mask, _ = make_batch()
     wanted = actor(token_ids, attention_mask).logprobs
     flipped = torch.zeros_like(token_ids)
-    is_real = torch.arange(token_ids.shape[1]) >= token_ids.shape[1] - torch.tensor(LENGTHS)[:, None]
+    is_real = (
+        torch.arange(token_ids.shape[1]) >= token_ids.shape[1] - torch.tensor(LENGTHS)[:, None]
+    )
     flipped[is_real] = token_ids[attention_mask]
     with SeenMasks() as seen:
         found = actor(flipped, is_real).logprobs
