@@ -99,7 +99,10 @@ def test_the_hash_is_uniform_and_depends_on_seed_position_and_column():
     ("config", "message"),
     [
         (EngineConfig("sglang", "", dtype="int3"), "unknown dtype 'int3'"),
-        (EngineConfig("sglang", "", tensor_parallel_size=2), "runs on one device: got engine_tp"),
+        (
+            EngineConfig("sglang", "", tensor_parallel_size=2),
+            r"runs on one device: got engine_tp_size 2.*sglang/issues/2736.*engine_type vllm",
+        ),
         (EngineConfig("sglang", ""), "needs the directory of a Hugging Face checkpoint"),
     ],
 )

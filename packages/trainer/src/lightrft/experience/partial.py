@@ -162,7 +162,10 @@ def _continue(
             )
         )
     parts: list[Completion] = strategy.gather_and_generate(params, requests, sleep_engine=False)
-    found = dict(zip(own, parts, strict=True))
+    # Every rank knows the contexts.
+    found = {
+        place: replace(part, prompt_token_ids=()) for place, part in zip(own, parts, strict=True)
+    }
     everything: dict[tuple[int, int], Completion] = {}
     for share in strategy.gather_objects(found):
         everything |= share

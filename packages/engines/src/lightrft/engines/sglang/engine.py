@@ -49,7 +49,10 @@ class SGLangEngine(RolloutEngine):
         if config.tensor_parallel_size > 1:
             raise ValueError(
                 "the sglang engine runs on one device: got engine_tp_size "
-                f"{config.tensor_parallel_size}; set it to 1 or use engine_type vllm"
+                f"{config.tensor_parallel_size}, but SGLang starts the ranks of a group as "
+                "processes of its own and cannot run within those of a launcher "
+                "(https://github.com/sgl-project/sglang/issues/2736); set it to 1 or use "
+                "engine_type vllm"
             )
         hf_config, generation_config, architecture = model_configs(config, module)
         self._read_limits(hf_config, generation_config)
