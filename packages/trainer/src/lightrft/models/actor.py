@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ from lightrft.models.loading import load_causal_lm
 from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.models.support import SamplingSupport
 from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
+from lightrft.models.vision.media import RowMedia
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,7 +96,7 @@ class Actor(SequenceModel):
         scored_mask: Tensor | None = None,
         temperature: float = 1.0,
         entropy: EntropyMode = "none",
-        model_inputs: Mapping[str, Tensor] | None = None,
+        media: RowMedia | None = None,
         support: SamplingSupport | None = None,
         token_loss: TokenLossFunction | None = None,
     ) -> ActorOutput:
@@ -108,7 +109,7 @@ class Actor(SequenceModel):
                 another token.
             temperature: Divides the logits.
             entropy: "none", "value" (detached) or "grad".
-            model_inputs: Further inputs of the model (images ...), passed on by name.
+            media: Images and videos of the rows; None is text.
             support: The truncation the scored tokens were drawn with, to get `log_kept_mass`.
             token_loss: A loss to compute inside the output projection, for some tokens at a time;
                 the head must be fused. Of sequences that ranks share, each adds its own tokens.
@@ -117,9 +118,9 @@ class Actor(SequenceModel):
             ValueError: Shapes differ, `scored_mask` marks padding or a first token, or the ranks
                 that share sequences pass different batches.
         """
-        layout = self.layout_policy.lay_out(token_ids, attention_mask, scored_mask)
+        layout = self.lay_out(token_ids, attention_mask, scored_mask)
         output = trunk_output(
-            self.model.base_model, layout, model_inputs, with_router_logits=self.sums_routers
+            self.model.base_model, layout, media, with_router_logits=self.sums_routers
         )
         hidden: Tensor = output.last_hidden_state
         head = self.model.get_output_embeddings()
