@@ -10,12 +10,12 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from lightrft.engines.media.prompts import RowMedia
 from lightrft.models.head import LinearLogprobHead, read_head_transform
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.models.support import SamplingSupport
 from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
-from lightrft.models.vision.media import RowMedia
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lightrft.engines.media.prompts import RowMedia
 from lightrft.models.loading import ModelLoadError, load_trunk, save_pretrained
 from lightrft.models.sequence_model import SequenceModel, trunk_output
-from lightrft.models.vision.media import RowMedia
 from lightrft.strategy.meta_init import parameters_on_meta
 
 if TYPE_CHECKING:
@@ -80,11 +80,7 @@ class Critic(SequenceModel):
         save_file(self.value_head.state_dict(), Path(directory) / HEAD_FILE)
 
     def forward(
-        self,
-        token_ids: Tensor,
-        attention_mask: Tensor,
-        *,
-        media: RowMedia | None = None,
+        self, token_ids: Tensor, attention_mask: Tensor, *, media: RowMedia | None = None
     ) -> Tensor:
         """Value before each token is sampled.
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import AttentionInterface, PreTrainedModel
 
+from lightrft.engines.media.families import family_of
 from lightrft.models.ulysses import (
     LayoutRefusedError,
     check_head_counts,
     gather_sequence,
     scatter_sequence,
 )
-from lightrft.models.vision.families import family_of
 
 PACKED = "lightrft_packed"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -220,7 +220,7 @@ def use_packed_attention(model: PreTrainedModel, *, sp_size: int = 1) -> None:
             "packing_samples and sp_size"
         )
     family = family_of(model.config)
-    if family is not None and not family.can_pack:
+    if family is not None and family.attends_to_images:
         raise LayoutRefusedError(
             f"{type(model).__name__} attends from text to images, which packed sequences do not "
             "support: train without packing_samples and sp_size"

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lightrft.engines.media.families import family_of
+from lightrft.engines.media.prompts import RowMedia
 from lightrft.models.layout import LayoutPolicy, TokenLayout
 from lightrft.models.packed_attention import use_packed_attention, use_text_attention
-from lightrft.models.vision.families import family_of
 from lightrft.models.vision.forward import image_blocks, run_trunk, vision_inputs
-from lightrft.models.vision.media import RowMedia
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

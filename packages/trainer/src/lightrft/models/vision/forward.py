@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
-from lightrft.models.vision.families import VisionFamily, placeholder_ids
-from lightrft.models.vision.media import EncodedPrompt, MediumKind, RowMedia
+from lightrft.engines.media.cross_attention import only_own_images
+from lightrft.engines.media.families import VisionFamily, placeholder_ids
+from lightrft.engines.media.inputs import axes_of_rows, language_model, media_inputs, token_types
+from lightrft.engines.media.prompts import EncodedPrompt, MediumKind, RowMedia
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -18,13 +20,6 @@ if TYPE_CHECKING:
 
 # What `nn.Module` passes to hooks.
 Arguments = tuple[tuple[object, ...], dict[str, object]]
-
-
-class RopeIndex(Protocol):
-    """Places tokens along time, height and width, as the model's family does it."""
-
-    def __call__(self, token_ids: Tensor, types: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        """[3, 1, tokens] of a prompt [1, tokens] with media."""
 
 
 def vision_inputs(
@@ -42,38 +37,26 @@ def vision_inputs(
         ValueError: The tokens of a row do not begin with its encoded prompt.
     """
     rows = layout.rows_of_tokens
-    prompts = media.prompts or (None,) * len(rows)
+    prompts = list(media.of_rows(len(rows)))
     _check_prompts(rows, prompts)
     found: dict[str, object] = {"position_ids": layout.position_ids}
     if family.has_axes:
-        found["position_ids"] = _axes(trunk, layout, prompts)
+        # The place in the text tells the model where sequences of a stream begin.
+        axes = layout.place(axes_of_rows(trunk, rows, prompts))
+        found["position_ids"] = torch.cat([layout.position_ids[None], axes])
     if family.takes_types and layout.bounds is None and media.kinds:
-        types = [_types(len(row), prompt) for row, prompt in zip(rows, prompts, strict=True)]
-        found[str(family.token_types)] = layout.place(types)
-    present = [prompt for prompt in prompts if prompt is not None]
-    for name in {name: None for prompt in present for name in prompt.tensors}:
-        tensors = [
-            None if prompt is None or name not in prompt.tensors
-            else _extended(prompt.tensors[name], len(row), is_token_axis=name in family.token_axis)
-            for row, prompt in zip(rows, prompts, strict=True)
-        ]  # fmt: skip
-        joined = family.join(name, tensors)
-        if name in family.token_axis:
-            width = layout.input_ids.shape[1]
-            joined = torch.cat([joined, joined.new_zeros(len(rows), width, *joined.shape[2:])], 1)
-            joined = joined[:, :width]
-        found[name] = joined.to(layout.input_ids.device)
-    return found
+        found[str(family.token_types)] = layout.place(token_types(rows, prompts))
+    if family.attends_to_images and media.present and not media.kinds:
+        prompts[0] = _dummy_prompt(trunk, family, rows[0])
+    inputs = media_inputs(family, rows, prompts, width=layout.input_ids.shape[1])
+    return found | {name: value.to(layout.input_ids.device) for name, value in inputs.items()}
 
 
 def image_blocks(layout: "TokenLayout", media: RowMedia) -> Tensor:
     """Of each token of a stream, the image whose tokens all see each other; -1 outside images."""
-    prompts = media.prompts or (None,) * len(layout.rows_of_tokens)
-    types = [
-        _types(len(row), prompt) for row, prompt in zip(layout.rows_of_tokens, prompts, strict=True)
-    ]
-    is_image = layout.place(types)[0] > 0
-    starts = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:-1]
+    rows = layout.rows_of_tokens
+    is_image = layout.place(token_types(rows, media.of_rows(len(rows))))[0] > 0
+    starts = is_image & ~nn.functional.pad(is_image, (1, 0))[:-1]
     return torch.where(is_image, starts.long().cumsum(0) - 1, -1)
 
 
@@ -92,54 +75,9 @@ def _check_prompts(rows: Sequence[Tensor], prompts: Sequence[EncodedPrompt | Non
             )
 
 
-def _types(length: int, prompt: EncodedPrompt | None) -> Tensor:
-    types = torch.zeros(length, dtype=torch.int64)
-    if prompt is not None and prompt.token_types is not None:
-        types[: len(prompt.token_types)] = torch.tensor(prompt.token_types)
-    return types
-
-
-def _extended(tensor: Tensor, length: int, *, is_token_axis: bool) -> Tensor:
-    """With an entry for each token: those of the response see what the prompt's last one sees."""
-    if not is_token_axis:
-        return tensor
-    last = tensor[:, -1:].expand(-1, length - tensor.shape[1], *tensor.shape[2:])
-    return torch.cat([tensor, last], dim=1)
-
-
-def _axes(
-    trunk: "PreTrainedModel", layout: "TokenLayout", prompts: Sequence[EncodedPrompt | None]
-) -> Tensor:
-    """[4, batch or 1, tokens]: place in the text, then time, height and width.
-
-    The first tells the model where sequences of a stream begin.
-    """
-    index = rope_index(trunk)
-    known: dict[int, Tensor] = {}
-    places: list[Tensor] = []
-    for row, prompt in zip(layout.rows_of_tokens, prompts, strict=True):
-        if prompt is None:
-            places.append(torch.arange(len(row)).expand(3, -1))
-            continue
-        if id(prompt) not in known:
-            ids = torch.tensor([prompt.token_ids])
-            known[id(prompt)] = index(ids, torch.tensor([prompt.token_types]), prompt.tensors)[:, 0]
-        start = known[id(prompt)].cpu()
-        after = start.max() + 1 + torch.arange(len(row) - start.shape[1])
-        places.append(torch.cat([start, after.expand(3, -1)], dim=1))
-    return torch.cat([layout.position_ids[None], layout.place(places)])
-
-
-def rope_index(trunk: "PreTrainedModel") -> RopeIndex:
-    """The rule of the trunk's own class."""
-
-    def index(token_ids: Tensor, types: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-        given = {name: tensors[name] for name in names if name in tensors}
-        places, _ = trunk.get_rope_index(token_ids, mm_token_type_ids=types, **given)
-        return cast("Tensor", places)
-
-    return index
+def _dummy_prompt(trunk: "PreTrainedModel", family: VisionFamily, row: Tensor) -> EncodedPrompt:
+    tensors = family.dummy(trunk.config, "image")
+    return EncodedPrompt(tuple(row.tolist()), (), None, tensors, frozenset())
 
 
 def run_trunk(
@@ -162,7 +100,11 @@ def run_trunk(
             hooks.enter_context(_embedding(trunk, _true_ids(input_ids), before=True))
             input_ids = torch.where(foreign, 0, input_ids)
         absent = sorted(media.present - media.kinds)
-        if absent:
+        if family.attends_to_images:
+            if "pixel_values" in arguments:
+                counts = [_num_images(prompt) for prompt in media.of_rows(len(input_ids))]
+                hooks.enter_context(only_own_images(language_model(trunk), counts))
+        elif absent:
             hooks.enter_context(_embedding(trunk, _with_dummies(trunk, family, absent)))
         if layout.own is not None:
             hooks.enter_context(_cut_tokens(trunk, layout.own))
@@ -170,12 +112,16 @@ def run_trunk(
     return output
 
 
+def _num_images(prompt: EncodedPrompt | None) -> int:
+    return 0 if prompt is None else prompt.tensors["pixel_values"].shape[1]
+
+
 def _foreign_placeholders(
     trunk: "PreTrainedModel", layout: "TokenLayout", media: RowMedia
 ) -> Tensor:
     """Placeholders behind the prompts: they stand for no medium, and models would look for one."""
     ids = torch.tensor(placeholder_ids(trunk.config))
-    prompts = media.prompts or (None,) * len(layout.rows_of_tokens)
+    prompts = media.of_rows(len(layout.rows_of_tokens))
     marks: list[Tensor] = []
     for row, prompt in zip(layout.rows_of_tokens, prompts, strict=True):
         is_mark = torch.isin(row.cpu(), ids)
@@ -231,9 +177,7 @@ def _embedding(
     trunk: "PreTrainedModel", hook: Callable[..., object], *, before: bool = False
 ) -> Iterator[None]:
     layer = trunk.get_input_embeddings()
-    handle = (
-        layer.register_forward_pre_hook(hook) if before else layer.register_forward_hook(hook)
-    )
+    handle = layer.register_forward_pre_hook(hook) if before else layer.register_forward_hook(hook)
     try:
         yield
     finally:
@@ -263,12 +207,3 @@ def _cut_tokens(trunk: "PreTrainedModel", own: slice) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def language_model(trunk: nn.Module) -> nn.Module:
-    """The part of a vision-language trunk that reads embeddings."""
-    for name in ("language_model", "text_model"):
-        part = getattr(trunk, name, None)
-        if isinstance(part, nn.Module):
-            return part
-    return trunk

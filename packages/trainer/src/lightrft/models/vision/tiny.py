@@ -8,15 +8,15 @@ import torch
 import transformers as hf
 from tokenizers import AddedToken, Tokenizer
 
-from lightrft.models.presets import (
-    END,
-    PAD,
-    SYSTEM,
-    byte_level_core,
-)
+from lightrft.models.presets import END, PAD, SYSTEM, byte_level_core
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import (
+        PretrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        ProcessorMixin,
+    )
 
 _TEMPLATE = (
     "{{% for message in messages %}}{{{{ '<|' + message['role'] + '|>' }}}}"
@@ -228,9 +228,7 @@ def _llava_onevision(
     )
     size = {"height": _SIDE, "width": _SIDE}
     return config, lambda template: hf.LlavaOnevisionProcessor(
-        image_processor=hf.LlavaOnevisionImageProcessor(
-            size=size, image_grid_pinpoints=_PINPOINTS
-        ),
+        image_processor=hf.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=_PINPOINTS),
         tokenizer=tokenizer,
         video_processor=hf.LlavaOnevisionVideoProcessor(size=size),
         num_image_tokens=16,

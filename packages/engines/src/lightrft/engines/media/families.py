@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrft.models.vision.media import MediumKind
+from lightrft.engines.media.prompts import MediumKind
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -36,7 +36,8 @@ class VisionFamily:
         kinds: Media it reads, and the input that holds the pixels of each.
         towers: Modules that see pixels, and those that carry features over to the language model.
         projectors: See `towers`.
-        can_pack: Whether sequences of one stream can be kept apart.
+        attends_to_images: Whether layers attend from text to images, instead of images lying
+            between the tokens; sequences of one stream cannot be kept apart then.
         token_axis: Inputs with one entry for each token of the prompt, after the row; responses
             repeat the last one.
     """
@@ -52,7 +53,7 @@ class VisionFamily:
     )
     towers: tuple[str, ...] = ("vision_tower",)
     projectors: tuple[str, ...] = ("multi_modal_projector",)
-    can_pack: bool = True
+    attends_to_images: bool = False
     token_axis: tuple[str, ...] = ()
 
     def join(self, name: str, tensors: Sequence[Tensor | None]) -> Tensor:
@@ -192,7 +193,7 @@ _FAMILIES = (
         },
         _cross_dummy,
         towers=("vision_model",),
-        can_pack=False,
+        attends_to_images=True,
         token_axis=("cross_attention_mask",),
     ),
 )  # fmt: skip

@@ -53,6 +53,10 @@ class RowMedia:
         """Kinds of these rows."""
         return frozenset(kind for prompt in self.prompts if prompt for kind in prompt.kinds)
 
+    def of_rows(self, num_rows: int) -> tuple[EncodedPrompt | None, ...]:
+        """Of each of the rows; a batch without media need not name them."""
+        return self.prompts or (None,) * num_rows
+
     @property
     def is_empty(self) -> bool:
         """Whether neither these rows nor those of other ranks have media."""

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lightrft.models.vision.families import VisionFamily
-from lightrft.models.vision.media import EncodedPrompt, MediumKind
+from lightrft.engines.media.families import VisionFamily
+from lightrft.engines.media.prompts import EncodedPrompt, MediumKind
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
