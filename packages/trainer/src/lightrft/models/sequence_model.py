@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightrft.engines.media.families import family_of
-from lightrft.engines.media.prompts import RowMedia
+from lightrft.engines.media.prompts import NO_MEDIA, RowMedia
 from lightrft.models.layout import LayoutPolicy, TokenLayout
 from lightrft.models.packed_attention import use_packed_attention, use_text_attention
 from lightrft.models.vision.forward import image_blocks, run_trunk, vision_inputs
@@ -128,7 +128,7 @@ def trunk_output(
     extra |= layout.attention_inputs()
     family = family_of(trunk.config)
     if family is not None:
-        media = media or RowMedia()
+        media = media or NO_MEDIA
         extra |= vision_inputs(trunk, family, layout, media)
         if layout.bounds is not None and family.takes_types:
             extra["sequence_bounds"] = replace(layout.bounds, blocks=image_blocks(layout, media))

@@ -64,3 +64,6 @@ class RowMedia:
 
     def __getitem__(self, rows: slice) -> Self:
         return type(self)(self.prompts[rows], self.present)
+
+
+NO_MEDIA = RowMedia()
