@@ -1,6 +1,7 @@
 """Tiny models of each family with images, for tests."""
 
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from PIL import Image
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.media.prompts import RowMedia
+from lightrft.engines.media.sources import as_image
 from lightrft.models.vision.tiny import TINY_FAMILIES, build_tiny
 
 PACKABLE = [name for name in TINY_FAMILIES if name != "tiny-mllama"]
@@ -17,7 +19,7 @@ MROPE = ["tiny-qwen2-vl", "tiny-qwen2.5-vl", "tiny-qwen3-vl"]
 
 def image(width, height, seed=0):
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
+    return as_image(Image.fromarray(pixels), name=f"image {seed}", folder=Path())
 
 
 def shaken(model):
@@ -68,7 +70,7 @@ class Batch:
 
     def __init__(self, model, encoder, prompts=None, num_tokens=7, seed=3):
         generator = torch.Generator().manual_seed(seed)
-        self.family = family_of(model.config)
+        self.config, self.family = model.config, family_of(model.config)
         forbidden = set(placeholder_ids(model.config))
         allowed = [t for t in range(256) if t not in forbidden]
         self.prompts = prompts or encoded_prompts(encoder)
@@ -112,7 +114,9 @@ class Batch:
     def response_logprobs(self, logits, i):
         """Of row i's response, from logits [1, tokens, vocab]."""
         start = self.starts[i]
-        logprobs = logits[0, start - 1 : -1].float().log_softmax(-1)
+        logits = logits[0, start - 1 : -1].float()
+        forbidden = torch.tensor(placeholder_ids(self.config), dtype=torch.int64)
+        logprobs = logits.index_fill(-1, forbidden, float("-inf")).log_softmax(-1)
         return logprobs.gather(-1, self.rows[i][start:, None])[:, 0]
 
     def of_rows(self, values):

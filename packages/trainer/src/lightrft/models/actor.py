@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.media.prompts import RowMedia
 from lightrft.models.head import LinearLogprobHead, read_head_transform
 from lightrft.models.loading import load_causal_lm
@@ -70,6 +71,8 @@ class Actor(SequenceModel):
             transform=read_head_transform(model.config),
             is_fused=fused_linear_logprob,
             chunk_size=chunk_size,
+            # Placeholders of media stand for features that a response does not have.
+            forbidden_ids=placeholder_ids(model.config) if family_of(model.config) else (),
         )
         model.set_output_embeddings(head)
         self.model = model

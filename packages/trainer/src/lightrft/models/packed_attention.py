@@ -160,13 +160,14 @@ def _visible(
 ) -> Tensor | None:
     """[length, length] bool, which keys each query of a sequence sees; None is all before it."""
     has_blocks = blocks is not None and bool((blocks >= 0).any())
-    has_window = window is not None and window < length
-    if not has_blocks and not has_window:
+    if window is not None and window >= length:
+        window = None
+    if not has_blocks and window is None:
         return None
     index = torch.arange(length, device=device)
     distance = index[:, None] - index[None, :]
     mask = distance >= 0
-    if has_window:
+    if window is not None:
         mask = mask & (distance < window)
     if has_blocks:
         assert blocks is not None
@@ -229,7 +230,7 @@ def use_packed_attention(model: PreTrainedModel, *, sp_size: int = 1) -> None:
     use_text_attention(model, PACKED)
 
 
-def use_text_attention(model: PreTrainedModel, name: str) -> None:
+def use_text_attention(model: PreTrainedModel, name: str | None) -> None:
     """Sets the attention of the language model, and leaves that of a vision tower as it is."""
     text, whole = model.config.get_text_config(), model.config
     if text is whole:

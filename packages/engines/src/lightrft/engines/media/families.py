@@ -13,6 +13,11 @@ from lightrft.engines.media.prompts import MediumKind
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+
+def _images_alone() -> Mapping[MediumKind, str]:
+    return {"image": "pixel_values"}
+
+
 # How tensors of several prompts become one:
 #   "items"  joined along axis 0: patches, grids, images, tiles, one entry for each medium
 #   "tiled"  [media, tiles, ...] padded to the most tiles, then joined along axis 0
@@ -36,6 +41,7 @@ class VisionFamily:
         kinds: Media it reads, and the input that holds the pixels of each.
         towers: Modules that see pixels, and those that carry features over to the language model.
         projectors: See `towers`.
+        reads_videos: Whether prompts may have videos.
         attends_to_images: Whether layers attend from text to images, instead of images lying
             between the tokens; sequences of one stream cannot be kept apart then.
         token_axis: Inputs with one entry for each token of the prompt, after the row; responses
@@ -48,11 +54,10 @@ class VisionFamily:
     token_types: str | None = None
     takes_types: bool = False
     has_axes: bool = False
-    kinds: Mapping[MediumKind, str] = field(
-        default_factory=lambda: dict[MediumKind, str](image="pixel_values")
-    )
+    kinds: Mapping[MediumKind, str] = field(default_factory=_images_alone)
     towers: tuple[str, ...] = ("vision_tower",)
     projectors: tuple[str, ...] = ("multi_modal_projector",)
+    reads_videos: bool = False
     attends_to_images: bool = False
     token_axis: tuple[str, ...] = ()
 
@@ -147,15 +152,16 @@ def _cross_dummy(config: "PretrainedConfig", kind: MediumKind) -> TensorsByName:
     }
 
 
-def _qwen(model_type: str, **times: Join) -> VisionFamily:
+def _qwen(model_type: str, *times: str) -> VisionFamily:
     names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
     return VisionFamily(
         model_type,
-        dict.fromkeys(names, "items") | times,
+        dict.fromkeys((*names, *times), "items"),
         _qwen_dummy,
         token_types="mm_token_type_ids",
         has_axes=True,
         kinds={"image": "pixel_values", "video": "pixel_values_videos"},
+        reads_videos=True,
         towers=("visual",),
         projectors=(),
     )
@@ -163,14 +169,14 @@ def _qwen(model_type: str, **times: Join) -> VisionFamily:
 
 _FAMILIES = (
     _qwen("qwen2_vl"),
-    _qwen("qwen2_5_vl", second_per_grid_ts="items"),
+    _qwen("qwen2_5_vl", "second_per_grid_ts"),
     _qwen("qwen3_vl"),
     VisionFamily(
         "gemma3", {"pixel_values": "items"}, _image_dummy, token_types="token_type_ids",
         takes_types=True,
     ),
     # Frames of a video are images to it.
-    VisionFamily("internvl", {"pixel_values": "items"}, _image_dummy),
+    VisionFamily("internvl", {"pixel_values": "items"}, _image_dummy, reads_videos=True),
     VisionFamily("llava", {"pixel_values": "items"}, _image_dummy),
     VisionFamily(
         "llava_onevision",
@@ -180,6 +186,7 @@ _FAMILIES = (
         },
         _tiled_dummy,
         kinds={"image": "pixel_values", "video": "pixel_values_videos"},
+        reads_videos=True,
     ),
     VisionFamily(
         "smolvlm", {"pixel_values": "stream", "pixel_attention_mask": "stream"}, _stream_dummy,

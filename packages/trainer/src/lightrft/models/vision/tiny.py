@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import transformers as hf
 from tokenizers import AddedToken, Tokenizer
 
+from lightrft.models.loading import load_processor, save_pretrained
 from lightrft.models.presets import END, PAD, SYSTEM, byte_level_core
 
 if TYPE_CHECKING:
@@ -366,3 +368,28 @@ def _tokenizer(family: TinyFamily) -> "PreTrainedTokenizerBase":
         clean_up_tokenization_spaces=False,
         **({"extra_special_tokens": dict(family.named)} if family.named else {}),
     )
+
+
+def write_tiny_vision_model(
+    directory: str | Path, preset: str, seed: int = 0, *, initializer_range: float = 0.1
+) -> None:
+    """Writes a random float32 model with its processor as a Hugging Face checkpoint.
+
+    Args:
+        directory: Created if it does not exist.
+        preset, seed, initializer_range: See `build_tiny`.
+
+    Raises:
+        RuntimeError: The processor does not survive being saved and loaded.
+    """
+    model, processor = build_tiny(preset, seed=seed, initializer_range=initializer_range)
+    save_pretrained(model, None, directory)
+    processor.save_pretrained(directory)
+    text = TINY_FAMILIES[preset].image + f"é 4+3?{END}"
+    expected = processor.tokenizer(text)["input_ids"]
+    loaded = load_processor(str(directory)).tokenizer(text)["input_ids"]
+    if loaded != expected:
+        raise RuntimeError(
+            f"the processor saved in {directory} does not survive loading: got {loaded}, expected "
+            f"{expected}; check the version of transformers"
+        )
