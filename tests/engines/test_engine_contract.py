@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import math
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ class SharedEngine:
         if self._engine is None:
             self._engine = self._build()
         engine = self._engine
+        engine.abort()
         engine.wake_up()
         with contextlib.suppress(RuntimeError, ValueError):
             engine.finish_weight_update()
@@ -194,6 +196,119 @@ def test_a_request_may_bound_its_own_tokens(engine):
     params = SamplingParams(max_tokens=9, n=2, ignore_eos=True)
     lengths = [len(x.output_token_ids) for x in engine.generate([a, b, c], params)]
     assert lengths == [9, 9, 2, 2, 9, 9]
+
+
+# Streaming
+
+
+def bounded(*bounds: int) -> list[GenerationRequest]:
+    """Requests with these bounds, prompts of two lengths."""
+    requests = prompts(*(4 + i % 2 for i in range(len(bounds))))
+    return [
+        GenerationRequest(r.prompt_token_ids, r.request_id, max_tokens=bound)
+        for r, bound in zip(requests, bounds, strict=True)
+    ]
+
+
+def polled(engine: RolloutEngine) -> list[list]:
+    batches = []
+    while batch := engine.poll():
+        batches.append(batch)
+    return batches
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(n=3),
+        SamplingParams(n=2, temperature=0.7, top_k=20, seed=4, min_tokens=3),
+        SamplingParams(n=2, temperature=0.0, ignore_eos=True),
+    ],
+    ids=["sampled", "truncated", "greedy"],
+)
+def test_polls_give_what_generate_gives(engine, params):
+    requests = bounded(24, 3, 9, 3, 17)
+    expected = engine.generate(requests, params)
+    engine.submit(requests, params)
+    batches = polled(engine)
+    found = [completion for batch in batches for completion in batch]
+    assert len(found) == len(expected)
+    # The same calls in the same order: nothing may differ, not even near-ties.
+    assert sorted(found, key=lambda c: (c.request_id, c.sample_index)) == expected
+    assert len(batches) > 1 if engine.streams else len(batches) <= 2
+    # The comparison sees one changed draw.
+    other = engine.generate(requests, dataclasses.replace(params, seed=9, temperature=1.3))
+    assert contents(other) != contents(expected)
+
+
+def test_short_completions_leave_early_where_the_engine_streams(engine):
+    params = SamplingParams(n=2, ignore_eos=True)
+    engine.submit(bounded(30, 2, 12, 2), params)
+    lengths = [[len(c.output_token_ids) for c in batch] for batch in polled(engine)]
+    assert sorted(length for batch in lengths for length in batch) == [2] * 4 + [12] * 2 + [30] * 2
+    if engine.name in ("hf", "vllm"):  # all rows are sampled together
+        assert lengths == [[2, 2, 2, 2], [12, 12], [30, 30]]
+    else:
+        assert (len(lengths) > 1) == engine.streams
+
+
+def test_generate_tells_what_ends_as_it_ends(engine):
+    requests, params, told = bounded(20, 2, 9), SamplingParams(n=2), []
+    completions = engine.generate(requests, params, on_finished=told.append)
+    assert contents(completions) == contents(engine.generate(requests, params))
+    flat = [completion for batch in told for completion in batch]
+    assert sorted(map(id, flat)) == sorted(map(id, completions))
+
+
+def test_nothing_else_is_asked_of_an_engine_that_samples(engine):
+    params = SamplingParams(n=2, ignore_eos=True)
+    expected = engine.generate(bounded(12, 3), params)
+    engine.submit(bounded(12, 3), params)
+    if engine.streams:
+        engine.poll()
+    for action in (
+        lambda: engine.submit(bounded(3), params),
+        lambda: engine.generate(bounded(3), params),
+        lambda: engine.score([3, 4]),
+        engine.begin_weight_update,
+        engine.sleep,
+    ):
+        with pytest.raises(RuntimeError, match=r"still samples \d completions; poll\(\)"):
+            action()
+    assert polled(engine)
+    assert contents(engine.generate(bounded(12, 3), params)) == contents(expected)
+
+
+def test_an_abort_forgets_what_was_submitted(engine):
+    params = SamplingParams(n=2, ignore_eos=True)
+    expected = engine.generate(bounded(12, 3), params)
+    engine.submit(bounded(30, 3), params)
+    if engine.streams:
+        engine.poll()
+    engine.abort()
+    engine.abort()
+    assert engine.poll() == []
+    update(engine, whole_pieces(random_weights(engine, 1)))  # a backend refuses it if it is busy
+    assert contents(engine.generate(bounded(12, 3), params)) != contents(expected)
+
+    def give_up(completions: list) -> None:
+        raise InterruptedError(f"after {len(completions)}")
+
+    with pytest.raises(InterruptedError):
+        engine.generate(bounded(30, 3), params, on_finished=give_up)
+    assert len(engine.generate(bounded(2), params)) == 2
+
+
+def test_weights_that_change_between_polls_end_the_call(engine):
+    params = SamplingParams(ignore_eos=True)
+    engine.submit(bounded(12, 3), params)
+    engine.mark_stale("the optimizer has stepped")
+    with pytest.raises(StaleEngineError, match="the optimizer has stepped"):
+        engine.poll()
+    assert engine.poll() == []
+
+
+# Versions and stops
 
 
 def test_a_completion_knows_the_version_of_its_weights(engine):

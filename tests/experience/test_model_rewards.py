@@ -107,25 +107,16 @@ def test_another_tokenizer_reads_the_text_and_the_end_of_finished_responses():
     assert finished.reward == cut.reward + tokenizer.eos_token_id
 
 
-class Rule:
-    name, needs_labels = "rule", False
-
-    def score(self, prompts, responses, labels, columns):
-        return [RewardResult(1.0, {"rule": 1.0}) for _ in responses]
-
-    def close(self):
-        pass
-
-
 def test_model_scores_are_added_to_the_rules_and_must_be_finite():
     items = rollouts()[:2]
+    rules = [RewardResult(1.0, {"rule": 1.0})] * 2
     scored = score_rollouts(
         items,
-        Rule(),
+        rules,
         model_results=[RewardResult(0.5, {"model": 5.0}), RewardResult(-2.0, {"model": -20.0})],
     )
     assert [s.reward for s in scored] == [1.5, -1.0]
     assert scored[0].components == {"rule": 1.0, "model": 5.0}
     assert scored[0].accuracy == 1.5
     with pytest.raises(RewardError, match="prompt 1"):
-        score_rollouts(items, Rule(), model_results=[RewardResult(0.0), RewardResult(float("nan"))])
+        score_rollouts(items, rules, model_results=[RewardResult(0.0), RewardResult(float("nan"))])

@@ -94,10 +94,6 @@ def test_statistics_of_lengths_count_sampled_tokens():
 
 
 def test_the_length_penalty_looks_at_the_longest_turn():
-    class Zero:
-        def score(self, prompts, responses, labels, columns):
-            return [RewardResult(0.0, {}) for _ in responses]
-
     item = random_step(0, num_rows=1, num_turns=3)[0].rollout
     sampled = (True,) * 4 + (False,) * 3 + (True,) * 6 + (False,) * 9 + (True,) * 2
     completion = replace(
@@ -108,7 +104,9 @@ def test_the_length_penalty_looks_at_the_longest_turn():
         generate_max_len=8,
     )  # fmt: skip
     scored = score_rollouts(
-        [replace(item, completion=completion)], Zero(), overlong_penalty=overlong_penalty(config)
+        [replace(item, completion=completion)],
+        [RewardResult(0.0, {})],
+        overlong_penalty=overlong_penalty(config),
     )
     assert scored[0].reward == -0.5  # 6 tokens: 2 into the buffer of 4
 

@@ -2,7 +2,8 @@ import pytest
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.experience.sampling import build_requests, own_positions, pair_completions
+from lightrft.experience.rollout_groups import RolloutGroups
+from lightrft.experience.sampling import build_requests, own_positions
 
 
 class Rank:
@@ -32,14 +33,10 @@ def completion(request_id, index, tokens=(0, 25), finish="stop"):
 
 
 def pair(prompts, completions, *, request_ids, group_ids, group_size=2):
-    return pair_completions(
-        prompts,
-        request_ids,
-        completions,
-        group_ids=group_ids,
-        group_size=group_size,
-        decoder=LetterDecoder(),
+    groups = RolloutGroups(
+        prompts, request_ids, group_ids=group_ids, group_size=group_size, decoder=LetterDecoder()
     )
+    return groups.in_order(completions)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -9,6 +9,7 @@ import pytest
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
+from lightrft.experience.group_scorer import GroupScorer
 from lightrft.experience.scoring import overlong_penalty, score_rollouts
 from lightrft.experience.types import Rollout
 from lightrft.rewards.remote import RemoteReward
@@ -21,6 +22,13 @@ class Result:
     components: dict = field(default_factory=dict)
 
 
+def scored_by(function, rollouts, *, masks_failures=False, **options):
+    """Rollouts scored by a function in the columns that they have."""
+    columns = {name for item in rollouts for name in item.prompt.columns}
+    scorer = GroupScorer(function, columns=columns, masks_failures=masks_failures)
+    return score_rollouts(rollouts, scorer.results(rollouts), **options)
+
+
 class Scorer:
     def __init__(self, results):
         self.results = results
@@ -29,6 +37,10 @@ class Scorer:
     def score(self, prompts, responses, labels, columns):
         self.calls.append((list(prompts), list(responses), list(labels), dict(columns)))
         return self.results
+
+
+def in_one_group(rollouts):
+    return [replace(item, group_id=0) for item in rollouts]
 
 
 def rollout(i, *, num_tokens=1, columns=None):
@@ -41,7 +53,7 @@ def rollout(i, *, num_tokens=1, columns=None):
 
 def test_the_function_sees_prompt_response_label_and_columns_of_each_row():
     scorer = Scorer([Result(0.5, {"a": 1.0}), Result(-1.0)])
-    scored = score_rollouts([rollout(0, columns={"k": 3}), rollout(1)], scorer)
+    scored = scored_by(scorer, in_one_group([rollout(0, columns={"k": 3}), rollout(1)]))
     assert scorer.calls == [(["p0", "p1"], ["r0", "r1"], ["l0", "l1"], {"k": [3, None]})]
     assert [item.reward for item in scored] == [0.5, -1.0]
     assert scored[0].components == {"a": 1.0}
@@ -49,19 +61,19 @@ def test_the_function_sees_prompt_response_label_and_columns_of_each_row():
 
 def test_no_rollouts_need_no_call():
     scorer = Scorer([])
-    assert score_rollouts([], scorer) == []
+    assert scored_by(scorer, []) == []
     assert scorer.calls == []
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_reward_that_is_no_number_is_an_error_not_a_zero(value):
     with pytest.raises(RuntimeError, match="finite"):
-        score_rollouts([rollout(3)], Scorer([Result(value)]))
+        scored_by(Scorer([Result(value)]), [rollout(3)])
 
 
 def test_a_missing_result_is_an_error():
     with pytest.raises(RuntimeError, match="got 1 for 2"):
-        score_rollouts([rollout(0), rollout(1)], Scorer([Result(0.0)]))
+        scored_by(Scorer([Result(0.0)]), in_one_group([rollout(0), rollout(1)]))
 
 
 def penalty(max_tokens, buffer, **options):
@@ -81,8 +93,8 @@ def test_overlong_penalty_follows_its_formula(num_tokens, value):
 
 
 def test_overlong_penalty_is_part_of_the_reward_and_a_component():
-    scored = score_rollouts(
-        [rollout(0, num_tokens=9)], Scorer([Result(1.0)]), overlong_penalty=penalty(10, 4)
+    scored = scored_by(
+        Scorer([Result(1.0)]), [rollout(0, num_tokens=9)], overlong_penalty=penalty(10, 4)
     )
     assert scored[0].reward == pytest.approx(0.25)
     assert scored[0].components == {"overlong": pytest.approx(-0.75)}
@@ -121,21 +133,21 @@ class Fragile:
 def test_a_failed_sample_is_masked_and_the_others_keep_their_rewards(value):
     samples = [replying(text) for text in ("a", "x", "b")]
     with pytest.raises(RewardError):
-        score_rollouts(samples, Fragile(value))
-    scored = score_rollouts(samples, Fragile(value), masks_failures=True)
+        scored_by(Fragile(value), samples)
+    scored = scored_by(Fragile(value), samples, masks_failures=True)
     assert [item.is_masked for item in scored] == [False, True, False]
     assert [item.reward for item in scored] == [1.0, 0.0, 1.0]
 
 
 def test_a_broken_function_is_not_tried_for_every_sample():
     function = Fragile()
-    scored = score_rollouts([replying("x")] * 50, function, masks_failures=True)
+    scored = scored_by(function, [replying("x")] * 50, masks_failures=True)
     assert all(item.is_masked for item in scored)
     assert function.calls == 4  # the batch and three samples
 
 
 def test_accuracy_is_taken_before_the_length_shaping():
-    (scored,) = score_rollouts([replying("a")], Fragile(), overlong_penalty=penalty(2, 2))
+    (scored,) = scored_by(Fragile(), [replying("a")], overlong_penalty=penalty(2, 2))
     assert scored.reward < 1.0
     assert scored.accuracy == 1.0
 
@@ -194,8 +206,8 @@ def test_what_a_service_answers_outside_its_protocol_is_masked_by_rule():
     try:
         samples = [replying(text) for text in ("a", "x", "b")]
         with pytest.raises(RewardError, match="nested too deeply"):
-            score_rollouts(samples, reward)
-        scored = score_rollouts(samples, reward, masks_failures=True)
+            scored_by(reward, samples)
+        scored = scored_by(reward, samples, masks_failures=True)
     finally:
         reward.close()
         server.shutdown()

@@ -73,11 +73,10 @@ class PrefixCachingEngine(CopyingEngine):
         super().__init__(config, module=module)
         self.cached = {}
 
-    def generate(self, requests, sampling_params):
-        completions = super().generate(requests, sampling_params)
+    def poll(self):
         return [
             self.cached.setdefault(completion.prompt_token_ids, completion)
-            for completion in completions
+            for completion in super().poll()
         ]
 
     def reset_caches(self) -> None:

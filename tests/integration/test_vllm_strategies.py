@@ -79,7 +79,12 @@ def compare(strategy, ready, rank: int) -> tuple[float, list]:
     own = [[7 + (3 * i + j) % 90 for j in range(5 + i)] for i in range(1 + rank)]
     own.append([9 + j % 50 for j in range(40)] + [rank])
     greedy = strategy.gather_and_generate(GREEDY, own, sleep_engine=False)
-    sampled = strategy.gather_and_generate(SAMPLED, own, sleep_engine=False)
+    told = []
+    sampled = strategy.gather_and_generate(
+        SAMPLED, own, sleep_engine=False, on_finished=told.extend
+    )
+    # Of an engine that ranks share, each hears of its own completions alone.
+    assert sorted(map(id, told)) == sorted(map(id, sampled))
     assert [list(c.prompt_token_ids) for c in greedy] == own
     assert len(sampled) == 2 * len(own)
     worst = 0.0

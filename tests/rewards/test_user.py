@@ -92,7 +92,7 @@ def test_the_process_lives_on_between_calls_and_ends_with_close(file) -> None:
         (result,) = reward.score(["p"], ["a"], [None], {})
         assert result.reward == expected
     assert reward.score([], [], [], {}) == []
-    process = reward._functions[0]._worker._started.process
+    process = reward._functions[0]._workers.workers[0]._started.process
     reward.close()
     reward.close()
     assert process.returncode == -signal.SIGKILL
@@ -171,7 +171,7 @@ def test_an_endless_worker_ends_with_its_killed_parent(file) -> None:
         f"reward = build_reward([{str(file) + ':hangs'!r}])\n"
         "call = lambda: reward.score(['p'], ['hang'], [None], {})\n"
         "threading.Thread(target=call, daemon=True).start()\n"
-        "print(reward._functions[0]._worker.pid, flush=True)\n"
+        "print(reward._functions[0]._workers.workers[0].pid, flush=True)\n"
         "threading.Event().wait(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

@@ -62,9 +62,9 @@ def run_rank(place: str, kind: str, folder: str) -> None:
             del tensors  # so that weights are sent
             return False
 
-        def generate(self, requests, sampling_params):
+        def generate(self, requests, sampling_params, **keywords):
             self._maybe("generate")
-            return super().generate(requests, sampling_params)
+            return super().generate(requests, sampling_params, **keywords)
 
         def load_weights(self, pieces):
             self._maybe("update")

@@ -19,9 +19,9 @@ class RecordingEngine(HFEngine):
         del tensors
         return False
 
-    def generate(self, requests, sampling_params):
+    def generate(self, requests, sampling_params, **keywords):
         self.events.append("generate")
-        return super().generate(requests, sampling_params)
+        return super().generate(requests, sampling_params, **keywords)
 
     def sleep(self, level=1) -> None:
         self.events.append(f"sleep {level}")

@@ -94,12 +94,12 @@ def test_the_loss_does_not_see_the_truncation(build_world):
 class ShiftedEngine(HFEngine):
     """Fault: what it samples comes with the logprobs of other weights."""
 
-    def generate(self, requests, sampling_params):
+    def poll(self):
         return [
             dataclasses.replace(
                 completion, output_logprobs=tuple(x - 0.5 for x in completion.output_logprobs)
             )
-            for completion in super().generate(requests, sampling_params)
+            for completion in super().poll()
         ]
 
 

@@ -1,7 +1,8 @@
 """The interface of rollout engines, and what all of them have in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from lightrft.engines.hf.text import Text
 from lightrft.engines.ledger import Ledger
 from lightrft.engines.native_params import params_of_native
 from lightrft.engines.parameter_store import is_full_tensor
-from lightrft.engines.raw_completions import RawCompletion, completion_of
+from lightrft.engines.raw_completions import FinishedRow, completion_of
 from lightrft.engines.requests import Limits, Row, rows_of_requests
 from lightrft.engines.types import (
     Completion,
@@ -25,6 +26,17 @@ from lightrft.engines.types import (
 )
 
 TAGS = ("weights", "kv_cache")
+# Batches of rows that have ended, with what was sampled for each.
+FinishedRows = Generator[list[FinishedRow]]
+
+
+@dataclass(slots=True)
+class _Running:
+    """What was submitted and has not been given."""
+
+    batches: FinishedRows
+    params: SamplingParams
+    num_left: int
 
 
 class RolloutEngine(ABC):
@@ -52,6 +64,9 @@ class RolloutEngine(ABC):
     # Whether it computes the trainer's model, so that logprobs of the two can be compared.
     computes_model: bool = True
 
+    # Whether `poll` gives completions while others are still being sampled; if not, all at once.
+    streams: bool = False
+
     # Whether sleeping must have been enabled at the start.
     sleeps_on_request_only = False
     _weights: EngineWeights
@@ -64,6 +79,7 @@ class RolloutEngine(ABC):
         self._dtype = config.torch_dtype
         self._text = Text(config.model_path)
         self._sleeping_tags: set[str] = set()
+        self._running: _Running | None = None
         self.ledger = Ledger()
 
     @property
@@ -127,25 +143,89 @@ class RolloutEngine(ABC):
         self.reset_caches()
 
     def generate(
-        self, requests: Sequence[GenerationRequest], sampling_params: SamplingParams
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling_params: SamplingParams,
+        *,
+        on_finished: Callable[[list[Completion]], None] | None = None,
     ) -> list[Completion]:
         """Samples completions, prompt-major: `n` consecutive completions for each request.
 
+        Args:
+            requests, sampling_params: What to sample.
+            on_finished: Called with what `poll` gives, while the rest is still to be sampled.
+
         Raises:
             StaleEngineError: The weights were changed behind the engine, or an update is open.
-            RuntimeError: The engine sleeps.
+            RuntimeError: The engine sleeps, or requests are under way.
             ValueError: A request is malformed; the message names its id.
             FloatingPointError: The model's logits are not finite.
+        """
+        self.submit(requests, sampling_params)
+        found: dict[tuple[int, int], Completion] = {}
+        try:
+            while finished := self.poll():
+                found |= {(item.request_id, item.sample_index): item for item in finished}
+                if on_finished is not None:
+                    on_finished(finished)
+        finally:
+            self.abort()
+        samples = range(sampling_params.n)
+        return [found[request.request_id, index] for request in requests for index in samples]
+
+    def submit(
+        self, requests: Sequence[GenerationRequest], sampling_params: SamplingParams
+    ) -> None:
+        """Hands requests over, whose completions `poll` gives; raises what `generate` raises.
+
+        Until all have been given or are aborted, nothing else may be asked of the engine.
         """
         self.check_usable()
         rows = rows_of_requests(requests, sampling_params, self._limits, encode=self._encode)
         self._check_params(sampling_params)
-        raws = self._sample(rows, sampling_params)
-        self.ledger.append(rows, raws, self.weights_version)
-        return [
-            completion_of(row, raw, sampling_params, self.weights_version)
-            for row, raw in zip(rows, raws, strict=True)
-        ]
+        if rows:
+            batches = self._stream(rows, sampling_params)
+            self._running = _Running(batches, sampling_params, len(rows))
+
+    def poll(self) -> list[Completion]:
+        """Samples until completions end, and gives those; none are left once it gives none.
+
+        The completions are those of `generate`, in the order in which they end.
+
+        Raises:
+            StaleEngineError: The weights were changed since `submit`.
+            RuntimeError: The engine gave up some rows.
+            FloatingPointError: The model's logits are not finite.
+        """
+        running = self._running
+        if running is None:
+            return []
+        try:
+            self._check_weights()
+            finished = next(running.batches, [])
+            if not finished:
+                raise RuntimeError(
+                    f"the {self.name} engine ended with {running.num_left} completions missing"
+                )
+            running.num_left -= len(finished)
+            rows, raws = zip(*finished, strict=True)
+            self.ledger.append(rows, raws, self.weights_version)
+            return [
+                completion_of(row, raw, running.params, self.weights_version)
+                for row, raw in finished
+            ]
+        except BaseException:
+            running.num_left = 0
+            raise
+        finally:
+            if running.num_left == 0:
+                self.abort()
+
+    def abort(self) -> None:
+        """Gives up what was submitted and has not been given; nothing happens if there is none."""
+        if self._running is not None:
+            self._running.batches.close()
+            self._running = None
 
     def _check_params(self, params: SamplingParams) -> None:
         """Raises a ValueError for what this engine cannot sample."""
@@ -159,8 +239,11 @@ class RolloutEngine(ABC):
         return self._text.encode(text)
 
     @abstractmethod
-    def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[RawCompletion]:
-        """One completion for each row."""
+    def _stream(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+        """Samples one completion for each row; gives rows as they end, in batches of at least one.
+
+        Closed before its end, it leaves nothing of the rows in the backend.
+        """
 
     def _stop_ids(self, params: SamplingParams) -> list[int]:
         """Every id that ends a completion."""
@@ -177,6 +260,7 @@ class RolloutEngine(ABC):
         """
         if level not in (1, 2):
             raise ValueError(f"sleep level must be 1 or 2: got {level}")
+        self._check_idle()
         if self._weights.is_open:
             raise RuntimeError(f"the {self.name} engine cannot sleep while a weight update is open")
         if self.sleeps_on_request_only and not self._config.enable_sleep:
@@ -227,6 +311,7 @@ class RolloutEngine(ABC):
 
     def begin_weight_update(self) -> None:
         """Opens an update; `generate` raises until it is finished."""
+        self._check_idle()
         self._weights.begin()
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
@@ -283,7 +368,18 @@ class RolloutEngine(ABC):
         return self._weights.shared_names(tensors)
 
     def check_usable(self) -> None:
-        """Raises unless the engine is awake and holds a complete set of weights."""
+        """Raises unless the engine is awake, idle, and holds a complete set of weights."""
+        self._check_weights()
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if self._running is not None:
+            raise RuntimeError(
+                f"the {self.name} engine still samples {self._running.num_left} completions; "
+                "poll() until it gives none, or abort()"
+            )
+
+    def _check_weights(self) -> None:
         self._weights.check_settled()
         if self._stale_reason is not None:
             raise StaleEngineError(
@@ -295,4 +391,5 @@ class RolloutEngine(ABC):
 
     def close(self) -> None:
         """Frees the weights; `generate` raises from now on."""
+        self.abort()
         self._fall_asleep(2)

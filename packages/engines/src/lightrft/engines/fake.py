@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightrft.engines.backend_options import check_options
-from lightrft.engines.base import RolloutEngine
+from lightrft.engines.base import FinishedRows, RolloutEngine
 from lightrft.engines.hf.random import mix64, row_keys, uniforms
 from lightrft.engines.hf.sampling import draw_tokens, sampling_logprobs
 from lightrft.engines.parameter_store import ParameterStore, full_shape, is_full_tensor
@@ -46,6 +46,7 @@ class FakeEngine(RolloutEngine):
 
     name = "fake"
     runs_on_every_rank = False
+    streams = True
     computes_model = False
 
     def __init__(
@@ -98,13 +99,23 @@ class FakeEngine(RolloutEngine):
         return self
 
     def generate(
-        self, requests: Sequence[GenerationRequest], sampling_params: SamplingParams
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling_params: SamplingParams,
+        *,
+        on_finished: Callable[[list[Completion]], None] | None = None,
     ) -> list[Completion]:
         """Replays the script, or samples; see `RolloutEngine.generate`."""
         self.calls.append("generate")
+        return super().generate(requests, sampling_params, on_finished=on_finished)
+
+    def submit(
+        self, requests: Sequence[GenerationRequest], sampling_params: SamplingParams
+    ) -> None:
+        """Notes the requests; see `RolloutEngine.submit`."""
         self.check_usable()
         self.requests.extend(requests)
-        return super().generate(requests, sampling_params)
+        super().submit(requests, sampling_params)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Scores a sequence at temperature 1 under the weights of now."""
@@ -122,9 +133,11 @@ class FakeEngine(RolloutEngine):
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(byte % self._vocab_size for byte in text.encode())
 
-    def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[RawCompletion]:
+    def _stream(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+        """One row after the other."""
         requests = {request.request_id: request for request in self.requests}
-        return [self._complete(row, requests[row.request_id], params) for row in rows]
+        for row in rows:
+            yield [(row, self._complete(row, requests[row.request_id], params))]
 
     def _complete(
         self, row: Row, request: GenerationRequest, params: SamplingParams

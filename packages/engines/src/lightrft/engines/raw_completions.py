@@ -1,8 +1,9 @@
 """Completions under construction: what backends sampled, joined and cut where they must end."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -70,14 +71,19 @@ def next_job(row: Row, raw: RawCompletion, params: SamplingParams, *, part: int)
     return Job((*row.prompt, *raw.token_ids), left, request_seed(params.seed, row.request_id, part))
 
 
+# Index of a job, and its samples in order.
+FinishedJob = tuple[int, list[RawCompletion]]
+FinishedRow = tuple[Row, RawCompletion]
+
+
 class RunJobs(Protocol):
     """Runs jobs on a backend."""
 
-    def __call__(self, jobs: Sequence[Job], *, with_stops: bool) -> list[RawCompletion]:
-        """The samples of the first job, of the second, and so on."""
+    def __call__(self, jobs: Sequence[Job], *, with_stops: bool) -> Iterable[list[FinishedJob]]:
+        """The jobs as they end, in batches of at least one."""
 
 
-def sample_in_parts(
+def stream_in_parts(
     run: RunJobs,
     first_jobs: Sequence[Job],
     rows: Sequence[Row],
@@ -85,8 +91,8 @@ def sample_in_parts(
     decoder: TextDecoder | None,
     *,
     next_part: int,
-) -> list[RawCompletion]:
-    """One completion a row. Before `min_tokens` nothing stops, so those come as a first part.
+) -> Iterator[list[FinishedRow]]:
+    """Rows as they end. Before `min_tokens` nothing stops, so all of that comes as a first part.
 
     Args:
         run: The backend.
@@ -97,19 +103,40 @@ def sample_in_parts(
         next_part: Added to the sample index for the seed of the second part.
     """
     has_minimum = params.min_tokens > 1
-    raws = run(first_jobs, with_stops=not has_minimum)
+    parts = _of_rows(run(first_jobs, with_stops=not has_minimum), first_jobs, rows)
     if not has_minimum:
-        return raws
-    jobs = [
-        next_job(row, raw, params, part=row.sample_index + next_part)
-        for row, raw in zip(rows, raws, strict=True)
-    ]
-    wanted = [job for job in jobs if job is not None]
-    answers = iter(run(wanted, with_stops=True) if wanted else ())
-    return [
-        raw if job is None else joined(raw, next(answers), params, decoder)
-        for job, raw in zip(jobs, raws, strict=True)
-    ]
+        yield from parts
+        return
+    firsts = {row.index: raw for part in parts for row, raw in part}
+    full: list[FinishedRow] = []
+    jobs: list[Job] = []
+    unfinished: list[Row] = []
+    for row in rows:
+        raw = firsts[row.index]
+        job = next_job(row, raw, params, part=row.sample_index + next_part)
+        if job is None:
+            full.append((row, raw))
+        else:
+            jobs.append(job)
+            unfinished.append(row)
+    if full:
+        yield full
+    if jobs:
+        for part in _of_rows(run(jobs, with_stops=True), jobs, unfinished):
+            yield [(row, joined(firsts[row.index], raw, params, decoder)) for row, raw in part]
+
+
+def _of_rows(
+    parts: Iterable[list[FinishedJob]], jobs: Sequence[Job], rows: Sequence[Row]
+) -> Iterator[list[FinishedRow]]:
+    """The samples of jobs with the rows that they answer, which are in the order of the jobs."""
+    ends = list(accumulate(job.num_samples for job in jobs))
+    for part in parts:
+        yield [
+            answered
+            for index, raws in part
+            for answered in zip(rows[ends[index] - len(raws) : ends[index]], raws, strict=True)
+        ]
 
 
 def joined(

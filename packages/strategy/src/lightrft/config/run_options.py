@@ -100,6 +100,11 @@ class RunOptions(StrategyConfig):
         "as WANDB_API_KEY, are kept from them.", group="reward", may_change=True,
         commands=("data", "eval"),
     )  # fmt: skip
+    reward_workers: int = option(
+        1, "Groups of responses that an own reward function (each in a process of its own), "
+        "reasoning_gym or a service scores at once, beside the generation.", group="reward",
+        at_least=1, at_most=256, may_change=True, commands=("data", "eval"),
+    )  # fmt: skip
     sandbox: str = option(
         "bubblewrap", "Where the reward unit_tests runs programs; unsafe has limits of resources "
         "only.", group="reward", choices=("bubblewrap", "unsafe"),

@@ -37,7 +37,7 @@ from lightrft.strategy.distributed.context import (
 from lightrft.strategy.distributed.sequence_parallel import SPDataProcessor
 from lightrft.strategy.engine import generation, multimodal
 from lightrft.strategy.engine.generation import PromptBatch, PromptItem
-from lightrft.strategy.engine.session import EngineSession
+from lightrft.strategy.engine.session import EngineSession, OnFinished
 from lightrft.strategy.engine.statistics import GenLenAnalyser
 from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.optimizers import AdamSettings, OptimizerStepResult, learning_rate_schedule
@@ -920,6 +920,8 @@ class StrategyBase:
         images_num: Sequence[int] | None = None,
         all_videos: Sequence[object] | None = None,
         videos_num: Sequence[int] | None = None,
+        *,
+        on_finished: OnFinished | None = None,
     ) -> list[Completion]:
         """Generates for the prompts of all ranks; each rank gets its own completions.
 
@@ -934,6 +936,8 @@ class StrategyBase:
             all_images, all_videos: Nested (a list per prompt) or flat (cut by the counts).
             sleep_engine: Whether to put the engine to sleep afterwards (if enabled).
             images_num, videos_num: Media per prompt; inferred if None.
+            on_finished: Called with this rank's completions as they end, where the engine streams
+                and each rank has it at hand; must not raise. Not every completion need pass here.
 
         Returns:
             This rank's completions, prompt-major: `n` consecutive ones for each prompt.
@@ -950,7 +954,7 @@ class StrategyBase:
             all_prompt_token_ids, all_prompts, all_images, images_num, all_videos, videos_num
         )
         try:
-            completions = self.session.gather_and_generate(batch, sampling_params)
+            completions = self.session.gather_and_generate(batch, sampling_params, on_finished)
         finally:
             if sleep_engine:
                 self.maybe_sleep_inference_engine()

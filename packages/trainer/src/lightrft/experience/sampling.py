@@ -4,38 +4,29 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Protocol
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
-from lightrft.engines.types import Completion, GenerationRequest, MultiModalInputs, SamplingParams
+from lightrft.engines.types import GenerationRequest, MultiModalInputs, SamplingParams
 from lightrft.experience.carry import InFlightGroup, PartialRolloutState
 from lightrft.experience.dynamic import Selection, apply_selection, mixed_groups, select_groups
 from lightrft.experience.environments.rounds import Environments
 from lightrft.experience.exchange import SampleTable, exchange, merge
 from lightrft.experience.fire import fire_segments, generate_fire
+from lightrft.experience.group_scorer import GroupScorer
 from lightrft.experience.ledger_gate import Evidence, gather_evidence
 from lightrft.experience.model_rewards import ModelRewards
 from lightrft.experience.partial import PartialReport, finish_groups, open_groups
+from lightrft.experience.rollout_groups import Decoder, RolloutGroups
 from lightrft.experience.scoring import overlong_penalty, score_rollouts
 from lightrft.experience.stages import StageMeter
-from lightrft.experience.types import Rollout, ScoredRollout, Segment
+from lightrft.experience.types import Rollout, ScoredRollout
 from lightrft.rewards.types import RewardError, RewardFunction, RewardResult
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
 
 NOTHING_CARRIED = PartialRolloutState()
-
-
-class Decoder(Protocol):
-    """The part of a tokenizer that turns sampled ids into text."""
-
-    pad_token_id: int | None
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of the ids."""
-        ...
 
 
 def training_params(config: TrainConfig) -> SamplingParams:
@@ -257,14 +248,11 @@ class RolloutSampler:
         return Samples(scored, table, meter, num_prompts, partial=report, evidence=evidence)
 
     def _group_rollouts(self, group: InFlightGroup, group_id: int) -> list[Rollout]:
-        rollouts = pair_completions(
-            [group.prompt],
-            [group.request_id],
-            group.completions(training_params(self._config).logprobs_mode),
-            group_ids=[group_id],
-            group_size=len(group.samples),
+        size = len(group.samples)
+        rollouts = RolloutGroups(
+            [group.prompt], [group.request_id], group_ids=[group_id], group_size=size,
             decoder=self._decoder,
-        )
+        ).in_order(group.completions(training_params(self._config).logprobs_mode))  # fmt: skip
         return [
             replace(item, token_versions=sample.versions, segments=sample.segments)
             for item, sample in zip(rollouts, group.samples, strict=True)
@@ -311,30 +299,42 @@ class RolloutSampler:
             return self._score(
                 rollouts, meter, shapes_rewards=shapes_rewards, environment_results=results
             )
-        requests = build_requests(prompts, request_ids)
-        uses_fire = self._config.use_fire and not params.is_greedy
-        with meter.stage("rollout"):
-            if uses_fire:
-                completions = generate_fire(
-                    self._strategy,
-                    params,
-                    requests,
-                    first_token_temperature=self._config.first_token_temperature,
-                )
-            else:
-                completions = self._strategy.gather_and_generate(
-                    params, requests, sleep_engine=False
-                )
-            rollouts = pair_completions(
-                prompts, request_ids, completions, group_ids=positions, decoder=self._decoder,
-                group_size=params.n,
+        with self._group_scorer(prompts) as scorer:
+            groups = RolloutGroups(
+                prompts, request_ids, group_ids=positions, group_size=params.n,
+                decoder=self._decoder, on_group=scorer.add,
             )  # fmt: skip
-            if uses_fire:
-                rollouts = [
-                    replace(item, segments=fire_segments(item.completion, group_size=params.n))
-                    for item in rollouts
-                ]
-        return self._score(rollouts, meter, shapes_rewards=shapes_rewards)
+            with meter.stage("rollout"):
+                rollouts = self._generate(groups, build_requests(prompts, request_ids), params)
+            return self._score(rollouts, meter, shapes_rewards=shapes_rewards, scorer=scorer)
+
+    def _generate(
+        self, groups: RolloutGroups, requests: Sequence[GenerationRequest], params: SamplingParams
+    ) -> list[Rollout]:
+        """This rank's rollouts; groups that are complete go to their scorer on the way."""
+        config = self._config
+        if config.use_fire and not params.is_greedy:
+            completions = generate_fire(
+                self._strategy,
+                params,
+                requests,
+                first_token_temperature=config.first_token_temperature,
+            )
+            return [
+                replace(item, segments=fire_segments(item.completion, group_size=params.n))
+                for item in groups.in_order(completions)
+            ]
+        completions = self._strategy.gather_and_generate(
+            params, requests, sleep_engine=False, on_finished=groups.add
+        )
+        return groups.in_order(completions)
+
+    def _group_scorer(self, prompts: Sequence[Prompt]) -> GroupScorer:
+        return GroupScorer(
+            self._reward_function,
+            columns={name for prompt in prompts for name in prompt.columns},
+            masks_failures=self._config.reward_failure == "mask",
+        )
 
     def _score(
         self,
@@ -343,7 +343,17 @@ class RolloutSampler:
         *,
         shapes_rewards: bool = True,
         environment_results: Sequence[RewardResult | None] | None = None,
+        scorer: GroupScorer | None = None,
     ) -> tuple[list[ScoredRollout], SampleTable]:
+        """Scored rollouts of this rank, and the table of all ranks.
+
+        Args:
+            rollouts: Of whole groups.
+            meter: Measures it.
+            shapes_rewards: Whether length changes the reward.
+            environment_results: What environments add, or None.
+            scorer: Which has begun with some groups; None begins here.
+        """
         scored: list[ScoredRollout] = []
         problem: Exception | None = None
         limit = timedelta(minutes=self._config.timeout_minutes)
@@ -351,11 +361,12 @@ class RolloutSampler:
             # A collective: no failure of this rank alone may come before it.
             models = None if self._model_rewards is None else self._model_rewards.score(rollouts)
             try:
+                with scorer or self._group_scorer([item.prompt for item in rollouts]) as calls:
+                    results = calls.results(rollouts)
                 scored = score_rollouts(
                     rollouts,
-                    self._reward_function,
+                    results,
                     overlong_penalty=overlong_penalty(self._config) if shapes_rewards else None,
-                    masks_failures=self._config.reward_failure == "mask",
                     model_results=models,
                     environment_results=environment_results,
                 )
@@ -387,57 +398,6 @@ def build_requests(
         )
         for prompt, request_id in zip(prompts, request_ids, strict=True)
     ]
-
-
-def pair_completions(
-    prompts: Sequence[Prompt],
-    request_ids: Sequence[int],
-    completions: Sequence[Completion],
-    *,
-    group_ids: Sequence[int],
-    group_size: int,
-    decoder: Decoder,
-) -> list[Rollout]:
-    """Completions with the prompts they answer, prompt-major.
-
-    Raises:
-        RuntimeError: The engine returned another number or order of completions than asked for,
-            or gave a completion up.
-    """
-    expected = [(request_id, index) for request_id in request_ids for index in range(group_size)]
-    received = [(item.request_id, item.sample_index) for item in completions]
-    if received != expected:
-        raise RuntimeError(
-            f"the engine must return {group_size} completions for each of {len(prompts)} prompts, "
-            f"prompt after prompt: got {len(received)} completions, first difference at "
-            f"{_first_difference(received, expected)}"
-        )
-    aborted = [item.request_id for item in completions if item.finish_reason == "abort"]
-    if aborted:
-        raise RuntimeError(
-            f"the engine aborted {len(aborted)} completions (requests {aborted[:10]}); an aborted "
-            "completion is not a sample of the policy. Look for the cause in the engine's output"
-        )
-    return [
-        Rollout(
-            prompt=prompts[position // group_size],
-            completion=completion,
-            group_id=group_ids[position // group_size],
-            sample_id=group_ids[position // group_size] * group_size + completion.sample_index,
-            response_text=decoder.decode(completion.output_token_ids, skip_special_tokens=True),
-            segments=(Segment(completion.request_id, completion.sample_index),),
-        )
-        for position, completion in enumerate(completions)
-    ]
-
-
-def _first_difference(
-    received: Sequence[tuple[int, int]], expected: Sequence[tuple[int, int]]
-) -> str:
-    for position, (got, wanted) in enumerate(zip(received, expected, strict=False)):
-        if got != wanted:
-            return f"position {position}: got (request, sample) {got}, expected {wanted}"
-    return f"position {min(len(received), len(expected))}: one of the lists ends"
 
 
 def _check_text_only(prompts: Sequence[Prompt]) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import threading
 from pathlib import Path
 
 
@@ -16,6 +17,7 @@ class AnswerCache:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._lock = threading.Lock()
         self._answers: dict[str, str] = {}
         for file in sorted(folder.glob("*.jsonl")):
             for line in file.read_bytes().splitlines():
@@ -26,8 +28,11 @@ class AnswerCache:
         return self._answers.get(key)
 
     def put(self, key: str, answer: str) -> None:
-        """Keeps an answer."""
-        self._answers[key] = answer
+        """Keeps an answer, unless another thread was first with one."""
+        with self._lock:
+            if key in self._answers:
+                return
+            self._answers[key] = answer
         if not self._folder.parent.is_dir():
             return
         self._folder.mkdir(exist_ok=True)

@@ -1,6 +1,7 @@
 """Reward functions by name or by file."""
 
 import math
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from lightrft.rewards.math_rules import MathReward, MathRule
 from lightrft.rewards.recipes import RewardRecipes
 from lightrft.rewards.remote import RemoteReward
 from lightrft.rewards.types import (
+    CallStyle,
     ChecksLabels,
     Columns,
     Labels,
@@ -55,6 +57,17 @@ class CombinedReward:
         self._weights = tuple(weights)
         self._recipes = recipes
         self.name = "+".join(function.name for function in functions)
+        styles = [function for function in functions if isinstance(function, CallStyle)]
+        is_apart = len(styles) == len(functions) and all(style.parallel_calls for style in styles)
+        self.parallel_calls = max(s.parallel_calls for s in styles) if styles and is_apart else 0
+        self.whole_batch = any(style.whole_batch for style in styles)
+        # Threads call the sum; each function gets no more of them than it takes.
+        self._turns = [
+            threading.Semaphore(max(1, style.parallel_calls))
+            if isinstance(style, CallStyle)
+            else threading.Semaphore()
+            for style in functions
+        ]
 
     @property
     def needs_labels(self) -> bool:
@@ -69,12 +82,13 @@ class CombinedReward:
 
         def score(index: int) -> dict[int, RewardResult]:
             rows = [i for i, row in enumerate(weights) if index in row]
-            found = self._functions[index].score(
-                [prompts[i] for i in rows],
-                [responses[i] for i in rows],
-                [labels[i] for i in rows],
-                {name: [values[i] for i in rows] for name, values in columns.items()},
-            )
+            with self._turns[index]:
+                found = self._functions[index].score(
+                    [prompts[i] for i in rows],
+                    [responses[i] for i in rows],
+                    [labels[i] for i in rows],
+                    {name: [values[i] for i in rows] for name, values in columns.items()},
+                )
             if len(found) != len(rows):
                 raise RewardError(
                     f"reward {self._functions[index].name} returned {len(found)} results for "
@@ -190,6 +204,7 @@ def build_reward(
                 url,
                 name=name,
                 timeout_seconds=config.reward_timeout_seconds,
+                parallel_calls=config.reward_workers,
                 token=config.remote_rm_token,
             )
             opened.callback(remote.close)

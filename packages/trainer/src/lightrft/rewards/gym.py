@@ -6,13 +6,9 @@ from typing import cast
 
 from lightrft.config import TrainConfig
 from lightrft.config.sources import GYM_COLUMN, GYM_PREFIX
-from lightrft.rewards.process import (
-    WorkerFailedError,
-    WorkerProcess,
-    WorkerTask,
-    WorkerTimeoutError,
-)
+from lightrft.rewards.process import WorkerFailedError, WorkerTask, WorkerTimeoutError
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
+from lightrft.rewards.worker_pool import WorkerPool
 from lightrft.strategy.config import ConfigError
 
 ANSWER_SECONDS = 5.0
@@ -29,13 +25,15 @@ class GymReward:
 
     Args:
         spelling: `reasoning_gym:NAME`.
-        config: Its `reward_timeout_seconds` is the deadline of one call.
+        config: Its `reward_timeout_seconds` is the deadline of one call, `reward_workers` the
+            number of processes.
 
     Raises:
         ConfigError: There is no such task, or the package is missing.
     """
 
     needs_labels = False
+    whole_batch = False
 
     def __init__(self, spelling: str, config: TrainConfig) -> None:
         self.name = spelling.removeprefix(GYM_PREFIX)
@@ -44,9 +42,10 @@ class GymReward:
         task = WorkerTask(
             "lightrft.rewards.gym_task", "GymScorer", (self.name,), resident_bytes=4 << 30
         )
-        self._worker = WorkerProcess(task, name=spelling)
+        self.parallel_calls = config.reward_workers
+        self._workers = WorkerPool(task, size=config.reward_workers, name=spelling)
         try:
-            self._worker.start()
+            self._workers.start()
         except WorkerFailedError as err:
             raise ConfigError(f"reward {spelling}: {err}") from err
 
@@ -62,8 +61,9 @@ class GymReward:
             self._require_entry(index, entry)
         answers = [find_answer(response) for response in responses]
         try:
-            found = self._worker.call((answers, list(entries), ANSWER_SECONDS),
-                                      seconds=self._seconds)  # fmt: skip
+            found = self._workers.call(
+                (answers, list(entries), ANSWER_SECONDS), seconds=self._seconds
+            )
         except WorkerTimeoutError as err:
             raise RewardError(
                 f"reward {self._spelling}: {len(answers)} answers were not scored within "
@@ -74,8 +74,8 @@ class GymReward:
         return [self._result(score, how) for score, how in cast("list[tuple[float, str]]", found)]
 
     def close(self) -> None:
-        """Ends the worker process; may be called twice."""
-        self._worker.close()
+        """Ends the worker processes; may be called twice."""
+        self._workers.close()
 
     def _require_entry(self, index: int, entry: object) -> None:
         metadata = entry.get("metadata") if isinstance(entry, Mapping) else None

@@ -72,6 +72,9 @@ class JudgeReward:
 
     name = "judge"
     needs_labels = False
+    # As many as requests may be under way.
+    parallel_calls = CONCURRENCY
+    whole_batch = False
 
     def __init__(self, config: TrainConfig) -> None:
         if config.judge_url is None or config.judge_model is None:

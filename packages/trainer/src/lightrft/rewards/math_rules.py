@@ -157,6 +157,9 @@ class MathReward:
     """
 
     needs_labels = True
+    # One call has all the workers.
+    parallel_calls = 1
+    whole_batch = False
 
     def __init__(
         self,

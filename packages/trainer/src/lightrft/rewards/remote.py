@@ -42,6 +42,7 @@ class RemoteReward:
         url: Address, http or https; `${NAME}` in it stands for an environment variable.
         name: Name of the reward and of its component.
         timeout_seconds: Deadline of one call, repetitions included.
+        parallel_calls: Requests at once.
         token: Sent as `Authorization: Bearer TOKEN`; None takes `LIGHTRFT_REWARD_TOKEN` of the
             environment, if that is set.
 
@@ -50,6 +51,7 @@ class RemoteReward:
     """
 
     needs_labels = False
+    whole_batch = False
 
     def __init__(
         self,
@@ -57,16 +59,18 @@ class RemoteReward:
         *,
         name: str = "remote",
         timeout_seconds: float = 120.0,
+        parallel_calls: int = 1,
         token: str | None = None,
     ) -> None:
         self.name = name
+        self.parallel_calls = parallel_calls
         self._url = service_address(url)
         self._shown = shown_address(self._url)
         token = token or os.environ.get(TOKEN_VARIABLE)
         self._headers = {"content-type": "application/json"}
         if token:
             self._headers["authorization"] = f"Bearer {token}"
-        self._client = HttpClient(HttpLimits(timeout_seconds))
+        self._client = HttpClient(HttpLimits(timeout_seconds, concurrency=parallel_calls))
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns

@@ -62,6 +62,24 @@ class RewardFunction(Protocol):
 
 
 @runtime_checkable
+class CallStyle(Protocol):
+    """How a reward wants to be called; one that does not say so is called in the trainer's thread.
+
+    Either way it gets one group of responses in a call.
+    """
+
+    @property
+    def parallel_calls(self) -> int:
+        """Calls that it answers at once, each in a thread; 0: only in the trainer's thread."""
+        ...
+
+    @property
+    def whole_batch(self) -> bool:
+        """It gets all responses of a rank in one call, in the trainer's thread."""
+        ...
+
+
+@runtime_checkable
 class ChecksLabels(Protocol):
     """A reward that knows which labels it can use."""
 

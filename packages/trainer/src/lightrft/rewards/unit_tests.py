@@ -40,6 +40,9 @@ class UnitTestsReward:
 
     name = "unit_tests"
     needs_labels = True
+    # One call has all the slots.
+    parallel_calls = 1
+    whole_batch = False
 
     def __init__(self, config: TrainConfig) -> None:
         self._seconds = config.reward_timeout_seconds

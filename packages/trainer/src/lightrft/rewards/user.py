@@ -7,22 +7,19 @@ from pathlib import Path
 from typing import cast
 
 from lightrft.config import TrainConfig
-from lightrft.rewards.process import (
-    WorkerFailedError,
-    WorkerProcess,
-    WorkerTask,
-    WorkerTimeoutError,
-)
+from lightrft.rewards.process import WorkerFailedError, WorkerTask, WorkerTimeoutError
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 from lightrft.rewards.user_task import (
     AwaitLoop,
     CheckedResult,
+    Description,
     MissingFunctionError,
     Parameter,
     can_wait,
     checked_results,
-    describe_parameters,
+    describe_function,
 )
+from lightrft.rewards.worker_pool import WorkerPool
 from lightrft.strategy.config import ConfigError
 
 ARGUMENTS = ("prompts", "responses", "labels")
@@ -34,9 +31,11 @@ class Signature:
 
     Args:
         parameters: Of the function.
+        whole_batch: It wants all responses of a rank in one call.
     """
 
     parameters: Sequence[Parameter]
+    whole_batch: bool
 
     def of_kind(self, *kinds: str) -> list[Parameter]:
         """The parameters of some kinds of `inspect.Parameter`, by name."""
@@ -69,11 +68,13 @@ class FunctionReward:
     """
 
     needs_labels = False
+    parallel_calls = 0
 
     def __init__(self, spelling: str, signature: Signature, config: TrainConfig) -> None:
         self._spelling = spelling
         self.name = spelling.rpartition(":")[2]
         self._signature = signature
+        self.whole_batch = signature.whole_batch
         own = {parameter["name"] for parameter in signature.of_kind("KEYWORD_ONLY")}
         given = config.reward_args or {}
         self.options = {key: value for key, value in given.items() if key in own}
@@ -127,7 +128,7 @@ class PlainReward(FunctionReward):
     """
 
     def __init__(self, name: str, function: Callable[..., object], config: TrainConfig) -> None:
-        super().__init__(name, Signature(describe_parameters(function)), config)
+        super().__init__(name, Signature(**describe_function(function)), config)
         self._function = function
         self._loop = AwaitLoop()
         # A thread of its own: the caller's may already run a loop, as in a notebook.
@@ -155,7 +156,8 @@ class UserReward(FunctionReward):
     Args:
         path: The file.
         function: Name of the function in it.
-        config: Its `reward_timeout_seconds` is the deadline of one call; see `FunctionReward`.
+        config: Its `reward_timeout_seconds` is the deadline of one call, `reward_workers` the
+            number of processes; see `FunctionReward`.
 
     Raises:
         ConfigError: no such file or function.
@@ -168,15 +170,17 @@ class UserReward(FunctionReward):
         if not file.is_file():
             raise ConfigError(f"reward function {self._spelling}: no file {file}")
         self._seconds = config.reward_timeout_seconds
-        self._worker = WorkerProcess(
+        self.parallel_calls = config.reward_workers
+        self._workers = WorkerPool(
             WorkerTask(
                 "lightrft.rewards.user_task",
                 "UserFunction",
-                (str(file), function),
+                (str(file), function, config.seed),
                 shown_file=str(file),
                 resident_bytes=int(1e9 * (config.reward_memory_gb or 0)) or None,
                 passed_variables=config.reward_env,
             ),
+            size=config.reward_workers,
             name=self._spelling,
         )
         super().__init__(self._spelling, self._load(), config)
@@ -187,12 +191,12 @@ class UserReward(FunctionReward):
         return self._signature.by_keyword.get("labels", False)
 
     def close(self) -> None:
-        """Ends the worker process; may be called twice."""
-        self._worker.close()
+        """Ends the worker processes; may be called twice."""
+        self._workers.close()
 
     def _call(self, arguments: dict[str, object], num_responses: int) -> list[CheckedResult]:
         try:
-            answer = self._worker.call(arguments, seconds=self._seconds)
+            answer = self._workers.call(arguments, seconds=self._seconds)
         except WorkerTimeoutError as err:
             raise RewardError(
                 f"reward function {self._spelling} did not return within {self._seconds:g} s for "
@@ -204,7 +208,7 @@ class UserReward(FunctionReward):
 
     def _load(self) -> Signature:
         try:
-            signature = Signature(cast("list[Parameter]", self._worker.start()))
+            signature = Signature(**cast("Description", self._workers.start()))
         except WorkerFailedError as err:
             if err.kind == MissingFunctionError.__name__:
                 raise ConfigError(f"reward function {self._spelling}: {err}") from err

@@ -1,9 +1,12 @@
 """The part of a user's reward function that runs in a worker: loading, calling, checking."""
 
 import asyncio
+import hashlib
 import importlib.util
 import inspect
+import json
 import math
+import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -28,6 +31,13 @@ class Parameter(TypedDict):
     is_required: bool
 
 
+class Description(TypedDict):
+    """A user's function."""
+
+    parameters: list[Parameter]
+    whole_batch: bool
+
+
 class MissingFunctionError(ReportedError):
     """The file has no function of this name."""
 
@@ -47,19 +57,22 @@ class UserFunction:
     Args:
         path: The file.
         name: The function.
+        seed: Of the global generators, together with the responses of a call.
     """
 
-    def __init__(self, path: str, name: str) -> None:
+    def __init__(self, path: str, name: str, seed: int) -> None:
         self._function = _load(Path(path), name)
+        self._seed = seed
         self._loop = AwaitLoop()
 
     def describe(self) -> object:
-        """Its parameters: name, whether it must be given, whether it takes all keywords."""
-        return describe_parameters(self._function)
+        """Its parameters, and whether it wants all responses in one call."""
+        return describe_function(self._function)
 
     def __call__(self, request: object) -> object:
         """The results as [reward or null, components] pairs, checked."""
         arguments = cast("dict[str, object]", request)
+        seed_generators(self._seed, arguments["responses"])
         returned = self._loop.settle(self._function(**arguments))
         return checked_results(returned, len(cast("list[object]", arguments["responses"])))
 
@@ -99,9 +112,9 @@ async def _settled(returned: object) -> object:
     return list(await asyncio.gather(*map(_settled, items)))
 
 
-def describe_parameters(function: Callable[..., object]) -> list[Parameter]:
-    """The parameters of a function, as they can be sent between processes."""
-    return [
+def describe_function(function: Callable[..., object]) -> Description:
+    """What must be known of a function, as it can be sent between processes."""
+    parameters: list[Parameter] = [
         {
             "name": parameter.name,
             "kind": parameter.kind.name,
@@ -109,6 +122,21 @@ def describe_parameters(function: Callable[..., object]) -> list[Parameter]:
         }
         for parameter in inspect.signature(function).parameters.values()
     ]
+    whole_batch = vars(function).get("whole_batch") if inspect.isfunction(function) else None
+    return {"parameters": parameters, "whole_batch": bool(whole_batch)}
+
+
+def seed_generators(seed: int, responses: object) -> None:
+    """Sets the global generators to what depends on nothing but the seed and the call's responses.
+
+    So a random reward is the same whichever worker gives it, and whenever.
+    """
+    text = json.dumps([seed, responses], default=repr).encode()
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest())
+    random.seed(number)
+    for module, function in (("numpy.random", "seed"), ("torch", "manual_seed")):
+        if module in sys.modules:
+            getattr(sys.modules[module], function)(number)
 
 
 def _load(path: Path, name: str) -> Callable[..., object]:

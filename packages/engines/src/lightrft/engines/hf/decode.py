@@ -1,6 +1,6 @@
 """The decode loop: rows of prompts in, tokens and their log-probabilities out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,20 +73,20 @@ class StopRule:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodedRows:
-    """What was sampled; entries at and after a row's length are meaningless.
+class EndedRows:
+    """Rows that ended with the same token.
 
     Args:
-        token_ids: [steps, rows] int64.
-        logprobs: [steps, rows] float32.
-        lengths: [rows] int64, the number of tokens of each row, the stop token included.
-        is_stopped: [rows] bool; false where the row reached its limit.
+        rows: Their numbers, ascending.
+        token_ids: Of each row, the stop token included.
+        logprobs: Of each row.
+        is_stopped: False where the row reached its limit.
     """
 
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor
-    lengths: torch.Tensor
-    is_stopped: torch.Tensor
+    rows: list[int]
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    is_stopped: list[bool]
 
 
 class _Progress:
@@ -101,8 +101,6 @@ class _Progress:
         self.row_ids = torch.arange(num_rows, device=device)
         self.is_alive = torch.ones(num_rows, dtype=torch.bool, device=device)
         self.num_alive = num_rows
-        self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.is_stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)
 
     @property
     def num_rows(self) -> int:
@@ -113,25 +111,27 @@ class _Progress:
         """Finished rows among those still in the batch."""
         return 1 - self.num_alive / self.num_rows
 
-    def record(self, stops: torch.Tensor | None, num_tokens: int) -> bool:
-        """Marks rows that stop or reach their limit; True if any did."""
+    def record(
+        self, stops: torch.Tensor | None, num_tokens: int
+    ) -> tuple[torch.Tensor, list[bool]] | None:
+        """Marks rows that stop or reach their limit; which, [ended] int64, and whether by a stop.
+
+        None if there are none.
+        """
         ends = stops
         if num_tokens in self.limit_set:
             at_limit = self.limits == num_tokens
             ends = at_limit if ends is None else ends | at_limit
         if ends is None:
-            return False
+            return None
         if self.num_alive < self.num_rows:
             ends = ends & self.is_alive
         if not bool(ends.any()):
-            return False
+            return None
         rows = self.row_ids[ends]
-        self.lengths[rows] = num_tokens
-        if stops is not None:
-            self.is_stopped[rows] = stops[ends]
         self.is_alive &= ~ends
         self.num_alive = int(self.is_alive.sum())
-        return True
+        return rows, [False] * rows.numel() if stops is None else stops[ends].tolist()
 
     def drop_finished(self) -> torch.Tensor:
         """Forgets finished rows; returns the indices of the others, [alive] int64."""
@@ -142,12 +142,10 @@ class _Progress:
         self.is_alive = self.is_alive[alive]
         return alive
 
-    def result(
-        self, token_blocks: list[torch.Tensor], logprob_blocks: list[torch.Tensor]
-    ) -> DecodedRows:
-        """What was sampled, from blocks [steps, rows]."""
-        tokens, logprobs = torch.cat(token_blocks), torch.cat(logprob_blocks)
-        return DecodedRows(tokens, logprobs, self.lengths, self.is_stopped)
+
+def _columns(blocks: list[torch.Tensor], rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """The first tokens of some rows, [rows, tokens], from blocks [steps, rows]."""
+    return torch.cat([block[:, rows] for block in blocks])[:num_tokens].T
 
 
 def decode(
@@ -157,8 +155,8 @@ def decode(
     limits: Sequence[int],
     params: SamplingParams,
     rule: StopRule,
-) -> DecodedRows:
-    """Samples every row until it stops or reaches its limit.
+) -> Iterator[EndedRows]:
+    """Samples every row until it stops or reaches its limit; gives rows as they end.
 
     Args:
         forward: The model with its prompts.
@@ -182,12 +180,19 @@ def decode(
         token_blocks[-1][offset].index_copy_(0, progress.row_ids, tokens)
         logprob_blocks[-1][offset].index_copy_(0, progress.row_ids, logprobs)
         stops = rule.is_stop(tokens, progress.row_ids, step + 1)
-        if progress.record(stops, step + 1):
+        ended = progress.record(stops, step + 1)
+        if ended is not None:
+            rows, is_stopped = ended
+            yield EndedRows(
+                rows.tolist(),
+                _columns(token_blocks, rows, step + 1).tolist(),
+                _columns(logprob_blocks, rows, step + 1).tolist(),
+                is_stopped,
+            )
             if progress.num_alive == 0:
-                break
+                return
             if forward.can_drop_rows and progress.dead_share >= _DROP_SHARE:
                 alive = progress.drop_finished()
                 forward.keep(alive)
                 tokens, numbers = tokens[alive], numbers[:, alive]
         logits = forward.advance(tokens)
-    return progress.result(token_blocks, logprob_blocks)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from lightrft.engines.base import RolloutEngine
+from lightrft.engines.base import FinishedRows, RolloutEngine
 from lightrft.engines.hf.build import build_model
 from lightrft.engines.hf.decode import RowForward, StopRule, decode
 from lightrft.engines.hf.forward import ModelTraits, PlainForward, WholeBatchForward
@@ -34,6 +34,7 @@ class HFEngine(RolloutEngine):
 
     name = "hf"
     runs_on_every_rank = False
+    streams = True
 
     def __init__(self, config: EngineConfig, *, module: nn.Module | None = None) -> None:
         super().__init__(config)
@@ -55,17 +56,14 @@ class HFEngine(RolloutEngine):
         """The transformers model."""
         return self._model
 
-    def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[RawCompletion]:
+    def _stream(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
         chunks = chunks_of_rows(
             rows,
             max_rows=self._config.micro_batch_size,
             equal_lengths=not self._traits.can_drop_rows,
         )
-        raws: dict[int, RawCompletion] = {}
         for chunk in chunks:
-            for row, raw in zip(chunk, self._decode(chunk, params), strict=True):
-                raws[row.index] = raw
-        return [raws[index] for index in range(len(rows))]
+            yield from self._decode(chunk, params)
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -79,7 +77,7 @@ class HFEngine(RolloutEngine):
         return [0.0, *logprobs.squeeze(-1).tolist()]
 
     @torch.inference_mode()
-    def _decode(self, rows: Sequence[Row], params: SamplingParams) -> list[RawCompletion]:
+    def _decode(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
         device = self._model.device
         keys = row_keys(
             params.seed,
@@ -87,25 +85,23 @@ class HFEngine(RolloutEngine):
             [row.sample_index for row in rows],
             device=device,
         )
-        decoded = decode(
+        for ended in decode(
             self._forward(rows),
             keys=keys,
             limits=[row.max_tokens for row in rows],
             params=params,
             rule=self._stop_rule(params, len(rows)),
-        )
-        return [
-            RawCompletion(
-                tuple(tokens[:length]), tuple(logprobs[:length]), "stop" if is_stopped else "length"
+        ):
+            columns = zip(
+                ended.rows, ended.token_ids, ended.logprobs, ended.is_stopped, strict=True
             )
-            for tokens, logprobs, length, is_stopped in zip(
-                decoded.token_ids.T.tolist(),
-                decoded.logprobs.T.tolist(),
-                decoded.lengths.tolist(),
-                decoded.is_stopped.tolist(),
-                strict=True,
-            )
-        ]
+            yield [
+                (
+                    rows[row],
+                    RawCompletion(tuple(tokens), tuple(logprobs), "stop" if stops else "length"),
+                )
+                for row, tokens, logprobs, stops in columns
+            ]
 
     def _forward(self, rows: Sequence[Row]) -> RowForward:
         if not self._traits.can_drop_rows:

@@ -6,16 +6,17 @@ from typing import cast
 import torch
 from torch import nn
 
-from lightrft.engines.base import RolloutEngine
+from lightrft.engines.base import FinishedRows, RolloutEngine
 from lightrft.engines.model_shape import ModelShape, model_configs, model_directory, model_shape
 from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.raw_completions import (
+    FinishedJob,
     Job,
     RawCompletion,
     cut_at_string,
     cut_at_token,
     first_job,
-    sample_in_parts,
+    stream_in_parts,
 )
 from lightrft.engines.requests import Row
 from lightrft.engines.sglang.backend import Engine, generate_native, start_engine
@@ -85,8 +86,8 @@ class SGLangEngine(RolloutEngine):
                 "enable_deterministic_inference=false, which draws without the seed"
             )
 
-    def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[RawCompletion]:
-        def run(jobs: Sequence[Job], *, with_stops: bool) -> list[RawCompletion]:
+    def _stream(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+        def run(jobs: Sequence[Job], *, with_stops: bool) -> list[list[FinishedJob]]:
             vocab_size = self._limits.vocab_size
             natives = [
                 native_params(job, params, stop_ids, with_stops=with_stops, vocab_size=vocab_size)
@@ -97,16 +98,19 @@ class SGLangEngine(RolloutEngine):
                 answers = generate_native(
                     self._started, prompts, natives, wants_support=params.truncates
                 )
-            return [raw_of(answer, params) for answer in answers]
+            return [[(i, [raw_of(answer, params)]) for i, answer in enumerate(answers)]]
 
         stop_ids = self._stop_ids(params)
         jobs = [first_job(row, params) for row in rows]
         # A token's random number depends on seed and position, so both parts have the same seed.
-        raws = sample_in_parts(run, jobs, rows, params, None, next_part=0)
-        raws = [cut_at_token(raw, stop_ids, min_tokens=params.min_tokens) for raw in raws]
-        if params.stop:
-            raws = [cut_at_string(raw, params, self._text) for raw in raws]
-        return raws
+        for part in stream_in_parts(run, jobs, rows, params, None, next_part=0):
+            yield [(row, self._cut(raw, params, stop_ids)) for row, raw in part]
+
+    def _cut(
+        self, raw: RawCompletion, params: SamplingParams, stop_ids: Sequence[int]
+    ) -> RawCompletion:
+        raw = cut_at_token(raw, stop_ids, min_tokens=params.min_tokens)
+        return cut_at_string(raw, params, self._text) if params.stop else raw
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Scores a sequence at temperature 1; see `RolloutEngine.score`."""
@@ -151,6 +155,7 @@ class SGLangEngine(RolloutEngine):
     def close(self) -> None:
         """Ends SGLang's processes."""
         if self._engine is not None:
+            self.abort()
             self._engine.shutdown()
             self._engine = None
             self.status = EngineStatus.SLEEPED

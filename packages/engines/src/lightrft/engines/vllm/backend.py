@@ -30,14 +30,19 @@ _CPU_DEFAULTS = {
 _NEEDED: dict[str, tuple[str, ...]] = {
     "vllm": (
         "LLM.collective_rpc",
-        "LLM.generate",
+        "LLM.enqueue",
         "LLM.reset_prefix_cache",
         "LLM.sleep",
         "LLM.wake_up",
         "SamplingParams",
     ),
     "vllm.v1.executor.uniproc_executor": ("ExecutorWithExternalLauncher._distributed_args",),
-    "vllm.v1.engine.llm_engine": ("LLMEngine.abort_request", "LLMEngine.reset_encoder_cache"),
+    "vllm.v1.engine.llm_engine": (
+        "LLMEngine.abort_request",
+        "LLMEngine.has_unfinished_requests",
+        "LLMEngine.reset_encoder_cache",
+        "LLMEngine.step",
+    ),
     "vllm.config": ("set_current_vllm_config",),
     "vllm.engine.arg_utils": ("EngineArgs",),
     "vllm.model_executor.model_loader.reload": (

@@ -1,18 +1,23 @@
 """The vLLM rollout engine, in the trainer's own process."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from lightrft.engines.base import RolloutEngine
+from lightrft.engines.base import FinishedRows, RolloutEngine
 from lightrft.engines.model_shape import ModelShape, model_configs, model_directory, model_shape
 from lightrft.engines.process_state import preserved_process_state
-from lightrft.engines.raw_completions import Job, RawCompletion, first_job, sample_in_parts
+from lightrft.engines.raw_completions import FinishedJob, Job, first_job, stream_in_parts
 from lightrft.engines.requests import Row
 from lightrft.engines.types import EngineConfig, EngineStatus, SamplingParams
 from lightrft.engines.vllm.backend import Backend, has_tokenizer, start_backend, stop_backend
 from lightrft.engines.vllm.layout import LayoutReader
-from lightrft.engines.vllm.sampling import native_params, raw_completions_of, scoring_params
+from lightrft.engines.vllm.sampling import (
+    NativeAnswer,
+    native_params,
+    raw_completions_of,
+    scoring_params,
+)
 from lightrft.engines.vllm.weights import VLLMWeights
 
 
@@ -29,6 +34,7 @@ class VLLMEngine(RolloutEngine):
     """
 
     name = "vllm"
+    streams = True
 
     sleeps_on_request_only = True
 
@@ -78,41 +84,56 @@ class VLLMEngine(RolloutEngine):
                 "stop_token_ids"
             )
 
-    def _sample(self, rows: Sequence[Row], params: SamplingParams) -> list[RawCompletion]:
-        def run(jobs: Sequence[Job], *, with_stops: bool) -> list[RawCompletion]:
+    def _stream(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
+        def run(jobs: Sequence[Job], *, with_stops: bool) -> Iterator[list[FinishedJob]]:
             natives = [native_params(job, params, stop_ids, with_stops=with_stops) for job in jobs]
-            outputs = self._call([job.prompt for job in jobs], natives)
-            answered = zip(jobs, outputs, strict=True)
-            return [raw for job, out in answered for raw in raw_completions_of(job, out.outputs)]
+            for answers in self._run([job.prompt for job in jobs], natives):
+                yield [(i, raw_completions_of(jobs[i], out.outputs)) for i, out in answers]
 
         stop_ids = self._stop_ids(params)
         prompts = [row for row in rows if row.sample_index == 0]
         jobs = [first_job(row, params, num_samples=params.n) for row in prompts]
         decoder = self._text if params.stop else None
         # vLLM draws all samples of a prompt from the seed of its first part.
-        return sample_in_parts(run, jobs, rows, params, decoder, next_part=1)
+        yield from stream_in_parts(run, jobs, rows, params, decoder, next_part=1)
 
-    def _call(self, prompts: Sequence[tuple[int, ...]], natives: Sequence[object]):  # type: ignore[no-untyped-def]  # noqa: ANN202
-        """Answers of vLLM in the order of the prompts; nothing is left queued after a failure."""
+    def _run(
+        self, prompts: Sequence[tuple[int, ...]], natives: Sequence[object]
+    ) -> Iterator[list[tuple[int, NativeAnswer]]]:
+        """Answers of vLLM as they come, each with the index of its prompt, in batches.
+
+        Nothing is left queued, whether the caller stops early or vLLM fails.
+        """
         llm = self._started.llm
-        with preserved_process_state():
-            try:
-                return llm.generate(  # type: ignore[attr-defined]
+        engine = llm.llm_engine  # type: ignore[attr-defined]
+        # vLLM numbers its requests.
+        first = next(llm.request_counter) + 1  # type: ignore[attr-defined]
+        try:
+            with preserved_process_state():
+                llm.enqueue(  # type: ignore[attr-defined]
                     [{"prompt_token_ids": list(prompt)} for prompt in prompts],
                     sampling_params=list(natives),
                     use_tqdm=False,
                 )
-            except BaseException:
-                engine = llm.llm_engine  # type: ignore[attr-defined]
-                engine.abort_request(list(engine.output_processor.request_states), internal=True)
-                raise
+            while engine.has_unfinished_requests():
+                answers: list[NativeAnswer] = []
+                with preserved_process_state():
+                    while not answers and engine.has_unfinished_requests():
+                        answers = [answer for answer in engine.step() if answer.finished]
+                if answers:
+                    yield [(int(answer.request_id) - first, answer) for answer in answers]
+        finally:
+            left = list(engine.output_processor.request_states)
+            if left:
+                engine.abort_request(left, internal=True)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Scores a sequence at temperature 1; see `RolloutEngine.score`."""
         self.check_usable()
         if not token_ids:
             return []
-        answer = self._call([tuple(token_ids)], [scoring_params()])[0]
+        parts = self._run([tuple(token_ids)], [scoring_params()])
+        (answer,) = [answer for part in parts for _, answer in part]
         entries = zip(token_ids[1:], answer.prompt_logprobs[1:], strict=True)
         return [0.0, *(float(entry[token].logprob) for token, entry in entries)]
 
@@ -142,6 +163,7 @@ class VLLMEngine(RolloutEngine):
     def close(self) -> None:
         """Stops vLLM; the trainer's process group stays."""
         if self._backend is not None:
+            self.abort()
             stop_backend(self._backend)
             self._backend = None
             self.status = EngineStatus.SLEEPED

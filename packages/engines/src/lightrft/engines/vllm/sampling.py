@@ -18,6 +18,16 @@ class NativeCompletion(Protocol):
     finish_reason: str | None
 
 
+class NativeAnswer(Protocol):
+    """The fields of a vLLM answer that are read."""
+
+    request_id: str
+    finished: bool
+    outputs: Sequence[NativeCompletion]
+    # None at the first token.
+    prompt_logprobs: Sequence[Mapping[int, NativeLogprob]]
+
+
 class NativeLogprob(Protocol):
     """A vLLM logprob."""
 

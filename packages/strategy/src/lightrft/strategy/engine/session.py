@@ -1,7 +1,7 @@
 """The rollout engine's life beside a trainer: start, sleep, generation over ranks, weights."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -25,6 +25,8 @@ from lightrft.strategy.weight_sync.parameter_source import ParameterSource, engi
 from lightrft.strategy.weight_sync.sync import MEGABYTE, WeightSync, WeightSyncReport
 
 GENERATION_FAILED = "generation failed"
+# Takes completions of this rank while others are sampled; must not raise.
+OnFinished = Callable[[list[Completion]], None]
 
 
 class EngineSession:
@@ -183,12 +185,19 @@ class EngineSession:
         return report
 
     def generate_local(
-        self, requests: Sequence[GenerationRequest], sampling_params: SamplingParams
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling_params: SamplingParams,
+        on_finished: OnFinished | None = None,
     ) -> list[Completion]:
         """Generates on this rank's engine, without any communication of our own."""
-        return self.running.generate(requests, sampling_params) if requests else []
+        if not requests:
+            return []
+        return self.running.generate(requests, sampling_params, on_finished=on_finished)
 
-    def gather_and_generate(self, batch: PromptBatch, sampling_params: object) -> list[Completion]:
+    def gather_and_generate(
+        self, batch: PromptBatch, sampling_params: object, on_finished: OnFinished | None = None
+    ) -> list[Completion]:
         """This rank's completions, prompt-major; see `StrategyBase.gather_and_generate`.
 
         Raises:
@@ -212,18 +221,31 @@ class EngineSession:
             def generate() -> None:
                 params = as_sampling_params(sampling_params, self.running)
                 completions.extend(
-                    self._generate(batch, params, first_id, is_multimodal=is_multimodal)
+                    self._generate(
+                        batch,
+                        params,
+                        first_id,
+                        is_multimodal=is_multimodal,
+                        on_finished=on_finished,
+                    )
                 )
 
             run_together(generate, world, what=GENERATION_FAILED)
         return completions
 
     def _generate(
-        self, batch: PromptBatch, params: SamplingParams, first_id: int, *, is_multimodal: bool
+        self,
+        batch: PromptBatch,
+        params: SamplingParams,
+        first_id: int,
+        *,
+        is_multimodal: bool,
+        on_finished: OnFinished | None,
     ) -> list[Completion]:
         if not self.shares_engine:
             requests = batch.requests(first_id, is_multimodal=is_multimodal)
-            return self._checked(self.generate_local(requests, params), len(requests) * params.n)
+            found = self.generate_local(requests, params, on_finished)
+            return self._checked(found, len(requests) * params.n)
         group = self._ranks.engine_group
         gathered = run_together(
             lambda: batch.requests(first_id, is_multimodal=is_multimodal),
@@ -231,8 +253,15 @@ class EngineSession:
             what=GENERATION_FAILED,
         )
         everyone = [request for part in gathered for request in part]
+        own = group_rank(group)
         if self.running.runs_on_every_rank:
-            completions = self.generate_local(everyone, params)
+            own_ids = {request.request_id for request in gathered[own]}
+
+            def tell_own(finished: list[Completion]) -> None:
+                if on_finished is not None:
+                    on_finished([item for item in finished if item.request_id in own_ids])
+
+            completions = self.generate_local(everyone, params, tell_own)
         else:
             is_leader = group_rank(group) == 0
             completions = run_together(
@@ -241,7 +270,6 @@ class EngineSession:
                 what=GENERATION_FAILED,
             )[0]
         self._checked(completions, len(everyone) * params.n)
-        own = group_rank(group)
         start = sum(len(part) for part in gathered[:own]) * params.n
         return completions[start : start + len(gathered[own]) * params.n]
 

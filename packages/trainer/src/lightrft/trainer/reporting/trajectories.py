@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lightrft.experience.maker import StepExperience
-    from lightrft.experience.sampling import Decoder
+    from lightrft.experience.rollout_groups import Decoder
 
 
 # Of a tool's answer in a line about a sample; the journal has all of it.

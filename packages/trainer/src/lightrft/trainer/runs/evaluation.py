@@ -13,7 +13,8 @@ from lightrft.config import TrainConfig
 from lightrft.datasets import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.experience.exchange import SampleTable
-from lightrft.experience.sampling import Decoder, RolloutSampler, greedy_params, training_params
+from lightrft.experience.rollout_groups import Decoder
+from lightrft.experience.sampling import RolloutSampler, greedy_params, training_params
 from lightrft.models import Actor, load_tokenizer
 from lightrft.strategy import get_strategy
 from lightrft.trainer.reporting.loggers import JsonLinesFile
