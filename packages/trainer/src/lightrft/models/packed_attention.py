@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import AttentionInterface, PreTrainedModel
 
+from lightrft.engines.hf.attention import set_text_attention
 from lightrft.engines.media.families import family_of
 from lightrft.models.ulysses import (
     LayoutRefusedError,
@@ -227,17 +228,7 @@ def use_packed_attention(model: PreTrainedModel, *, sp_size: int = 1) -> None:
             "support: train without packing_samples and sp_size"
         )
     check_head_counts(config.num_attention_heads, sp_size)
-    use_text_attention(model, PACKED)
-
-
-def use_text_attention(model: PreTrainedModel, name: str | None) -> None:
-    """Sets the attention of the language model, and leaves that of a vision tower as it is."""
-    text, whole = model.config.get_text_config(), model.config
-    if text is whole:
-        model.set_attn_implementation(name)
-        return
-    found = next(key for key in whole.sub_configs if getattr(whole, key) is text)
-    model.set_attn_implementation({found: name})
+    set_text_attention(model, PACKED)
 
 
 AttentionInterface.register(PACKED, packed_attention)

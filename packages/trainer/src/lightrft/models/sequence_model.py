@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lightrft.engines.hf.attention import set_text_attention
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.prompts import NO_MEDIA, RowMedia
 from lightrft.models.layout import LayoutPolicy, TokenLayout
-from lightrft.models.packed_attention import use_packed_attention, use_text_attention
+from lightrft.models.packed_attention import use_packed_attention
 from lightrft.models.vision.forward import image_blocks, run_trunk, vision_inputs
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class SequenceModel(nn.Module):
             if not self.layout_policy.is_packed:
                 self._plain_attention = plain
         elif self.layout_policy.is_packed:
-            use_text_attention(self.pretrained, self._plain_attention)
+            set_text_attention(self.pretrained, self._plain_attention)
         self.layout_policy = policy
 
 

@@ -30,6 +30,11 @@ class EncodedPrompt:
     kinds: frozenset[MediumKind]
 
     @property
+    def num_images(self) -> int:
+        """Images of a prompt that text attends to, [1, images, ...]."""
+        return self.tensors["pixel_values"].shape[1] if "pixel_values" in self.tensors else 0
+
+    @property
     def num_bytes(self) -> int:
         """Memory of its tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())

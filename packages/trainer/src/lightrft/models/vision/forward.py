@@ -102,7 +102,8 @@ def run_trunk(
         absent = sorted(media.present - media.kinds)
         if family.attends_to_images:
             if "pixel_values" in arguments:
-                counts = [_num_images(prompt) for prompt in media.of_rows(len(input_ids))]
+                prompts = media.of_rows(len(input_ids))
+                counts = [0 if prompt is None else prompt.num_images for prompt in prompts]
                 hooks.enter_context(only_own_images(language_model(trunk), counts))
         elif absent:
             hooks.enter_context(_embedding(trunk, _with_dummies(trunk, family, absent)))
@@ -110,10 +111,6 @@ def run_trunk(
             hooks.enter_context(_cut_tokens(trunk, layout.own))
         output: MoeModelOutputWithPast = trunk(input_ids=input_ids, use_cache=False, **arguments)
     return output
-
-
-def _num_images(prompt: EncodedPrompt | None) -> int:
-    return 0 if prompt is None else prompt.tensors["pixel_values"].shape[1]
 
 
 def _foreign_placeholders(
