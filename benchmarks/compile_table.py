@@ -3,22 +3,21 @@
     python benchmarks/compile_table.py            # writes the committed table
     python benchmarks/compile_table.py --print [--fast]    # JSON to stdout, for the tests
 
-ptxas and cuobjdump come with Triton. `CASES` is the one list: a kernel in each configuration that a
-default call of `linear_logprob` reaches. `--fast` takes the cases that the default tests compile.
+ptxas and cuobjdump come with Triton; bucket.cu needs nvcc. `CASES` is the one list of Triton's: a
+kernel in each configuration that a call of `linear_logprob` reaches. `--fast` takes the cases that
+the default tests compile.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
-import subprocess
 import sys
 import tempfile
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import machine_code
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -28,12 +27,9 @@ from lightrft.kernels.logprob import triton_kernels, triton_launch
 from lightrft.kernels.logprob.triton_launch import TileConfig
 
 RESULTS = Path(__file__).parent / "results"
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+CSRC = Path(__file__).parents[1] / "packages" / "kernels" / "csrc"
 # Shared memory that one program may have; sm_120 has that of a consumer card.
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-# Instructions that multiply matrices, by the start of their names.
-PRODUCTS = ("HMMA", "HGMMA", "UTCHMMA", "FFMA", "DMMA")
-_ACCESS = re.compile(r"^(LDG|STG|LDGSTS)\.(\S+)")
 _FLOATS = {
     "maximum", "log_sum", "logprobs", "entropy", "grad_logprobs", "grad_entropy", "partials",
     "maximum_out", "exp_sum_out", "weighted_sum_out", "centre",
@@ -128,6 +124,12 @@ def _products(target: int) -> list[Case]:
             capability, is_half=True, is_aligned=True, is_plain=not features
         )
         cases.append(_of_tiles("grad_products", target, features, tiles, is_fast=target == 90))
+        bulk_gradient = triton_launch.bulk_gradient_tiles(capability, is_plain=not features)
+        if bulk_gradient is not None:
+            is_fast = target == 90 and features in ("", "bias softcap entropy-gradient")
+            cases.append(
+                _of_tiles("grad_products_tma", target, features, bulk_gradient, is_fast=is_fast)
+            )
     tiles = triton_launch.gradient_tiles(capability, is_half=True, is_aligned=True, is_plain=True)
     # The last chunk of an odd vocabulary; any number of rows has a gradient.
     cases += [
@@ -188,6 +190,8 @@ def _argument_type(name: str, case: Case) -> str:
     if case.kernel.endswith("_tma") and name in ("hidden", "weight"):
         rows = block["BLOCK_ROWS" if name == "hidden" else "BLOCK_COLUMNS"]
         return f"tensordesc<{case.element}[{rows}, {block['BLOCK_SIZE']}]>"
+    if case.kernel.endswith("_tma") and name == "out":
+        return f"tensordesc<{case.stored}[{block['BLOCK_ROWS']}, {block['BLOCK_COLUMNS']}]>"
     if name in ("hidden", "weight", "bias", "products"):
         return f"*{case.element}"
     if name == "out":
@@ -228,8 +232,8 @@ def compile_case(case: Case) -> dict[str, object]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = _cuobjdump("--dump-resource-usage", file.name)
-        code = _cuobjdump("-sass", file.name)
+        usage = machine_code.run_cuobjdump("--dump-resource-usage", Path(file.name))
+        code = machine_code.run_cuobjdump("-sass", Path(file.name))
     block = [
         case.constants[name]
         for name in ("BLOCK_ROWS", "BLOCK_COLUMNS", "BLOCK_SIZE")
@@ -240,49 +244,23 @@ def compile_case(case: Case) -> dict[str, object]:
         "tile": "x".join(str(size) for size in block),
         "warps": case.warps,
         "stages": case.stages,
-        **read_usage(usage),
+        **machine_code.read_usage(usage),
         "shared_bytes": compiled.metadata.shared,
-        **read_code(code),
+        **machine_code.read_code(code),
     }
 
 
-def read_usage(usage: str) -> dict[str, int]:
-    """Registers of a thread and bytes of its stack, from cuobjdump --dump-resource-usage."""
-    line = usage.strip().splitlines()[-1]
-    return {
-        "registers": int(re.search(r"REG:(\d+)", line).group(1)),
-        "stack_bytes": int(re.search(r"STACK:(\d+)", line).group(1)),
-    }
+def compile_buckets() -> list[dict[str, object]]:
+    """Rows of bucket.cu for all targets."""
+    with tempfile.TemporaryDirectory() as folder:
+        return [
+            row
+            for target in TARGETS
+            for row in machine_code.compile_bucket(CSRC, Path(folder), target)
+        ]
 
 
-def read_code(code: str) -> dict[str, object]:
-    """Counts of instructions, from cuobjdump -sass."""
-    opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", code, re.M)
-    accesses: Counter[str] = Counter()
-    for opcode in opcodes:
-        match = _ACCESS.match(opcode)
-        if match:
-            kind, rest = match.groups()
-            width = re.search(r"\b(128|64|U16|S16|U8|S8)\b", rest)
-            bits = {"U16": "16", "S16": "16", "U8": "8", "S8": "8"}
-            size = "32" if width is None else bits.get(width.group(1), width.group(1))
-            accesses[f"{kind}.{size}"] += 1
-    stems = Counter(opcode.split(".")[0] for opcode in opcodes)
-    return {
-        "products": {name: stems[name] for name in PRODUCTS if stems[name]},
-        "accesses": dict(sorted(accesses.items())),
-        "spills": stems["STL"],
-        "bulk_copies": stems["UTMALDG"],
-        "instructions": len(opcodes),
-    }
-
-
-def _cuobjdump(option: str, path: str) -> str:
-    command = [str(TOOLS / "cuobjdump"), option, path]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def to_markdown(rows: list[dict[str, object]]) -> str:
+def to_markdown(versions: dict[str, str], rows: list[dict[str, object]]) -> str:
     """The table as a document."""
 
     def counts(found: dict[str, int]) -> str:
@@ -291,12 +269,15 @@ def to_markdown(rows: list[dict[str, object]]) -> str:
     lines = [
         "# Compiled kernels",
         "",
-        "Machine code of the kernels of `linear_logprob`, compiled offline for GPUs that are not",
-        "here: `python benchmarks/compile_table.py` writes this page and",
-        "[compiled_kernels.json](compiled_kernels.json); `tests/kernels/test_compiled_kernels.py`",
-        f"compares them. Triton {triton.__version__}, its own ptxas. Registers are per thread,",
-        "spills are stores to local memory (STL), widths of global accesses are in bits; FFMA are",
-        "not products of matrices but the arithmetic around them.",
+        "Machine code of the kernels of `linear_logprob` and of the weight buckets, compiled",
+        "offline for GPUs that are not here: `python benchmarks/compile_table.py` writes this page",
+        "and [compiled_kernels.json](compiled_kernels.json), which `test_compiled_kernels.py` and",
+        "`test_bucket_sass.py` in `tests/kernels` compare with what they compile.",
+        f"Triton {versions['triton']} and its own ptxas; nvcc {versions['nvcc']} for bucket.cu.",
+        "Registers are per thread, spills are stores to local memory (STL), widths of global",
+        "accesses are in bits, bulk copies are loads / stores; FFMA are not products of matrices",
+        "but the arithmetic around them. `grad_products_tma` serves no default call: it is a",
+        "candidate where `deterministic=False` lets time decide.",
         "",
         "| kernel | tile | warps, stages | registers | spills | shared memory | products | bulk"
         " copies | global accesses |",
@@ -306,7 +287,8 @@ def to_markdown(rows: list[dict[str, object]]) -> str:
         (
             f"| {row['case']} | {row['tile']} | {row['warps']}, {row['stages']} | "
             f"{row['registers']} | {row['spills']} | {row['shared_bytes']:,} | "
-            f"{counts(row['products'])} | {row['bulk_copies']} | {counts(row['accesses'])} |"
+            f"{counts(row['products'])} | {row['bulk_copies']} / {row['bulk_stores']} | "
+            f"{counts(row['accesses'])} |"
         )
         for row in rows
     ]
@@ -334,16 +316,24 @@ def main() -> None:
             sys.stdout.write(json.dumps(compile_case(case)) + "\n")
             sys.stdout.flush()
         return
+    path = RESULTS / "compiled_kernels.json"
     known: dict[str, dict[str, object]] = {}
-    if arguments.only != [""]:
-        rows = json.loads((RESULTS / "compiled_kernels.json").read_text())["rows"]
-        known = {row["case"]: row for row in rows}
+    nvcc = machine_code.nvcc_version()
+    if arguments.only != [""] or nvcc is None:
+        table = json.loads(path.read_text())
+        known = {row["case"]: row for row in table["rows"]}
+        nvcc = nvcc or table["versions"]["nvcc"]
     known.update((case.name, compile_case(case)) for case in cases)
-    rows = [known[case.name] for case in CASES]
-    versions = {"triton": triton.__version__, "torch": torch.__version__.split("+")[0]}
-    table = {"versions": versions, "rows": rows}
-    (RESULTS / "compiled_kernels.json").write_text(json.dumps(table, indent=1) + "\n")
-    (RESULTS / "compiled_kernels.md").write_text(to_markdown(rows))
+    if machine_code.nvcc_version() is not None and any(t in "bucket.cu" for t in arguments.only):
+        known.update((row["case"], row) for row in compile_buckets())
+    buckets = sorted(name for name in known if "bucket.cu" in name)
+    buckets.sort(key=lambda name: TARGETS.index(int(name.split()[0].removeprefix("sm_"))))
+    rows = [known[name] for name in (*(case.name for case in CASES), *buckets)]
+    versions = {
+        "triton": triton.__version__, "torch": torch.__version__.split("+")[0], "nvcc": nvcc,
+    }  # fmt: skip
+    path.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    (RESULTS / "compiled_kernels.md").write_text(to_markdown(versions, rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Other projects' operations behind one signature, where they can be imported."""
+"""Other projects' operations behind one signature, where they can be imported.
+
+And a candidate of this one, which is no part of it before it was measured.
+"""
 
 from __future__ import annotations
 
@@ -86,6 +89,21 @@ def _cut_cross_entropy() -> LogprobFunction:
     )
 
 
+def _cute_candidate() -> LogprobFunction:
+    if torch.cuda.get_device_capability() != (9, 0):
+        raise ImportError("it is written for sm_90")
+    module = importlib.import_module("gpu.cute_forward")
+
+    def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        try:
+            return module.logprobs(hidden.detach(), weight.detach(), targets)
+        # Any fault of a compiler or launch: it is listed with its reason.
+        except Exception as err:
+            raise RuntimeError(f"{type(err).__name__}: {err}") from err
+
+    return run
+
+
 def _compiled() -> LogprobFunction:
     return torch.compile(naive, dynamic=False)
 
@@ -101,6 +119,7 @@ _PEERS = {
         "liger": (True, _liger),
         "verl": (True, _verl),
         "cut-cross-entropy": (True, _cut_cross_entropy),
+        "our CuTe candidate": (True, _cute_candidate),
     },
     "mean loss": {"liger mean loss": (True, _liger_mean), "quack mean loss": (True, _quack_mean)},
 }

@@ -14,7 +14,7 @@ from lightrft.models import Actor, load_tokenizer
 from lightrft.rewards import build_reward
 from lightrft.strategy import get_strategy
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL
-from lightrft.utils import add_arguments
+from lightrft.utils import LIBRARY_FLAGS, add_arguments
 
 
 def train(args):
@@ -39,15 +39,14 @@ def train(args):
     )  # fmt: skip
     for step in range(1, args.max_steps + 1):
         trainer.make_experience()
-        metrics = trainer.ppo_train(step)
-        strategy.print(f"step {step}: reward {metrics['reward']:.3f}")
+        strategy.print(f"step {step}: reward {trainer.ppo_train(step)['reward']:.3f}")
     strategy.save_model(actor, tokenizer, args.save_path)
     reward.close()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
+    add_arguments(parser, names=(*LIBRARY_FLAGS, "actor_learning_rate", "lr_warmup_ratio"))
     parser.add_argument("--pretrain", required=True, help="Directory of the model.")
     parser.add_argument("--prompt_data", required=True, help="JSONL, JSON or Parquet file.")
     parser.add_argument("--reward_fn", nargs="+", required=True, help="Name or FILE.py:FUNCTION.")

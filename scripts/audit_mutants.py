@@ -1,18 +1,18 @@
 """How many mutants of `lightrft.algorithms` the audit finds.
 
-    python scripts/audit_mutants.py                  all files, every mutant
-    python scripts/audit_mutants.py kl.py policy     some files or folders
-    python scripts/audit_mutants.py --sample 10      every tenth mutant
+    uv run --group mutation python scripts/audit_mutants.py                  every mutant
+    uv run --group mutation python scripts/audit_mutants.py kl.py policy     of some files
+    uv run --group mutation python scripts/audit_mutants.py --sample 10      every tenth
 
-mutmut 3 leaves decorated functions alone, and here every policy loss and estimator is decorated; so
-the mutants are made here, by the same operators: numbers, comparisons, arithmetic, boolean and
-unary operators, `min`/`max` and the like, keyword arguments left out, arguments replaced by None,
-return values.
+The mutants are those of mutmut's operators. mutmut leaves decorated functions, decorators and
+constants of a module alone; here every policy loss and estimator is decorated, so its walk is
+extended to them. Each mutant runs in a fork, with a deadline.
 
 Each runs in twelve steps of a very small model that between them use every loss and estimator. A
-mutant is "dead" if no step reaches it, "raises" if a step ends with an exception, "equivalent" if
-it changes no loss, gradient norm or weight of any step by more than the tolerances of the audit;
-of the others it is "found" if the audit of a step names a difference, else "missed".
+mutant is "dead" if no step reaches it, "raises" if a step ends with an exception, "hangs" if it
+does not end, "equivalent" if it changes no loss, gradient norm or weight of any step by more than
+the tolerances of the audit; of the others it is "found" if the audit of a step names a difference,
+else "missed".
 """
 
 from __future__ import annotations
@@ -20,31 +20,32 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import copy
+import dataclasses
+import functools
+import gc
 import importlib
 import importlib.util
 import io
 import json
+import os
+import select
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, FrameType, FunctionType, ModuleType
 
 import numpy as np
+import torch
 
+Place = tuple[Path, int]  # a line of a file
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "packages" / "trainer" / "src"
 ALGORITHMS = SOURCE / "lightrft" / "algorithms"
-BINARY = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Pow: ast.Mult,
-    ast.FloorDiv: ast.Div, ast.Mod: ast.Div, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
-}  # fmt: skip
-COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
-               ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
-               ast.In: ast.NotIn, ast.NotIn: ast.In}  # fmt: skip
-NAMES = {"minimum": "maximum", "maximum": "minimum", "min": "max", "max": "min", "sum": "mean",
-         "mean": "sum", "exp": "expm1", "expm1": "exp", "amin": "amax", "amax": "amin"}  # fmt: skip
+MUTANT_SECONDS = 120.0
 STEPS = (
     {"policy_loss": "ppo", "dual_clip": 1.3, "eps_clip": 0.1, "max_epochs": 2},
     {"policy_loss": "gspo", "advantage_estimator": "rloo", "eps_clip": 0.05},
@@ -83,114 +84,180 @@ class Mutant:
     path: Path
     line: int
     what: str
-    tree: ast.Module
+    code: str
     lines: frozenset[int]
 
-
-def changed(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """Every other form of one node."""
-    if isinstance(node, ast.Call):
-        yield from changed_calls(node)
-    elif isinstance(node, ast.Constant):
-        yield from changed_constants(node)
-    elif isinstance(node, ast.AugAssign):
-        yield "assignment", ast.Assign([node.target], node.value)
-    elif isinstance(node, ast.Return) and node.value is not None:
-        yield "return", ast.Return(ast.Constant(None))
-    elif isinstance(node, ast.expr):
-        yield from changed_operators(node)
-
-
-def changed_constants(node: ast.Constant) -> Iterator[tuple[str, ast.AST]]:
-    """Numbers, truth values and None."""
-    if isinstance(node.value, bool):
-        yield f"{node.value}", ast.Constant(not node.value)
-    elif isinstance(node.value, int | float):
-        yield f"{node.value} + 1", ast.Constant(node.value + 1)
-    elif node.value is None:
-        yield "None", ast.Constant("")
-
-
-def changed_calls(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
-    """Without each keyword, and with None for each argument."""
-    for index in range(len(node.keywords)):
-        kept = node.keywords[:index] + node.keywords[index + 1 :]
-        yield f"without {node.keywords[index].arg}", ast.Call(node.func, node.args, kept)
-    for index in range(len(node.args)):
-        args = [*node.args]
-        args[index] = ast.Constant(None)
-        yield f"argument {index} None", ast.Call(node.func, args, node.keywords)
-
-
-def changed_operators(node: ast.expr) -> Iterator[tuple[str, ast.AST]]:
-    """Operators, and functions that have a counterpart."""
-    if isinstance(node, ast.BinOp) and type(node.op) in BINARY:
-        yield type(node.op).__name__, ast.BinOp(node.left, BINARY[type(node.op)](), node.right)
-    elif isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
-        ops = [COMPARISONS[type(node.ops[0])](), *node.ops[1:]]
-        yield type(node.ops[0]).__name__, ast.Compare(node.left, ops, node.comparators)
-    elif isinstance(node, ast.BoolOp):
-        other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-        yield type(node.op).__name__, ast.BoolOp(other, node.values)
-    elif isinstance(node, ast.UnaryOp):
-        yield type(node.op).__name__, node.operand
-    elif isinstance(node, ast.Attribute) and node.attr in NAMES:
-        yield node.attr, ast.Attribute(node.value, NAMES[node.attr], node.ctx)
-
-
-class Replace(ast.NodeTransformer):
-    """Replaces the node with a number, counted in the order of a walk."""
-
-    def __init__(self, wanted: int, other: ast.AST) -> None:
-        self._wanted, self._other, self._count = wanted, other, -1
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        """Counts depth first."""
-        self._count += 1
-        if self._count == self._wanted:
-            return ast.copy_location(copy.deepcopy(self._other), node)
-        return self.generic_visit(node)
-
-
-def depth_first(node: ast.AST) -> Iterator[ast.AST]:
-    """Nodes in the order of `Replace`."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        yield from depth_first(child)
+    def compiled(self) -> CodeType | None:
+        """What runs in place of the module; None if it is no Python."""
+        try:
+            return compile(self.code, str(self.path), "exec")
+        except SyntaxError:
+            return None
 
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
-    """All mutants of a file: bodies of functions, defaults and decorators; not annotations."""
-    tree = ast.parse(path.read_text())
-    skipped = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
-            skipped |= set(ast.walk(node.annotation))
-        elif isinstance(node, ast.FunctionDef) and node.returns is not None:
-            skipped |= set(ast.walk(node.returns))
-        elif isinstance(node, ast.Raise | ast.If) and "raise" in ast.unparse(node).split("\n")[-1]:
-            skipped |= set(ast.walk(node))  # what is refused is no matter of an audit
-    statements = statement_lines(tree)
-    for number, node in enumerate(depth_first(tree)):
-        for what, other in () if node in skipped else changed(node):
-            copied = Replace(number, other).visit(copy.deepcopy(tree))
-            line = getattr(node, "lineno", 0)
-            shown = statements.get(node, frozenset())
-            yield Mutant(path, line, what, ast.fix_missing_locations(copied), shown)
+    """All mutants of a file: functions, also decorated ones, decorators, defaults, constants."""
+    import libcst
+    from libcst.metadata import MetadataWrapper, PositionProvider
+    from mutmut.mutation.file_mutation import MutationVisitor, deep_replace
+    from mutmut.mutation.mutators import mutation_operators
+    from mutmut.mutation.pragma_handling import IgnoredCode
+
+    class EveryFunction(MutationVisitor):
+        left: set[libcst.CSTNode] = set()
+
+        def _skip_node_and_children(self, node: libcst.CSTNode) -> bool:
+            if isinstance(node, libcst.ClassDef):
+                # How a dataclass is made is no matter of an audit either.
+                self.left |= set(node.decorators)
+            if isinstance(node, libcst.FunctionDef | libcst.Decorator | libcst.Param):
+                return node in self.left
+            # What is refused, and how the refusal reads, is no matter of an audit.
+            return isinstance(node, libcst.Raise) or super()._skip_node_and_children(node)
+
+    source = path.read_text()
+    wrapper = MetadataWrapper(libcst.parse_module(source))
+    visitor = EveryFunction(mutation_operators, IgnoredCode(set(), set(), set()))
+    wrapper.visit(visitor)
+    places = wrapper.resolve(PositionProvider)
+    shown = statement_lines(ast.parse(source))
+    for mutation in visitor.mutations:
+        before, after = mutation.original_node, mutation.mutated_node
+        line = places[before].start.line
+        code = deep_replace(wrapper.module, before, after).code
+        what = changed_text(source, code)
+        yield Mutant(path, line, what, code, shown.get(line, frozenset()))
 
 
-def statement_lines(tree: ast.Module) -> dict[ast.AST, frozenset[int]]:
-    """Lines of the statement around each node inside the bodies of functions."""
-    found: dict[ast.AST, frozenset[int]] = {}
+def changed_text(before: str, after: str) -> str:
+    """The first line that a mutation made, or that it took away."""
+    for old, new in zip(before.split("\n"), after.split("\n"), strict=False):
+        if old != new:
+            return new.strip()
+    return "nothing"
+
+
+def statement_lines(tree: ast.Module) -> dict[int, frozenset[int]]:
+    """For each line in the body of a function, the lines of the innermost statement around it."""
+    found: dict[int, frozenset[int]] = {}
     for function in (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)):
         for statement in (n for part in function.body for n in ast.walk(part)):
             if isinstance(statement, ast.stmt):
                 is_block = hasattr(statement, "body")
                 last = statement.body[0].lineno - 1 if is_block else statement.end_lineno
-                lines = frozenset(range(statement.lineno, (last or 0) + 1))
-                for node in ast.walk(statement):
-                    found[node] = lines
+                lines = range(statement.lineno, max(statement.lineno, last or 0) + 1)
+                found |= dict.fromkeys(lines, frozenset(lines))
     return found
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call from outside into the algorithms, with what it ran and what came of it."""
+
+    module: str
+    name: str
+    arguments: bytes
+    lines: frozenset[Place]
+    result: list[bytes]
+
+    def replayed(self) -> list[bytes]:
+        """Bits of the outputs, and of the gradients of a weighted sum of them, of today's code."""
+        positional, keywords = torch.load(io.BytesIO(self.arguments), weights_only=False)
+        output = getattr(sys.modules[self.module], self.name)(*positional, **keywords)
+        outputs = tensors_of(output)
+        total = sum(
+            (o.double() * torch.arange(1, o.numel() + 1).reshape(o.shape).cos()).sum()
+            for o in outputs
+            if o.requires_grad
+        )
+        inputs = [t for t in tensors_of([positional, keywords]) if t.requires_grad]
+        if isinstance(total, torch.Tensor):
+            total.backward()
+        found = [*outputs, *(t.grad for t in inputs if t.grad is not None)]
+        return [t.detach().numpy().tobytes() + str(t.shape).encode() for t in found]
+
+
+def tensors_of(value: object) -> list[torch.Tensor]:
+    """All numbers of a value, as tensors; what it cannot look into is a TypeError."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return [torch.tensor(list(repr(value).encode()))]
+    if isinstance(value, dict):
+        return [t for item in value.items() for t in tensors_of(list(item))]
+    if isinstance(value, list | tuple):
+        return [t for item in value for t in tensors_of(item)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return [t for name in names for t in tensors_of(getattr(value, name))]
+    raise TypeError(f"cannot look into {type(value).__name__}")
+
+
+class Recorder:
+    """While it is entered, every call into the algorithms is kept, and which lines ran.
+
+    `outside` are lines of calls that cannot be repeated: of methods, of closures.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.outside: set[Place] = set()
+        self.lines: set[Place] = set()
+        self._inside: set[Place] | None = None
+
+    def __enter__(self) -> Recorder:
+        names = [n for n in sys.modules if n.startswith("lightrft.algorithms")]
+        self._taken = [r for name in names for r in references(sys.modules[name])]
+        wrapped = {id(f): self._wrap(f) for _, _, f in self._taken if isinstance(f, FunctionType)}
+        for module, key, value in self._taken:
+            setattr(module, key, wrapped.get(id(value), value))
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        for module, key, value in self._taken:
+            setattr(module, key, value)
+        self.calls = [call for call in self.calls if self._is_repeatable(call)]
+        self.calls = [dataclasses.replace(call, result=call.replayed()) for call in self.calls]
+        self.lines = self.outside.union(*(call.lines for call in self.calls))
+
+    def _is_repeatable(self, call: Call) -> bool:
+        try:
+            if call.replayed() == call.replayed():
+                return True
+        except Exception:  # noqa: BLE001 - then it is not
+            pass
+        self.outside |= call.lines
+        return False
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> object:
+        name = frame.f_code.co_filename
+        if "lightrft/algorithms" not in name:
+            return None
+        lines = self.outside if self._inside is None else self._inside
+        lines.add((Path(name), frame.f_lineno))
+        return self._trace
+
+    def _wrap(self, function: FunctionType) -> Callable[..., object]:
+        @functools.wraps(function)
+        def call(*args: object, **kwargs: object) -> object:
+            if self._inside is not None:
+                return function(*args, **kwargs)
+            kept = io.BytesIO()
+            try:
+                torch.save((args, kwargs), kept)
+            except Exception:  # noqa: BLE001 - what cannot be kept cannot be repeated
+                return function(*args, **kwargs)
+            self._inside = set()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                place = (function.__module__, function.__name__)
+                lines, self._inside = frozenset(self._inside), None
+                self.calls.append(Call(*place, kept.getvalue(), lines, []))
+
+        return call
 
 
 class Bench:
@@ -204,8 +271,13 @@ class Bench:
         spec.loader.exec_module(self.world)
         self.folder = folder
         self.model = self.world.write_model(folder / "model")
-        self.executed: dict[tuple[Path, int], set[int]] = {}
+        # Here, and each once below, so that no fork has to import or to build anything.
+        from lightrft.audit.report import audit_step
+
+        self.audit_step = audit_step
+        self.recorders: list[Recorder] = []
         self.whole = [self.facts_of(index) for index in range(len(STEPS))]
+        gc.freeze()  # what is here is no garbage of a fork
 
     def record(self, index: int) -> Path:
         """Records a step; the folder of its run."""
@@ -216,23 +288,13 @@ class Bench:
         return run
 
     def facts_of(self, index: int) -> dict[str, object]:
-        """What the step did, and which lines of the algorithms it ran."""
-        lines: set[tuple[str, int]] = set()
-
-        def trace(frame, event, _):  # noqa: ANN001, ANN202
-            name = frame.f_code.co_filename
-            if "lightrft/algorithms" not in name:
-                return None
-            lines.add((name, frame.f_lineno))
-            return trace
-
-        sys.settrace(trace)
-        try:
+        """What the step did; what it called and which lines it ran is kept, too."""
+        self.record(index)  # what is imported and cached while it runs is no part of it
+        with Recorder() as recorder:
             run = self.record(index)
-        finally:
-            sys.settrace(None)
-        for name, line in lines:
-            self.executed.setdefault((Path(name), line), set()).add(index)
+        self.recorders.append(recorder)
+        if self.audit_step(run).first_difference is not None:
+            raise AssertionError(f"the audit of step {index} finds a difference without a mutant")
         return self.result(run)
 
     def result(self, run: Path) -> dict[str, object]:
@@ -248,32 +310,58 @@ class Bench:
             "before": {n: v.double().numpy() for n, v in record.state("before", "actor").items()},
         }
 
-    def steps_for(self, mutant: Mutant) -> list[int]:
-        """Steps that run the mutated line, or all for lines that run at import."""
-        lines = {line: steps for line, steps in self.executed.items() if line[0] == mutant.path}
-        shown = mutant.lines or {line for _, line in lines}
-        return sorted({i for (_, line), steps in lines.items() if line in shown for i in steps})
-
     def try_mutant(self, mutant: Mutant) -> str:
-        """The outcome: dead (no step reaches it), raises, equivalent, found or missed."""
-        steps = self.steps_for(mutant)
-        if not steps:
+        """What came of a mutant; steps that it may change run in a process of their own."""
+        code = mutant.compiled()
+        if code is None or not any(self.reaches(mutant, r) for r in self.recorders):
             return "dead"
-        outcome = "equivalent"
-        with planted(mutant):
-            for index in steps:
-                try:
-                    run = self.record(index)
-                except Exception:  # noqa: BLE001 - any crash shows the mutant
-                    return "raises"
-                if not self.is_changed(index, run):
-                    continue
-                from lightrft.audit.report import audit_step
+        try:
+            with planted(mutant.path, code), time_limit(MUTANT_SECONDS):
+                steps = self.steps_for(mutant)
+                if not steps:
+                    return "equivalent"
+                return forked(lambda: self.outcome(steps), MUTANT_SECONDS) or "hangs"
+        except TimeoutError:
+            return "hangs"
+        except Exception:  # noqa: BLE001 - of the module or of a call that a step makes
+            return "raises"
 
-                if audit_step(run).first_difference is not None:
-                    return "found"
-                outcome = "missed"
-        return outcome
+    @staticmethod
+    def reaches(mutant: Mutant, recorder: Recorder) -> bool:
+        """Whether the step runs the mutated line, or any of the module if it runs at import."""
+        return any(p == mutant.path and n in (mutant.lines or {n}) for p, n in recorder.lines)
+
+    def steps_for(self, mutant: Mutant) -> list[int]:
+        """Steps that a planted mutant may change: not those of which each call gives the same bits.
+
+        What runs at import may also be read without a call: a declaration, a default.
+        """
+        steps = []
+        for index, recorder in enumerate(self.recorders):
+            places = {(mutant.path, line) for line in mutant.lines}
+            is_outside = not places or bool(places & recorder.outside)
+            places = places or {place for place in recorder.lines if place[0] == mutant.path}
+            calls = [call for call in recorder.calls if places & call.lines]
+            differs = [call for call in calls if call.replayed() != call.result]
+            if differs or (is_outside and places & recorder.lines):
+                steps.append(index)
+        return steps
+
+    def outcome(self, steps: list[int]) -> str:
+        """Whether some step raises, whether one changes, and whether its audit finds that."""
+        gc.disable()
+        found = "equivalent"
+        for index in steps:
+            try:
+                run = self.record(index)
+            except Exception:  # noqa: BLE001 - any crash shows the mutant
+                return "raises"
+            if not self.is_changed(index, run):
+                continue
+            if self.audit_step(run).first_difference is not None:
+                return "found"
+            found = "missed"
+        return found
 
     def is_changed(self, index: int, run: Path) -> bool:
         """Whether a loss, a gradient or the update differs by more than the tolerances."""
@@ -292,12 +380,49 @@ class Bench:
         return not difference <= (2 * limits["sgd"]) ** 2 * size
 
 
+def forked(function: Callable[[], str], seconds: float) -> str:
+    """What a function returns in a fork of this process; nothing if it dies or takes longer."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            silent = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silent, 1)
+            os.dup2(silent, 2)
+            os.write(writing, function().encode())
+        except Exception:  # noqa: BLE001 - the module cannot be imported
+            os.write(writing, b"raises")
+        finally:
+            os._exit(0)
+    os.close(writing)
+    try:
+        ready, _, _ = select.select([reading], [], [], seconds)
+        return os.read(reading, 100).decode() if ready else ""
+    finally:
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 @contextlib.contextmanager
-def planted(mutant: Mutant) -> Iterator[None]:
-    """The mutated module in place of its own: every reference to its functions leads to it."""
-    name = ".".join(mutant.path.relative_to(SOURCE).with_suffix("").parts)
-    module = importlib.import_module(name.removesuffix(".__init__"))
-    users = [
+def time_limit(seconds: float) -> Iterator[None]:
+    """A TimeoutError in Python code that takes longer."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def references(module: ModuleType) -> list[tuple[ModuleType, str, object]]:
+    """Where lightrft, but for the audit, holds functions, classes and constants of a module."""
+    return [
         (other, key, value)
         for other in list(sys.modules.values())
         if getattr(other, "__name__", "").startswith("lightrft")
@@ -306,10 +431,16 @@ def planted(mutant: Mutant) -> Iterator[None]:
         if getattr(value, "__module__", None) == module.__name__
         or (key.isupper() and key in vars(module) and vars(module)[key] is value)
     ]
-    own = dict(vars(module))
+
+
+@contextlib.contextmanager
+def planted(path: Path, code: CodeType) -> Iterator[None]:
+    """A mutated module in place of its own: every reference to its functions leads to it."""
+    name = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+    module = importlib.import_module(name.removesuffix(".__init__"))
+    users, own = references(module), dict(vars(module))
     try:
-        with contextlib.suppress(Exception):
-            exec(compile(mutant.tree, str(mutant.path), "exec"), vars(module))
+        exec(code, vars(module))
         for other, key, value in users:
             found = vars(module).get(getattr(value, "__name__", key), value)
             if other is not module and not isinstance(value, type):
@@ -334,19 +465,24 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--sample", type=int, default=1, help="Every N-th mutant.")
+    parser.add_argument("--show", help="Also print the mutants of this outcome.")
     given = parser.parse_args(argv)
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     missed = []
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
-        mutants = [m for path in files_of(given.names) for m in mutants_of(path)]
-        for mutant in mutants[:: given.sample]:
-            outcome = bench.try_mutant(mutant)
-            counts[outcome] = counts.get(outcome, 0) + 1
-            if outcome == "missed":
-                missed.append(f"{mutant.path.relative_to(ALGORITHMS)}:{mutant.line} {mutant.what}")
-                print("missed:", missed[-1], flush=True)
-    print(json.dumps({"mutants": sum(counts.values()), **counts}))
+        for path in files_of(given.names):
+            own: Counter[str] = Counter()
+            for mutant in list(mutants_of(path))[:: given.sample]:
+                outcome = bench.try_mutant(mutant)
+                own[outcome] += 1
+                if outcome in ("missed", given.show):
+                    found = f"{mutant.path.relative_to(ALGORITHMS)}:{mutant.line} {mutant.what}"
+                    print(f"{outcome}: {found}", flush=True)
+                    missed += [found] if outcome == "missed" else []
+            print(path.relative_to(ALGORITHMS), json.dumps(own), flush=True)
+            counts += own
+    print(json.dumps({"mutants": counts.total(), **counts}))
     return int(bool(missed))
 
 

@@ -8,6 +8,18 @@ from urllib.parse import urlsplit
 PUBLIC_HOSTS = {"pypi.org", "files.pythonhosted.org"}
 
 
+def test_peers_without_a_network_are_those_of_the_lock(repository):
+    lock = (repository / "uv.lock").read_text()
+    script = (repository / "benchmarks" / "gpu" / "fetch_peers.sh").read_text()
+    fetched = dict(re.findall(r'"([\w-]+)==([\w.]+)"', script))
+    assert {"liger-kernel", "quack-kernels", "trl", "verl"} <= set(fetched)
+    for name, version in fetched.items():
+        locked = re.findall(rf'name = "{name}"\nversion = "([^"]+)"', lock)
+        assert not locked or version in locked, (name, version, locked)
+    group = re.search(r"^peers = \[(.*?)\]", lock, re.M | re.S).group(1)
+    assert set(re.findall(r'name = "([^"]+)"', group)) == {"liger-kernel", "trl"}
+
+
 def test_lock_names_only_the_public_index(repository):
     text = (repository / "uv.lock").read_text()
     hosts = {urlsplit(url).hostname for url in re.findall(r'https?://[^"\s]+', text)}

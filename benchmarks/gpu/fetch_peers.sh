@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Downloads peers that are pure Python into benchmarks/gpu/wheels (ignored by git), for run_all.sh on
-# a machine without a network. Needs a network and pip; installs nothing.
+# a machine without a network. Needs a network and pip; installs nothing. QuACK runs only where
+# nvidia-cutlass-dsl is installed, too (it comes with `uv sync --extra vllm --group peers`).
 set -euo pipefail
 cd "$(dirname "$0")"
 mkdir -p wheels

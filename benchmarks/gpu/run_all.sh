@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command and under nine minutes: builds the extension, runs the
-# gpu tests and both kernel benchmarks, writes results and a short table.
+# Everything that needs a GPU, in one command: builds the extension, asks `lightrft doctor`, runs the
+# gpu tests and both kernel benchmarks, writes results and a short table. Nine minutes, and those
+# that starting vLLM takes where it is installed.
 #
 #   benchmarks/gpu/run_all.sh [RESULTS_FOLDER]      (default: $OUT, else benchmarks/results/gpu)
 #
@@ -27,7 +28,7 @@ build="${TMPDIR:-/tmp}/lightrft-gpu-build"
 site="$build/site"
 mkdir -p "$build/cmake" "$site"
 # A copy of the sources with the extension beside them: the working tree stays as it is.
-for package in kernels strategy engines; do
+for package in kernels strategy engines trainer; do
   cp -r "packages/$package/src/lightrft" "$site/" || exit 1
 done
 capability="$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)"
@@ -54,6 +55,12 @@ print(torch.__version__, capabilities())
 assert torch.cuda.is_available(), "no GPU"
 PYTHON
 
+note "doctor"
+# Its verdict is kept and the rest goes on: what is wrong with a machine explains slow results.
+timeout 420 "$python" -m lightrft.cli.main doctor >"$results/doctor.txt" 2>&1 || failed=1
+timeout 420 "$python" -m lightrft.cli.main doctor --gpu >>"$results/doctor.txt" 2>&1 || failed=1
+cat "$results/doctor.txt"
+
 # The project's own settings name plugins that this machine may lack.
 cat >"$build/pytest.ini" <<'INI'
 [pytest]
@@ -66,7 +73,8 @@ markers =
 INI
 
 note "peers"
-for peer in liger_kernel quack verl trl cut_cross_entropy; do
+# cutlass is what QuACK and the candidate in gpu/cute_forward.py are compiled by.
+for peer in liger_kernel quack verl trl cut_cross_entropy cutlass; do
   "$python" -c "import $peer" >/dev/null 2>&1 && echo "$peer" || echo "$peer: absent"
 done
 

@@ -10,6 +10,7 @@ from lightrft.algorithms.advantages.token_level import (
     discounted_returns,
     generalized_advantages,
     token_rewards,
+    turn_discounts,
 )
 
 VALUES = torch.tensor([[0.5, 0.4, 0.3, 0.2]]).double()
@@ -65,6 +66,34 @@ def test_gae_and_returns_equal_a_loop_over_the_sampled_tokens(gamma, lambd, ragg
             assert returns[i, t].item() == pytest.approx(following, abs=1e-12)
     for tensor in (result.advantages, result.returns, returns):
         assert (tensor[~mask] == 0).all()
+
+
+@pytest.mark.parametrize(("gamma", "lambd"), [(0.9, 0.8), (0.5, 1.0), (0.0, 0.5)])
+def test_a_discount_over_turns_equals_a_loop_over_turns(gamma, lambd):
+    draw = torch.Generator().manual_seed(5)
+    mask = torch.rand(6, 17, generator=draw) < 0.6
+    mask[0], mask[1] = False, True
+    rewards, values = (torch.randn(6, 17, generator=draw).double() for _ in range(2))
+    discounts = turn_discounts(mask, gamma=gamma)
+    returns = discounted_returns(rewards, mask, gamma=discounts)
+    result = generalized_advantages(rewards, values, mask, gamma=discounts, lambd=lambd)
+    for i in range(6):
+        turns = []
+        for t in range(17):
+            if mask[i, t]:
+                is_new = t == 0 or not mask[i, t - 1]
+                turns = [*turns, [t]] if is_new else [*turns[:-1], [*turns[-1], t]]
+        following = advantage = value = 0.0
+        for turn in reversed(turns):
+            for t in reversed(turn):
+                step = gamma if t == turn[-1] else 1.0
+                following = float(rewards[i, t]) + step * following
+                delta = float(rewards[i, t]) + step * value - float(values[i, t])
+                advantage, value = delta + step * lambd * advantage, float(values[i, t])
+                assert returns[i, t].item() == pytest.approx(following, abs=1e-12)
+                assert result.advantages[i, t].item() == pytest.approx(advantage, abs=1e-12)
+    # A row of one turn is not discounted at all.
+    assert torch.equal(returns[1], discounted_returns(rewards, mask)[1])
 
 
 def test_rows_without_any_column_are_empty_results() -> None:

@@ -156,18 +156,25 @@ def test_a_failed_row_has_no_part_in_its_group():
 def test_returns_whitening_and_gae_have_the_worked_values():
     kl = 0.1 * np.where(MASK, OLD - REF, 0.0)
     shaped = adv.token_rewards(np.array([1.0, 0.0]), MASK, kl)
-    found = adv.returns(shaped, MASK, 1.0)
+    found = adv.returns(shaped, MASK, TrainConfig())
     assert found[MASK] == pytest.approx(np.array([1.04, 1.03, 1.06, 0.96, 0.05, 0.07]))
     white, _ = adv.whitened(found, MASK)
     wanted = [0.743909, 0.721922, 0.787884, 0.56801, -1.43285, -1.388875]
     assert white[MASK] == pytest.approx(np.array(wanted), abs=1e-6)
     rewards, values = np.array([[0.0, 0, 0, 1]]), np.array([[0.5, 0.4, 0.3, 0.2]])
     whole = np.ones((1, 4), dtype=bool)
-    found = adv.gae(rewards, values, whole, 0.9, 0.8)
+    settings = TrainConfig(gamma=0.9, lambd=0.8)
+    found = adv.gae(rewards, values, whole, settings)
     assert found[0] == pytest.approx(np.array([0.00279, 0.19832, 0.456, 0.8]), abs=1e-5)
     gap = np.array([[True, True, False, True]])
-    found = adv.gae(rewards, values, gap, 0.9, 0.8)
+    found = adv.gae(rewards, values, gap, settings)
     assert found[gap] == pytest.approx(np.array([0.11632, 0.356, 0.8]), abs=1e-5)
+    # Over turns: the discount acts once, between the second token and the fourth.
+    by_turn = dataclasses.replace(settings, turn_credit="discounted")
+    assert adv.returns(rewards, gap, by_turn)[gap] == pytest.approx(np.array([0.9, 0.9, 1.0]))
+    found = adv.gae(rewards, values, gap, by_turn)
+    # 0.8; 0.9 * 0.2 - 0.4 + 0.72 * 0.8; 0.4 - 0.5 + 0.8 * 0.356
+    assert found[gap] == pytest.approx(np.array([0.1848, 0.356, 0.8]), abs=1e-9)
 
 
 def test_the_value_loss_has_the_worked_values():

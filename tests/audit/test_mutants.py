@@ -39,12 +39,39 @@ def test_a_planted_module_is_taken_out_again(mutation):
     from lightrft.experience import assemble
 
     own, path = kl.estimate_kl, mutation.ALGORITHMS / "kl.py"
-    mutant = next(m for m in mutation.mutants_of(path) if m.what == "10.0 + 1")
-    with mutation.planted(mutant):
+    code = path.read_text().replace("MAX_K3 = 10.0", "MAX_K3 = 11.0")
+    with mutation.planted(path, compile(code, str(path), "exec")):
         assert kl.MAX_K3 == 11.0
         assert assemble.estimate_kl is kl.estimate_kl is not own
     assert kl.MAX_K3 == 10.0
     assert assemble.estimate_kl is kl.estimate_kl is own
+
+
+def test_a_call_is_repeated_with_the_planted_module(mutation):
+    import torch
+
+    from lightrft.algorithms import kl
+    from lightrft.experience import assemble
+
+    logprobs, mask = torch.tensor([[-1.0, -2.0]], requires_grad=True), torch.ones(1, 2).bool()
+    with mutation.Recorder() as recorder:
+        assemble.estimate_kl(logprobs, torch.zeros(1, 2), mask, estimator="k2")
+    (call,) = recorder.calls
+    assert (call.module, call.name) == (kl.__name__, "estimate_kl")
+    assert call.replayed() == call.result
+    path = mutation.ALGORITHMS / "kl.py"
+    code = path.read_text().replace("d.square() / 2", "d.square() / 3")
+    with mutation.planted(path, compile(code, str(path), "exec")):
+        assert call.replayed() != call.result
+    assert call.replayed() == call.result
+
+
+def test_a_process_of_its_own_that_hangs_or_raises_is_told_apart(mutation):
+    import time
+
+    assert mutation.forked(lambda: "found", 60) == "found"
+    assert mutation.forked(lambda: 1 / 0, 60) == "raises"
+    assert mutation.forked(lambda: time.sleep(60), 0.1) == ""
 
 
 @pytest.mark.slow

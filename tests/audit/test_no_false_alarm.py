@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -16,11 +17,17 @@ from lightrft.config.registry import (
     KL_ESTIMATORS,
     POLICY_LOSSES as LOSS_NAMES,
 )
+from lightrft.experience.exchange import tabulate
 
 ALIASES = {"clipped", "grpo"}
 LOSSES = [name for name in POLICY_LOSSES if name not in ALIASES]
 NAMES = [name for name in ESTIMATORS if name not in ALIASES]
 PRODUCT = list(itertools.product(NAMES, LOSSES, AGGREGATIONS))
+# Every loss, estimator and aggregation at least once.
+COVER = [
+    (NAMES[i % len(NAMES)], LOSSES[i % len(LOSSES)], AGGREGATIONS[i % len(AGGREGATIONS)])
+    for i in range(max(map(len, (NAMES, LOSSES, AGGREGATIONS))))
+]
 # With 12 losses and 11 estimators, every pair of either with an aggregation comes, too.
 PAIRS = [
     (name, loss, AGGREGATIONS[(i + j) % len(AGGREGATIONS)])
@@ -40,7 +47,9 @@ def test_every_name_of_the_registries_is_audited():
     assert set(ADVANTAGE_ESTIMATORS) == set(ESTIMATORS)
 
 
-def test_the_cover_has_every_pair():
+def test_the_cover_has_every_name_and_the_pairs_every_pair():
+    for position, names in enumerate((NAMES, LOSSES, AGGREGATIONS)):
+        assert {cell[position] for cell in COVER} == set(names)
     for first, second in itertools.combinations(range(3), 2):
         everything = {(cell[first], cell[second]) for cell in PRODUCT}
         assert {(cell[first], cell[second]) for cell in PAIRS} == everything
@@ -62,6 +71,12 @@ def algorithm(name, loss, mode):
     return changes
 
 
+@pytest.mark.parametrize("cell", COVER, ids="-".join)
+def test_every_estimator_loss_and_aggregation(cell, audited):
+    assert_equal(audited({**algorithm(*cell), **ONE_UPDATE}, sgd=True))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_estimators_losses_and_aggregations_in_pairs(name, audited):
     for cell in PAIRS:
@@ -73,10 +88,11 @@ def test_estimators_losses_and_aggregations_in_pairs(name, audited):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_whole_product(name, audited):
-    for cell in PRODUCT:
+    for number, cell in enumerate(PRODUCT):
         if cell[0] == name:
-            for is_sgd in (True, False):
-                assert_equal(audited({**algorithm(*cell), "init_kl_coef": 0.1}, sgd=is_sgd))
+            changes = {**algorithm(*cell), "init_kl_coef": 0.1, "max_epochs": 1}
+            is_sgd = (number + number // len(AGGREGATIONS)) % 2 == 0
+            assert_equal(audited(changes, sgd=is_sgd))
 
 
 # Bounds between what the few tokens of these samples have.
@@ -158,6 +174,35 @@ BY_DEFAULT = ("critic", "rewards", "adapters", "temperature", "schedule")
 @pytest.mark.parametrize("name", BY_DEFAULT)
 def test_further_options(name, audited):
     assert_equal(audited(VARIANTS[name]))
+
+
+def with_observations(samples):
+    """A third of the tokens of a response, never the last, were answers of a tool."""
+    scored = []
+    for number, item in enumerate(samples.scored):
+        completion = item.rollout.completion
+        size = len(completion.output_token_ids)
+        sampled = tuple((i + number) % 3 != 1 or i + 1 == size for i in range(size))
+        logprobs = tuple(x * f for x, f in zip(completion.output_logprobs, sampled, strict=True))
+        completion = replace(completion, sampled=sampled, output_logprobs=logprobs)
+        scored.append(replace(item, rollout=replace(item.rollout, completion=completion)))
+    return replace(samples, scored=scored, table=tabulate(scored))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"advantage_estimator": "gae", "init_kl_coef": 0.1, "turn_credit": "discounted"},
+        {"advantage_estimator": "opo", "loss_agg_mode": "seq-mean-token-mean"},
+        {"advantage_estimator": "group_norm", "turn_credit": "discounted", "init_kl_coef": 0.1,
+         "use_kl_loss": True},
+        {"off_policy_correction": "tis", "advantage_estimator": "reinforce++"},
+    ],
+    ids=["gae", "opo", "group_norm", "reinforce++"],
+)  # fmt: skip
+def test_steps_on_episodes(changes, audited):
+    report = audited({"gamma": 0.8, **changes}, shape=with_observations)
+    assert_equal(report)
 
 
 @pytest.mark.slow

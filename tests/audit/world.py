@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.experience.exchange import tabulate
+from lightrft.experience.exchange import row_table
 from lightrft.experience.sampling import Samples
 from lightrft.experience.scoring import overlong_penalty
 from lightrft.experience.stages import StageMeter
@@ -97,12 +97,12 @@ def scripted_samples(actor, *, noise=0.3, fails=True, greedy=False, mode="temper
         scored.append(ScoredRollout(rollout, reward, is_masked=is_failed, unshaped_reward=reward))
     best = None
     if greedy:
-        best = tabulate([item for item in scored if item.rollout.completion.sample_index == 0])
+        best = row_table([item for item in scored if item.rollout.completion.sample_index == 0])
     meter = StageMeter()
     for name in ("rollout", "reward", "exchange"):
         with meter.stage(name):
             pass
-    return Samples(scored, tabulate(scored), meter, GROUPS, greedy=best)
+    return Samples(scored, row_table(scored), meter, GROUPS, greedy=best)
 
 
 @cache
@@ -128,7 +128,7 @@ def shaped(samples, config):
             length = len(item.rollout.completion.output_token_ids)
             item = replace(item, reward=item.unshaped_reward + penalty(length))
         scored.append(item)
-    return replace(samples, scored=scored, table=tabulate(scored))
+    return replace(samples, scored=scored, table=row_table(scored))
 
 
 class Scripted:

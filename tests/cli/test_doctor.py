@@ -41,6 +41,29 @@ def test_two_processes_try_every_backend(model, capsys):
     assert "fsdp x2, micro 4, packed, sp 2, recomputed" in output
 
 
+def test_in_bfloat16_the_plainest_way_gives_the_bounds(monkeypatch, capsys):
+    import lightrft.trainer.invariance.run as invariance
+
+    names = Deviations.__dataclass_fields__
+    plain = Deviations(**dict.fromkeys(names, 0.01))
+    asked = {}
+
+    def examine(path, **options):
+        asked.update(options)
+        yield Cell(bf16=True), plain
+        yield Cell(bf16=True, micro_batch_size=2), replace(plain, gradient=0.029)
+        yield Cell(bf16=True, micro_batch_size=1), replace(plain, gradient=0.031)
+
+    monkeypatch.setattr(invariance, "examine", examine)
+    arguments = ["doctor", "--invariance", "--bf16", "--pretrain", "m", "--nproc_per_node", "1"]
+    assert main(arguments) == 8
+    output = capsys.readouterr().out
+    assert asked["bf16"]
+    assert [line[:3].strip() for line in lines_of(output)] == ["ok", "ok", "BAD"]
+    assert "3.1e-02!" in output
+    assert "2 of 3 ways give the same step" in output
+
+
 def test_a_deviation_is_marked_and_gives_exit_code_8(monkeypatch, capsys):
     import lightrft.trainer.invariance.run as invariance
 
@@ -64,8 +87,10 @@ def test_a_deviation_is_marked_and_gives_exit_code_8(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--pretrain", "m"], "--invariance"),
+        (["--pretrain", "m"], "--pretrain acts only with --invariance"),
+        (["--bf16"], "--bf16 acts only with --invariance"),
         (["--invariance"], "--pretrain"),
+        (["--invariance", "--gpu", "--pretrain", "m"], "two examinations"),
         (["--invariance", "--pretrain", "/absent/model"], "no model directory"),
         (["--invariance", "--pretrain", "m", "--nproc_per_node", "3"], "invalid choice"),
     ],

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 
@@ -184,14 +185,16 @@ def test_the_failing_ranks_message_and_code_reach_the_caller(
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("name", "code", "expected"), CASES[1:])
 def test_every_code_reaches_the_caller_through_the_launcher(
-    program, monkeypatch, name, code, expected
+    program, monkeypatch, tmp_path, name, code, expected
 ):
     monkeypatch.setenv("PYTHONPATH", str(program.parent))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(WorkerError) as caught:
         launch("exit_worker", [name, "1"], nproc_per_node=2)
     assert caught.value.code == code
     for text in expected:
         assert text in str(caught.value)
+    assert os.listdir(tmp_path) == []  # neither phases nor what the agent writes
 
 
 @pytest.mark.slow

@@ -178,6 +178,8 @@ REWARDS = {
     "column": reward(REWARD, "def f(responses, answer): return []\n", "'answer'", "no column",
                      "rename it"),
     "address": usage("remote_rm_url", "http://HOST:PORT", reward_fn=None, remote_rm_url="host:1"),
+    "half an address": usage("remote_rm_url", "http://[::1", "http://HOST:PORT", reward_fn=None,
+                             remote_rm_url="http://[::1"),
     "secret address": usage("remote_rm_url", "***@host", reward_fn=None,
                             remote_rm_url="ftp://me:hunter2@host"),
 }  # fmt: skip
@@ -324,6 +326,8 @@ COMMANDS = {
         files={"t.toml": TEXT_FOR_NUMBER}),
     "shown processes": command("config", "show", "--nproc_per_node", "7", num_lines=2,
                                expected=("rollout_batch_size", "7 processes")),
+    "checked address": command("data", "check", "good.jsonl", "--remote_rm_url", "http://[::1",
+                               expected=("remote_rm_url", "http://[::1")),
     "no run": command("report", "nowhere", expected=("nowhere", "--output_dir")),
     "nothing to export": command("export", "nowhere", "new", expected=("nowhere", "--output_dir")),
 }  # fmt: skip

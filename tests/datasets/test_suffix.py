@@ -70,6 +70,22 @@ def test_each_family_is_sound_or_refused_with_a_known_reason(name):
     assert verdict.end_of_turn == (None if end is None else tokenizer.convert_tokens_to_ids(end))
 
 
+def test_the_table_in_the_docs_says_the_same():
+    page = Path(__file__).parents[2] / "docs" / "environments.md"
+    lines = page.read_text(encoding="utf-8").splitlines()
+    cells = [line.strip("|").split("|") for line in lines if line.startswith("| ")]
+    rows = [[cell.strip() for cell in row] for row in cells]
+    table = {row[0]: row[1:] for row in rows}
+    assert set(VERDICTS) <= set(table)
+    for name, (role, shows_tools, differences) in VERDICTS.items():
+        sent, shown, verdict, differs = table[name]
+        assert sent.partition(":")[0] == role
+        assert shown == ("yes" if shows_tools else "no")
+        assert verdict == ("yes" if shows_tools else "refused without `--system_prompt`")
+        # Mistral's differs only with a system message.
+        assert bool(differs) == bool(differences or name == "Mistral")
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_suffix_is_what_the_family_documents(name):
     tokenizer = family_tokenizer(name)

@@ -7,12 +7,7 @@ from tests.models.vision.tiny_world import Batch, image, prompt, tiny
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.media.families import placeholder_ids
 from lightrft.engines.media.sources import MediaError
-from lightrft.engines.types import (
-    EngineConfig,
-    GenerationRequest,
-    MultiModalInputs,
-    SamplingParams,
-)
+from lightrft.engines.types import EngineConfig, GenerationRequest, MultiModalInputs, SamplingParams
 from lightrft.models.actor import Actor
 from lightrft.models.vision.tiny import TINY_FAMILIES, write_tiny_vision_model
 

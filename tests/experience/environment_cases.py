@@ -1,6 +1,8 @@
 """Environments as their authors write them; run in worker processes by the tests."""
 
+import asyncio
 import os
+import random
 import sys
 import time
 
@@ -120,3 +122,81 @@ def double(x: int) -> int:
         x: The number.
     """
     return 2 * x
+
+
+def noted(path: str) -> str:
+    """Count the calls.
+
+    Args:
+        path: A file that grows by a letter each.
+    """
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("x")
+    return "noted"
+
+
+class Base:
+    """What inherits from it has its tools."""
+
+    def inherited(self, text: str = "x") -> str:
+        """Say something.
+
+        Args:
+            text: What.
+        """
+        return f"said {text}"
+
+
+class Contract(Base):
+    """The shapes of TRL's contract: a property that raises, public helpers, an async tool."""
+
+    def __init__(self):
+        self.closed = False
+
+    def reset(self, **row):
+        self.row = sorted(row)
+
+    @property
+    def broken(self):
+        raise RuntimeError("a property is never evaluated")
+
+    @staticmethod
+    def fixed() -> str:
+        """Answer always the same."""
+        return "fixed"
+
+    def close(self) -> None:
+        """Close: public, and so a tool."""
+        self.closed = True
+
+    async def later(self, number: int) -> str:
+        """Answer after a while.
+
+        Args:
+            number: To say.
+        """
+        await asyncio.sleep(0.02)
+        return f"later {number}"
+
+    def columns(self) -> list[str]:
+        """Names of the columns of the row."""
+        return self.row
+
+    def get_reward(self):
+        return -99.0 if self.closed else 1.0
+
+
+class Delayed:
+    """Answers the n-th call by n, after a time that nobody knows."""
+
+    def reset(self, **row):
+        self.count = 0
+
+    def count_up(self) -> int:
+        """Count."""
+        time.sleep(random.SystemRandom().random() / 20)
+        self.count += 1
+        return self.count
+
+    def get_reward(self):
+        return float(self.count)

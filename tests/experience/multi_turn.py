@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -64,6 +65,7 @@ class Program:
         actor, reference, critic: Plain models: [1, tokens] ids -> logits, logits, values.
         temperature, gamma, lambd, kl_coef, entropy_coef, clip: Of the step.
         has_gae: GAE with a KL penalty in the reward, else GRPO with the KL in the loss.
+        counts_turns: gamma discounts turns, else tokens.
     """
 
     actor: object
@@ -75,6 +77,7 @@ class Program:
     kl_coef: float = 0.3
     entropy_coef: float = 0.02
     has_gae: bool = False
+    counts_turns: bool = False
 
     def logprobs(self, model, row):
         """Log-probability and entropy of each sampled token of one row."""
@@ -98,6 +101,13 @@ class Program:
         start = len(completion.prompt_token_ids)
         return [states[start + i - 1] for i, flag in enumerate(completion.is_sampled) if flag]
 
+    def discounts(self, row):
+        """Of the step from each sampled token to the next one; 0 of the last one."""
+        flags = row.rollout.completion.is_sampled
+        places = [i for i, flag in enumerate(flags) if flag]
+        steps = [b - a for a, b in pairwise(places)]
+        return [1.0 if self.counts_turns and step == 1 else self.gamma for step in steps] + [0.0]
+
     def advantages(self, rows):
         """One list a row, and the returns of the critic."""
         if not self.has_gae:
@@ -106,10 +116,10 @@ class Program:
                 group = [r.reward for r in rows if r.rollout.group_id == row.rollout.group_id]
                 mean = sum(group) / len(group)
                 std = math.sqrt(sum((x - mean) ** 2 for x in group) / (len(group) - 1))
-                tokens = sum(row.rollout.completion.is_sampled)
                 whole = (row.reward - mean) / (std + 1e-6)
-                # Discounted per sampled token: an observation takes no time.
-                found.append([whole * self.gamma ** (tokens - 1 - t) for t in range(tokens)])
+                # By default discounted per sampled token: an observation takes no time.
+                steps = self.discounts(row)[:-1]
+                found.append([whole * math.prod(steps[t:]) for t in range(len(steps) + 1)])
             return found, None
         advantages, returns = [], []
         for row in rows:
@@ -121,9 +131,10 @@ class Program:
             rewards[-1] += row.reward
             following, advantage, own = 0.0, 0.0, []
             # The next state of the last token of a turn is the one after the observation.
-            for reward, value in zip(reversed(rewards), reversed(values), strict=True):
-                delta = reward + self.gamma * following - value
-                advantage = delta + self.gamma * self.lambd * advantage
+            steps = reversed(self.discounts(row))
+            for reward, value, step in zip(rewards[::-1], values[::-1], steps, strict=True):
+                delta = reward + step * following - value
+                advantage = delta + step * self.lambd * advantage
                 following = value
                 own.insert(0, advantage)
             advantages.append(own)

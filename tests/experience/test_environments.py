@@ -21,9 +21,11 @@ from lightrft.experience.environments.calls import (
     pythonic_calls,
 )
 from lightrft.experience.environments.hosted import tool_names
+from lightrft.experience.environments.play import TURN_STEP
 from lightrft.experience.environments.pool import EnvironmentPool
 from lightrft.experience.environments.rounds import Environments
-from lightrft.experience.ledger_gate import gather_evidence, rebuild
+from lightrft.experience.evidence import take_evidence
+from lightrft.experience.ledger_gate import rebuild
 from lightrft.experience.sampling import RolloutSampler, training_params
 from lightrft.rewards.build import CombinedReward
 from lightrft.rewards.types import RewardError
@@ -74,7 +76,7 @@ class Stage:
         """The next scripted turn, ended; text without a bar is cut by length."""
         context = self.tokenizer.decode(request.prompt_token_ids)
         turn = context.count("<|im_start|>assistant") - 1
-        turns = self.script(request.request_id)
+        turns = self.script(request.request_id % TURN_STEP)
         text = turns[min(turn, len(turns) - 1)]
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         ids = [*ids, self.tokenizer.eos_token_id]
@@ -146,9 +148,7 @@ def test_trls_minimal_class_runs_unchanged(stage):
 def test_the_ledger_knows_every_turn(stage):
     played = stage([call("guess", number=1), call("guess", number=7), "done"])
     rollouts, _ = played.sample()
-    evidence = gather_evidence(
-        rollouts, played.strategy, special_ids=played.environments.special_ids
-    )
+    evidence = take_evidence(rollouts, played.strategy, special_ids=played.environments.special_ids)
     for rollout in rollouts:
         row = rebuild(rollout.sample_id, evidence)
         ids = (*rollout.completion.prompt_token_ids, *rollout.completion.output_token_ids)
@@ -337,7 +337,7 @@ def test_the_sampler_adds_the_reward_of_the_environment(stage):
     assert samples.tool_names == ("guess",)
     assert (samples.table.sampled_lengths < samples.table.response_lengths).all()
     assert len(samples.evidence.accounts) == 4
-    table = sampler.sample_all(played.prompts, training_params(played.config))
+    _, table = sampler.sample_all(played.prompts, training_params(played.config))
     assert table.rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
     assert played.engine.ledger.take() == []  # evaluations are not trained on
 

@@ -1,9 +1,11 @@
+import pickle
+
 import numpy as np
 import pytest
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.experience.exchange import exchange, merge, tabulate
+from lightrft.experience.exchange import exchange, merge, row_table, tabulate, to_wire
 from lightrft.experience.types import Rollout, ScoredRollout
 
 
@@ -13,8 +15,8 @@ class ListGatherer:
     def __init__(self, others):
         self.others = others
 
-    def gather_objects(self, obj):
-        return [obj, *self.others]
+    def gather_bytes(self, data):
+        return [data, *self.others]
 
 
 def scored(
@@ -66,14 +68,24 @@ def random_items(seed, count):
     ]
 
 
+def known(table):
+    return [
+        (int(i), int(g), int(p), int(r), float(reward))
+        for i, g, p, r, reward in zip(
+            table.sample_ids, table.group_ids, table.prompt_lengths, table.response_lengths,
+            table.rewards, strict=True,
+        )
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_rank_ends_with_the_samples_of_one_process_in_sample_order(world_size):
+def test_every_rank_knows_the_rows_of_one_process_in_sample_order(world_size):
     items = random_items(0, 12)
-    whole = rows_of(tabulate(items))
-    parts = [tabulate(items[rank::world_size]) for rank in range(world_size)]
-    for rank in range(world_size):
-        others = parts[:rank] + parts[rank + 1 :]
-        assert rows_of(exchange(items[rank::world_size], ListGatherer(others))) == whole
+    whole = known(row_table(items))
+    parts = [to_wire(items[rank::world_size]) for rank in range(world_size)]
+    found = exchange(items[::world_size], ListGatherer(parts[1:]))
+    assert known(found) == whole
+    assert found.holders.tolist() == [i % world_size for i in range(12)]
 
 
 def test_rows_with_an_empty_response_keep_their_neighbours_tokens_apart():
@@ -86,24 +98,27 @@ def test_rows_with_an_empty_response_keep_their_neighbours_tokens_apart():
 
 def test_a_component_that_only_one_rank_has_is_missing_elsewhere():
     table = merge(
-        [tabulate([scored(0, components={"a": 1.0})]), tabulate([scored(1, components={"b": 2.0})])]
+        [
+            row_table([scored(0, components={"a": 1.0})]),
+            row_table([scored(1, components={"b": 2.0})]),
+        ]
     )
     assert table.component_names == ("a", "b")
     np.testing.assert_array_equal(table.components, [[1.0, np.nan], [np.nan, 2.0]])
 
 
 def test_a_rank_without_prompts_takes_part():
-    table = merge([tabulate([]), tabulate([scored(1), scored(0)])])
+    table = merge([row_table([]), row_table([scored(1), scored(0)])])
     assert table.sample_ids.tolist() == [0, 1]
 
 
 def test_the_same_sample_from_two_ranks_is_refused():
     with pytest.raises(ValueError, match=r"unique.*got \[1\]"):
-        merge([tabulate([scored(1)]), tabulate([scored(1)])])
+        merge([row_table([scored(1)]), row_table([scored(1)])])
 
 
 def test_flags_follow_their_rows():
-    table = merge([tabulate([scored(1, finish="length")]), tabulate([scored(0, masked=True)])])
+    table = merge([row_table([scored(1, finish="length")]), row_table([scored(0, masked=True)])])
     assert table.is_truncated.tolist() == [False, True]
     assert table.is_masked.tolist() == [True, False]
     assert table.weights_versions.tolist() == [3, 3]
@@ -111,6 +126,6 @@ def test_flags_follow_their_rows():
 
 def test_a_failure_of_one_rank_is_raised_on_all():
     with pytest.raises(RuntimeError, match="rank 1 could not score its samples: reward broke"):
-        exchange([scored(0)], ListGatherer(["reward broke"]))
+        exchange([scored(0)], ListGatherer([pickle.dumps("reward broke")]))
     with pytest.raises(KeyError, match="mine"):
-        exchange(KeyError("mine"), ListGatherer([tabulate([scored(0)])]))
+        exchange(KeyError("mine"), ListGatherer([to_wire([scored(0)])]))

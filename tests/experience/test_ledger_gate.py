@@ -12,8 +12,9 @@ from lightrft.engines.fake import FakeEngine
 from lightrft.engines.ledger import Ledger, hash_context
 from lightrft.engines.types import Completion, EngineConfig, GenerationRequest, SamplingParams
 from lightrft.experience.collate import collate
+from lightrft.experience.evidence import LedgerError, take_evidence
 from lightrft.experience.exchange import tabulate
-from lightrft.experience.ledger_gate import LedgerError, check_ledger, gather_evidence
+from lightrft.experience.ledger_gate import check_ledger
 from lightrft.experience.types import Rollout, ScoredRollout, Segment
 from lightrft.models import layout as layout_module
 from lightrft.models.layout import LayoutPolicy
@@ -25,6 +26,7 @@ VOCAB = 90
 class OneRank:
     def __init__(self, engine):
         self.inference_engine = engine
+        self.engine_mp_group = None
 
     def gather_objects(self, item):
         return [item]
@@ -87,7 +89,7 @@ def check(scored, strategy, *, evidence=None, is_packed=False, change=lambda bat
 
 
 def evidence_of(scored, strategy):
-    return gather_evidence([item.rollout for item in scored], strategy, special_ids=SPECIAL)
+    return take_evidence([item.rollout for item in scored], strategy, special_ids=SPECIAL)
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -305,11 +307,38 @@ def test_ranks_of_one_engine_that_disagree_are_found():
     _, strategy = sampled_step(2)
     entries = strategy.inference_engine.ledger.take()
     moved = replace(entries[0], logprobs=tuple(x - 1 for x in entries[0].logprobs))
-    others = SimpleNamespace(
-        inference_engine=None, gather_objects=lambda own: [({}, entries), ({}, [moved])]
-    )
+    engine = SimpleNamespace(ledger=SimpleNamespace(take=lambda: [moved, *entries[1:]]))
+    told = []
+    for agrees in (True, False):
+        peer = take_evidence_of(entries if agrees else [moved, *entries[1:]], told)
+        assert len(peer.entries) == len(entries)
+    world = SimpleNamespace(
+        inference_engine=engine, engine_mp_group="ranks of one engine",
+        gather_objects=lambda own, group: [own, told[0]],
+    )  # fmt: skip
     with pytest.raises(LedgerError, match="sampled twice in one context"):
-        gather_evidence([], others)
+        take_evidence([], world)
+    world.gather_objects = lambda own, group: [own, told[1]]
+    assert len(take_evidence([], world).entries) == len(entries)
+    engine.ledger.take = lambda: [*entries, moved]
+    with pytest.raises(LedgerError, match="sampled twice in one context"):
+        take_evidence([], world)
+
+
+def take_evidence_of(entries, told):
+    """One rank's evidence; what it tells its peers is added to `told`."""
+
+    def gather(own, group):
+        told.append(own)
+        return [own]
+
+    engine = SimpleNamespace(ledger=SimpleNamespace(take=lambda: entries))
+    return take_evidence(
+        [],
+        SimpleNamespace(
+            inference_engine=engine, engine_mp_group="ranks of one engine", gather_objects=gather
+        ),
+    )
 
 
 def test_every_rank_raises_what_one_rank_found():

@@ -14,7 +14,7 @@ from lightrft.config import TrainConfig
 from lightrft.engines.types import Completion
 from lightrft.experience.assemble import AdvantageSettings
 from lightrft.experience.collate import collate
-from lightrft.experience.exchange import merge, tabulate
+from lightrft.experience.exchange import row_table, tabulate
 from lightrft.experience.forward import ForwardModels
 from lightrft.experience.maker import make_experience
 from lightrft.experience.sampling import Samples
@@ -62,7 +62,7 @@ def test_a_completion_says_which_of_its_tokens_were_sampled():
 def test_table_and_batch_hold_what_each_row_holds(seed):
     items = random_step(seed, num_rows=12)
     items[5] = replace(items[5], is_masked=True)
-    table = merge([tabulate(items[6:]), tabulate(items[:6])])
+    table = tabulate(items)
     assert table.sampled_lengths.tolist() == [sum(flags(i.rollout)) for i in items]
     order = np.random.default_rng(seed).permutation(12)
     taken = table.take(order)
@@ -197,7 +197,7 @@ def take_step(items, trained, *, is_packed, micro_batch_size, **options):
     has_critic = algorithm.estimator_traits.needs_critic
     kl_coef = config.init_kl_coef
     step = make_experience(
-        Samples(items, tabulate(items), StageMeter(), 2),
+        Samples(items, row_table(items), StageMeter(), 2),
         ForwardModels(actor, reference, critic if has_critic else None),
         strategy=strategy,
         settings=AdvantageSettings(
@@ -227,13 +227,21 @@ def take_step(items, trained, *, is_packed, micro_batch_size, **options):
     return found, metrics.reduce(strategy), step
 
 
-@pytest.mark.parametrize(("is_packed", "micro_batch_size"), [(False, 8), (False, 2), (True, 2)])
+@pytest.mark.parametrize(
+    ("is_packed", "micro_batch_size", "turn_credit"),
+    [(False, 8, "last"), (False, 2, "last"), (True, 2, "last"), (True, 2, "discounted")],
+)
 @pytest.mark.parametrize("estimator", ["group_norm", "gae"])
-def test_loss_and_gradient_equal_a_float64_program(estimator, is_packed, micro_batch_size):
+def test_loss_and_gradient_equal_a_float64_program(
+    estimator, is_packed, micro_batch_size, turn_credit
+):
     items = random_step(5)
     plain, functions, trained = models()
-    program = Program(*functions, has_gae=estimator == "gae")
-    options = {"advantage_estimator": estimator, "use_kl_loss": estimator != "gae"}
+    program = Program(
+        *functions, has_gae=estimator == "gae", counts_turns=turn_credit == "discounted"
+    )
+    options = {"advantage_estimator": estimator, "use_kl_loss": estimator != "gae",
+               "turn_credit": turn_credit}  # fmt: skip
     if estimator != "gae":
         options["kl_estimator"] = "k3"
     found, _, step = take_step(
@@ -263,6 +271,42 @@ def test_loss_and_gradient_equal_a_float64_program(estimator, is_packed, micro_b
         micro_batch_size=micro_batch_size, **options,
     )  # fmt: skip
     assert deviation(moved[0], [g.double() for g in found[0]]) > 1e-3
+
+
+@pytest.mark.parametrize("estimator", ["group_norm", "gae"])
+def test_a_single_turn_has_the_bits_of_a_response_without_a_mask(estimator):
+    """Flags that say that all was sampled change no bit of the step, and no metric."""
+    items = random_step(5, num_turns=1)
+    several = [i for i in random_step(5) if len(i.rollout.segments) > 1]
+    assert several  # the control below is one
+
+    def with_flags(item, sampled):
+        completion = replace(item.rollout.completion, sampled=sampled)
+        return replace(item, rollout=replace(item.rollout, completion=completion))
+
+    def step(rows):
+        _, _, trained = models()
+        options = {"advantage_estimator": estimator, "use_kl_loss": estimator != "gae"}
+        gradients, metrics, made = take_step(
+            rows, trained, is_packed=False, micro_batch_size=4, **options
+        )
+        shown = {n: v for n, v in metrics.items() if "second" not in n and "memory" not in n}
+        return gradients, shown, made.batch
+
+    plain = [with_flags(i, None) for i in items]
+    marked = [with_flags(i, (True,) * len(i.rollout.completion.output_token_ids)) for i in items]
+    (expected, metrics, batch), (found, same, again) = step(plain), step(marked)
+    assert all(
+        torch.equal(a, b) for e, f in zip(expected, found, strict=True)
+        for a, b in zip(e, f, strict=True)
+    )  # fmt: skip
+    assert same == metrics
+    assert torch.equal(batch.advantages, again.advantages)
+    assert torch.equal(batch.returns, again.returns)
+    # Positive control: one token less in the mask moves bits.
+    flags = (False, *(True,) * (len(items[0].rollout.completion.output_token_ids) - 1))
+    moved, _, _ = step([with_flags(items[0], flags), *marked[1:]])
+    assert not all(torch.equal(a, b) for a, b in zip(expected[0], moved[0], strict=True))
 
 
 @pytest.mark.parametrize("is_packed", [False, True])

@@ -7,6 +7,7 @@ flag wins over an earlier one.
 from __future__ import annotations
 
 import json
+import runpy
 import shlex
 import subprocess
 import sys
@@ -52,6 +53,16 @@ def score(responses):
 """
 
 
+@pytest.mark.parametrize("name", ["train.py", "train_vl.py"])
+def test_an_example_is_short_and_takes_a_learning_rate(repository, name, monkeypatch, capsys):
+    script = repository / "examples" / name
+    assert len(script.read_text().splitlines()) < 60
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(script), run_name="__main__")
+    assert "--actor_learning_rate" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.multiprocess
@@ -68,13 +79,13 @@ def test_the_recipe_trains_on_four_processes(tmp_path, repository, recipe):
     (tmp_path / "reward.py").write_text(REWARD)
     words = shlex.split(RECIPES[recipe].replace("\\\n", " "))
     script = repository / "examples" / words[1]
-    assert len(script.read_text().splitlines()) < 60
     appended = [
         "--pretrain", model, "--prompt_data", tmp_path / "train.jsonl",
         "--reward_fn", f"{tmp_path / 'reward.py'}:score", "--save_path", tmp_path / "trained",
         "--max_steps", 2, "--rollout_batch_size", 8, "--n_samples_per_prompt", 2,
         "--generate_max_len", 6, "--train_batch_size", 8, "--micro_train_batch_size", 1,
         "--log_dir", tmp_path / "logs", "--engine_type", "hf", "--bf16",
+        "--actor_learning_rate", "1e-3",
     ]  # fmt: skip
     finished = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "4",

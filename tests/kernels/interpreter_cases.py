@@ -17,10 +17,12 @@ import torch
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_triton.py"
 
 from lightrft.kernels import Workspace, linear_logprob
+from lightrft.kernels.logprob import self_tests
 from lightrft.kernels.logprob.operators import logprob_forward
 from lightrft.kernels.logprob.policy_loss import LinearPolicyLoss, PolicyLossOptions
 from lightrft.kernels.logprob.product_engine import ProductEngine
 from lightrft.kernels.logprob.selection import LossPlan, name_engine
+from lightrft.kernels.logprob.self_tests import gradient_error
 from lightrft.kernels.logprob.triton_launch import Partials, TileConfig, TritonEngine, fold_grid
 from lightrft.kernels.logprob.types import LogitsTransform, LogprobOutput
 
@@ -30,7 +32,7 @@ BULK = TileConfig(128, 256, 64, 4, 2, tiles_per_split=1, uses_tma=True)
 HARD = LogitsTransform(temperature=0.7, softcap=20.0)
 ENGINES = {
     "fused": TritonEngine(1024, TILES, TILES),
-    "bulk": TritonEngine(1024, BULK, TILES),
+    "bulk": TritonEngine(1024, BULK, BULK),
     "products": ProductEngine(1024, is_centred=False, uses_triton=True),
 }
 
@@ -171,6 +173,11 @@ def test_partials_merge_as_one_pass():
     p = torch.softmax(whole[kept], 1)
     entropy = -(p * torch.where(p > 0, p.log(), 0)).sum(1)
     assert (rows.entropy[kept].double() - entropy).abs().max() < 5e-5
+
+
+def test_bulk_gradients_prove_themselves():
+    error = gradient_error(ENGINES["bulk"], torch.device("cpu"), torch.float16)
+    assert error < self_tests._MAX_GRADIENT_ERROR / 2
 
 
 def test_products_are_folded_by_enough_programs():

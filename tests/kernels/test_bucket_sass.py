@@ -2,91 +2,82 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
-import shutil
-import subprocess
-from collections import Counter
+import json
 from pathlib import Path
 
 import pytest
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TABLE = BENCHMARKS / "results" / "compiled_kernels.json"
 TARGETS = (80, 90, 100, 120)
 REGISTERS_OF_A_MULTIPROCESSOR = 65536
-THREADS = 256
 BLOCKS = {"with hash": 2, "without hash": 3}
 
 
-def cuobjdump() -> str | None:
-    """The one in the path, else Triton's."""
-    spec = importlib.util.find_spec("triton")
-    folders = [] if spec is None else spec.submodule_search_locations or []
-    inside = [Path(f) / "backends" / "nvidia" / "bin" / "cuobjdump" for f in folders]
-    found = [str(path) for path in inside if path.exists()]
-    return shutil.which("cuobjdump") or next(iter(found), None)
+@pytest.fixture
+def machine_code(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import machine_code
+
+    if machine_code.nvcc_version() is None or machine_code.cuobjdump() is None:
+        pytest.skip("no nvcc or no cuobjdump")
+    return machine_code
 
 
-def compile_rows(csrc: Path, folder: Path, target: int) -> list[dict[str, object]]:
-    """One row for each kernel of bucket.cu on sm_`target`; needs nvcc and cuobjdump, no GPU.
-
-    Returns:
-        kernel, target, registers, stack_bytes, num_spills (local loads and stores), and
-        instructions that load and store global memory, counted by width in bits.
-    """
-    cubin = folder / f"bucket_{target}.cubin"
-    subprocess.run(
-        ["nvcc", "-std=c++17", "-O3", f"-gencode=arch=compute_{target},code=sm_{target}",
-         "-cubin", "-o", str(cubin), str(csrc / "bucket.cu")],
-        capture_output=True, timeout=280, check=True,
-    )  # fmt: skip
-    usage, sass = (
-        subprocess.run(
-            [cuobjdump(), option, str(cubin)], capture_output=True, text=True, check=True
-        ).stdout
-        for option in ("--dump-resource-usage", "-sass")
-    )
-    rows = []
-    for part in sass.split("Function : ")[1:]:
-        name = part.split("\n", 1)[0].strip()
-        resources = usage.split(f"Function {name}:")[1].strip().splitlines()[0]
-        accesses: dict[str, Counter[int]] = {"LD": Counter(), "ST": Counter()}
-        for kind, details in re.findall(r"\b(LD|ST)G?\.(\S+)", part):
-            words = details.split(".")
-            widths = [int(w.lstrip("US")) for w in words if re.fullmatch(r"[US]?(8|16|64|128)", w)]
-            accesses[kind][widths[0] if widths else 32] += 1
-        rows.append(
-            {
-                "kernel": "with hash" if "ILb1E" in name else "without hash",
-                "target": target,
-                "registers": int(re.search(r"REG:(\d+)", resources).group(1)),
-                "stack_bytes": int(re.search(r"STACK:(\d+)", resources).group(1)),
-                "num_spills": len(re.findall(r"\b(?:STL|LDL)\b", part)),
-                "loads": dict(accesses["LD"]),
-                "stores": dict(accesses["ST"]),
-            }
-        )
-    return rows
+def check(row: dict) -> None:
+    """What the kernels of bucket.cu may need, and how wide they have to load and store."""
+    kernel = row["case"].split("bucket.cu ")[1]
+    limit = REGISTERS_OF_A_MULTIPROCESSOR // (32 * row["warps"] * BLOCKS[kernel])
+    assert row["registers"] <= limit // 8 * 8, row
+    assert row["stack_bytes"] == row["spills"] == 0, row
+    loads = widths(row, "LD")
+    stores = widths(row, "ST")
+    # Eight operations: four steps and the remainder of aligned sources, two steps and the
+    # remainder of shifted ones. Narrow stores serve the ends of a run alone, two places each.
+    assert stores[128] == 8 * (4 + 1 + 2 + 1), row
+    assert sum(n for width, n in stores.items() if width < 128) == 8 * 2, row
+    # A source vector has 16 bytes, 32 for the two that narrow, 8 for the two that widen, and a
+    # shifted one half or the whole of that again: of 64-bit elements one is enough. Rows of
+    # keys and of the table come on top.
+    copies = 3 * (5 + 2 * 3) + (5 + 3)
+    assert loads[128] >= copies + 2 * (2 * 5 + 3 * 3), row
+    assert loads[64] >= 2 * (5 + 2 * 3) + 3, row
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
-@pytest.mark.skipif(cuobjdump() is None, reason="no cuobjdump")
+def widths(row: dict, kind: str) -> dict[int, int]:
+    """Instructions by width in bits, generic ones and those of global memory together."""
+    found: dict[int, int] = {}
+    for access, count in row["accesses"].items():
+        name, bits = access.split(".")
+        if name in (kind, f"{kind}G"):
+            found[int(bits)] = found.get(int(bits), 0) + count
+    return found
+
+
+def read_table() -> dict:
+    return json.loads(TABLE.read_text())
+
+
+def test_rows_of_the_committed_table_fit_their_registers_and_move_16_bytes_at_a_time():
+    rows = [row for row in read_table()["rows"] if "bucket.cu" in row["case"]]
+    assert len(rows) == len(BLOCKS) * len(TARGETS)
+    for row in rows:
+        check(row)
+    with pytest.raises(AssertionError):
+        check({**rows[0], "spills": 1})
+    with pytest.raises(AssertionError):
+        check({**rows[0], "accesses": {**rows[0]["accesses"], "ST.16": 99}})
+
+
 @pytest.mark.parametrize(
     "target", [t if t == 90 else pytest.param(t, marks=pytest.mark.slow) for t in TARGETS]
 )
-def test_kernels_fit_their_registers_and_move_16_bytes_at_a_time(repository, tmp_path, target):
-    rows = compile_rows(repository / "packages" / "kernels" / "csrc", tmp_path, target)
-    assert sorted(row["kernel"] for row in rows) == ["with hash", "without hash"]
+def test_kernels_compile_to_the_committed_table(repository, machine_code, tmp_path, target):
+    rows = machine_code.compile_bucket(repository / "packages/kernels/csrc", tmp_path, target)
+    assert len(rows) == len(BLOCKS)
+    table = read_table()
+    committed = {row["case"]: row for row in table["rows"]}
     for row in rows:
-        limit = REGISTERS_OF_A_MULTIPROCESSOR // (THREADS * BLOCKS[row["kernel"]])
-        assert row["registers"] <= limit // 8 * 8, row
-        assert row["stack_bytes"] == row["num_spills"] == 0, row
-        # Eight operations: four steps and the remainder of aligned sources, two steps and the
-        # remainder of shifted ones. Narrow stores serve the ends of a run alone, two places each.
-        assert row["stores"][128] == 8 * (4 + 1 + 2 + 1), row
-        assert sum(n for width, n in row["stores"].items() if width < 128) == 8 * 2, row
-        # A source vector has 16 bytes, 32 for the two that narrow, 8 for the two that widen, and a
-        # shifted one half or the whole of that again: of 64-bit elements one is enough. Rows of
-        # keys and of the table come on top.
-        copies = 3 * (5 + 2 * 3) + (5 + 3)
-        assert row["loads"][128] >= copies + 2 * (2 * 5 + 3 * 3), row
-        assert row["loads"][64] >= 2 * (5 + 2 * 3) + 3, row
+        check(row)
+        if table["versions"]["nvcc"] == machine_code.nvcc_version():
+            assert row == committed[row["case"]]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lightrft.kernels import linear_logprob
-from lightrft.kernels.logprob.selection import centred_products_are_right, pick_fastest
+from lightrft.kernels.logprob.selection import pick_fastest
+from lightrft.kernels.logprob.self_tests import centred_products_are_right
 
 
 def make_inputs(num_tokens=200, vocab=1500, size=128, spread=9.0):

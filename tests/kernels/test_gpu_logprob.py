@@ -175,6 +175,32 @@ def test_tiles_of_every_feature(impl, options, has_bias, size):
         assert relative_error(value, reference.double()) < 8e-3
 
 
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_bulk_gradients_equal_plain_ones(is_plain):
+    from lightrft.kernels.logprob import triton_launch
+    from lightrft.kernels.logprob.operators import logprob_forward
+    from lightrft.kernels.logprob.selection import name_engine
+    from lightrft.kernels.logprob.self_tests import working_bulk_gradient_tiles
+
+    tiles = working_bulk_gradient_tiles(torch.device("cuda"), torch.bfloat16, is_plain)
+    if tiles is None:
+        pytest.skip("no bulk copies here")
+    capability = torch.cuda.get_device_capability()
+    plain = triton_launch.plain_tiles(capability, is_half=True, is_aligned=True)
+    hidden, weight, targets, upstream = make_inputs(1100, 50257, 896)
+    softcap = None if is_plain else 30.0
+    results = []
+    for gradient in (tiles, plain):
+        engine = triton_launch.TritonEngine(16384, plain, gradient)
+        logprobs, *_ = logprob_forward(
+            hidden, weight, None, targets, None, 1.0, softcap, -100, "none", name_engine(engine),
+            "fp32", "True", 16384, 0, len(weight), None,
+        )  # fmt: skip
+        results.append(torch.autograd.grad((logprobs * upstream[0]).sum(), (hidden, weight)))
+    for value, reference in zip(*results, strict=True):
+        assert relative_error(value, reference.double()) < 8e-3
+
+
 def test_a_graph_records_both_passes():
     hidden, weight, targets, upstream = make_inputs(256, 5000, 512)
     targets[::5] = -100

@@ -13,7 +13,8 @@ MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]], dtype=torch.bool)
 
 def test_all_tokens_with_a_predecessor_are_scored_by_default():
     layout = TokenLayout.padded(TOKENS, MASK)
-    assert layout.position_ids.tolist() == [[0, 1, 2, 2], [0, 1, 1, 1]]
+    assert layout.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    assert layout.is_right_padded
     assert layout.rows.tolist() == [0, 0, 1]
     assert layout.columns.tolist() == [1, 2, 1]
     assert layout.targets.tolist() == [6, 7, 9]

@@ -5,7 +5,14 @@ import torch
 import torch.distributed as dist
 
 from lightrft.strategy.distributed import collectives
-from lightrft.strategy.distributed.collectives import ALONE, all_gather, all_reduce, gather_objects
+from lightrft.strategy.distributed.collectives import (
+    ALONE,
+    all_gather,
+    all_reduce,
+    exchange_bytes,
+    gather_bytes,
+    gather_objects,
+)
 from lightrft.strategy.distributed.process_groups import start_process_group
 from lightrft.strategy.testing import run_multiprocess
 
@@ -87,6 +94,21 @@ def check_gathering(world_size: int, group) -> None:
     ]
     empty = all_gather(torch.empty(0 if rank else 2, 3), group=group)
     assert empty.shape == (2, 3)
+    check_bytes(world_size, group)
+
+
+def check_bytes(world_size: int, group) -> None:
+    """Ragged and empty parts; rank r tells rank s who they are, r + s times."""
+    rank = collectives.group_rank(group)
+    assert gather_bytes(b"a" * rank, group) == [b"a" * r for r in range(world_size)]
+    assert gather_bytes(b"", group) == [b""] * world_size
+    parts = [bytes([rank, other]) * (rank + other) for other in range(world_size)]
+    assert exchange_bytes(parts, group) == [
+        bytes([other, rank]) * (rank + other) for other in range(world_size)
+    ]
+    assert exchange_bytes([b""] * world_size, group) == [b""] * world_size
+    with pytest.raises(ValueError, match=f"one part for each of {world_size} ranks, got"):
+        exchange_bytes([b""] * (world_size + 1), group)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -52,7 +52,7 @@ def test_the_first_node_itself_takes_its_only_interface(host):
 
 def test_a_choice_that_cannot_be_made_is_the_users(host):
     host({**LOOPBACK, **ONE, **TWO}, own="127.0.1.1")
-    with pytest.raises(RuntimeError, match=r"set GLOO_SOCKET_IFNAME .*\['eth0', 'ib0'\]"):
+    with pytest.raises(network.NetworkError, match=r"set GLOO_SOCKET_IFNAME .*\['eth0', 'ib0'\]"):
         network.choose_gloo_interface(TWO_NODES)
 
 
@@ -60,8 +60,15 @@ def test_the_users_choice_must_exist(host):
     host({**LOOPBACK, **ONE}, own="127.0.1.1")
     chosen = {**TWO_NODES, network.VARIABLE: "eth0"}
     assert network.choose_gloo_interface(chosen) is None
-    with pytest.raises(RuntimeError, match=r"names \['eth9'\]"):
+    with pytest.raises(network.NetworkError, match=r"names \['eth9'\]"):
         network.choose_gloo_interface({**chosen, network.VARIABLE: "eth9"})
+
+
+def test_only_the_first_node_may_be_called_by_loopback(host):
+    host({**LOOPBACK, **ONE}, own="127.0.1.1")
+    assert network.choose_gloo_interface({**TWO_NODES, "RANK": "1"}) == "eth0"
+    with pytest.raises(network.NetworkError, match="MASTER_ADDR=first is this node itself"):
+        network.choose_gloo_interface({**TWO_NODES, "RANK": "2"})
 
 
 def test_this_host_can_be_asked():

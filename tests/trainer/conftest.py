@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.models import Actor, Critic
 from lightrft.models.loading import load_tokenizer
@@ -65,6 +66,16 @@ class World:
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def make_actor(path, lora_rank):
+    """The policy; with adapters if they have a rank."""
+    if lora_rank == 0:
+        return Actor.from_pretrained(path)
+    from lightrft.models.loading import load_causal_lm
+    from lightrft.models.lora import LoraActor
+
+    return LoraActor(load_causal_lm(path), TrainConfig(lora_rank=lora_rank, seed=3))
+
+
 @pytest.fixture
 def build_world(tiny_model, tokenizer):
     """Builds a trainer on a FakeStrategy and the embedded engine."""
@@ -101,7 +112,7 @@ def build_world(tiny_model, tokenizer):
         strategy = get_fake_strategy(SimpleNamespace(**settings))
         opened.append(strategy)
         actor, critic, _, reference = strategy.prepare_models_and_optimizers(
-            Actor.from_pretrained(tiny_model),
+            make_actor(tiny_model, settings.get("lora_rank", 0)),
             Critic.from_pretrained(tiny_model) if with_critic else None,
             None,
             Actor.from_pretrained(tiny_model) if with_reference else None,

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from lightrft.audit.findings import DIFFERS, NOT_AUDITED
+from lightrft.audit.report import audit_step
+from lightrft.cli.errors import ExitCode
+from lightrft.cli.main import main
+from lightrft.experience.sampling import training_params
 from lightrft.models.presets import write_tiny_model
 from lightrft.strategy.testing import run_multiprocess
+from lightrft.trainer.runs import replay
 
 pytestmark = pytest.mark.multiprocess
 
+FILE = "step-000001.rank-0.jsonl"
 CASES = Path(__file__).parent.parent / "experience" / "environment_cases.py"
 TEMPLATE = """\
 {%- for x in tools or [] %}{{- '<|system|>' + x.function.name }}{%- endfor %}\
@@ -29,8 +37,13 @@ def score(responses):
 """
 
 
+def with_stops(config):
+    """Random models seldom end: here bytes below 90 do."""
+    return replace(training_params(config), stop_token_ids=tuple(range(90)))
+
+
 def train_each(rank, world_size, runs):
-    """Random models write no calls and seldom end: here bytes below 90 do, and every turn calls."""
+    """Random models write no calls either: here every turn does."""
     import lightrft.experience.environments.rounds as rounds
     import lightrft.experience.sampling as sampling
     from lightrft.config import TrainConfig
@@ -38,8 +51,7 @@ def train_each(rank, world_size, runs):
     from lightrft.strategy.distributed.process_groups import start_process_group
     from lightrft.trainer.runs.assembly import run_training
 
-    own = sampling.training_params
-    sampling.training_params = lambda config: replace(own(config), stop_token_ids=tuple(range(90)))
+    sampling.training_params = with_stops
     rounds.choose_parser = lambda *given: lambda text, is_ended: [ToolCall("count_up")]
     start_process_group(None)
     return [asdict(run_training(TrainConfig(**values)))["last_metrics"] for values in runs]
@@ -83,9 +95,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    padded = {"fsdp": True, "micro_train_batch_size": 2}
+    padded = {"fsdp": True, "micro_train_batch_size": 2, "audit_every": 1}
     packed = {"fsdp": True, "packing_samples": True, "micro_batch_tokens": 150}
-    return run(folder, 1, (padded, packed))
+    late = {**padded, "late_join": True, "environment_workers": 2}
+    longer = {
+        "fsdp": True, "micro_train_batch_size": 4, "max_steps": 2, "audit_every": 2,
+        "save_steps": 1, "turn_credit": "discounted", "gamma": 0.9,
+    }  # fmt: skip
+    return run(folder, 1, (padded, packed, late, longer))
 
 
 def assert_same_step(found, expected):
@@ -100,16 +117,22 @@ def assert_same_step(found, expected):
 
 @pytest.mark.timeout(600)
 def test_a_step_on_episodes_does_not_depend_on_the_layout(alone):
-    expected, packed = alone
+    expected, packed, late, _ = alone
     metrics, output = expected
     assert_same_step(packed, expected)
+    assert_same_step(late, expected)
+    rounds = [
+        [e["sample_ids"] for e in lines(o / "journal" / FILE) if e["event"] == "round"]
+        for o in (output, late[1])
+    ]
+    assert len(rounds[0]) == 3 < len(rounds[1])
     assert 1.5 < metrics["episode/turns"] <= 3
     assert metrics["episode/calls"] > 0.5
     assert metrics["tool/count_up/error_share"] == 0
     assert metrics["reward/Counter"] > 0
     assert math.isfinite(metrics["grad_norm"])
     # What is written: the journal, conversations, and which tokens were sampled.
-    events = lines(output / "journal" / "step-000001.rank-0.jsonl")
+    events = lines(output / "journal" / FILE)
     assert [e["event"] for e in events].count("reset") == 16
     assert sum(e["event"] == "turn" for e in events) == round(16 * metrics["episode/turns"])
     by_sample = {e["sample_id"]: e for e in events if e["event"] == "end"}
@@ -127,6 +150,57 @@ def test_a_step_on_episodes_does_not_depend_on_the_layout(alone):
             assert all(x == 0 for x, f in zip(entry[name], flags, strict=True) if not f), name
         assert all(x < 0 for x, f in zip(entry["rollout_logprobs"], flags, strict=True) if f)
     assert several > 0
+
+
+@pytest.mark.timeout(600)
+def test_a_step_on_episodes_is_audited_like_any_other(alone):
+    for (_, output), step in ((alone[0], 1), (alone[3], 2)):
+        report = audit_step(output, step)
+        assert [row for row in report.rows if row.verdict == DIFFERS] == []
+        audited = {row.quantity for row in report.rows if row.verdict != NOT_AUDITED}
+        assert {"engine logprobs", "returns", "advantages", "response mask"} <= audited
+
+
+@pytest.mark.timeout(600)
+def test_episodes_are_replayed_without_their_environment(alone, monkeypatch, capsys):
+    monkeypatch.setattr(replay, "training_params", with_stops)
+    folder = alone[3][1]
+    journal = folder / "journal" / "step-000002.rank-0.jsonl"
+    num_turns = sum(e["event"] == "turn" for e in lines(journal))
+
+    def replayed(*words):
+        code = main(["replay", str(folder), *words])
+        return code, capsys.readouterr()
+
+    # The weights before step 2 stand in the record for the audit, then in a checkpoint.
+    code, shown = replayed("--json")
+    assert code == ExitCode.OK
+    found = json.loads(shown.out[shown.out.index("{\n") :])
+    assert (found["step"], found["num_turns"], found["differences"]) == (2, num_turns, [])
+    assert found["max_difference"] <= 2e-5
+    shutil.rmtree(folder / "audit")
+    code, shown = replayed("--step", "2")
+    assert code == ExitCode.OK
+    assert shown.out.strip().endswith("equal to the run")
+    # A changed answer is named.
+    text = journal.read_text()
+    first = next(e for e in lines(journal) if e["event"] == "answer" and e["turn"] == 0)
+    changed = {**first, "call": {**first["call"], "text": "77"}}
+    journal.write_text(text.replace(json.dumps(first), json.dumps(changed)))
+    code, shown = replayed("--step", "2")
+    assert code == ExitCode.VERIFICATION
+    assert f"sample {first['sample_id']}, turn 0: what the model saw of count_up" in shown.out
+    journal.write_text(text)
+    # Other weights are refused, and missing ones.
+    header, _, rest = text.partition("\n")
+    journal.write_text(json.dumps({**json.loads(header), "weights": 5}) + "\n" + rest)
+    assert replayed("--step", "2")[0] == ExitCode.USAGE
+    journal.write_text(text)
+    shutil.rmtree(folder / "checkpoints")
+    code, shown = replayed("--step", "2")
+    assert code == ExitCode.USAGE
+    assert "was sampled with weights that are gone" in shown.err
+    assert replayed("--step", "9")[0] == ExitCode.USAGE
 
 
 @pytest.mark.timeout(600)

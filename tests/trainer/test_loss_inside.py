@@ -55,6 +55,7 @@ def distance(found, wanted):
             {"off_policy_correction": "tis", "high_entropy_token_ratio": 0.5},
         ),
         ({**FUSED, "max_epochs": 2}, {"policy_loss": "cpgd", "eps_clip": 1e-4}),
+        ({**FUSED, "lora_rank": 4}, {"with_reference": True, "use_kl_loss": True}),
     ],
 )
 def test_a_step_equals_that_of_the_loss_after_the_head(build_world, monkeypatch, args, options):
@@ -73,6 +74,9 @@ def test_a_step_equals_that_of_the_loss_after_the_head(build_world, monkeypatch,
             assert found[name] == pytest.approx(wanted[name], rel=2e-5, abs=2e-6), name
     # AdamW: the first update of a weight is the sign of its gradient.
     assert distance(moved, expected) <= 1e-3
+    trained = {name for name, change in moved.items() if change.any()}
+    assert all(".lora_" in name for name in trained) == ("lora_rank" in args)
+    assert trained
 
 
 def test_the_comparison_sees_a_loss_that_drops_its_weights(build_world, monkeypatch):

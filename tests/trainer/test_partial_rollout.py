@@ -65,7 +65,7 @@ def test_every_token_has_the_logprob_and_version_of_the_weights_that_sampled_it(
         versions[version] = snapshot(world)
         trainer.make_experience()
         experience = trainer._experience
-        table, report = experience.table, experience.samples.partial
+        table, report = experience.rows, experience.samples.partial
         assert report.version == version
         assert len(table) == 16
         ages += (version - table.token_versions).tolist()

@@ -57,13 +57,14 @@ def write_inputs(folder):
 
 
 class Ranks:
-    """Two forked ranks of one run."""
+    """Forked ranks of one run."""
 
-    def __init__(self, options):
+    def __init__(self, options, world_size=2):
+        self.world_size = world_size
         folder = Path(options["output_dir"])
         self.log = folder.with_name(f"{folder.name}.log")
         port = find_free_port()
-        self.codes = {self._fork(rank, port, options): None for rank in range(2)}
+        self.codes = {self._fork(rank, port, options): None for rank in range(world_size)}
 
     def _fork(self, rank, port, options):
         child = os.fork()
@@ -74,8 +75,9 @@ class Ranks:
             with self.log.open("a") as stream:
                 os.dup2(stream.fileno(), 1)
                 os.dup2(stream.fileno(), 2)
-            os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
-            os.environ.update(LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            size = str(self.world_size)
+            os.environ.update(RANK=str(rank), WORLD_SIZE=size, LOCAL_RANK=str(rank))
+            os.environ.update(LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             from lightrft.config import TrainConfig
             from lightrft.trainer.runs.assembly import run_training
 
@@ -111,13 +113,13 @@ class Ranks:
         self.wait(30.0)
 
 
-def finish(options):
+def finish(options, world_size=2):
     """Runs to the end; how long that took."""
     begin = time.monotonic()
-    ranks = Ranks(options)
+    ranks = Ranks(options, world_size)
     codes = ranks.wait(RUN_SECONDS)
     ranks.kill(ranks.running())
-    assert codes == [0, 0], ranks.log.read_text()[-5000:]
+    assert codes == [0] * world_size, ranks.log.read_text()[-5000:]
     return time.monotonic() - begin
 
 
@@ -143,12 +145,12 @@ def timeless(path):
     ]
 
 
-def result(options):
+def result(options, models=("_actor", "_critic"), num_steps=NUM_STEPS):
     """All that a run has come to, in comparable form."""
     folder = Path(options["output_dir"])
     found = {"model": (folder / "model" / "model.safetensors").read_bytes()}
-    for model in ("_actor", "_critic"):
-        manifest = folder / "checkpoints" / model / f"global_step{NUM_STEPS}" / "manifest.json"
+    for model in models:
+        manifest = folder / "checkpoints" / model / f"global_step{num_steps}" / "manifest.json"
         for entry in json.loads(manifest.read_text())["files"]:
             found[model, entry["path"]] = entry["sha256"]
     for name in ("metrics.jsonl", "samples.jsonl"):

@@ -162,6 +162,41 @@ def test_input_files_are_data_and_reward_code(config, tmp_path):
     assert input_files(config(reward_fn=("gsm8k",), prompt_data="owner/name")) == []
 
 
+PLUG_IN = """
+import json, os.path, helper
+import parts.weights as weights
+from parts.deeper import one
+
+def f(responses):
+    from late import two
+"""
+BESIDE = ("helper.py", "parts/__init__.py", "parts/weights.py", "parts/deeper.py", "late.py",
+          "parts/sibling.py", "of_helper.py", "parts/one.py")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["reward_fn", "policy_loss", "environment"])
+def test_what_a_plug_in_imports_from_beside_it_is_an_input(config, tmp_path, kind):
+    (tmp_path / "parts").mkdir()
+    for name in (*BESIDE, "unused.py", "json.txt"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "own.py").write_text(PLUG_IN)
+    (tmp_path / "helper.py").write_text("import of_helper, own, broken")
+    (tmp_path / "broken.py").write_text("def (")
+    (tmp_path / "parts" / "deeper.py").write_text(
+        "from . import sibling\nfrom .one import x\nfrom ......... import y"
+    )
+    reference = f"{tmp_path / 'own.py'}:f"
+    value = (reference,) if kind == "reward_fn" else reference
+    changed = config(**{kind: value}, apply_chat_template=True)
+    found = {path.relative_to(tmp_path).as_posix() for path in input_files(changed)}
+    assert found - {"r.py", "train.jsonl", "own.py"} == {*BESIDE, "broken.py"}
+    leave_run(changed)
+    assert plan_run(changed).changes == ()
+    (tmp_path / "parts" / "sibling.py").write_text("three = 3\n")
+    with pytest.raises(ConfigError, match=r"sibling\.py: contents [0-9a-f]{12} -> contents"):
+        plan_run(changed)
+
+
 def test_credentials_are_not_saved_and_do_not_look_like_a_change(config, tmp_path):
     secret = config(
         remote_rm_url="http://me:hunter2@host/x", engine_args={"api_key": "hunter2", "n": 1}

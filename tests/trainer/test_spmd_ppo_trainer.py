@@ -105,13 +105,13 @@ def test_samples_do_not_depend_on_how_prompts_are_batched(build_world):
     """Requests are numbered over the run, so a prompt keeps its random numbers."""
     world = build_world()
     world.trainer.make_experience()
-    table = world.trainer._experience.table
+    rows = world.trainer._experience.rows
     again = build_world()
     again.trainer.make_experience()
-    assert again.trainer._experience.table.token_ids.tolist() == table.token_ids.tolist()
+    assert again.trainer._experience.rows.token_ids.tolist() == rows.token_ids.tolist()
     again.trainer.ppo_train()
     again.trainer.make_experience()
-    assert again.trainer._experience.table.token_ids.tolist() != table.token_ids.tolist()
+    assert again.trainer._experience.rows.token_ids.tolist() != rows.token_ids.tolist()
 
 
 def test_ppo_train_needs_fresh_experience(build_world):

@@ -94,6 +94,11 @@ class RolloutEngine(ABC):
     def native(self) -> object:
         """The backend's own object (a vLLM `LLM`, a transformers model, ...)."""
 
+    @property
+    def runner_name(self) -> str:
+        """What executes the model, where a backend has several ways; for the log."""
+        return type(self).__name__
+
     def params_of_native(self, native: object) -> SamplingParams | None:
         """Our parameters from a backend's own object; None if it is no such object.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -77,6 +77,11 @@ class Ledger:
                     row.request_id, row.sample_index, found, raw.token_ids, raw.logprobs, version
                 )
             )
+
+    def restore(self, entries: Iterable[LedgerEntry]) -> None:
+        """Notes what the engine of a killed process had written down."""
+        if self._is_recording:
+            self._entries += entries
 
     def take(self) -> list[LedgerEntry]:
         """All entries; none are left."""

@@ -129,9 +129,6 @@ RULES: tuple[Rule, ...] = (
     _excludes("partial_rollout", "environment and tools", _has_episodes),
     _excludes("use_fire", "environment and tools", _has_episodes),
     _excludes(
-        "audit_every", "environment and tools: the audit reads responses of one turn", _has_episodes
-    ),
-    _excludes(
         "use_rollout_logprobs",
         "top_p and top_k: the engine's logprobs then follow another distribution",
         _truncates,
@@ -196,6 +193,7 @@ def unused_by_rules(c: RunOptions) -> list[str]:
         ("sandbox", "--reward_fn unit_tests", "unit_tests" in c.reward_fn),
         ("test_timeout_seconds", "--reward_fn unit_tests", "unit_tests" in c.reward_fn),
         ("judge_url", "--reward_fn judge", "judge" in c.reward_fn),
+        ("turn_credit", "gamma below 1", c.gamma < 1),
         ("parity_limit", "parity_check_steps >= 0", c.parity_check_steps >= 0),
     )
     return [
@@ -225,6 +223,12 @@ def batch_problems(config: RunOptions, world_size: int) -> list[str]:
     unit = config.micro_train_batch_size * num_data_ranks
     legal_train = [size for size in _divisors(samples) if size % unit == 0]
     found = []
+    size = min(config.fsdp_shard_size, world_size)
+    if config.fsdp and size > 0 and world_size % size:
+        found.append(
+            f"fsdp_shard_size must divide the number of processes: got {size} and {world_size}; "
+            f"legal fsdp_shard_size: {_either(_divisors(world_size))}"
+        )
     if world_size % config.engine_tp_size:
         found.append(
             "engine_tp_size must divide the number of processes: got "

@@ -219,6 +219,11 @@ class RunOptions(StrategyConfig):
         group="rollout", acts_with="environment or tools", at_least=1,
         may_change=True, commands=("eval",),
     )  # fmt: skip
+    late_join: bool = option(
+        False, "Let an episode whose tool is busy join a later round, once half of the others are "
+        "ready; off, a round waits for all, and timing changes no bit.", group="rollout",
+        acts_with="environment or tools", commands=("eval",),
+    )  # fmt: skip
     chat_template: str | None = option(
         None, "File with a Jinja chat template in place of the tokenizer's.", group="data",
         path="file", acts_with="apply_chat_template", commands=("data", "eval"),
@@ -355,6 +360,11 @@ class RunOptions(StrategyConfig):
     ema_beta: float = option(
         0.992, "Weight of the past in the moving average.", group="algorithm", at_least=0,
         at_most=1, acts_with="enable_ema",
+    )  # fmt: skip
+    turn_credit: str = option(
+        "last", "What gamma counts from the reward at the end of an episode backwards: last, its "
+        "tokens; discounted, its turns.", group="algorithm", acts_with="environment or tools",
+        choices=("last", "discounted"),
     )  # fmt: skip
     lora_rank: int = option(
         0, "Train adapters of this rank on the actor instead of its weights; 0 trains the weights.",

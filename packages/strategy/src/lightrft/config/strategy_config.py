@@ -28,6 +28,8 @@ from lightrft.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
 Arguments = Mapping[str, str | int | float | bool] | None
 EngineType = Literal["vllm", "sglang", "hf", "fake", "auto"]
 ENGINE_TYPES: tuple[str, ...] = typing.get_args(EngineType)
+# Weights of which every rank would load a whole copy into the host's memory.
+META_INIT_BYTES = 2_000_000_000
 _NO_DEFAULT = object()
 
 
@@ -142,9 +144,10 @@ class StrategyConfig:
         False, "Write checkpoints in the background, from copies in host memory.",
         group="distributed",
     )  # fmt: skip
-    meta_init: bool = option(
-        False, "FSDP2: build models without memory; each rank reads its own rows of the files.",
-        group="distributed", acts_with="fsdp",
+    meta_init: bool | None = option(
+        None, "FSDP2: build models without memory: ranks read their own rows of the files; unset "
+        "means yes on GPUs, above 2 GB of weights and without adapters.",
+        group="distributed", acts_with="fsdp", by_machine=True,
     )  # fmt: skip
     compile_backend: str | None = option(
         None, "FSDP2: compile every block by torch.compile with this backend; unset does not.",
@@ -153,6 +156,11 @@ class StrategyConfig:
     timeout_minutes: float = option(
         60.0, "Deadline of every collective and of every phase.", group="distributed", above=0,
         at_most=1e6, may_change=True, commands=("eval",),
+    )  # fmt: skip
+    fsdp_shard_size: int = option(
+        -1, "FSDP2: ranks over which a model is divided, mostly those of a node; groups of so many "
+        "ranks are replicas (HSDP). -1 divides over all.", group="distributed", at_least=-1,
+        acts_with="fsdp",
     )  # fmt: skip
     engine_type: str = option(
         "vllm", "Rollout engine.", group="engine", choices=ENGINE_TYPES, common=True,
@@ -273,6 +281,8 @@ class StrategyConfig:
             for name, (_, info) in options_of(type(self)).items()
         )
         found = [problem for problem in checked if problem is not None]
+        if self.fsdp_shard_size == 0:
+            found.append("fsdp_shard_size: got 0, expected -1 (all ranks) or at least 1")
         betas = self.adam_betas
         if accepts(betas, tuple[float, float]) and not all(0 <= beta < 1 for beta in betas):
             found.append(f"adam_betas: got {betas!r}, expected two numbers in [0, 1)")
@@ -373,6 +383,17 @@ class StrategyConfig:
     def fuses_logprob(self, *, has_gpu: bool) -> bool:
         """Whether the output projection is fused: as set, else exactly on a GPU."""
         return has_gpu if self.fused_linear_logprob is None else self.fused_linear_logprob
+
+    def builds_on_meta(self, *, has_gpu: bool, weight_bytes: int) -> bool:
+        """Whether models are built without memory: as set, else on GPUs above 2 GB of weights.
+
+        Args:
+            has_gpu: Whether every rank has a GPU.
+            weight_bytes: Of the actor in bfloat16.
+        """
+        if self.meta_init is not None:
+            return self.meta_init
+        return self.fsdp and has_gpu and weight_bytes > META_INIT_BYTES
 
     def summary(self) -> str:
         """All values by group, changed ones marked with `*`, secrets hidden."""

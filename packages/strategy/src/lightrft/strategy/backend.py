@@ -65,6 +65,9 @@ class Backend(ABC):
     def start(self) -> None:  # noqa: B027 - a backend may have nothing to start
         """Called once the ranks have started."""
 
+    def check_model_size(self, num_elements: int) -> None:  # noqa: B027 - no bound of its own
+        """See `StrategyBase.check_model_size`."""
+
     def stop(self) -> None:  # noqa: B027 - likewise
         """Called before the process group ends."""
 

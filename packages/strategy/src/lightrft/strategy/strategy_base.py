@@ -298,6 +298,14 @@ class StrategyBase:
         """Every rank's plain Python object, by rank, on every rank of the group."""
         return collectives.gather_objects(item, self.world_group if group is None else group)
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank, on every rank; lengths may differ."""
+        return collectives.gather_bytes(data, self.world_group)
+
+    def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Gives every rank its part, and returns what each rank gave this one; both by rank."""
+        return collectives.exchange_bytes(parts, self.world_group)
+
     # --- models
 
     def prepare_model(
@@ -312,7 +320,8 @@ class StrategyBase:
         Args:
             model: A bare model or an actor or critic around one.
             is_training: Whether gradients will be needed.
-            shard_size: Ranks over which parameters are sharded; -1 is all of them. Values above
+            shard_size: Ranks over which parameters are sharded; -1 is all of them, or with FSDP2
+                `fsdp_shard_size`. Values above
                 the number of ranks are clamped.
             reshard_after_forward: Whether full parameters are freed after the forward pass.
 
@@ -511,8 +520,16 @@ class StrategyBase:
             generator=torch.Generator().manual_seed(self.seed),
         )
 
+    def check_model_size(self, num_elements: int) -> None:
+        """Raises a ValueError, before anything is loaded, for a model too large for the backend.
+
+        Args:
+            num_elements: Of all its parameters.
+        """
+        self.backend.check_model_size(num_elements)
+
     @contextmanager
-    def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
+    def init_model_context(self, meta_init: bool | None = False) -> Iterator[None]:
         """Where models are built. Reports memory.
 
         With `meta_init` and FSDP2 their parameters get no memory yet: `prepare_model` shards them
@@ -522,7 +539,7 @@ class StrategyBase:
         if meta_init and not self.backend.builds_on_meta:
             self.print("warning: option without effect: meta_init acts only with fsdp")
         try:
-            with parameters_on_meta(meta_init and self.backend.builds_on_meta):
+            with parameters_on_meta(bool(meta_init) and self.backend.builds_on_meta):
                 yield
         finally:
             self.report_memory("Finished init_model_context")

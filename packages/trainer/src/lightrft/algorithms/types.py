@@ -77,14 +77,15 @@ class TokenAdvantageInputs:
         token_rewards: [batch, seq], see `returns.token_rewards`.
         response_mask: [batch, seq] bool.
         values: [batch, seq] of the critic, or None without one.
-        gamma: Discount per sampled token.
+        gamma: Discount per sampled token; a tensor [batch, seq] holds that between each token and
+            the next sampled one.
         lambd: Of generalised advantage estimation.
     """
 
     token_rewards: Tensor
     response_mask: Tensor
     values: Tensor | None = None
-    gamma: float = 1.0
+    gamma: float | Tensor = 1.0
     lambd: float = 1.0
 
 

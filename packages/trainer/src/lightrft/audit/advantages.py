@@ -8,12 +8,13 @@ cpgd, arXiv:2505.12504; reinforce++ and reinforce_baseline, arXiv:2501.03262; ga
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from lightrft.audit.record import Array, Flags, Integers
+from lightrft.config import TrainConfig
 
 MIN_VARIANCE = 1e-8  # of what is whitened
 TOKEN_ESTIMATORS = ("gae", "reinforce", "reinforce++")
@@ -124,27 +125,36 @@ def token_rewards(rewards: Array, mask: Flags, penalty: Array) -> Array:
     return found
 
 
-def returns(rewards: Array, mask: Flags, gamma: float) -> Array:
-    """Discounted return from each response token on: [rows, seq]."""
-    found = np.zeros_like(rewards)
+def backwards(mask: Flags, config: TrainConfig) -> Iterator[tuple[int, int, float]]:
+    """Row, token and discount after it, of every response token from the last one on.
+
+    With `turn_credit` discounted, gamma counts turns: it acts where the next response token does
+    not follow at once, since an observation stands between.
+    """
     for row in range(len(mask)):
-        rest = 0.0
+        following = -1
         for t in np.flatnonzero(mask[row])[::-1]:
-            rest = rewards[row, t] + gamma * rest
-            found[row, t] = rest
+            is_step = config.turn_credit == "last" or following != t + 1
+            yield row, int(t), config.gamma if is_step else 1.0
+            following = int(t)
+
+
+def returns(rewards: Array, mask: Flags, config: TrainConfig) -> Array:
+    """Discounted return from each response token on: [rows, seq]."""
+    found, rest = np.zeros_like(rewards), np.zeros(len(mask))
+    for row, t, discount in backwards(mask, config):
+        rest[row] = found[row, t] = rewards[row, t] + discount * rest[row]
     return found
 
 
-def gae(rewards: Array, values: Array, mask: Flags, gamma: float, lambd: float) -> Array:
+def gae(rewards: Array, values: Array, mask: Flags, config: TrainConfig) -> Array:
     """Generalised advantages: [rows, seq]; after the last response token the value is 0."""
     found = np.zeros_like(rewards)
-    for row in range(len(mask)):
-        next_value = next_advantage = 0.0
-        for t in np.flatnonzero(mask[row])[::-1]:
-            delta = rewards[row, t] + gamma * next_value - values[row, t]
-            next_advantage = delta + gamma * lambd * next_advantage
-            next_value = values[row, t]
-            found[row, t] = next_advantage
+    next_value, next_advantage = np.zeros(len(mask)), np.zeros(len(mask))
+    for row, t, discount in backwards(mask, config):
+        delta = rewards[row, t] + discount * next_value[row] - values[row, t]
+        found[row, t] = delta + discount * config.lambd * next_advantage[row]
+        next_value[row], next_advantage[row] = values[row, t], found[row, t]
     return found
 
 

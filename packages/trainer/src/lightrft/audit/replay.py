@@ -202,10 +202,10 @@ def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Array]:
         rewards = row_advantages(name, scores, options_of(config.advantage_args))
     shaped = token_rewards(rewards, mask, penalty)
     if name == "gae" and numbers.values is not None:
-        advantages = gae(shaped, numbers.values.own, mask, config.gamma, config.lambd)
+        advantages = gae(shaped, numbers.values.own, mask, config)
         target = np.where(mask, advantages + numbers.values.own, 0.0)
     else:
-        advantages = target = returns(shaped, mask, config.gamma)
+        advantages = target = returns(shaped, mask, config)
     scale = float(np.abs(target).max(initial=1e-6))
     step.found.tokens("returns", seen_returns, target, mask, "advantages", scale=scale)
     if name in WHITENING or config.advantages_norm:

@@ -33,6 +33,7 @@ _SCRATCH_PREFIX = "lightrft_launch_"
 _LOST_PEER = (
     "connection closed by peer", "connection reset by peer", "connection refused", "broken pipe",
     "failed to recv", "recvvalue failed", "remote process exited", "connectfullmesh failed",
+    "ended because another rank failed",
 )  # fmt: skip
 
 

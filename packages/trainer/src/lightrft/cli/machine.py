@@ -1,8 +1,6 @@
 """What this machine lacks for a run, found before torch is imported: exit code 3."""
 
 import importlib.util
-import json
-import math
 import os
 import re
 import shutil
@@ -12,6 +10,7 @@ from pathlib import Path
 
 from lightrft.config import TrainConfig
 from lightrft.engines.factory import resolve_engine_type
+from lightrft.models.weight_files import count_model
 
 _DEVICE = re.compile(r"nvidia\d+\Z")
 # A checkpoint holds float32 weights and Adam's two moments, the final model the weights again.
@@ -148,7 +147,7 @@ def port_problems(num_processes: int) -> list[str]:
 
 def disk_problems(config: TrainConfig) -> list[str]:
     """A folder of the run that cannot be written, or is too small for a checkpoint and a model."""
-    size = sum(map(count_parameters, _weight_files(config)))
+    size = sum(map(count_model, _models(config)))
     num_checkpoints = 2 if config.save_steps > 0 else 1  # the old one goes after the new one came
     needs = (
         ("output_dir", Path(config.output_dir), 0),
@@ -171,23 +170,9 @@ def disk_problems(config: TrainConfig) -> list[str]:
     return found
 
 
-def _weight_files(config: TrainConfig) -> Iterator[Path]:
-    models = [config.pretrain]
+def _models(config: TrainConfig) -> Iterator[str]:
+    yield str(config.pretrain)
     # By name: what an estimator declares is known only where torch is.
     if config.advantage_estimator == "gae" or isinstance(config.critic_pretrain, str):
         critic = config.critic_pretrain
-        models.append(critic if isinstance(critic, str) else config.pretrain)
-    for name in models:
-        yield from Path(str(name)).glob("*.safetensors")
-
-
-def count_parameters(path: Path) -> int:
-    """Numbers in a safetensors file, from its header; 0 if it has none that can be read."""
-    with path.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        try:
-            header = json.loads(stream.read(min(length, 1 << 28)))
-            shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, AttributeError, TypeError, KeyError):
-            return 0  # a damaged file is reported by what loads it
-    return sum(map(math.prod, shapes))
+        yield critic if isinstance(critic, str) else str(config.pretrain)

@@ -6,8 +6,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from lightrft.cli.errors import ExitCode, UsageError, refuse
+from lightrft.cli.errors import UsageError, refuse
 from lightrft.cli.options import Parser, add_number, parse_options
 from lightrft.cli.train import build_parser as build_train_parser
 from lightrft.config.rules import batch_problems
@@ -22,31 +23,16 @@ EXAMPLE = "lightrft launch slurm --print --nodes 2 --gpus_per_node 8 -- --config
 TIME = re.compile(r"(\d+-)?\d{1,2}(:\d{2}){0,2}\Z")
 
 
-def run(argv: Sequence[str]) -> int:
-    """Run the command; see `lightrft launch slurm --help`.
+def script(argv: Sequence[str]) -> str:
+    """The text of the batch script, of arguments and options that have been checked.
 
     Raises:
         UsageError: Arguments that cannot be read.
         ConfigError: Options of `lightrft train` that cannot be run on these nodes.
     """
-    if not argv or argv[0] not in ("slurm", "-h", "--help"):
-        raise UsageError(f"lightrft launch knows one action: {EXAMPLE}")
-    print(script(["--help"] if argv[0] != "slurm" else argv[1:]))
-    return ExitCode.OK
-
-
-def script(argv: Sequence[str]) -> str:
-    """The text of the batch script, of arguments and options that have been checked.
-
-    Raises:
-        UsageError, ConfigError: See `run`.
-    """
     import jinja2
 
-    place = argv.index("--") if "--" in argv else len(argv)
-    options, arguments = vars(build_parser().parse_args(argv[:place])), argv[place + 1 :]
-    if place == len(argv):
-        raise UsageError(f"the options of the run are missing: {EXAMPLE}")
+    options, arguments = split_arguments(build_parser(), argv, EXAMPLE)
     if not options["print"]:
         raise UsageError("lightrft launch slurm only prints: add --print, look, then sbatch it")
     if not TIME.match(options["time"]):
@@ -57,16 +43,32 @@ def script(argv: Sequence[str]) -> str:
         value = options[name]
         if value is not None and not re.fullmatch(r"[\w.,@-]+", value):
             raise UsageError(f"--{name}: got {value!r}, expected letters, digits, . , _ @ and -")
-    _check(arguments, world_size=options["nodes"] * options["gpus_per_node"])
+    check_run(arguments, world_size=options["nodes"] * options["gpus_per_node"])
     template = Path(__file__).with_name("slurm.sh.jinja").read_text("utf-8")
     command = shlex.join([sys.executable, "-m", "lightrft.cli.train", *arguments])
     return str(jinja2.Template(template, trim_blocks=True).render(command=command, **options))
 
 
-def _check(arguments: Sequence[str], *, world_size: int) -> None:
+def split_arguments(
+    parser: argparse.ArgumentParser, argv: Sequence[str], example: str
+) -> tuple[dict[str, Any], Sequence[str]]:
+    """The launcher's options, parsed, and those of the run, which stand after "--".
+
+    Raises:
+        UsageError: Arguments that cannot be read, or none after "--".
+    """
+    place = argv.index("--") if "--" in argv else len(argv)
+    options = vars(parser.parse_args(argv[:place]))
+    if place == len(argv):
+        raise UsageError(f"the options of the run are missing: {example}")
+    return options, argv[place + 1 :]
+
+
+def check_run(arguments: Sequence[str], *, world_size: int) -> None:
+    """Raises a ConfigError for options of `lightrft train` that so many processes cannot run."""
     config, parsed, problems = parse_options(build_train_parser(), arguments)
     if parsed.nproc_per_node != 1:
-        problems.append("nproc_per_node: leave it out, the script starts one process per GPU")
+        problems.append("nproc_per_node: leave it out, one process per GPU is started")
     if not problems:
         problems += batch_problems(config, world_size)
     refuse(problems, ConfigError)

@@ -10,6 +10,7 @@ from lightrft.algorithms.advantages.token_level import (
     broadcast_to_tokens,
     estimate_token_advantages,
     token_rewards,
+    turn_discounts,
 )
 from lightrft.algorithms.declarations import advantage_traits
 from lightrft.algorithms.kl import estimate_kl
@@ -22,7 +23,7 @@ from lightrft.algorithms.types import (
     TokenAdvantages,
 )
 from lightrft.config import TrainConfig
-from lightrft.experience.exchange import SampleTable
+from lightrft.experience.exchange import RowTable
 from lightrft.experience.numerics import NumericsError
 from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.strategy.strategy_base import StrategyBase
@@ -58,9 +59,7 @@ class ShapedRewards:
     moments: Moments | None
 
 
-def shape_rewards(
-    table: SampleTable, moments: Moments | None, config: TrainConfig
-) -> ShapedRewards:
+def shape_rewards(table: RowTable, moments: Moments | None, config: TrainConfig) -> ShapedRewards:
     """Running normalisation, then clipping, over the rows of all ranks.
 
     Args:
@@ -81,7 +80,7 @@ def shape_rewards(
 
 
 def assemble(
-    table: SampleTable,
+    table: RowTable,
     rows: Tensor,
     rollouts: RolloutBatch,
     outputs: PolicyOutputs,
@@ -94,7 +93,7 @@ def assemble(
     """The experience of one rank.
 
     Args:
-        table: The samples of all ranks.
+        table: The rows of all ranks.
         rows: [batch] int64, the rows of `table` that `rollouts` holds.
         rollouts, outputs: This rank's rows.
         rewards: [rows of table] from `shape_rewards`.
@@ -125,7 +124,7 @@ def assemble(
 
 
 def _estimate(
-    table: SampleTable,
+    table: RowTable,
     rows: Tensor,
     rollouts: RolloutBatch,
     outputs: PolicyOutputs,
@@ -135,12 +134,15 @@ def _estimate(
 ) -> TokenAdvantages:
     mask, config = rollouts.response_mask, settings.config
     kl = _reward_kl(outputs, mask, settings)
+    gamma: float | Tensor = config.gamma
+    if config.turn_credit == "discounted":
+        gamma = turn_discounts(mask, gamma=config.gamma)
     if advantage_traits(settings.estimator).is_token_level:
         local = rewards[rows].to(mask.device, torch.float32)
         shaped = token_rewards(local, mask, kl=kl, kl_coef=settings.kl_coef)
         return estimate_token_advantages(
             settings.estimator,
-            TokenAdvantageInputs(shaped, mask, outputs.values, config.gamma, config.lambd),
+            TokenAdvantageInputs(shaped, mask, outputs.values, gamma, config.lambd),
         )
     row_advantages = estimate_row_advantages(
         settings.estimator,
@@ -157,7 +159,7 @@ def _estimate(
         mask,
         kl=kl,
         kl_coef=settings.kl_coef,
-        gamma=config.gamma,
+        gamma=gamma,
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrft.experience.exchange import SampleTable
+from lightrft.experience.exchange import RowTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Selection:
         return bool(self.is_filler.all())
 
 
-def mixed_groups(table: SampleTable) -> list[int]:
+def mixed_groups(table: RowTable) -> list[int]:
     """Ids of the groups whose responses differ in accuracy, ascending; masked rows do not count."""
     mixed = []
     for group in np.unique(table.group_ids):
@@ -52,7 +52,7 @@ def mixed_groups(table: SampleTable) -> list[int]:
     return mixed
 
 
-def select_groups(table: SampleTable, num_wanted: int) -> Selection:
+def select_groups(table: RowTable, num_wanted: int) -> Selection:
     """The first `num_wanted` mixed groups; fillers make up for missing ones.
 
     Args:
@@ -78,7 +78,7 @@ def select_groups(table: SampleTable, num_wanted: int) -> Selection:
     )
 
 
-def apply_selection(table: SampleTable, selection: Selection) -> SampleTable:
+def apply_selection(table: RowTable, selection: Selection) -> RowTable:
     """The rows to train on, fillers masked."""
     taken = table.take(selection.rows)
     return replace(taken, is_masked=taken.is_masked | selection.is_filler)

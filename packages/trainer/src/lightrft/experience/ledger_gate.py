@@ -9,7 +9,7 @@ counts only in the context it was sampled in.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -17,43 +17,12 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from lightrft.engines.ledger import Key, LedgerEntry, hash_context
+from lightrft.engines.ledger import hash_context
+from lightrft.experience.evidence import Evidence, LedgerError
 from lightrft.experience.exchange import SampleTable
-from lightrft.experience.types import Rollout, RolloutBatch, Segment
+from lightrft.experience.types import RolloutBatch, Segment
 from lightrft.models.layout import LayoutPolicy, TokenLayout
 from lightrft.strategy.strategy_base import StrategyBase
-
-
-class LedgerError(RuntimeError):
-    """What is about to be trained on is not what the engine sampled."""
-
-
-@dataclass(frozen=True, slots=True)
-class Account:
-    """The journal of one sample.
-
-    Args:
-        prompt: Token ids of the data row's prompt.
-        segments: Calls of the engine and observations, in their order.
-    """
-
-    prompt: tuple[int, ...]
-    segments: tuple[Segment, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """What the ranks know about the samples of a step beside the samples themselves.
-
-    Args:
-        accounts: By sample id.
-        entries: Of the ledgers of all ranks.
-        special_ids: Ids that no text of an observation may have.
-    """
-
-    accounts: Mapping[int, Account]
-    entries: Mapping[Key, LedgerEntry]
-    special_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,43 +42,6 @@ class RebuiltRow:
     versions: NDArray[np.int64]
 
 
-def gather_evidence(
-    rollouts: Sequence[Rollout],
-    strategy: StrategyBase,
-    *,
-    carried: Sequence[LedgerEntry] = (),
-    special_ids: Collection[int] = (),
-) -> Evidence:
-    """Journal and ledger of all ranks; collective. The ledger of this rank's engine is emptied.
-
-    Args:
-        rollouts: This rank's.
-        strategy: Hosts the engine.
-        carried: Entries of earlier steps, the same on every rank.
-        special_ids: See `Evidence`.
-
-    Raises:
-        LedgerError: Ranks of one engine sampled different tokens for one request.
-    """
-    engine = strategy.inference_engine
-    own = (
-        {item.sample_id: Account(item.prompt.token_ids, item.segments) for item in rollouts},
-        [] if engine is None else engine.ledger.take(),
-    )
-    accounts: dict[int, Account] = {}
-    entries = {entry.key: entry for entry in carried}
-    for theirs, taken in strategy.gather_objects(own):
-        accounts |= theirs
-        for entry in taken:
-            # The ranks of a tensor-parallel group all write what the group samples.
-            if entries.setdefault(entry.key, entry) != entry:
-                raise LedgerError(
-                    f"request {entry.request_id} was sampled twice in one context, with different "
-                    "tokens: the ranks of an engine disagree, or request ids repeat"
-                )
-    return Evidence(accounts, entries, frozenset(special_ids))
-
-
 def check_ledger(
     batch: RolloutBatch,
     table: SampleTable,
@@ -124,7 +56,7 @@ def check_ledger(
     Args:
         batch: This rank's rows.
         table: The same rows, in the same order: they know the versions.
-        evidence: Of all ranks.
+        evidence: On these rows.
         policy: How the actor lays rows out.
         slices: Rows of each forward pass.
         strategy: Reaches the other ranks.

@@ -9,7 +9,9 @@ from lightrft.algorithms.moments import Moments
 from lightrft.engines.types import SamplingParams, has_known_order
 from lightrft.experience.assemble import AdvantageSettings, ShapedRewards, assemble, shape_rewards
 from lightrft.experience.collate import collate
-from lightrft.experience.exchange import SampleTable
+from lightrft.experience.delivery import deliver_rows
+from lightrft.experience.evidence import deliver_evidence
+from lightrft.experience.exchange import RowTable, SampleTable, tabulate
 from lightrft.experience.forward import ForwardModels, compute_outputs
 from lightrft.experience.ledger_gate import check_ledger
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
@@ -27,19 +29,21 @@ class StepExperience:
 
     Args:
         batch: This rank's rows, optimizer batch after optimizer batch.
+        rows: The same rows with their tokens, before they were padded.
         samples: What was sampled; its meter goes on during the update.
         rewards: The rewards the estimator saw, of the rows of `table`.
         plan: Which rows of `table` each rank trains in which optimizer batch.
     """
 
     batch: ExperienceBatch
+    rows: SampleTable
     samples: Samples
     rewards: ShapedRewards
     plan: MinibatchPlan
 
     @property
-    def table(self) -> SampleTable:
-        """The samples of all ranks."""
+    def table(self) -> RowTable:
+        """The rows of all ranks."""
         return self.samples.table
 
 
@@ -74,8 +78,12 @@ def make_experience(
         step=step,
     )
     index = plan.row_index(rank)
+    with samples.meter.stage("exchange"):
+        wanted = [plan.row_index(each) for each in range(strategy.num_data_ranks)]
+        wanted = [each for each in wanted for _ in range(config.sp_size)]
+        rows = deliver_rows(table, tabulate(samples.scored), wanted, strategy)
     batch = collate(
-        table.take(index),
+        rows,
         pad_token_id=0,  # masked everywhere
         temperature=params.temperature,
         device=strategy.device,
@@ -86,10 +94,11 @@ def make_experience(
     slices = plan.forward_slices(table.lengths, rank=rank, config=config)
     if samples.evidence is not None:
         with samples.meter.stage("exchange"):
+            ids = [table.sample_ids[each].tolist() for each in wanted]
             check_ledger(
                 batch,
-                table.take(index),
-                samples.evidence,
+                rows,
+                deliver_evidence(samples.evidence, ids, strategy),
                 policy=_layout_policy(models, strategy),
                 slices=slices,
                 strategy=strategy,
@@ -112,7 +121,7 @@ def make_experience(
         settings=settings,
         strategy=strategy,
     )
-    return StepExperience(experience, samples, shaped, plan)
+    return StepExperience(experience, rows, samples, shaped, plan)
 
 
 def _layout_policy(models: ForwardModels, strategy: StrategyBase) -> LayoutPolicy:

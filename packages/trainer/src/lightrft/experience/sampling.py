@@ -12,10 +12,10 @@ from lightrft.engines.types import GenerationRequest, MultiModalInputs, Sampling
 from lightrft.experience.carry import InFlightGroup, PartialRolloutState
 from lightrft.experience.dynamic import Selection, apply_selection, mixed_groups, select_groups
 from lightrft.experience.environments.rounds import Environments
-from lightrft.experience.exchange import SampleTable, exchange, merge
+from lightrft.experience.evidence import Evidence, share_entries, take_evidence
+from lightrft.experience.exchange import RowTable, exchange, merge
 from lightrft.experience.fire import fire_segments, generate_fire
 from lightrft.experience.group_scorer import GroupScorer
-from lightrft.experience.ledger_gate import Evidence, gather_evidence
 from lightrft.experience.model_rewards import ModelRewards
 from lightrft.experience.partial import PartialReport, finish_groups, open_groups
 from lightrft.experience.rollout_groups import Decoder, RolloutGroups
@@ -52,23 +52,23 @@ class Samples:
 
     Args:
         scored: This rank's own rollouts.
-        table: The samples of all ranks that are trained on.
+        table: The rows of all ranks that are trained on.
         meter: Duration and memory of each stage on this rank.
         num_prompts: Prompts that were rolled out, over all ranks.
         num_rounds: Batches of prompts among them.
         greedy: The greedy completions of all ranks, or None where the estimator needs none.
         selection: What dynamic sampling did, or None.
         partial: What partial rollouts did, or None.
-        evidence: What the ledger gate compares the samples with, or None without it.
+        evidence: Journal and ledger of this rank for the ledger gate, or None without it.
         tool_names: Of the tools that could be called, or None without environments and tools.
     """
 
     scored: Sequence[ScoredRollout]
-    table: SampleTable
+    table: RowTable
     meter: StageMeter
     num_prompts: int
     num_rounds: int = 1
-    greedy: SampleTable | None = None
+    greedy: RowTable | None = None
     selection: Selection | None = None
     partial: PartialReport | None = None
     evidence: Evidence | None = None
@@ -160,8 +160,8 @@ class RolloutSampler:
         draws_more = config.dynamic_sampling and next_prompts is not None
         max_rounds = config.max_num_gen_batches if draws_more else 1
         scored: list[ScoredRollout] = []
-        tables: list[SampleTable] = []
-        greedy: list[SampleTable] = []
+        tables: list[RowTable] = []
+        greedy: list[RowTable] = []
         num_prompts, num_mixed = 0, 0
         # Every rank sees the same table, so all take the same number of rounds.
         while len(tables) < max_rounds and num_mixed < num_wanted:
@@ -175,8 +175,9 @@ class RolloutSampler:
                 greedy.append(self._sample(prompts, positions, first_request_id, params, meter)[1])
             with self._recording():
                 own, table = self._sample(
-                    prompts, positions, first_request_id, training_params(config), meter, step=step
-                )
+                    prompts, positions, first_request_id, training_params(config), meter,
+                    step=step, batch=len(tables),
+                )  # fmt: skip
             scored += own
             tables.append(table)
             num_prompts += num_new
@@ -200,14 +201,23 @@ class RolloutSampler:
         return engine.ledger.recording()
 
     def _evidence(
-        self, rollouts: Sequence[Rollout], meter: StageMeter, *, carried: Sequence[LedgerEntry] = ()
+        self,
+        rollouts: Sequence[Rollout],
+        meter: StageMeter,
+        *,
+        carried: Sequence[LedgerEntry] | None = None,
     ) -> Evidence | None:
-        """What the ledger gate needs to know of a step; collective."""
+        """What this rank knows for the ledger gate; collective.
+
+        Responses that go on in the next step may do so on any rank, so with `carried`, the
+        entries of earlier steps, every rank gets the entries of all.
+        """
         if self._strategy.inference_engine is None or not self._config.ledger_gate:
             return None
         with meter.stage("exchange"):
             special = () if self._environments is None else self._environments.special_ids
-            return gather_evidence(rollouts, self._strategy, carried=carried, special_ids=special)
+            own = take_evidence(rollouts, self._strategy, special_ids=special)
+            return own if carried is None else share_entries(own, carried, self._strategy)
 
     def _collect_partial(
         self,
@@ -258,7 +268,9 @@ class RolloutSampler:
             for item, sample in zip(rollouts, group.samples, strict=True)
         ]
 
-    def sample_all(self, prompts: Sequence[Prompt], params: SamplingParams) -> SampleTable:
+    def sample_all(
+        self, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> tuple[list[ScoredRollout], RowTable]:
         """Completions of all prompts with their rewards, for an evaluation; collective.
 
         Rank r of W completes the prompts r, r + W, ...; shares may be unequal or empty. The length
@@ -269,11 +281,12 @@ class RolloutSampler:
             params: With n completions of each prompt.
 
         Returns:
-            The same table on every rank; group i holds the n rows of prompt i.
+            This rank's own, and the same table on every rank; group i holds the n rows of prompt
+            i.
         """
         positions = own_positions(self._strategy, len(prompts))
         own = [prompts[position] for position in positions]
-        return self._sample(own, positions, 0, params, StageMeter(), shapes_rewards=False)[1]
+        return self._sample(own, positions, 0, params, StageMeter(), shapes_rewards=False)
 
     def _sample(
         self,
@@ -285,7 +298,8 @@ class RolloutSampler:
         *,
         shapes_rewards: bool = True,
         step: int | None = None,
-    ) -> tuple[list[ScoredRollout], SampleTable]:
+        batch: int = 0,
+    ) -> tuple[list[ScoredRollout], RowTable]:
         """This rank's scored rollouts and the table of all ranks.
 
         The engine stays awake: the caller lets it sleep after the last of several generations.
@@ -294,8 +308,9 @@ class RolloutSampler:
         if self._environments is not None:
             with meter.stage("rollout"):
                 rollouts, results = self._environments.sample(
-                    self._strategy, prompts, request_ids, params, group_ids=positions, step=step
-                )
+                    self._strategy, prompts, request_ids, params, group_ids=positions, step=step,
+                    batch=batch,
+                )  # fmt: skip
             return self._score(
                 rollouts, meter, shapes_rewards=shapes_rewards, environment_results=results
             )
@@ -344,7 +359,7 @@ class RolloutSampler:
         shapes_rewards: bool = True,
         environment_results: Sequence[RewardResult | None] | None = None,
         scorer: GroupScorer | None = None,
-    ) -> tuple[list[ScoredRollout], SampleTable]:
+    ) -> tuple[list[ScoredRollout], RowTable]:
         """Scored rollouts of this rank, and the table of all ranks.
 
         Args:

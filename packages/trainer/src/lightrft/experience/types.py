@@ -46,6 +46,11 @@ class AnsweredCall:
     text: str
     seconds: float = 0.0
 
+    @property
+    def said(self) -> tuple[str, str]:
+        """What a repeated call must give again."""
+        return self.outcome, self.text
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -54,10 +59,12 @@ class Conversation:
     Args:
         turns: What was said in each, special tokens removed.
         answers: Calls of each turn that was answered.
+        num_restarts: How often it started over, since a continued run was answered otherwise.
     """
 
     turns: tuple[str, ...]
     answers: tuple[tuple[AnsweredCall, ...], ...]
+    num_restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

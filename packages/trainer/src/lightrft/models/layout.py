@@ -25,7 +25,9 @@ class TokenLayout:
     Args:
         shape: (batch, seq) of the batch.
         input_ids: [batch, seq], or [1, tokens] of a stream or slice, int64.
-        position_ids: Like `input_ids`; counts the tokens of each sequence from 0.
+        position_ids: Like `input_ids`; counts the tokens of each sequence from 0. In right-padded
+            rows the padding counts on: a model that gets no mask takes a step other than 1 for the
+            beginning of another sequence.
         attention_mask: Like `input_ids`, bool, True on real tokens.
         rows: [scored] row of each scored token, ascending; of a split stream those whose hidden
             states this rank computes.
@@ -37,6 +39,8 @@ class TokenLayout:
         bounds: Sequences of a stream; None for padded rows.
         own: Of a split stream whose inputs are whole, this rank's slice; None if the inputs are
             that slice already.
+        is_right_padded: No padding stands before a token. Causal attention then needs no mask: no
+            token sees what comes after it.
     """
 
     shape: tuple[int, int]
@@ -51,6 +55,7 @@ class TokenLayout:
     token_ids: Tensor
     bounds: SequenceBounds | None = None
     own: slice | None = None
+    is_right_padded: bool = False
 
     @classmethod
     def padded(
@@ -71,10 +76,12 @@ class TokenLayout:
         is_scored = _scored_tokens(token_ids, attention_mask, scored_mask)
         rows, columns = is_scored.nonzero(as_tuple=True)
         batch, seq = token_ids.shape
+        is_right_padded = not bool((is_real[:, 1:] & ~is_real[:, :-1]).any())
+        places = torch.arange(seq, device=token_ids.device).expand(batch, seq)
         return cls(
             shape=(batch, seq),
             input_ids=token_ids,
-            position_ids=_positions(is_real),
+            position_ids=places if is_right_padded else _positions(is_real),
             attention_mask=is_real,
             rows=rows,
             columns=columns,
@@ -82,6 +89,7 @@ class TokenLayout:
             sources=rows * seq + columns - 1,
             is_real=is_real,
             token_ids=token_ids,
+            is_right_padded=is_right_padded,
         )
 
     @classmethod
@@ -146,10 +154,19 @@ class TokenLayout:
             own=own if is_cut_late and group is not None else None,
         )
 
-    def attention_inputs(self) -> dict[str, object]:
-        """What tells the model which tokens see each other."""
+    def attention_inputs(self, *, is_causal: bool = True) -> dict[str, object]:
+        """What tells the model which tokens see each other.
+
+        Where causality says it all there is no mask, for a mask of all pairs of positions takes
+        the square of the row's length, and kernels that read none are out of reach.
+
+        Args:
+            is_causal: No token sees a later one, whatever the inputs.
+        """
         if self.bounds is not None:
             return {"sequence_bounds": self.bounds}
+        if is_causal and self.is_right_padded:
+            return {}
         return {"attention_mask": self.attention_mask.long()}
 
     @property

@@ -107,6 +107,13 @@ def layout_policy(model: object) -> LayoutPolicy:
     return model.layout_policy if isinstance(model, SequenceModel) else LayoutPolicy()
 
 
+def attends_causally(trunk: nn.Module) -> bool:
+    """Whether no token of a transformers trunk sees a later one, as far as its config says."""
+    config: PretrainedConfig = trunk.config
+    values = config.get_text_config().to_dict()
+    return values.get("is_causal", True) and not values.get("use_bidirectional_attention")
+
+
 def trunk_output(
     trunk: nn.Module,
     layout: TokenLayout,
@@ -126,8 +133,10 @@ def trunk_output(
         ValueError: There are media, and the model reads text only; see also `vision_inputs`.
     """
     extra: dict[str, object] = {"output_router_logits": True} if with_router_logits else {}
-    extra |= layout.attention_inputs()
     family = family_of(trunk.config)
+    # Models with images may let the tokens of one see each other.
+    is_causal = family is None and attends_causally(trunk)
+    extra |= layout.attention_inputs(is_causal=is_causal)
     if family is not None:
         media = media or NO_MEDIA
         extra |= vision_inputs(trunk, family, layout, media)

@@ -3,7 +3,7 @@
 import gc
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +69,8 @@ class Backend:
         vllm_config: Its configuration, which must be current during a reload.
         model_config: The part of it that describes the model.
         owns_process_group: Whether vLLM started `torch.distributed`.
+        runner: Module and class of what executes the model.
+        caches: Of keys and values, or of a layer's states: tensors and lists of tensors.
     """
 
     llm: object
@@ -76,6 +78,8 @@ class Backend:
     vllm_config: object
     model_config: object
     owns_process_group: bool
+    runner: str = ""
+    caches: Sequence[object] = ()
 
 
 def prepare_environment() -> bool:
@@ -165,13 +169,30 @@ def _start(arguments: dict[str, object], *, owns_process_group: bool) -> Backend
     if len(workers) != 1:
         raise RuntimeError(f"expected one vLLM worker in this process, got {len(workers)}")
     worker = workers[0]
+    runner = type(worker.model_runner)
     return Backend(
         llm=llm,
         model=worker.get_model(),
         vllm_config=worker.vllm_config,
         model_config=worker.vllm_config.model_config,
         owns_process_group=owns_process_group,
+        runner=f"{runner.__module__}.{runner.__qualname__}",
+        caches=worker.model_runner.kv_caches,
     )
+
+
+@torch.no_grad()
+def clear_caches(caches: Sequence[object]) -> None:
+    """Sets caches to zero.
+
+    Attention reads whole blocks and gives places that nobody wrote the weight 0, but 0 times
+    not-a-number is not-a-number, and memory that slept comes back with any contents.
+    """
+    for cache in caches:
+        if isinstance(cache, torch.Tensor):
+            cache.zero_()
+        elif isinstance(cache, list | tuple):
+            clear_caches(cache)
 
 
 def stop_backend(backend: Backend) -> None:

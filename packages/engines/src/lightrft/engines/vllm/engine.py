@@ -1,5 +1,6 @@
 """The vLLM rollout engine, in the trainer's own process."""
 
+import gc
 from collections.abc import Iterator, Sequence
 
 from torch import nn
@@ -10,7 +11,13 @@ from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.raw_completions import FinishedJob, Job, first_job, stream_in_parts
 from lightrft.engines.requests import Row
 from lightrft.engines.types import EngineConfig, EngineStatus, SamplingParams
-from lightrft.engines.vllm.backend import Backend, has_tokenizer, start_backend, stop_backend
+from lightrft.engines.vllm.backend import (
+    Backend,
+    clear_caches,
+    has_tokenizer,
+    start_backend,
+    stop_backend,
+)
 from lightrft.engines.vllm.layout import LayoutReader
 from lightrft.engines.vllm.sampling import (
     NativeAnswer,
@@ -35,6 +42,7 @@ class VLLMEngine(RolloutEngine):
 
     name = "vllm"
     streams = True
+    _weights: VLLMWeights
 
     sleeps_on_request_only = True
 
@@ -70,6 +78,11 @@ class VLLMEngine(RolloutEngine):
         if self._backend is None:
             raise RuntimeError(f"the {self.name} engine is closed")
         return self._backend
+
+    @property
+    def runner_name(self) -> str:
+        """The class that executes the model; vLLM has two generations of it."""
+        return self._started.runner
 
     @property
     def native(self) -> object:
@@ -143,6 +156,8 @@ class VLLMEngine(RolloutEngine):
 
     def _resume_memory(self, tags: Sequence[str]) -> None:
         self._started.llm.wake_up(tags=list(tags))  # type: ignore[attr-defined]
+        if "kv_cache" in tags:
+            clear_caches(self._started.caches)
 
     def _drop_caches(self) -> None:
         """Drops vLLM's prefix and encoder caches.
@@ -166,4 +181,7 @@ class VLLMEngine(RolloutEngine):
             self.abort()
             stop_backend(self._backend)
             self._backend = None
+            self._weights.forget_engine()
+            # vLLM's objects refer to each other; a second engine needs the memory now.
+            gc.collect()
             self.status = EngineStatus.SLEEPED

@@ -1,5 +1,6 @@
 """Where each checkpoint parameter lies inside vLLM's fused, padded and sharded tensors."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -8,6 +9,7 @@ from torch import nn
 
 from lightrft.engines.model_shape import ModelShape
 from lightrft.engines.types import EngineParameter
+from lightrft.engines.vllm.experts import PLAIN_BACKENDS, ExpertSlot, backend_name, expert_slot
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -22,6 +24,7 @@ class Place:
         local_start, num_rows: Rows of the local tensor.
         global_start: Row of the full parameter that the first of them is.
         is_replicated: Whether every rank of the tensor-parallel group holds the same rows.
+        num_row_dims: Leading dimensions of the tensor that count rows: 2 in a stack of experts.
     """
 
     module_name: str
@@ -30,14 +33,22 @@ class Place:
     num_rows: int
     global_start: int
     is_replicated: bool
+    num_row_dims: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The engine's parameters and, for those that can be read back, their places."""
+    """The engine's parameters and, for those that can be read back, their places.
+
+    Args:
+        manifest: All parameters.
+        places: By checkpoint name.
+        modules: vLLM's module that each is loaded into, by checkpoint name; without tied ones.
+    """
 
     manifest: tuple[EngineParameter, ...]
     places: Mapping[str, Place]
+    modules: Mapping[str, str]
 
 
 class LayoutReader:
@@ -104,7 +115,8 @@ class LayoutReader:
                     name, full_shape, parameters[owner].dtype, owner in places, tied_to=owner
                 )
             manifest.append(entry)
-        return Layout(tuple(manifest), places)
+        modules = {name: target[0] for name, target in found.items()}
+        return Layout(tuple(manifest), places, modules)
 
     def _parameter(
         self, name: str, target: tuple[str, str], members: Sequence[str]
@@ -123,6 +135,9 @@ class LayoutReader:
         mapped = self._map_name(name)
         if mapped is None:
             return None
+        slot = expert_slot(mapped)
+        if slot is not None and slot.module_name in self._modules:
+            return slot.module_name, slot.attribute
         module_name, _, attribute = mapped.rpartition(".")
         if module_name not in self._modules:
             parent, _, last = module_name.rpartition(".")
@@ -143,6 +158,9 @@ class LayoutReader:
         """The rows of a parameter, or None if what vLLM computes with cannot be read there."""
         module, tensor = self._modules[target[0]], self._tensor(target)
         shape = self._shape.shapes[name]
+        slot = expert_slot(self._map_name(name) or name)
+        if slot is not None and target == (slot.module_name, slot.attribute):
+            return self._expert_place(slot, module, tensor, shape)
         if tensor.dtype not in _FLOATS or tensor.dim() != len(shape) or not shape:
             return None
         if tuple(tensor.shape[1:]) != shape[1:] or self._is_repacked(module, name):
@@ -168,6 +186,21 @@ class LayoutReader:
             num_rows,
             self._tp_rank * num_rows,
             is_replicated=False,
+        )
+
+    def _expert_place(
+        self, slot: ExpertSlot, module: nn.Module, tensor: torch.Tensor, shape: tuple[int, ...]
+    ) -> Place | None:
+        """The rows of an expert or of a stack; shards of stacks are not read back."""
+        if backend_name(module) not in PLAIN_BACKENDS or tensor.dtype not in _FLOATS:
+            return None
+        num_experts, rows = tensor.shape[:2]
+        num_rows = slot.num_rows(num_experts, rows)
+        if num_rows * tensor.shape[2] != math.prod(shape) or tensor.shape[2] != shape[-1]:
+            return None
+        first = slot.first_row(rows)
+        return Place(
+            slot.module_name, slot.attribute, first, num_rows, 0, is_replicated=True, num_row_dims=2
         )
 
     def _parts(self, name: str, target: tuple[str, str], members: Sequence[str]) -> list[str]:

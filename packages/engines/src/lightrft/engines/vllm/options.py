@@ -26,6 +26,10 @@ RESERVED: Mapping[str, str] = {
     "override_generation_config": "the sampling parameters of each call",
 }
 
+# Of collectives between the ranks of an engine, over the host: gloo's own is half an hour. Ranks
+# enter together and differ by the time that reading a large model takes.
+GROUP_SECONDS = 600
+
 
 def engine_arguments(
     config: EngineConfig, *, model_path: str, max_model_len: int, load_format: str | None,
@@ -66,6 +70,8 @@ def engine_arguments(
         "generation_config": "vllm",
         "disable_log_stats": True,
     }
+    if "cpu_distributed_timeout_seconds" in hints:  # not in older versions
+        arguments["cpu_distributed_timeout_seconds"] = GROUP_SECONDS
     if load_format is not None:
         arguments["load_format"] = load_format
     return {**arguments, **parse_options(config.options, hints)}

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from lightrft.engines.engine_weights import AssembledWeights
 from lightrft.engines.vllm.backend import Backend
+from lightrft.engines.vllm.experts import repack_on_cpu
 from lightrft.engines.vllm.layout import Layout, Place
 
 
@@ -29,6 +30,13 @@ class VLLMWeights(AssembledWeights):
         self._backend = backend
         self._layout = layout
         self._modules = dict(backend.model.named_modules(remove_duplicate=False))
+        self._reloaded: set[str] = set()
+
+    def forget_engine(self) -> None:
+        """Lets go of vLLM, whose model and cache would live as long as this object."""
+        self._forget()
+        self._modules = {}
+        del self._backend
 
     def _hand_over(self, tensors: dict[str, torch.Tensor]) -> None:
         from vllm.config import set_current_vllm_config
@@ -37,8 +45,10 @@ class VLLMWeights(AssembledWeights):
         with set_current_vllm_config(self._backend.vllm_config):
             if not self._is_updating:
                 self._is_updating = True
+                self._reloaded.clear()
                 initialize_layerwise_reload(self._backend.model)
             self._backend.model.load_weights(iter(tensors.items()))  # type: ignore[operator]
+        self._reloaded |= {self._layout.modules[name] for name in tensors}
 
     def _end_update(self) -> None:
         from vllm.config import set_current_vllm_config
@@ -47,6 +57,7 @@ class VLLMWeights(AssembledWeights):
         with set_current_vllm_config(self._backend.vllm_config):
             finalize_layerwise_reload(self._backend.model, self._backend.model_config)
             self._repack_tied_heads()
+            repack_on_cpu(self._modules, self._reloaded)
 
     def _repack_tied_heads(self) -> None:
         """Renews the copy that a CPU head computes with where its weight is the embedding's.
@@ -96,7 +107,7 @@ class VLLMWeights(AssembledWeights):
         parts, starts = [], []
         for place in own:
             parameters = dict(self._modules[place.module_name].named_parameters(recurse=False))
-            tensor = parameters[place.attribute].detach()
+            tensor = parameters[place.attribute].detach().flatten(0, place.num_row_dims - 1)
             rows = tensor[place.local_start : place.local_start + place.num_rows].contiguous()
             row_size = rows[0].numel() if place.num_rows else 0
             parts.append(rows)

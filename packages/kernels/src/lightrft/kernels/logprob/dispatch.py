@@ -1,5 +1,9 @@
 """The public `linear_logprob`: checks its arguments once and picks an implementation."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -18,6 +22,9 @@ from lightrft.kernels.logprob.types import (
     accumulation_dtype,
     apply_transform,
 )
+
+if TYPE_CHECKING:
+    from lightrft.kernels.logprob.sharding import LocalProblem
 
 
 def reference_logprob(
@@ -65,25 +72,21 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
     logprobs = log_softmax(z)[targets],  z = softcap(hidden @ weight.T + bias) / temperature
     entropy = -sum_v p_v log p_v,  p = softmax(z)
 
-    Products and sums are float32 (float64 if an input is), whatever autocast says. Gradients
-    reach hidden, weight and bias, in the dtype of each, for any upstream gradient per token. Rows
-    without an upstream gradient cost nothing in the backward pass.
+    Products and sums are float32 (float64 if an input is), whatever autocast says. Gradients reach
+    hidden, weight and bias; rows without an upstream gradient cost nothing in the backward pass.
 
     Args:
         hidden: [tokens, hidden]; tokens may be 0.
-        weight: [vocab, hidden]; this rank's rows with `tp`.
+        weight, bias: [vocab, hidden], and [vocab] or None; this rank's part with `tp`.
         targets: [tokens] int64 in [0, vocab), or `ignore_index`.
-        bias: [vocab] or None; this rank's part with `tp`.
         temperature: Divides the logits; positive.
         softcap: cap * tanh(logits / cap) before the temperature; positive, or None.
         ignore_index: Rows with this target give 0 for both outputs and no gradient.
         entropy: "none", "value" (detached) or "grad".
         impl, precision, deterministic: See `LogprobImplementation`, `Precision`, `Determinism`.
-        tp: The part of the vocabulary that `weight` is, see `VocabShard`; None is all of it.
+        tp: The part of the vocabulary that `weight` is, see `VocabShard`; None is all of it, or
+            what the placements say where the tensors are DTensors, all of them.
         workspace: Chunk size, and where dL/dweight goes; None takes the defaults.
-
-    The tensors may be DTensors, all of them: with replicated tokens a weight that is split over its
-    rows is the vocabulary of `tp`; else the weight is gathered and ranks compute their own tokens.
 
     Raises:
         ValueError: A shape, dtype, target or option is invalid or cannot be honoured here.
@@ -91,30 +94,49 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
     validation.validate_tensors(hidden, weight, targets, bias)
     validation.validate_options(temperature, softcap, entropy, impl, precision, deterministic)
     validation.validate_workspace(workspace, weight)
+    layer = OutputLayer(weight, bias, LogitsTransform.of(temperature, softcap))
     if impl == "reference":
         validation.refuse_with_reference(precision, deterministic, tp, workspace)
-        layer = OutputLayer(weight, bias, LogitsTransform.of(temperature, softcap))
         return _reference(hidden, layer, targets, ignore_index, entropy)
-    # Chunks of a CPU should fit its caches; on a GPU each one costs a pass over dL/dhidden.
-    if workspace is None:
-        workspace = Workspace(16384) if hidden.is_cuda else Workspace()
-    problem = None
-    if any(type(tensor).__name__ == "DTensor" for tensor in (hidden, weight, targets, bias)):
-        from lightrft.kernels.logprob.sharding import localize
-
-        validation.refuse_with_dtensors(tp, workspace)
-        problem = localize(hidden, weight, targets, bias)
+    workspace = workspace or _default_workspace(hidden)
+    problem = _local_problem(hidden, weight, targets, bias, tp, workspace)
+    if problem is not None:
         hidden, weight, targets, bias, tp = problem.arguments
     shard = tp or VocabShard(None, 0, weight.shape[0])
     logprobs, entropies, _, _ = logprob_forward(
-        hidden, weight, bias, targets, workspace.grad_weight, float(temperature),
-        None if softcap is None else float(softcap), ignore_index, entropy, impl, precision,
-        str(deterministic), workspace.chunk_columns, shard.start, shard.vocab_size,
-        None if tp is None else tp.group_name,
+        hidden, weight, bias, targets, workspace.grad_weight, layer.transform.temperature,
+        layer.transform.softcap, ignore_index, entropy, impl, precision, str(deterministic),
+        workspace.chunk_columns, shard.start, shard.vocab_size, tp and tp.group_name,
     )  # fmt: skip
     if problem is not None:
         logprobs, entropies = problem.distribute(logprobs), problem.distribute(entropies)
     return LogprobOutput(logprobs, None if entropy == "none" else entropies)
+
+
+def _default_workspace(hidden: Tensor) -> Workspace:
+    # Chunks of a CPU should fit its caches; on a GPU each one costs a pass over dL/dhidden.
+    return Workspace(16384) if hidden.is_cuda else Workspace()
+
+
+def _local_problem(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    tp: VocabShard | None,
+    workspace: Workspace,
+) -> LocalProblem | None:
+    """What this rank computes of DTensors, or None for plain tensors.
+
+    With replicated tokens a weight that is split over its rows is the vocabulary of `tp`; else the
+    weight is gathered and ranks compute their own tokens.
+    """
+    if all(type(tensor).__name__ != "DTensor" for tensor in (hidden, weight, targets, bias)):
+        return None
+    from lightrft.kernels.logprob.sharding import localize
+
+    validation.refuse_with_dtensors(tp, workspace)
+    return localize(hidden, weight, targets, bias)
 
 
 def _reference(

@@ -56,7 +56,7 @@ class PolicyLossOutput:
     """What `linear_policy_loss` returns.
 
     Args:
-        loss: [] float32, the sum of the chunks' losses; differentiable.
+        loss: [] float32, the sum of the chunks' losses; its gradient reaches hidden, weight, bias.
         logprobs: [tokens] float32, detached; 0 where the token is ignored.
         entropy: Likewise, or None if none was asked for.
     """
@@ -91,9 +91,7 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
     the logits of a chunk of tokens are stored until their gradient is known.
 
     Args:
-        hidden: [tokens, hidden].
-        weight: [vocab, hidden].
-        targets: [tokens] int64, or `ignore_index`.
+        hidden, weight, targets: [tokens, hidden], [vocab, hidden] and [tokens] int64.
         token_loss: Called once for every chunk of tokens, in order; the losses are added. Its
             normaliser must not depend on the chunk.
         bias, temperature, softcap, ignore_index, precision: As in `linear_logprob`.
@@ -105,36 +103,25 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
         logits_budget_bytes: Logits stored at a time; those that do not fit are computed twice.
             None is what the device's row of `selection.WORKSPACES` says.
 
-    Returns:
-        The loss, whose gradient reaches hidden, weight and bias, and the detached values.
-
     Raises:
         ValueError: A shape, dtype, target, option or result of `token_loss` is invalid.
     """
     validation.validate_tensors(hidden, weight, targets, bias)
     validation.validate_options(temperature, softcap, entropy, "auto", precision, True)
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be positive: got {chunk_tokens}")
-    if logits_budget_bytes is not None and logits_budget_bytes < 0:
-        raise ValueError(f"logits_budget_bytes must not be negative: got {logits_budget_bytes}")
-    active = (targets != ignore_index).nonzero().squeeze(1)
-    validation.validate_targets(targets[active], len(weight), ignore_index)
+    _validate_sizes(chunk_tokens, logits_budget_bytes)
     request = Request(
         "auto", precision, True, entropy, temperature, bias is not None, softcap is not None,
         DEFAULT_CHUNK_COLUMNS,
     )  # fmt: skip
-    engine = select_loss_engine(request, hidden, weight)
+    active = (targets != ignore_index).nonzero().squeeze(1)
+    validation.validate_targets(targets[active], len(weight), ignore_index)
     plan = plan_loss(
         len(active), hidden, weight, precision=precision, chunk_tokens=chunk_tokens,
         budget_bytes=logits_budget_bytes,
     )  # fmt: skip
-    options = PolicyLossOptions(
-        engine=engine,
-        token_loss=token_loss,
-        row_chunks=plan_row_chunks(active, len(targets), plan.chunk_tokens, sequence_starts),
-        plan=plan,
-        entropy=entropy,
-    )
+    row_chunks = plan_row_chunks(active, len(targets), plan.chunk_tokens, sequence_starts)
+    engine = select_loss_engine(request, hidden, weight)
+    options = PolicyLossOptions(engine, token_loss, row_chunks, plan, entropy)
     transform = LogitsTransform.of(temperature, softcap)
     with torch.autocast(hidden.device.type, enabled=False):
         loss, logprobs, entropies = LinearPolicyLoss.apply(  # type: ignore[no-untyped-call]
@@ -445,6 +432,13 @@ class _Forward:
             else:
                 products = self.engine.products(self.hidden, chunk, self.centre)
             yield start, stop, chunk, products
+
+
+def _validate_sizes(chunk_tokens: int | None, logits_budget_bytes: int | None) -> None:
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be positive: got {chunk_tokens}")
+    if logits_budget_bytes is not None and logits_budget_bytes < 0:
+        raise ValueError(f"logits_budget_bytes must not be negative: got {logits_budget_bytes}")
 
 
 def _validate_token_loss(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
@@ -16,10 +16,15 @@ from lightrft.kernels.logprob.chunked_engine import ChunkedEngine
 from lightrft.kernels.logprob.passes import LogprobEngine
 from lightrft.kernels.logprob.product_engine import ProductEngine
 from lightrft.kernels.logprob.products import cpu_multiplies_bfloat16, may_round_partial_sums
+from lightrft.kernels.logprob.self_tests import (
+    centred_products_are_right,
+    run_once,
+    working_bulk_gradient_tiles,
+    working_bulk_tiles,
+)
 from lightrft.kernels.logprob.types import (
     Determinism,
     EntropyMode,
-    LogitsTransform,
     LogprobImplementation,
     OutputLayer,
     Precision,
@@ -27,18 +32,12 @@ from lightrft.kernels.logprob.types import (
 )
 
 if TYPE_CHECKING:
-    from lightrft.kernels.logprob.triton_launch import TileConfig
+    from lightrft.kernels.logprob.triton_launch import TritonEngine
 
 _HALVES = (torch.bfloat16, torch.float16)
 # Below this hidden size a pass over stored products costs too much beside the products.
 _MIN_PRODUCT_HIDDEN = 2048
-_TEST_ROWS = 256
-_TEST_HIDDEN = 256
-_TEST_COLUMNS = 1000
 _MIN_CENTRED_TEMPERATURE = 0.5
-_MAX_CENTRED_ERROR = 3e-2
-_MEAN_CENTRED_ERROR = 2e-3
-_MAX_EXACT_ERROR = 5e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +109,7 @@ def choose_engine(request: Request, hidden: Tensor, layer: OutputLayer) -> Logpr
     if len(engines) == 1:
         return engines[0]
     # Tokens are binned to a power of two.
-    key = (len(hidden).bit_length(), *layer.weight.shape, hidden.dtype, request.needs_entropy)
-    targets = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
+    key = (len(hidden).bit_length(), *layer.weight.shape, hidden.dtype, request.entropy)
 
     def measure(engine: LogprobEngine) -> float:
         # The first run compiles; only the second one counts.
@@ -119,7 +117,7 @@ def choose_engine(request: Request, hidden: Tensor, layer: OutputLayer) -> Logpr
             begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             begin.record()
-            engine.statistics(hidden, layer, targets, needs_entropy=request.needs_entropy)
+            run_once(engine, hidden, layer, request.entropy)
             end.record()
             end.synchronize()
         return float(begin.elapsed_time(end)) / 1000
@@ -390,7 +388,10 @@ def _automatic(request: Request, hidden: Tensor, weight: Tensor) -> list[Logprob
     ordered: list[LogprobEngine] = [products, fused] if rule.engine == "cublas" else [
         fused, products,
     ]  # fmt: skip
-    return ordered if request.deterministic is False else ordered[:1]
+    if request.deterministic is not False:
+        return ordered[:1]
+    candidate = _bulk_gradient_engine(request, fused, hidden, weight)
+    return ordered if candidate is None else [*ordered, candidate]
 
 
 def _centred_engine(request: Request, hidden: Tensor, weight: Tensor) -> ProductEngine:
@@ -457,16 +458,31 @@ def _product_engine(
     return ProductEngine(request.chunk_columns, is_centred, uses_triton, splits_weight)
 
 
-def _triton_engine(request: Request, hidden: Tensor, weight: Tensor) -> LogprobEngine:
+def _is_aligned(*tensors: Tensor) -> bool:
+    """Whether rows start at multiples of 16 bytes, which a bulk copy needs."""
+    return all(
+        tensor.data_ptr() % 16 == 0 and tensor.stride(0) * tensor.element_size() % 16 == 0
+        for tensor in tensors
+    )
+
+
+def _bulk_gradient_engine(
+    request: Request, fused: TritonEngine, hidden: Tensor, weight: Tensor
+) -> TritonEngine | None:
+    """The fused engine with bulk copies in its backward pass, where it works here."""
+    if hidden.dtype not in _HALVES or not _is_aligned(hidden, weight):
+        return None
+    is_plain = not request.has_bias and not request.has_softcap and request.entropy != "grad"
+    tiles = working_bulk_gradient_tiles(hidden.device, hidden.dtype, is_plain)
+    return None if tiles is None else replace(fused, gradient_tiles=tiles)
+
+
+def _triton_engine(request: Request, hidden: Tensor, weight: Tensor) -> TritonEngine:
     from lightrft.kernels.logprob import triton_launch
 
     is_half = hidden.dtype in _HALVES
     capability = torch.cuda.get_device_capability(hidden.device) if hidden.is_cuda else (8, 0)
-    # A bulk copy needs 16-byte aligned rows.
-    is_aligned = all(
-        tensor.data_ptr() % 16 == 0 and tensor.stride(0) * tensor.element_size() % 16 == 0
-        for tensor in (hidden, weight)
-    )
+    is_aligned = _is_aligned(hidden, weight)
     is_plain = not request.has_bias and not request.has_softcap
     bulk = None
     if is_half and is_aligned and capability >= (9, 0):
@@ -477,54 +493,3 @@ def _triton_engine(request: Request, hidden: Tensor, weight: Tensor) -> LogprobE
         is_plain=is_plain and request.entropy != "grad",
     )  # fmt: skip
     return triton_launch.TritonEngine(request.chunk_columns, bulk or plain, gradient)
-
-
-@cache
-def centred_products_are_right(device: torch.device) -> bool:
-    """Whether the subtraction in a product's epilogue happens before the rounding to bfloat16."""
-    hidden, layer, targets, expected = _problem(device, torch.bfloat16)
-    engine = ProductEngine(_TEST_COLUMNS, is_centred=True, uses_triton=False)
-    rows = engine.statistics(hidden, layer, targets, needs_entropy=False)
-    error = (rows.logprobs.double() - expected).abs()
-    return bool(error.max() <= _MAX_CENTRED_ERROR and error.mean() <= _MEAN_CENTRED_ERROR)
-
-
-@cache
-def working_bulk_tiles(
-    device: torch.device, dtype: torch.dtype, is_plain: bool
-) -> TileConfig | None:
-    """The first tiles with bulk copies that compile here and give exact logprobs, or None."""
-    from lightrft.kernels.logprob import triton_launch
-
-    hidden, layer, targets, expected = _problem(device, dtype)
-    capability = torch.cuda.get_device_capability(device)
-    for tiles in triton_launch.bulk_tiles(
-        capability, triton_launch.triton_version(), is_plain=is_plain
-    ):
-        engine = triton_launch.TritonEngine(_TEST_COLUMNS, tiles, triton_launch.PLAIN_SM90)
-        try:
-            rows = engine.statistics(hidden, layer, targets, needs_entropy=True)
-            largest = float((rows.logprobs.double() - expected).abs().max())
-        except Exception as err:  # noqa: BLE001 - any compiler failure has the same remedy
-            reason = f"{type(err).__name__}: {err}"
-        else:
-            if largest <= _MAX_EXACT_ERROR:
-                return tiles
-            reason = f"its logprobs are off by {largest:.1e}"
-        warnings.warn(f"{tiles} are not used: {reason}", RuntimeWarning, stacklevel=2)
-    return None
-
-
-def _problem(
-    device: torch.device, dtype: torch.dtype
-) -> tuple[torch.Tensor, OutputLayer, torch.Tensor, torch.Tensor]:
-    """(hidden, layer, targets, float64 logprobs) with logits of standard deviation 9."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(_TEST_ROWS, _TEST_HIDDEN, generator=generator)
-    weight = torch.randn(_TEST_COLUMNS, _TEST_HIDDEN, generator=generator) * (9 / _TEST_HIDDEN**0.5)
-    probabilities = torch.softmax(hidden @ weight.T, 1)
-    targets = torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
-    hidden, weight, targets = hidden.to(device, dtype), weight.to(device, dtype), targets.to(device)
-    log_probabilities = torch.log_softmax(hidden.double() @ weight.double().T, 1)
-    expected = log_probabilities.gather(1, targets[:, None]).squeeze(1)
-    return hidden, OutputLayer(weight, None, LogitsTransform(1.0, None)), targets, expected

@@ -307,6 +307,36 @@ def _gradient(
     return grad * scale
 
 
+@triton.jit
+def _tile_gradient(
+    product, bias, targets, maximum, log_sum, logprobs, entropy, grad_logprobs, grad_entropy,
+    rows, columns, is_row, is_column, first_column, scale, softcap,
+    HAS_BIAS, HAS_SOFTCAP, HAS_GRAD_LOGPROB, HAS_GRAD_ENTROPY,
+):  # fmt: skip
+    """Gradient of a tile of products [rows, columns] of one chunk."""
+    z = _scaled_logits(
+        product, bias, columns[None, :], is_column[None, :], scale, softcap, HAS_BIAS, HAS_SOFTCAP
+    )
+    target = tl.load(targets + rows, mask=is_row, other=-1) - first_column
+    row_maximum = tl.load(maximum + rows, mask=is_row, other=0.0)
+    row_log_sum = tl.load(log_sum + rows, mask=is_row, other=0.0)
+    row_logprob = tl.load(logprobs + rows, mask=is_row, other=0.0)
+    row_entropy = row_logprob
+    row_grad_logprob = row_logprob
+    row_grad_entropy = row_logprob
+    if HAS_GRAD_LOGPROB:
+        row_grad_logprob = tl.load(grad_logprobs + rows, mask=is_row, other=0.0)
+    if HAS_GRAD_ENTROPY:
+        row_entropy = tl.load(entropy + rows, mask=is_row, other=0.0)
+        row_grad_entropy = tl.load(grad_entropy + rows, mask=is_row, other=0.0)
+    return _gradient(
+        z, columns[None, :] == target[:, None], row_maximum[:, None], row_log_sum[:, None],
+        row_logprob[:, None], row_entropy[:, None], row_grad_logprob[:, None],
+        row_grad_entropy[:, None], scale, softcap, HAS_SOFTCAP, HAS_GRAD_LOGPROB,
+        HAS_GRAD_ENTROPY, False,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def grad_products(
     hidden, weight, bias, targets, maximum, log_sum, logprobs, entropy, grad_logprobs,
@@ -333,30 +363,46 @@ def grad_products(
         hidden, weight, rows, columns, is_row, is_column, size, stride_h, stride_w,
         UPCAST, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_SIZE,
     )  # fmt: skip
-    z = _scaled_logits(
-        product, bias, columns[None, :], is_column[None, :], scale, softcap, HAS_BIAS, HAS_SOFTCAP
-    )
-    target = tl.load(targets + rows, mask=is_row, other=-1) - first_column
-    row_maximum = tl.load(maximum + rows, mask=is_row, other=0.0)
-    row_log_sum = tl.load(log_sum + rows, mask=is_row, other=0.0)
-    row_logprob = tl.load(logprobs + rows, mask=is_row, other=0.0)
-    row_entropy = row_logprob
-    row_grad_logprob = row_logprob
-    row_grad_entropy = row_logprob
-    if HAS_GRAD_LOGPROB:
-        row_grad_logprob = tl.load(grad_logprobs + rows, mask=is_row, other=0.0)
-    if HAS_GRAD_ENTROPY:
-        row_entropy = tl.load(entropy + rows, mask=is_row, other=0.0)
-        row_grad_entropy = tl.load(grad_entropy + rows, mask=is_row, other=0.0)
-    grad = _gradient(
-        z, columns[None, :] == target[:, None], row_maximum[:, None], row_log_sum[:, None],
-        row_logprob[:, None], row_entropy[:, None], row_grad_logprob[:, None],
-        row_grad_entropy[:, None], scale, softcap, HAS_SOFTCAP, HAS_GRAD_LOGPROB,
-        HAS_GRAD_ENTROPY, False,
+    grad = _tile_gradient(
+        product, bias, targets, maximum, log_sum, logprobs, entropy, grad_logprobs, grad_entropy,
+        rows, columns, is_row, is_column, first_column, scale, softcap,
+        HAS_BIAS, HAS_SOFTCAP, HAS_GRAD_LOGPROB, HAS_GRAD_ENTROPY,
     )  # fmt: skip
     pointers = out + rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
     is_stored = is_row[:, None] & (columns < num_padded)[None, :]
     tl.store(pointers, grad.to(out.dtype.element_ty), mask=is_stored)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def grad_products_tma(
+    hidden, weight, bias, targets, maximum, log_sum, logprobs, entropy, grad_logprobs,
+    grad_entropy, out, num_rows, num_columns, size, first_column, num_programs, scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_GRAD_LOGPROB: tl.constexpr,
+    HAS_GRAD_ENTROPY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """`grad_products` for sm_90 and later: persistent, bulk copies in and out.
+
+    hidden, weight and out are descriptors made on the host, as for `forward_partials_tma`; what
+    lies outside `out` is not stored.
+    """
+    num_column_blocks = tl.cdiv(num_columns, BLOCK_COLUMNS)
+    num_tiles = tl.cdiv(num_rows, BLOCK_ROWS) * num_column_blocks
+    for tile in tl.range(tl.program_id(0), num_tiles, num_programs):
+        row_block, block = _tile_position(tile, num_rows, num_column_blocks, BLOCK_ROWS, GROUP)
+        product = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+        for first in range(0, size, BLOCK_SIZE):
+            left = hidden.load([row_block * BLOCK_ROWS, first])
+            right = weight.load([block * BLOCK_COLUMNS, first])
+            product = tl.dot(left, right.T, product)
+        rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        columns = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        grad = _tile_gradient(
+            product, bias, targets, maximum, log_sum, logprobs, entropy, grad_logprobs,
+            grad_entropy, rows, columns, rows < num_rows, columns < num_columns, first_column,
+            scale, softcap, HAS_BIAS, HAS_SOFTCAP, HAS_GRAD_LOGPROB, HAS_GRAD_ENTROPY,
+        )  # fmt: skip
+        out.store([row_block * BLOCK_ROWS, block * BLOCK_COLUMNS], grad.to(out.dtype))
 
 
 @triton.jit(do_not_specialize=COUNTS)

@@ -63,6 +63,11 @@ FORWARD_TMA = TileConfig(128, 256, 64, 8, 4, tiles_per_split=1, group=16, uses_t
 FORWARD_TMA_NARROW = TileConfig(128, 128, 64, 8, 3, tiles_per_split=1, group=16, uses_tma=True)
 # Two programs share a core: one multiplies while the other takes exponentials.
 FORWARD_TMA_PAIRED = replace(FORWARD_TMA_NARROW, programs_per_core=2)
+GRADIENT_TMA = TileConfig(128, 256, 64, 8, 3, tiles_per_split=1, group=16, uses_tma=True)
+GRADIENT_TMA_NARROW = TileConfig(128, 128, 64, 8, 3, tiles_per_split=1, group=16, uses_tma=True)
+GRADIENT_TMA_HEAVY = TileConfig(
+    64, 128, 64, 8, 3, tiles_per_split=1, group=16, uses_tma=True, programs_per_core=2
+)
 FORWARD_SPECIALIZED = TileConfig(
     128, 256, 64, 4, 4, tiles_per_split=1, group=16, uses_tma=True, is_specialized=True
 )
@@ -121,6 +126,21 @@ def bulk_tiles(
     if not is_plain:
         return (FORWARD_TMA_PAIRED,)
     return (FORWARD_SPECIALIZED, FORWARD_TMA) if triton_version == (3, 6) else (FORWARD_TMA,)
+
+
+def bulk_gradient_tiles(capability: tuple[int, int], *, is_plain: bool) -> TileConfig | None:
+    """Tiles of a recomputed product with bulk copies, or None where there are none.
+
+    Args:
+        capability: Compute capability of the GPU.
+        is_plain: Neither bias nor softcap nor a gradient of the entropy, for which wider tiles
+            have no registers left.
+    """
+    if capability < (9, 0):
+        return None
+    if not is_plain:
+        return GRADIENT_TMA_HEAVY
+    return GRADIENT_TMA if capability < (10, 0) else GRADIENT_TMA_NARROW
 
 
 def _has_big_memory(capability: tuple[int, int]) -> bool:
@@ -251,14 +271,27 @@ def grad_products(
     scale, softcap, flags = transform_arguments(layer)
     num_tiles = triton.cdiv(num_rows, tiles.block_rows)
     num_tiles *= triton.cdiv(num_columns, tiles.block_columns)
+    bias = hidden if layer.bias is None else layer.bias
+    common = {
+        "BLOCK_ROWS": tiles.block_rows, "BLOCK_COLUMNS": tiles.block_columns,
+        "BLOCK_SIZE": tiles.block_size, "GROUP": tiles.group, "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages, **_gradient_flags(rows), **flags,
+    }  # fmt: skip
+    if tiles.uses_tma:
+        num_programs = min(num_tiles, _num_cores(hidden) * tiles.programs_per_core)
+        triton_kernels.grad_products_tma[(num_programs,)](
+            TensorDescriptor.from_tensor(hidden, [tiles.block_rows, tiles.block_size]),
+            TensorDescriptor.from_tensor(weight, [tiles.block_columns, tiles.block_size]),
+            bias, *_row_arguments(rows),
+            TensorDescriptor.from_tensor(out, [tiles.block_rows, tiles.block_columns]),
+            num_rows, num_columns, hidden.shape[1], first_column, num_programs, scale, softcap,
+            **common,
+        )  # fmt: skip
+        return out
     triton_kernels.grad_products[(num_tiles,)](
-        hidden, weight, hidden if layer.bias is None else layer.bias, *_row_arguments(rows), out,
-        num_rows, num_columns, padded, hidden.shape[1], first_column, hidden.stride(0),
-        weight.stride(0), out.stride(0), scale, softcap, **_gradient_flags(rows),
-        UPCAST=is_interpreted(),
-        BLOCK_ROWS=tiles.block_rows, BLOCK_COLUMNS=tiles.block_columns,
-        BLOCK_SIZE=tiles.block_size, GROUP=tiles.group, num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages, **flags,
+        hidden, weight, bias, *_row_arguments(rows), out, num_rows, num_columns, padded,
+        hidden.shape[1], first_column, hidden.stride(0), weight.stride(0), out.stride(0), scale,
+        softcap, UPCAST=is_interpreted(), **common,
     )  # fmt: skip
     return out
 

@@ -78,15 +78,8 @@ def hash_tensors(
             hash_tensors([t], starts=[s], dtypes=[d], impl=impl, num_threads=num_threads)[0]
             for t, s, d in zip(tensors, starts, dtypes, strict=True)
         ]
-    flats, moves = [], []
-    for tensor, start, dtype in zip(tensors, starts, dtypes, strict=True):
-        if start < 0:
-            raise ValueError(f"start must be an index into the full tensor (>= 0): got {start}")
-        if dtype.itemsize > 8 or dtype.is_complex:
-            raise ValueError(f"cannot hash {dtype}: expected a real dtype of 1, 2, 4 or 8 bytes")
-        flat = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
-        flats.append(flat)
-        moves.append(Move(flat.data_ptr(), 0, 1, flat.numel(), 0, flat.dtype, dtype, start))
+    flats = [t if t.is_contiguous() else t.detach().contiguous() for t in tensors]
+    moves = [_hash_only(*each) for each in zip(flats, starts, dtypes, strict=True)]
     device = next(iter(devices), torch.device("cpu"))
     runner = _choose(impl, moves, device)
     if runner is not None and not runner.on_device:
@@ -98,6 +91,14 @@ def hash_tensors(
         hashes = _torch_hashes(flats, moves, impl)
     values: list[int] = hashes.tolist()
     return values
+
+
+def _hash_only(flat: Tensor, start: int, dtype: torch.dtype) -> Move:
+    if start < 0:
+        raise ValueError(f"start must be an index into the full tensor (>= 0): got {start}")
+    if dtype.itemsize > 8 or dtype.is_complex:
+        raise ValueError(f"cannot hash {dtype}: expected a real dtype of 1, 2, 4 or 8 bytes")
+    return Move(flat.data_ptr(), 0, 1, flat.numel(), 0, flat.dtype, dtype, start)
 
 
 def pack(
@@ -128,15 +129,7 @@ def pack(
         ValueError: Lengths differ, a tensor is strided, or a segment lies outside `out`.
         RuntimeError: "native" was asked for but is not built or does not know a cast.
     """
-    if not len(sources) == len(byte_offsets) == len(dtypes):
-        raise ValueError(
-            f"pack needs one byte offset and dtype per source: got {len(sources)} sources, "
-            f"{len(byte_offsets)} offsets, {len(dtypes)} dtypes"
-        )
-    if hashes is not None and (hashes.shape != (len(sources),) or hashes.dtype != torch.int64):
-        raise ValueError(
-            f"expected hashes [{len(sources)}] int64: got {tuple(hashes.shape)} {hashes.dtype}"
-        )
+    _validate_pack(sources, byte_offsets, dtypes, hashes)
     address, size = _bucket_place(out)
     device = out.device
     are_beside = True
@@ -208,6 +201,23 @@ def unpack(
         _place(bucket, o, out.numel(), out.dtype) for o, out in zip(byte_offsets, outs, strict=True)
     ]
     reference.copy_segments(places, [out.detach().view(-1) for out in outs])
+
+
+def _validate_pack(
+    sources: Sequence[Tensor],
+    byte_offsets: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    hashes: Tensor | None,
+) -> None:
+    if not len(sources) == len(byte_offsets) == len(dtypes):
+        raise ValueError(
+            f"pack needs one byte offset and dtype per source: got {len(sources)} sources, "
+            f"{len(byte_offsets)} offsets, {len(dtypes)} dtypes"
+        )
+    if hashes is not None and (hashes.shape != (len(sources),) or hashes.dtype != torch.int64):
+        raise ValueError(
+            f"expected hashes [{len(sources)}] int64: got {tuple(hashes.shape)} {hashes.dtype}"
+        )
 
 
 def _run(

@@ -7,6 +7,7 @@ STEPS_PER_PRINT = 2**62
 # Elements of the buffer in which gradients are reduced. DeepSpeed's default of 5e8 would take 2 GB
 # of every device for every model that is trained, whatever its size.
 MAX_BUCKET_ELEMENTS = 50_000_000
+FP32_BYTES = 4
 
 
 def check_stage(config: StrategyConfig, *, uses_bf16: bool) -> None:
@@ -22,6 +23,30 @@ def check_stage(config: StrategyConfig, *, uses_bf16: bool) -> None:
         )
     if config.zero_stage == 0 and config.adam_offload:
         raise ValueError("adam_offload needs zero_stage 1, 2 or 3: got zero_stage 0")
+
+
+def check_whole_model(config: StrategyConfig, num_elements: int, device_bytes: int) -> None:
+    """Refuses a model that DeepSpeed would place on one device as a whole before dividing it.
+
+    `DeepSpeedEngine._configure_distributed_model` moves the module to the device, and only then
+    does stage 3 divide it; the weights come there in float32, as they were loaded.
+
+    Args:
+        config: Of the strategy.
+        num_elements: Of all parameters of the model.
+        device_bytes: Memory of one device.
+
+    Raises:
+        ValueError: They do not fit.
+    """
+    needed = num_elements * FP32_BYTES
+    if needed > device_bytes:
+        divides = " and divides it only then" if config.zero_stage == 3 else ""
+        raise ValueError(
+            f"DeepSpeed places a whole model on one device{divides}: {num_elements:,} parameters "
+            f"take {needed / 1e9:.1f} GB in float32, the device has {device_bytes / 1e9:.1f} GB; "
+            "use --fsdp --meta_init, by which no rank ever holds a whole model"
+        )
 
 
 def training_config(

@@ -16,7 +16,12 @@ from lightrft.strategy.checkpoints.file_writers import FileWriter
 from lightrft.strategy.checkpoints.manifest import Checkpoint
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.deepspeed import runtime, training_state
-from lightrft.strategy.deepspeed.engine_config import check_stage, inference_config, training_config
+from lightrft.strategy.deepspeed.engine_config import (
+    check_stage,
+    check_whole_model,
+    inference_config,
+    training_config,
+)
 from lightrft.strategy.deepspeed.source import zero_parameter_source
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
@@ -52,6 +57,12 @@ class ZeroBackend(Backend):
         check_stage(self.config, uses_bf16=self._uses_bf16)
         runtime.start(self.ranks.timeout)
 
+    def check_model_size(self, num_elements: int) -> None:
+        """A model must fit one device, whatever the stage."""
+        if self.ranks.has_gpu:
+            _, total = torch.cuda.mem_get_info()
+            check_whole_model(self.config, num_elements, total)
+
     def stop(self) -> None:
         """DeepSpeed's process groups end with ours."""
         runtime.stop()
@@ -69,6 +80,7 @@ class ZeroBackend(Backend):
         if runtime.is_engine_module(model):
             return model
         share_sequences(model, self.ranks.sp_group, is_trained=is_training)
+        self.check_model_size(sum(parameter.numel() for parameter in model.parameters()))
         if is_training:
             return model.to(self.ranks.device)
         model.eval().requires_grad_(False)
@@ -89,6 +101,7 @@ class ZeroBackend(Backend):
         """The schedule stays ours: it must not advance with a skipped step."""
         share_sequences(model, self.ranks.sp_group, is_trained=True)
         num_elements = sum(p.numel() for p in model.parameters())
+        self.check_model_size(num_elements)
         config = training_config(
             self.config,
             uses_bf16=self._uses_bf16,

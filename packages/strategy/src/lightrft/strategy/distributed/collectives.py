@@ -4,7 +4,8 @@ Every operation works without a process group, as if there were one rank.
 """
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Literal, TypeGuard, TypeVar, cast, final
 
 import torch
@@ -30,6 +31,8 @@ Group = ProcessGroup | Alone | None  # None is all ranks.
 OPS = ("mean", "max", "sum")
 SMALL_ELEMENTS = 256
 INLINE_BYTES = 8192
+ALL_INLINE_BYTES = 131_072
+SMALLEST_INLINE_BYTES = 64
 
 
 def _has_peers(group: Group) -> TypeGuard[ProcessGroup | None]:
@@ -70,24 +73,68 @@ def barrier(group: Group = None) -> None:
 def gather_objects(item: T, group: Group = None) -> list[T]:
     """Every rank's plain Python object, by rank, on every rank.
 
-    One collective if every rank's object fits `INLINE_BYTES`, which most do.
+    One collective if every rank's object is small, which most are: `INLINE_BYTES`, less where
+    there are so many ranks that empty space would be most of what moves.
     """
     if not _has_peers(group):
         return [item]
     data = pickle.dumps(item)
-    framed = (len(data).to_bytes(8, "little") + data)[:INLINE_BYTES].ljust(INLINE_BYTES, b"\0")
-    row = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-    if "cpu" not in _backends(group):
-        row = row.cuda()
+    room = max(SMALLEST_INLINE_BYTES, min(INLINE_BYTES, ALL_INLINE_BYTES // group_size(group)))
+    row = _on_wire((len(data).to_bytes(8, "little") + data)[:room].ljust(room, b"\0"), group)
     rows = [torch.empty_like(row) for _ in range(group_size(group))]
     dist.all_gather(rows, row, group=group)
     frames = [found.cpu().numpy().tobytes() for found in rows]
     sizes = [int.from_bytes(frame[:8], "little") for frame in frames]
-    if max(sizes) <= INLINE_BYTES - 8:
+    if max(sizes) <= room - 8:
         return [pickle.loads(frame[8 : 8 + n]) for frame, n in zip(frames, sizes, strict=True)]
-    items: list[T | None] = [None] * len(rows)
-    dist.all_gather_object(items, item, group=group)
-    return cast("list[T]", items)
+    return [pickle.loads(found) for found in gather_bytes(data, group)]
+
+
+def gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
+    """Every rank's bytes, by rank, on every rank; lengths may differ."""
+    if not _has_peers(group):
+        return [data]
+    size = torch.tensor([len(data)])
+    length = size if "cpu" in _backends(group) else size.cuda()
+    lengths = [torch.empty_like(length) for _ in range(group_size(group))]
+    dist.all_gather(lengths, length, group=group)
+    sizes = [int(found) for found in lengths]
+    row = _on_wire(data.ljust(max(sizes), b"\0"), group)
+    rows = [torch.empty_like(row) for _ in sizes]
+    if max(sizes):
+        dist.all_gather(rows, row, group=group)
+    return [found.cpu().numpy().tobytes()[:n] for found, n in zip(rows, sizes, strict=True)]
+
+
+def exchange_bytes(parts: Sequence[bytes], group: Group = None) -> list[bytes]:
+    """Gives every rank its part, and returns what each rank gave this one; both by rank.
+
+    Raises:
+        ValueError: There are not as many parts as ranks.
+    """
+    if len(parts) != group_size(group):
+        raise ValueError(
+            f"expected one part for each of {group_size(group)} ranks, got {len(parts)}"
+        )
+    if not _has_peers(group):
+        return list(parts)
+    sizes = torch.tensor([len(part) for part in parts])
+    outgoing = sizes if "cpu" in _backends(group) else sizes.cuda()
+    incoming = torch.empty_like(outgoing)
+    dist.all_to_all_single(incoming, outgoing, group=group)
+    lengths = incoming.tolist()
+    sent = _on_wire(b"".join(parts), group)
+    received = sent.new_empty(sum(lengths))
+    dist.all_to_all_single(received, sent, lengths, sizes.tolist(), group=group)
+    stops = [*accumulate(lengths, initial=0)]
+    found = received.cpu().numpy().tobytes()
+    return [found[start:stop] for start, stop in pairwise(stops)]
+
+
+def _on_wire(data: bytes, group: Group) -> Tensor:
+    """[bytes] uint8 where the group can move them."""
+    row = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
+    return row if "cpu" in _backends(group) else row.cuda()
 
 
 def run_together(action: Callable[[], T], group: Group, *, what: str) -> list[T]:

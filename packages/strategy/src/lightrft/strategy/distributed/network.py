@@ -10,6 +10,10 @@ import psutil
 VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
+class NetworkError(RuntimeError):
+    """Processes of several nodes would wait for each other in vain."""
+
+
 def choose_gloo_interface(environment: Mapping[str, str] = os.environ) -> str | None:
     """The interface that gloo must be told of, or None where it finds the right one itself.
 
@@ -21,18 +25,20 @@ def choose_gloo_interface(environment: Mapping[str, str] = os.environ) -> str | 
         environment: Has the launcher's WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR.
 
     Raises:
-        RuntimeError: The named interface does not exist, or none leads to the other nodes.
+        NetworkError: The named interface does not exist, none leads to the other nodes, or the
+            first node's address is that of every node.
     """
     num_ranks = int(environment.get("WORLD_SIZE", "1"))
     if int(environment.get("LOCAL_WORLD_SIZE", num_ranks)) >= num_ranks:
         return None  # one node
+    _check_first_node(environment)
     addresses = _addresses()
     chosen = environment.get(VARIABLE)
     if chosen is not None:
         # Several may be given; "=" and "^" are prefixes of NCCL's form.
         missing = [name for name in chosen.split(",") if name.strip("=^ ") not in addresses]
         if missing:
-            raise RuntimeError(
+            raise NetworkError(
                 f"{VARIABLE} names {missing}, which this host does not have: expected some of "
                 f"{sorted(addresses)}"
             )
@@ -49,11 +55,24 @@ def choose_gloo_interface(environment: Mapping[str, str] = os.environ) -> str | 
     for name, held in outside.items():
         if leading in held or len(outside) == 1:
             return name
-    raise RuntimeError(
+    raise NetworkError(
         f"this host's name {socket.gethostname()!r} resolves to {own or 'nothing'}, where other "
         f"nodes cannot reach it: set {VARIABLE} on every node to the interface between the nodes, "
         f"one of {sorted(outside)}"
     )
+
+
+def _check_first_node(environment: Mapping[str, str]) -> None:
+    """Raises a NetworkError where another node would look for the first one on itself."""
+    if int(environment.get("RANK", "0")) < int(environment.get("LOCAL_WORLD_SIZE", "1")):
+        return  # the first node may call itself as it likes
+    given = environment.get("MASTER_ADDR", "localhost")
+    found = _resolve(given)
+    if found is not None and ipaddress.ip_address(found).is_loopback:
+        raise NetworkError(
+            f"MASTER_ADDR={given} is this node itself ({found}), on a node other than the first: "
+            "set it to an address of the first node that all nodes reach"
+        )
 
 
 def _addresses() -> dict[str, set[str]]:

@@ -12,6 +12,7 @@ from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import group_rank, group_size, run_together
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.distributed.one_sided import run_apart
 from lightrft.strategy.engine.generation import (
     SHARED_BY_GROUP,
     PromptBatch,
@@ -19,6 +20,7 @@ from lightrft.strategy.engine.generation import (
     check_engine_type,
     engine_config,
 )
+from lightrft.strategy.engine.start import check_places, own_place
 from lightrft.strategy.prepared import inner_module
 from lightrft.strategy.weight_sync.canary import actor_canary, compute_dtypes
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, engine_source
@@ -27,6 +29,7 @@ from lightrft.strategy.weight_sync.sync import MEGABYTE, WeightSync, WeightSyncR
 GENERATION_FAILED = "generation failed"
 # Takes completions of this rank while others are sampled; must not raise.
 OnFinished = Callable[[list[Completion]], None]
+NOT_STARTED = "the engine did not start"
 
 
 class EngineSession:
@@ -107,11 +110,20 @@ class EngineSession:
             )
         self.close()
         with phase("start the inference engine", self._ranks.timeout):
+            # Before any of them is inside an engine, where it could not be told.
+            places = run_together(
+                lambda: own_place(has_gpu=self._ranks.has_gpu),
+                self._ranks.world_group,
+                what=NOT_STARTED,
+            )
+            check_places(places, wanted)
 
             def build() -> None:
                 self.engine = build_engine(wanted, module=module)
 
-            run_together(build, self._ranks.world_group, what="the engine did not start")
+            # Engines of several ranks wait for each other inside, and vLLM does in any case.
+            run_apart(build, self._ranks.world_group, what=NOT_STARTED)
+        self._ranks.print(f"{kind} engine: {self.running.runner_name}")
         return self.running
 
     def close(self) -> None:
@@ -230,7 +242,8 @@ class EngineSession:
                     )
                 )
 
-            run_together(generate, world, what=GENERATION_FAILED)
+            together = run_apart if self.shares_engine else run_together
+            together(generate, world, what=GENERATION_FAILED)
         return completions
 
     def _generate(

@@ -68,7 +68,8 @@ class FSDP2Backend(Backend):
 
     def _mesh(self, shard_size: int) -> DeviceMesh:
         """Flat over all ranks, or (replicate, shard); made once per size."""
-        size = resolve_shard_size(shard_size, self.ranks.world_size)
+        wanted = self.config.fsdp_shard_size if shard_size == -1 else shard_size
+        size = resolve_shard_size(wanted, self.ranks.world_size)
         if size not in self._meshes:
             if size == self.ranks.world_size:
                 shape, names = (size,), ("shard",)

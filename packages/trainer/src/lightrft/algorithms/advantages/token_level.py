@@ -1,9 +1,11 @@
 """Token rewards, returns, and the estimators that work on them.
 
 Masked tokens inside a response (tool output, say) are skipped: the value and the advantage of the
-next sampled token carry over them without a discount. The state after the last sampled token has
-value 0, of truncated responses too.
+next sampled token carry over them, discounted like any step of theirs. The state after the last
+sampled token has value 0, of truncated responses too.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -72,7 +74,7 @@ def broadcast_to_tokens(
     *,
     kl: Tensor | None = None,
     kl_coef: float = 0.0,
-    gamma: float = 1.0,
+    gamma: float | Tensor = 1.0,
 ) -> TokenAdvantages:
     """Row advantages as tokens', with a KL penalty in the reward.
 
@@ -87,7 +89,7 @@ def broadcast_to_tokens(
         row_advantages: [batch], local rows.
         response_mask: [batch, seq] bool.
         kl, kl_coef: Per-token KL penalty in the reward, see `token_rewards`.
-        gamma: Discount per sampled token.
+        gamma: As in `discounted_returns`.
     """
     shaped = token_rewards(row_advantages, response_mask, kl=kl, kl_coef=kl_coef)
     returns = discounted_returns(shaped, response_mask, gamma=gamma)
@@ -121,32 +123,51 @@ def token_rewards(
     return shaped - kl_coef * mask_out(at_least_float32(kl.detach()), response_mask)
 
 
+def turn_discounts(response_mask: Tensor, *, gamma: float) -> Tensor:
+    """Gamma from the end of a turn to the next one, 1 within a turn: [batch, seq] float64.
+
+    A turn is a run of sampled tokens; between two turns stands at least one token of an
+    observation.
+
+    Args:
+        response_mask: [batch, seq] bool.
+        gamma: Discount per turn.
+    """
+    _check_unit_interval(gamma=gamma)
+    goes_on = torch.nn.functional.pad(response_mask[:, 1:], (0, 1))
+    ones = torch.ones(response_mask.shape, dtype=torch.float64, device=response_mask.device)
+    return ones.masked_fill(response_mask & ~goes_on, gamma)
+
+
 @torch.no_grad()
-def discounted_returns(rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """G_t = R_t + gamma G_next, next the following response token: [batch, seq].
+def discounted_returns(
+    rewards: Tensor, response_mask: Tensor, *, gamma: float | Tensor = 1.0
+) -> Tensor:
+    """G_t = R_t + gamma_t G_next, next the following response token: [batch, seq].
 
     Args:
         rewards: [batch, seq] token rewards.
         response_mask: [batch, seq] bool.
-        gamma: Discount per sampled token.
+        gamma: Discount per sampled token, or [batch, seq] the discount after each.
     """
-    _check_unit_interval(gamma=gamma)
     rewards = mask_out(at_least_float32(rewards), response_mask)
+    discounts = _by_column(gamma, rewards)
     returns = torch.zeros_like(rewards)
     following = rewards.new_zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):
-        following = torch.where(response_mask[:, t], rewards[:, t] + gamma * following, following)
+        going_on = rewards[:, t] + discounts[t] * following
+        following = torch.where(response_mask[:, t], going_on, following)
         returns[:, t] = following
     return mask_out(returns, response_mask)
 
 
 @torch.no_grad()
 def generalized_advantages(
-    rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lambd: float
+    rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float | Tensor, lambd: float
 ) -> TokenAdvantages:
     """Generalised advantage estimation.
 
-    delta_t = R_t + gamma V_next - V_t;  A_t = delta_t + gamma lambd A_next;  returns = A + V
+    delta_t = R_t + gamma_t V_next - V_t;  A_t = delta_t + gamma_t lambd A_next;  returns = A + V
 
     Source: Schulman et al. 2015, arXiv:1506.02438.
 
@@ -154,24 +175,33 @@ def generalized_advantages(
         rewards: [batch, seq] token rewards.
         values: [batch, seq], entry t the value before token t is sampled.
         response_mask: [batch, seq] bool.
-        gamma: Discount per sampled token.
+        gamma: As in `discounted_returns`.
         lambd: Mixes one-step (0) and Monte Carlo (1) estimates.
     """
-    _check_unit_interval(gamma=gamma, lambd=lambd)
+    _check_unit_interval(lambd=lambd)
     rewards = mask_out(at_least_float32(rewards), response_mask)
     values = mask_out(at_least_float32(values), response_mask)
+    discounts = _by_column(gamma, rewards)
     advantages = torch.zeros_like(rewards)
     next_value = rewards.new_zeros(len(rewards))
     next_advantage = rewards.new_zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):
         is_sampled = response_mask[:, t]
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = delta + gamma * lambd * next_advantage
+        delta = rewards[:, t] + discounts[t] * next_value - values[:, t]
+        advantage = delta + discounts[t] * lambd * next_advantage
         next_value = torch.where(is_sampled, values[:, t], next_value)
         next_advantage = torch.where(is_sampled, advantage, next_advantage)
         advantages[:, t] = next_advantage
     advantages = mask_out(advantages, response_mask)
     return TokenAdvantages(advantages, mask_out(advantages + values, response_mask))
+
+
+def _by_column(gamma: float | Tensor, like: Tensor) -> Sequence[float | Tensor]:
+    """The discount after the token of each column: a number, or [batch] of them."""
+    if isinstance(gamma, Tensor):
+        return gamma.to(like.dtype).unbind(dim=1)
+    _check_unit_interval(gamma=gamma)
+    return [gamma] * like.shape[1]
 
 
 def _check_unit_interval(**numbers: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from lightrft.datasets.types import Prompt
@@ -41,12 +42,18 @@ class Episode:
     failure: EpisodeError | None = None
     told: str | None = None
     generation: int = 0
+    num_restarts: int = 0
     pending: list[ToolCall] = field(default_factory=list)
 
     @property
     def context(self) -> tuple[int, ...]:
         """What the next turn continues."""
         return (*self.prompt.token_ids, *self.token_ids)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the calls of the last turn are, so that their answers can be appended."""
+        return self.is_open and 0 < len(self.segments) == len(self.answers)
 
     @property
     def num_calls(self) -> int:
@@ -73,10 +80,21 @@ class Episode:
         turn = self.segments[-1]
         self.segments[-1] = Segment(turn.request_id, turn.sample_index, ids, spans)
 
-    def host_on(self, host: Host, *, seconds: float) -> None:
+    def start_over(self) -> None:
+        """Forgets all turns; the prompt stays."""
+        for turns in (self.token_ids, self.logprobs, self.sampled, self.versions, self.segments,
+                      self.turn_texts, self.answers, self.pending):  # fmt: skip
+            turns.clear()
+        self.last, self.is_open, self.generation = None, True, -1
+        self.num_restarts += 1
+
+    def host_on(
+        self, host: Host, *, seconds: float, stateless: Collection[str] = frozenset()
+    ) -> None:
         """Resets the environment, or brings it to where the episode is after its worker's end.
 
-        Every call is made again, and must be answered as before.
+        Every call is made again, and must be answered as before; those of functions without state
+        need not be made.
 
         Raises:
             EpisodeError: It cannot be reset, or answers otherwise.
@@ -91,7 +109,7 @@ class Episode:
             raise EpisodeError("reset answered otherwise when it was repeated")
         self.told = None if told is None else str(told)
         for call in (call for turn in self.answers for call in turn):
-            if call.outcome not in ("ok", "error"):
+            if call.outcome not in ("ok", "error") or call.name in stateless:
                 continue
             again = host.ask("call", key, seconds=seconds, name=call.name, arguments=call.arguments)
             if not isinstance(again, dict) or again["text"] != call.text:
@@ -125,6 +143,8 @@ class Episode:
             token_versions=tuple(self.versions),
             segments=tuple(self.segments),
             conversation=Conversation(
-                tuple(self.turn_texts), tuple(tuple(turn) for turn in self.answers)
+                tuple(self.turn_texts),
+                tuple(tuple(turn) for turn in self.answers),
+                self.num_restarts,
             ),
         )

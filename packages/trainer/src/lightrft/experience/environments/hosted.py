@@ -67,6 +67,7 @@ class HostedEnvironments:
             "schemas": [_schema(name, tool) for name, tool in (methods | self._tools).items()],
             "has_reward": self._class is not None and hasattr(self._class, "get_reward"),
             "takes_seed": "seed" in reset,
+            "stateless": sorted(self._tools),
         }
 
     def __call__(self, request: object) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, TypeVar, cast
@@ -36,12 +36,14 @@ class EnvironmentSpec:
         schemas: Of the tools, as chat templates take them.
         has_reward: The class has `get_reward`.
         takes_seed: Its `reset` has a parameter `seed`.
+        stateless: Names of the tools that are plain functions.
     """
 
     name: str | None
     schemas: tuple[dict[str, object], ...]
     has_reward: bool
     takes_seed: bool
+    stateless: frozenset[str] = frozenset()
 
     @property
     def functions(self) -> dict[str, dict[str, object]]:
@@ -143,7 +145,11 @@ class EnvironmentPool:
             tuple(cast("list[dict[str, object]]", described["schemas"])),
             bool(described["has_reward"]),
             bool(described["takes_seed"]),
+            frozenset(cast("list[str]", described["stateless"])),
         )
+        self._threads = [
+            ThreadPoolExecutor(1, thread_name_prefix="environment") for _ in self._hosts
+        ]
 
     def each(
         self, numbers: Sequence[int], work: Callable[[int, Host], Result]
@@ -152,25 +158,28 @@ class EnvironmentPool:
 
         Episodes of one host take turns. An EpisodeError is a result; others are raised.
         """
-        results: dict[int, Result | EpisodeError] = {}
+        begun = self.begin(numbers, work)
+        wait(begun.values())  # all end before the first error is raised
+        return [begun[number].result() for number in numbers]
 
-        def serve(index: int) -> None:
-            host = self._hosts[index]
-            for number in numbers:
-                if number % len(self._hosts) != index:
-                    continue
-                try:
-                    results[number] = work(number, host)
-                except EpisodeError as error:
-                    results[number] = error
+    def begin(
+        self, numbers: Sequence[int], work: Callable[[int, Host], Result]
+    ) -> dict[int, Future[Result | EpisodeError]]:
+        """The same, not waited for."""
 
-        with ThreadPoolExecutor(len(self._hosts), thread_name_prefix="environment") as threads:
-            for future in [threads.submit(serve, i) for i in range(len(self._hosts))]:
-                future.result()
-        return [results[number] for number in numbers]
+        def serve(number: int, host: Host) -> Result | EpisodeError:
+            try:
+                return work(number, host)
+            except EpisodeError as error:
+                return error
+
+        size = len(self._hosts)
+        return {n: self._threads[n % size].submit(serve, n, self._hosts[n % size]) for n in numbers}
 
     def close(self) -> None:
         """Ends the workers; may be called twice."""
+        for threads in self._threads:
+            threads.shutdown(wait=False, cancel_futures=True)
         for host in self._hosts:
             host.close()
 

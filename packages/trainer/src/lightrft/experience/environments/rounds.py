@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, cast
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.suffix import ChatTokenizer, TemplateRefusedError, TurnSuffix
 from lightrft.datasets.types import Prompt
+from lightrft.engines.ledger import hash_context
 from lightrft.engines.raw_completions import request_seed
-from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
+from lightrft.engines.types import GenerationRequest, SamplingParams
 from lightrft.experience.environments.calls import (
     MalformedCallError,
     ToolCall,
@@ -21,7 +24,9 @@ from lightrft.experience.environments.calls import (
     choose_parser,
 )
 from lightrft.experience.environments.episode import Episode
-from lightrft.experience.environments.journal import JOURNAL_FOLDER, Journal
+from lightrft.experience.environments.journal import JOURNAL_FOLDER, Journal, journal_path
+from lightrft.experience.environments.observations import Observations
+from lightrft.experience.environments.play import TURN_STEP, ChangedAnswerError, Play
 from lightrft.experience.environments.pool import EnvironmentPool, EpisodeError, Host
 from lightrft.experience.types import AnsweredCall, Rollout
 from lightrft.rewards.types import RewardError, RewardResult
@@ -31,10 +36,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Work = Callable[[Episode, Host], None]
-# Every turn draws under a seed of its own.
-_SEED_STEP = 2_000_003
-# Of an observation that would not fit: less is not worth a turn.
-MIN_OBSERVATION_TOKENS = 8
 
 
 class ToolTokenizer:
@@ -112,6 +113,7 @@ class Environments:
         except (TemplateRefusedError, ConfigError) as error:
             self._pool.close()
             raise ConfigError(str(error)) from error
+        self._observations = Observations(config, tokenizer, self._suffix)
         verdict = self._suffix.verdict
         if self._functions and not verdict.shows_tools and not has_system:
             self._pool.close()
@@ -153,10 +155,12 @@ class Environments:
         *,
         group_ids: Sequence[int],
         step: int | None = None,
+        batch: int = 0,
     ) -> tuple[list[Rollout], list[RewardResult | None]]:
         """Whole episodes of this rank's prompts, `params.n` of each; collective.
 
-        A round waits for all its tools on all ranks, so timing changes nothing.
+        A round waits for all its tools on all ranks, so timing changes nothing; with `late_join`
+        it waits for half of this rank's episodes, and the others join a later one.
 
         Args:
             strategy: Generates; the engine stays awake.
@@ -165,6 +169,7 @@ class Environments:
             params: Of one turn.
             group_ids: Of each prompt.
             step: Of the run, for the journal; None writes none.
+            batch: Of prompts within the step, with dynamic sampling.
 
         Returns:
             The responses, prompt after prompt, and the reward of each by its environment; None
@@ -173,26 +178,51 @@ class Environments:
         Raises:
             RewardError: An environment failed on some rank, and failures are not masked.
         """
-        journal = Journal(self._folder, step=step, rank=strategy.get_rank())
         end = self._suffix.verdict.end_of_turn
         if end is not None:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
+        episodes = self._begin(prompts, request_ids, group_ids, params)
+        journal = self._open_journal(strategy, episodes, params, step=step, batch=batch)
+        play = Play(strategy, params, episodes, journal)
         try:
-            episodes = self._begin(prompts, request_ids, group_ids, params)
-            problem = self._reset(episodes)
+            problem = self._reset(play)
             for episode in episodes:
                 journal.reset(episode)
             num_rounds = 0
-            while self._agree(strategy, episodes, problem):
-                problem = self._round(strategy, episodes, params, num_rounds)
+            while self._agree(play, problem):
+                journal.leave(num_rounds)
+                problem = self._round(play, num_rounds)
                 num_rounds += 1
-                for episode in episodes:
-                    if len(episode.segments) == num_rounds:
-                        journal.turn(episode)
-            results = self._finish(strategy, episodes, journal)
+            journal.leave(num_rounds)
+            results = self._finish(play)
         finally:
             journal.close()
         return [episode.as_rollout() for episode in episodes], results
+
+    def _open_journal(
+        self,
+        strategy: StrategyBase,
+        episodes: Sequence[Episode],
+        params: SamplingParams,
+        *,
+        step: int | None,
+        batch: int,
+    ) -> Journal:
+        """The journal of this rank; what all ranks recorded of the same step is followed."""
+        rank, sync = strategy.get_rank(), strategy.last_weight_sync
+        if self._folder is None or step is None:
+            return Journal(None, {})
+        prompts = [i for e in episodes for i in (e.request_id, *e.prompt.token_ids)]
+        header = {
+            "step": step, "batch": batch, "rank": rank, "world_size": strategy.world_size,
+            "weights": 0 if sync is None else sync.engine_hash, "prompts": hash_context(prompts),
+            "sampling": [params.seed, params.temperature, params.top_p, params.top_k],
+            "environment": {**asdict(self.spec), "stateless": sorted(self.spec.stateless)},
+        }  # fmt: skip
+        journal = Journal(journal_path(self._folder, step, batch, rank), header)
+        # A round counts if the process of each rank wrote it down.
+        journal.follow(min(strategy.gather_objects(len(journal.recorded.rounds))))
+        return journal
 
     def _begin(
         self,
@@ -220,59 +250,90 @@ class Environments:
                 )
         return episodes
 
-    def _each(self, episodes: Sequence[Episode], work: Work) -> Exception | None:
-        """Does something to episodes on their hosts; a failed one is closed, or is the answer."""
+    def _begin_work(self, play: Play, episodes: Sequence[Episode], work: Work) -> None:
+        """Does something to episodes on their hosts; `_collect` waits for it."""
         by_number = {episode.number: episode for episode in episodes}
 
         def on_host(number: int, host: Host) -> None:
-            work(by_number[number], host)
+            episode = by_number[number]
+            known = play.journal.recorded.failures.get((episode.sample_id, len(episode.segments)))
+            if known is not None and self._config.reward_failure == "mask":
+                raise EpisodeError(known)  # a deadline is never decided twice
+            work(episode, host)
 
+        play.busy |= self._pool.begin(list(by_number), on_host)
+
+    def _collect(self, play: Play, must_wait: Callable[[], bool]) -> Exception | None:
+        """Waits for work on hosts; what is to be raised, unless failures are masked."""
         first: Exception | None = None
-        try:
-            outcomes = self._pool.each(list(by_number), on_host)
-        except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
-            return error
-        for episode, outcome in zip(episodes, outcomes, strict=True):
-            if isinstance(outcome, EpisodeError):
-                first = first or self._failed(episode, outcome)
+        while play.busy:
+            for episode in play.episodes:
+                future = play.busy.get(episode.number)
+                if future is None or not future.done():
+                    continue
+                del play.busy[episode.number]
+                try:
+                    outcome = future.result()
+                except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
+                    first = first or error
+                    continue
+                if isinstance(outcome, ChangedAnswerError):
+                    play.start_over(episode, outcome)
+                elif outcome is not None:
+                    first = first or self._failed(play, episode, outcome)
+                elif episode.is_answered:
+                    self._observe(play, episode)
+            if play.busy and must_wait():
+                wait(play.busy.values(), return_when=FIRST_COMPLETED)
+            elif play.busy:
+                break
         return first
 
-    def _failed(self, episode: Episode, error: EpisodeError) -> Exception | None:
+    def _each(self, play: Play, episodes: Sequence[Episode], work: Work) -> Exception | None:
+        """Does something to episodes on their hosts, and waits for all of it."""
+        self._begin_work(play, episodes, work)
+        return self._collect(play, lambda: True)
+
+    def _failed(self, play: Play, episode: Episode, error: EpisodeError) -> Exception | None:
         """Closes an episode; what is to be raised, unless failures are masked."""
+        play.journal.failed(episode, str(error))
         episode.failure, episode.is_open = error, False
         if self._config.reward_failure == "mask":
             return None
         return RewardError(f"the environment failed for prompt {episode.prompt.id}: {error}")
 
-    def _agree(
-        self, strategy: StrategyBase, episodes: Sequence[Episode], problem: Exception | None
-    ) -> bool:
+    def _agree(self, play: Play, problem: Exception | None) -> bool:
         """Whether any rank has an open episode; raises on all ranks if one has a problem."""
         own = (
-            sum(episode.is_open for episode in episodes),
+            sum(episode.is_open for episode in play.episodes),
             None if problem is None else str(problem),
+            tuple(play.notes),
         )
-        everyone: list[tuple[int, str | None]] = strategy.gather_objects(own)
+        play.notes.clear()
+        everyone: list[tuple[int, str | None, tuple[str, ...]]]
+        everyone = play.strategy.gather_objects(own)
+        for note in (note for _, _, notes in everyone for note in notes):
+            play.strategy.print(note)
         if problem is not None:
             raise problem
-        failed = [(rank, text) for rank, (_, text) in enumerate(everyone) if text is not None]
+        failed = [(rank, text) for rank, (_, text, _) in enumerate(everyone) if text is not None]
         if failed:
             raise RewardError(f"rank {failed[0][0]}: {failed[0][1]}")
-        return any(count for count, _ in everyone)
+        return any(count for count, _, _ in everyone)
 
-    def _reset(self, episodes: Sequence[Episode]) -> Exception | None:
+    def _reset(self, play: Play) -> Exception | None:
         """Begins the episodes; each prompt gets what its `reset` says."""
 
         def reset(episode: Episode, host: Host) -> None:
             episode.host_on(host, seconds=self._config.tool_timeout_seconds)
 
-        problem = self._each(episodes, reset)
-        for episode in episodes:
+        problem = self._each(play, play.episodes, reset)
+        for episode in play.episodes:
             if episode.told and episode.failure is None:
                 try:
                     episode.prompt = self._with_text(episode.prompt, episode.told)
                 except EpisodeError as error:
-                    problem = self._failed(episode, error) or problem
+                    problem = self._failed(play, episode, error) or problem
         return problem
 
     def _with_text(self, prompt: Prompt, told: str) -> Prompt:
@@ -294,80 +355,100 @@ class Environments:
             )
         return replace(prompt, text=text, token_ids=ids, messages=tuple(messages))
 
-    def _round(
-        self, strategy: StrategyBase, episodes: Sequence[Episode], params: SamplingParams, turn: int
-    ) -> Exception | None:
-        """One turn of each open episode, and what answers it; collective."""
-        waiting = [episode for episode in episodes if episode.is_open]
-        limit = self._config.max_episode_tokens
-        requests = [
-            GenerationRequest(
-                prompt_token_ids=(context := episode.context),
-                request_id=episode.request_id,
-                max_tokens=max(1, min(params.max_tokens, limit - len(context))),
+    def _round(self, play: Play, number: int) -> Exception | None:
+        """One turn of each episode that waits for none, and the calls in it; collective."""
+        recorded = play.journal.recorded.rounds
+        if number < len(recorded):
+            waiting, found = play.repeated(recorded[number])
+        else:
+            waiting = [e for e in play.episodes if e.is_open and e.number not in play.busy]
+            found = play.strategy.gather_and_generate(
+                play.one_turn, [self._request(play, e) for e in waiting], sleep_engine=False
             )
-            for episode in waiting
-        ]
-        params = replace(params, n=1, seed=params.seed + turn * _SEED_STEP)
-        found: list[Completion] = strategy.gather_and_generate(params, requests, sleep_engine=False)
         for episode, completion in zip(waiting, found, strict=True):
             text = self._tokenizer.decode(completion.output_token_ids, skip_special_tokens=True)
             episode.add_turn(completion, str(text))
-            self._read(episode)
-        waiting = [episode for episode in waiting if episode.is_open]
-        problem = self._each(waiting, self._call)
+        play.journal.round(number, waiting)
         for episode in waiting:
-            if episode.failure is None:
-                self._observe(episode)
-        return problem
+            self._read(play, episode)
+        self._begin_work(play, [e for e in waiting if e.is_open], partial(self._call, play))
 
-    def _read(self, episode: Episode) -> None:
+        def must_wait() -> bool:
+            open_episodes = [e for e in play.episodes if e.is_open]
+            if number + 1 < len(recorded):
+                own = recorded[number + 1]
+                return any(e.number in play.busy and e.sample_id in own for e in open_episodes)
+            if not self._config.late_join:
+                return True
+            return 2 * (len(open_episodes) - len(play.busy)) < len(open_episodes)
+
+        return self._collect(play, must_wait)
+
+    def _request(self, play: Play, episode: Episode) -> GenerationRequest:
+        """Of the next turn, which has random numbers of its own in whatever round."""
+        context = episode.context
+        return GenerationRequest(
+            prompt_token_ids=context,
+            request_id=episode.request_id + TURN_STEP * len(episode.segments),
+            max_tokens=self._observations.turn_tokens(len(context), play.params.max_tokens),
+        )
+
+    def _read(self, play: Play, episode: Episode) -> None:
         """Finds the calls of the last turn, or ends the episode.
 
         A call whose answer nobody would see is not made.
         """
         turn = episode.last
-        episode.pending, is_last = [], len(episode.segments) >= self._config.max_turns
+        episode.pending.clear()
+        is_last = len(episode.segments) >= self._config.max_turns
         if turn is None or turn.finish_reason != "stop" or is_last:
             episode.is_open = False
             return
         calls, problem = self._calls(turn.output_token_ids)
-        room = self._room_for_text(episode, max(1, len(calls)))
-        if not (calls or problem) or room < MIN_OBSERVATION_TOKENS * max(1, len(calls)):
+        count, size = max(1, len(calls)), len(episode.context)
+        if not (calls or problem) or not self._observations.has_room(
+            turn.output_token_ids, size, count
+        ):
             episode.is_open = False
             return
-        episode.pending = calls
+        episode.pending += calls
         wrong = () if problem is None else (AnsweredCall("", {}, "malformed", as_error(problem)),)
         episode.answers.append([*wrong])
+        for answer in wrong:
+            play.journal.answer(episode, answer)
 
-    def _room_for_text(self, episode: Episode, count: int) -> int:
-        """Tokens that so many answers may have, so that one token of a turn can follow."""
-        turn = () if episode.last is None else episode.last.output_token_ids
-        frame = len(self._suffix.after(turn, [""] * count).token_ids)
-        return self._config.max_episode_tokens - len(episode.context) - frame - 1
+    def _call(self, play: Play, episode: Episode, host: Host) -> None:
+        """Makes the calls of the last turn, in their order. Runs in a thread: no tokenizer here.
 
-    def _call(self, episode: Episode, host: Host) -> None:
-        """Makes the calls of the last turn, in their order. Runs in a thread: no tokenizer here."""
+        What the journal of a killed process says about them must be said again.
+        """
+        key = (episode.sample_id, len(episode.segments) - 1)
+        known, answered = play.journal.recorded.answers.get(key, []), episode.answers.pop()
         if episode.pending:
-            answered = episode.answers.pop()
-            episode.host_on(host, seconds=self._config.tool_timeout_seconds)
-            episode.answers.append(answered)
+            seconds = self._config.tool_timeout_seconds
+            episode.host_on(host, seconds=seconds, stateless=self.spec.stateless)
+        episode.answers.append(answered)
         for call in episode.pending:
-            episode.answers[-1].append(self._made(episode, call, host))
+            before = known[len(answered)] if len(answered) < len(known) else None
+            answer = self._made(episode, call, host, before)
+            if before is not None and before.said != answer.said:
+                raise ChangedAnswerError(
+                    f"turn {key[1]}: {call.name} answered {answer.text[:80]!r}, where the journal "
+                    f"says {before.text[:80]!r}"
+                )
+            play.journal.answer(episode, answer)
+            answered.append(answer)
 
-    def _observe(self, episode: Episode) -> None:
+    def _observe(self, play: Play, episode: Episode) -> None:
         """Appends the answers of the last turn."""
         turn, answers = episode.last, episode.answers[-1]
         if turn is None:
             return
-        room = self._room_for_text(episode, len(answers))
-        share = min(self._config.max_observation_tokens, room // len(answers))
-        texts = [self._cut(answer.text, share) for answer in answers]
-        observation = self._suffix.after(turn.output_token_ids, texts)
-        left = self._config.max_episode_tokens - len(episode.context)
-        if len(observation.token_ids) >= left:  # a template that writes more than the text
-            observation = self._suffix.after(turn.output_token_ids, ["[cut]"] * len(answers))
-        episode.add_observation(observation.token_ids, observation.text_spans)
+        found = self._observations.after(
+            turn.output_token_ids, len(episode.context), [answer.text for answer in answers]
+        )
+        episode.add_observation(found.token_ids, found.text_spans)
+        play.journal.observation(episode)
 
     def _calls(self, token_ids: Sequence[int]) -> tuple[list[ToolCall], str | None]:
         """The calls in a turn that ended by itself, or what is wrong with them."""
@@ -377,7 +458,9 @@ class Environments:
         except MalformedCallError as error:
             return [], str(error)
 
-    def _made(self, episode: Episode, call: ToolCall, host: Host) -> AnsweredCall:
+    def _made(
+        self, episode: Episode, call: ToolCall, host: Host, before: AnsweredCall | None
+    ) -> AnsweredCall:
         """One call and its answer; never an exception of the tool."""
         try:
             arguments = check_call(call, self._functions)
@@ -387,6 +470,8 @@ class Environments:
         if limit is not None and episode.num_calls >= limit:
             text = as_error(f"no calls are left: {limit} were allowed")
             return AnsweredCall(call.name, arguments, "refused", text)
+        if before is not None and call.name in self.spec.stateless:
+            return before
         start, deadline = time.perf_counter(), self._config.tool_timeout_seconds
         key, asked = str(episode.number), {"name": call.name, "arguments": arguments}
         answer = cast("dict[str, str]", host.ask("call", key, seconds=deadline, **asked))
@@ -395,32 +480,21 @@ class Environments:
             return AnsweredCall(call.name, arguments, "error", answer["text"], seconds)
         return AnsweredCall(call.name, arguments, "ok", answer["text"], seconds)
 
-    def _cut(self, text: str, max_tokens: int) -> str:
-        """A text of at most so many tokens, and a mark where it was cut."""
-        ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)
-        found = cast("list[int]", ids["input_ids"])
-        if len(found) <= max_tokens:
-            return text
-        mark = "[cut]"
-        size = len(cast("list[int]", self._tokenizer(mark, add_special_tokens=False)["input_ids"]))
-        kept = self._tokenizer.decode(found[: max(0, max_tokens - size)], skip_special_tokens=False)
-        return f"{str(kept).rstrip(chr(0xFFFD))}{mark}"
-
-    def _finish(
-        self, strategy: StrategyBase, episodes: Sequence[Episode], journal: Journal
-    ) -> list[RewardResult | None]:
+    def _finish(self, play: Play) -> list[RewardResult | None]:
         """Rewards of the environments; None where one failed."""
         rewards: dict[int, RewardResult] = {}
 
         def reward(episode: Episode, host: Host) -> None:
             rewards[episode.number] = self._reward(episode, host)
 
-        problem = self._each([e for e in episodes if e.failure is None], reward)
-        self._agree(strategy, (), problem)
+        problem = self._each(play, [e for e in play.episodes if e.failure is None], reward)
+        self._agree(play, problem)
         results = []
-        for episode in episodes:
+        for episode in play.episodes:
             found = None if episode.failure is not None else rewards[episode.number]
-            journal.end(episode, None if found is None else [found.reward, dict(found.components)])
+            play.journal.end(
+                episode, None if found is None else [found.reward, dict(found.components)]
+            )
             results.append(found)
         return results
 
@@ -428,7 +502,7 @@ class Environments:
         key, seconds = str(episode.number), self._config.tool_timeout_seconds
         if not self.spec.has_reward:
             return RewardResult(0.0)
-        episode.host_on(host, seconds=seconds)
+        episode.host_on(host, seconds=seconds, stateless=self.spec.stateless)
         answer = host.ask("reward", key, seconds=seconds)
         host.ask("close", key, seconds=seconds)
         if answer is None:

@@ -24,6 +24,8 @@ class Cell:
         loss_inside: The loss by chunks of tokens, inside the output projection; needs `is_fused`.
         role: What is trained.
         bf16: Compute in bfloat16.
+        offloads: FSDP2's parameters, gradients and states, or ZeRO's states, are on the CPU.
+        keeps_masters: FSDP2's shards are bfloat16 beside float32 masters (`use_mp_opt`).
     """
 
     backend: Backend = "fake"
@@ -36,6 +38,8 @@ class Cell:
     loss_inside: bool = False
     role: Role = "actor"
     bf16: bool = False
+    offloads: bool = False
+    keeps_masters: bool = False
 
     def __str__(self) -> str:
         parts = [
@@ -48,6 +52,8 @@ class Cell:
             "loss inside" if self.loss_inside else "",
             self.role if self.role == "critic" else "",
             "bf16" if self.bf16 else "",
+            "offloaded" if self.offloads else "",
+            "masters" if self.keeps_masters else "",
         ]
         return ", ".join(part for part in parts if part)
 
@@ -96,8 +102,27 @@ FP32_BOUNDS = Deviations(
 )
 
 
-def doctor_cells(world_size: int, *, has_deepspeed: bool) -> tuple[Cell, ...]:
-    """A set in which every feature occurs, small enough for a user's own model."""
+# In bfloat16 one way rounds as much as another, and other sums are rounded otherwise.
+BF16_FACTOR = 3.0
+
+
+def bf16_bounds(plainest: Deviations) -> Deviations:
+    """What a way in bfloat16 may deviate from float32, by what the plainest way does.
+
+    Args:
+        plainest: Deviations of one process with one padded micro-batch in bfloat16.
+    """
+    names = Deviations.__dataclass_fields__
+    return Deviations(
+        **{n: max(FP32_BOUNDS.value(n), BF16_FACTOR * plainest.value(n)) for n in names}
+    )
+
+
+def doctor_cells(world_size: int, *, has_deepspeed: bool, bf16: bool = False) -> tuple[Cell, ...]:
+    """A set in which every feature occurs, small enough for a user's own model.
+
+    In bfloat16 the plainest way comes first, since it gives the bounds.
+    """
     cells = [
         Cell(micro_batch_size=2),
         Cell(micro_batch_size=4, packs_samples=True),
@@ -107,7 +132,9 @@ def doctor_cells(world_size: int, *, has_deepspeed: bool) -> tuple[Cell, ...]:
         packed = Cell(backend="fsdp", world_size=world_size, micro_batch_size=4, packs_samples=True)
         padded = replace(packed, micro_batch_size=2, packs_samples=False)
         cells += [padded, packed, replace(packed, sp_size=world_size, recomputes=True)]
+        if bf16:
+            cells.append(replace(padded, offloads=True, keeps_masters=True))
         if has_deepspeed:
             fused = replace(packed, backend="zero3", is_fused=True)
-            cells += [replace(padded, backend="zero2"), fused]
-    return tuple(cells)
+            cells += [replace(padded, backend="zero2", offloads=bf16), fused]
+    return tuple(replace(cell, bf16=bf16) for cell in ([REFERENCE] if bf16 else []) + cells)

@@ -24,7 +24,7 @@ from lightrft.strategy.weight_sync.parameter_source import (
     local_rank_in,
 )
 from lightrft.trainer.invariance.batch import NUM_ROWS, Rows, make_rows, policy_share, value_share
-from lightrft.trainer.invariance.cells import REFERENCE, Backend, Cell, Deviations, Role
+from lightrft.trainer.invariance.cells import REFERENCE, Cell, Deviations, Role
 
 Look = Callable[[StrategyBase, PreparedModel, Cell], None]
 
@@ -53,13 +53,17 @@ class StepResult:
     rows: list[int]
 
 
-def make_strategy(backend: Backend, *, sp_size: int = 1, bf16: bool = False) -> StrategyBase:
-    """A strategy that never clips, for NUM_ROWS samples a step."""
+def make_strategy(cell: Cell) -> StrategyBase:
+    """The cell's strategy, which never clips, for NUM_ROWS samples a step."""
+    backend = cell.backend
+    is_fsdp = backend in ("fsdp", "hsdp")
     args: dict[str, object] = {
-        "fsdp": backend in ("fsdp", "hsdp"),
+        "fsdp": is_fsdp,
         "zero_stage": int(backend[-1]) if backend.startswith("zero") else 2,
-        "sp_size": sp_size,
-        "bf16": bf16,
+        "sp_size": cell.sp_size,
+        "bf16": cell.bf16,
+        "fsdp_cpu_offload" if is_fsdp else "adam_offload": cell.offloads,
+        "use_mp_opt": cell.keeps_masters,
         "max_norm": 0.0,
         "micro_train_batch_size": 1,
         "train_batch_size": NUM_ROWS,
@@ -150,7 +154,7 @@ def write_reference(path: str, role: Role, file: Path, look: Look | None = None)
         look: Called after the steps of AdamW.
     """
     cell = replace(REFERENCE, role=role)
-    strategy = make_strategy("fake")
+    strategy = make_strategy(cell)
     first, second = rows_of(path)
     results: dict[str, Tensor] = {}
     ready = prepare(strategy, cell, path, lambda model: SGD(model.parameters(), lr=0.0))
@@ -269,12 +273,15 @@ def measure_cells(
         from lightrft.strategy.distributed.process_groups import start_process_group
 
         start_process_group(None)
-    strategies: dict[tuple[Backend, int, bool], StrategyBase] = {}
+    strategies: dict[Cell, StrategyBase] = {}
     results: list[Deviations | str] = []
     for cell, path, reference in cells:
-        key = (cell.backend, cell.sp_size, cell.bf16)
+        key = Cell(
+            backend=cell.backend, sp_size=cell.sp_size, bf16=cell.bf16, offloads=cell.offloads,
+            keeps_masters=cell.keeps_masters,
+        )  # fmt: skip
         if key not in strategies:
-            strategies[key] = make_strategy(cell.backend, sp_size=cell.sp_size, bf16=cell.bf16)
+            strategies[key] = make_strategy(key)
         try:
             results.append(measure(strategies[key], cell, path, Path(reference), look))
         except LayoutRefusedError as refusal:  # by all ranks alike

@@ -14,13 +14,16 @@ from lightrft.trainer.invariance.measure import measure_cells, write_reference
 CellResult = tuple[Cell, Deviations | str]
 
 
-def examine(path: str, *, num_processes: int, timeout_seconds: float) -> Iterator[CellResult]:
+def examine(
+    path: str, *, num_processes: int, timeout_seconds: float, bf16: bool = False
+) -> Iterator[CellResult]:
     """Carries out one step of a model in many ways, and compares each with the plainest.
 
     Args:
         path: Checkpoint of a causal language model.
         num_processes: Processes of the distributed ways; 1 leaves them out.
         timeout_seconds: Deadline of the ways with one number of processes.
+        bf16: Carry them out in bfloat16; the comparison stays with float32.
 
     Yields:
         The results, as soon as all with one number of processes are there.
@@ -30,7 +33,8 @@ def examine(path: str, *, num_processes: int, timeout_seconds: float) -> Iterato
         RankFailure: A process failed.
     """
     load_config(path)
-    cells = doctor_cells(num_processes, has_deepspeed=find_spec("deepspeed") is not None)
+    has_deepspeed = find_spec("deepspeed") is not None
+    cells = doctor_cells(num_processes, has_deepspeed=has_deepspeed, bf16=bf16)
     with tempfile.TemporaryDirectory() as folder:
         reference = str(Path(folder) / "reference.safetensors")
         for world_size in sorted({cell.world_size for cell in cells}):

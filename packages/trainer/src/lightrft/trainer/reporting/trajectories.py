@@ -82,7 +82,7 @@ def _as_line(
         "advantages": values(batch.advantages),
         "returns": values(batch.returns),
     }
-    rows = table.take(np.array([where]))
+    is_sampled = experience.rows.take(np.array([row])).is_sampled
     components = zip(table.component_names, table.components[where].tolist(), strict=True)
     return {
         "step": step,
@@ -97,7 +97,7 @@ def _as_line(
         "weights_version": int(table.weights_versions[where]),
         "token_ids": token_ids[start:],
         "tokens": [decoder.decode([i], skip_special_tokens=False) for i in token_ids[start:]],
-        "sampled_spans": spans(rows.is_sampled.tolist()),
+        "sampled_spans": spans(is_sampled.tolist()),
         **{name: found for name, found in per_token.items() if found is not None},
     }
 

@@ -21,6 +21,7 @@ from lightrft.datasets.prompts import load_texts
 from lightrft.datasets.render import PromptTokenizer
 from lightrft.experience.environments.rounds import Environments
 from lightrft.models import load_tokenizer
+from lightrft.models.weight_files import count_model
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.recipes import RewardRecipes
 from lightrft.strategy import get_strategy
@@ -154,7 +155,9 @@ def run_training(
         if rank == 0:
             loggers = (*build_trackers(config), *own_loggers(config), *loggers)
         strategy = stack.enter_context(get_strategy(config))
-        config = decide_by_machine(config, strategy)
+        num_weights = count_model(str(config.pretrain))
+        strategy.check_model_size(num_weights)
+        config = decide_by_machine(config, strategy, num_weights=num_weights)
         trainer, loader = build_trainer(config, inputs, strategy, loggers=loggers)
         stack.callback(trainer.close)
         num_resumed = start_run(config, trainer, plan)

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from lightrft.config import TrainConfig
 from lightrft.datasets import Prompt
 from lightrft.engines.types import SamplingParams
-from lightrft.experience.exchange import SampleTable
+from lightrft.experience.delivery import deliver_rows
+from lightrft.experience.exchange import RowTable, SampleTable, tabulate
 from lightrft.experience.rollout_groups import Decoder
 from lightrft.experience.sampling import RolloutSampler, greedy_params, training_params
 from lightrft.models import Actor, load_tokenizer
@@ -112,8 +113,13 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         metrics: dict[str, float] = {}
         tables = {}
         for name, params in sampling(config, settings).items():
-            tables[name] = sampler.sample_all(prompts, params)
-            metrics |= summarise(name, tables[name], settings, params.n)
+            own, table = sampler.sample_all(prompts, params)
+            metrics |= summarise(name, table, settings, params.n)
+            # The first rank writes all responses.
+            wanted = [
+                np.arange(len(table) if rank == 0 else 0) for rank in range(strategy.world_size)
+            ]
+            tables[name] = deliver_rows(table, tabulate(own), wanted, strategy)
         result = EvalResult(len(prompts), metrics)
         if strategy.is_rank_0():
             write_result(config, settings, result)
@@ -131,7 +137,7 @@ def sampling(config: TrainConfig, settings: EvalSettings) -> dict[str, SamplingP
 
 
 def summarise(
-    name: str, table: SampleTable, settings: EvalSettings, num_samples: int
+    name: str, table: RowTable, settings: EvalSettings, num_samples: int
 ) -> dict[str, float]:
     """The metrics of one pass over the prompts.
 

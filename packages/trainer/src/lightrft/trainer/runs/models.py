@@ -135,7 +135,7 @@ def build_models(config: TrainConfig, strategy: StrategyBase, max_steps: int) ->
     critic: Critic | None = None
     reference: Actor | None = None
     with strategy.init_model_context(config.meta_init):
-        actor = _load_policy(path, config)
+        actor = load_policy(path, config)
         if advantage_traits(build_estimator(config)).needs_critic:
             critic_path = config.critic_pretrain
             critic = Critic.from_pretrained(
@@ -144,7 +144,7 @@ def build_models(config: TrainConfig, strategy: StrategyBase, max_steps: int) ->
             )
         if config.init_kl_coef > 0:
             reference = Actor.from_pretrained(path, allow_new_weights=config.allow_new_weights)
-        average = _load_policy(path, config) if config.enable_ema else None
+        average = load_policy(path, config) if config.enable_ema else None
     # Before the strategy wraps and compiles them.
     for model in (actor, critic, reference):
         if model is not None:
@@ -188,7 +188,7 @@ def require_equal_start(strategy: StrategyBase, actor: PreparedModel, reference:
     )
 
 
-def _load_policy(path: str, config: TrainConfig) -> Actor:
+def load_policy(path: str, config: TrainConfig) -> Actor:
     """The trained actor: with adapters where they are what is trained."""
     if config.lora_rank == 0:
         return Actor.from_pretrained(path, allow_new_weights=config.allow_new_weights)

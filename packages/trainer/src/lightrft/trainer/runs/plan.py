@@ -1,7 +1,8 @@
 """Whether a run starts anew, continues, or must not start: decided from the files of its folder."""
 
+import ast
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -163,17 +164,50 @@ def describe_inputs(config: TrainConfig) -> dict[str, Mapping[str, int | str]]:
 
 
 def input_files(config: TrainConfig) -> list[Path]:
-    """Local files of prompts, and of the user's own losses, rewards and the like."""
+    """Local files of prompts, and of the user's own losses, rewards and what those import."""
     data = [] if config.prompt_data is None else [config.prompt_data]
     names = [name for entry in data for name in (entry, *entry.split(","))]
+    chosen = [config.environment, *config.tools]
     for name in REGISTRIES:
         value = config.__dict__[name] or ()
-        chosen = (value,) if isinstance(value, str) else value
-        names += [(split_reference(item) or ("", ""))[0] for item in chosen]
-    own = (config.environment, *config.tools)
-    names += [(split_reference(item or "") or ("", ""))[0] for item in own]
+        chosen += (value,) if isinstance(value, str) else value
+    own = [Path((split_reference(item or "") or ("", ""))[0]) for item in chosen]
+    names += [str(file) for path in own if path.is_file() for file in (path, *files_beside(path))]
     names += [path for path in (config.chat_template, config.judge_template) if path is not None]
     return [path for path in dict.fromkeys(map(Path, filter(None, names))) if path.is_file()]
+
+
+def files_beside(plugin: Path) -> list[Path]:
+    """Files of its folder that a plug-in imports, and what those import from there in turn."""
+    found: list[Path] = []
+    remaining = [plugin]
+    while remaining:
+        path = remaining.pop()
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            continue  # refused where it is loaded
+        for module in _imported(tree, path, plugin.parent):
+            for file in (module.with_suffix(".py"), module / "__init__.py"):
+                if file.is_file() and file not in (plugin, *found):
+                    found.append(file)
+                    remaining.append(file)
+    return found
+
+
+def _imported(tree: ast.Module, path: Path, folder: Path) -> Iterator[Path]:
+    """Where imports lead, if below `folder`; relative ones are of `path`."""
+    for node in ast.walk(tree):
+        names = [alias.name for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)]
+        start = folder
+        if isinstance(node, ast.ImportFrom):
+            above = path.absolute().parents
+            start = above[min(node.level, len(above)) - 1] if node.level else folder
+            names = [node.module or "", *(f"{node.module or ''}.{name}" for name in names)]
+        for name in names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            parts = [part for part in name.split(".") if part.isidentifier()]
+            # `import a.b` runs a, too.
+            yield from (start.joinpath(*parts[:count]) for count in range(1, len(parts) + 1))
 
 
 def sha256_of(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -203,9 +204,11 @@ class StepRecorder(NoRecord):
             self._own_values() if counts else {},
             self._updates if counts else [],
         )
-        gathered = strategy.gather_objects(own)
+        # Only the first rank writes.
+        parts = [pickle.dumps(own), *([b""] * (strategy.world_size - 1))]
+        gathered = strategy.exchange_bytes(parts)
         if strategy.is_rank_0():
-            self._write(gathered)
+            self._write([pickle.loads(data) for data in gathered])
         strategy.barrier()
 
     def _own_values(self) -> dict[str, dict[int, Flat]]:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     RewardSource = RewardFunction | nn.Module | Sequence[RewardFunction | nn.Module]
 
 
+BF16_BYTES = 2
+
+
 def check_parts(strategy: StrategyBase, processor: object | None, *, needs_processor: bool) -> None:
     """Raises an AssertionError without a needed processor, or without a group for an engine."""
     if needs_processor and processor is None:
@@ -38,18 +41,41 @@ def check_parts(strategy: StrategyBase, processor: object | None, *, needs_proce
         )
 
 
-def decide_by_machine(config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
+def decide_by_machine(
+    config: TrainConfig, strategy: StrategyBase, *, num_weights: int | None = None
+) -> TrainConfig:
     """The configuration with what its options leave to the machine; collective where they do.
 
     A choice for GPUs is made only where every rank has one, and printed.
+
+    Args:
+        config: With the same open options on every rank.
+        strategy: Started.
+        num_weights: Numbers in the files of the actor; None if its model is built already.
     """
-    if config.fused_linear_logprob is not None:
+    decides_meta = num_weights is not None and config.meta_init is None and config.fsdp
+    if config.fused_linear_logprob is not None and not decides_meta:
         return config
-    has_gpu = strategy.all_reduce(int(strategy.device.type != "cuda"), op="max") == 0
-    chosen = config.fuses_logprob(has_gpu=has_gpu)
+    facts = {"without_gpu": int(strategy.device.type != "cuda"), "weights": num_weights or 0}
+    agreed = strategy.all_reduce(facts, op="max")
+    has_gpu = agreed["without_gpu"] == 0
     where = "every rank has a GPU" if has_gpu else "not every rank has a GPU"
-    strategy.print(f"fused_linear_logprob = {str(chosen).lower()}: {where}")
-    return config.replaced({"fused_linear_logprob": chosen})
+    chosen: dict[str, object] = {}
+    if config.fused_linear_logprob is None:
+        chosen["fused_linear_logprob"] = config.fuses_logprob(has_gpu=has_gpu)
+        strategy.print(f"fused_linear_logprob = {_shown(chosen['fused_linear_logprob'])}: {where}")
+    if decides_meta:
+        size = BF16_BYTES * agreed["weights"]
+        wanted = config.builds_on_meta(has_gpu=has_gpu, weight_bytes=size)
+        # Adapters are in no file that a rank could read its rows from.
+        chosen["meta_init"] = wanted and config.lora_rank == 0
+        why = f"{where}, {size / 1e9:.1f} GB of weights"
+        strategy.print(f"meta_init = {_shown(chosen['meta_init'])}: {why}")
+    return config.replaced(chosen)
+
+
+def _shown(value: object) -> str:
+    return str(value).lower()
 
 
 def configure_models(

@@ -30,7 +30,7 @@ def evaluate(
     """
     if not prompts:
         return {}
-    table = sampler.sample_all(prompts, greedy_params(config))
+    _, table = sampler.sample_all(prompts, greedy_params(config))
     kept = table.take(np.flatnonzero(~table.is_masked).astype(np.int64))
     if not len(kept):
         raise RewardError("the reward failed for every prompt of the evaluation")

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.types import TokenLoss
 from lightrft.config import TrainConfig
-from lightrft.experience.exchange import SampleTable
+from lightrft.experience.exchange import RowTable
 from lightrft.experience.maker import StepExperience
 from lightrft.experience.numerics import num_nonfinite
 from lightrft.experience.sampling import Samples
@@ -25,7 +25,7 @@ from lightrft.trainer.training.mismatch import record_mismatch
 GIGABYTE = 2**30
 
 
-def table_metrics(table: SampleTable) -> dict[str, float]:
+def table_metrics(table: RowTable) -> dict[str, float]:
     """Rewards and lengths of all samples; exact and equal on every rank without communication.
 
     Rows that are excluded from the loss are counted in `masked_share` only.
@@ -120,30 +120,37 @@ def selection_metrics(samples: Samples) -> dict[str, float]:
 
 
 def partial_metrics(samples: Samples) -> dict[str, float]:
-    """How old the tokens are that are trained on, and what goes on in the next step."""
-    report, versions = samples.partial, samples.table.token_versions
-    if report is None or versions is None:
+    """What partial rollouts sampled, and what goes on in the next step."""
+    report = samples.partial
+    if report is None:
         return {}
-    staleness = report.version - versions[samples.table.is_sampled]
     return {
         "partial/num_chunks": float(report.num_chunks),
         "partial/sampled_tokens": float(report.num_sampled_tokens),
         "partial/carried_groups": float(report.num_carried),
         "partial/carried_tokens": float(report.num_carried_tokens),
-        "partial/stale_token_share": float((staleness > 0).mean()) if len(staleness) else 0.0,
-        "partial/staleness_mean": float(staleness.mean()) if len(staleness) else 0.0,
-        "partial/staleness_max": float(staleness.max(initial=0)),
     }
 
 
-def constant_group_share(table: SampleTable) -> float:
+def record_staleness(step: StepExperience, metrics: StepMetrics) -> None:
+    """Adds how many updates old this rank's tokens are."""
+    report, versions = step.samples.partial, step.rows.token_versions
+    if report is None or versions is None:
+        return
+    staleness = report.version - versions[step.rows.is_sampled]
+    metrics.add_mean("partial/stale_token_share", float((staleness > 0).sum()), len(staleness))
+    metrics.add_mean("partial/staleness_mean", float(staleness.sum()), len(staleness))
+    metrics.add_max("partial/staleness_max", float(staleness.max(initial=0)))
+
+
+def constant_group_share(table: RowTable) -> float:
     """Share of the prompts whose samples all have the same reward (zero variance)."""
     groups = np.unique(table.group_ids)
     spreads = [np.ptp(table.rewards[table.group_ids == group]) for group in groups]
     return float(np.mean([spread == 0 for spread in spreads]))
 
 
-def group_reward_std(table: SampleTable) -> float:
+def group_reward_std(table: RowTable) -> float:
     """Mean over the prompts of the standard deviation of the rewards of their samples."""
     groups = np.unique(table.group_ids)
     return float(np.mean([table.rewards[table.group_ids == group].std() for group in groups]))
@@ -170,6 +177,7 @@ def record_experience(step: StepExperience, metrics: StepMetrics, config: TrainC
         metrics.add_explained_variance(
             "explained_variance", batch.outputs.values, batch.returns, mask
         )
+    record_staleness(step, metrics)
     for item in step.samples.scored:
         shares = repeated_share(item.rollout.completion.sampled_token_ids)
         metrics.add_mean("repeated_share", shares, 1.0)
@@ -197,6 +205,8 @@ def record_conversations(
     for outcome in ("malformed", "refused"):
         count = sum(call.outcome == outcome for call in calls)
         metrics.add_mean(f"episode/{outcome}_calls", float(count), len(known))
+    restarts = sum(talk.num_restarts for talk in known)
+    metrics.add_mean("episode/restarts", float(restarts), len(known))
     failed = sum(item.is_masked for item in scored)
     metrics.add_mean("episode/failed_share", float(failed), len(known))
     for name in tool_names:

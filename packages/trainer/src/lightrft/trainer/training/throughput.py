@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from lightrft.config import TrainConfig
-from lightrft.experience.exchange import SampleTable
+from lightrft.experience.exchange import RowTable
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
 
@@ -110,7 +110,7 @@ def peak_tflops(config: TrainConfig) -> float | None:
 
 def utilisation(
     costs: Sequence[TrainingFlops],
-    table: SampleTable,
+    table: RowTable,
     *,
     num_epochs: int,
     seconds: float,
@@ -121,7 +121,7 @@ def utilisation(
 
     Args:
         costs: Of each model that is trained; {} is returned without any.
-        table: The samples of all ranks.
+        table: The rows of all ranks.
         num_epochs: Passes over them.
         seconds: Duration of the update.
         num_devices: That share the work.

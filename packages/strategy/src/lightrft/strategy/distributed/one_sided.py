@@ -1,0 +1,164 @@
+"""Failures of one rank while the others wait in collectives of somebody else.
+
+An engine's own collectives know nothing of an exception on another rank: the healthy ranks would
+wait for as long as the engine's process group lets them, half an hour. The process group's store
+needs no collective, so a failing rank leaves its error there, and a thread of every other rank
+looks for it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import torch.distributed as dist
+
+from lightrft.strategy.distributed.collectives import Group, group_size, run_together
+from lightrft.strategy.distributed.error_report import write_error_report
+
+T = TypeVar("T")
+PEER_FAILED_EXIT_CODE = 1
+# So long others may take to come out of the action by themselves; then all of them raise.
+GRACE_SECONDS = 10.0
+# A little later, so that the failing rank has left before those that wait for it are ended.
+_MARGIN_SECONDS = 3.0
+_POLL_SECONDS = 0.25
+_calls = itertools.count()
+
+
+def run_apart(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
+    """`run_together` for an action in which ranks wait for each other in collectives of their own.
+
+    Every rank that comes out of the action within `GRACE_SECONDS` after the first failure raises;
+    one that is still inside is ended with exit code 1, and says which rank failed and why.
+
+    Args:
+        action: Whose results are plain Python objects.
+        group: The ranks, all of which must call this; any but all ranks are left to `run_together`.
+        what: Has failed, if it fails.
+
+    Raises:
+        RuntimeError: Another rank failed; the message names it. A rank that fails raises its own
+            error.
+    """
+    if group is not None or group_size(group) == 1:
+        return run_together(action, group, what=what)
+    board = _Board(f"lightrft/apart/{next(_calls)}", what)
+    watcher = _Watcher(board)
+    own = f"rank {dist.get_rank()}: "
+    try:
+        try:
+            result, problem = action(), None
+            board.leave()
+        except Exception as error:
+            result, problem = None, error
+            board.report(f"{own}{type(error).__name__}: {error}")
+            if not board.wait_for_all(GRACE_SECONDS):
+                # The others are stuck inside, so an exchange of outcomes would be stuck, too.
+                raise
+        return cast("list[T]", run_together(lambda: _value(result, problem), group, what=what))
+    except Exception as error:
+        cause = board.failure()
+        if cause is None or cause.startswith(own):
+            raise
+        # A rank that was left alone in a collective knows only that.
+        raise RuntimeError(f"{what} on {cause}") from error
+    finally:
+        watcher.close()
+
+
+def _value(result: T, problem: Exception | None) -> T:
+    if problem is not None:
+        raise problem
+    return result
+
+
+class _Board:
+    """What the ranks tell each other through the store during one action.
+
+    Args:
+        prefix: Of its keys; the same on all ranks.
+        what: Has failed, if it fails.
+    """
+
+    def __init__(self, prefix: str, what: str) -> None:
+        # A connection of its own: another thread may block on the original.
+        self._store = dist.distributed_c10d._get_default_store().clone()
+        self._lock = threading.Lock()
+        self._prefix = prefix
+        self._failure: str | None = None
+        self.what = what
+
+    def report(self, text: str) -> None:
+        """Leaves an error, unless another rank was first, and counts as out of the action."""
+        with self._lock:
+            self._store.compare_set(f"{self._prefix}/failure", "", text)
+        self.leave()
+
+    def failure(self) -> str | None:
+        """The first error that a rank left; kept, since the store may end with its rank."""
+        key = f"{self._prefix}/failure"
+        with self._lock:
+            try:
+                if self._failure is None and self._store.check([key]):
+                    self._failure = self._store.get(key).decode()
+            except RuntimeError as error:
+                self._failure = (
+                    f"rank 0, which held the process group's store: it is gone ({error})"
+                )
+            return self._failure
+
+    def leave(self) -> None:
+        """Says that this rank is out of the action."""
+        with self._lock:
+            self._store.add(f"{self._prefix}/out", 1)
+
+    def wait_for_all(self, seconds: float) -> bool:
+        """Whether every rank comes out of the action within so many seconds."""
+        limit = time.monotonic() + seconds
+        while time.monotonic() < limit:
+            with self._lock:
+                if self._store.add(f"{self._prefix}/out", 0) == dist.get_world_size():
+                    return True
+            time.sleep(_POLL_SECONDS)
+        return False
+
+
+class _Watcher:
+    """A thread that ends this process if another rank fails and this one does not come out.
+
+    Args:
+        board: Where failures are left.
+    """
+
+    def __init__(self, board: _Board) -> None:
+        self._board = board
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._done.wait(_POLL_SECONDS):
+            text = self._board.failure()
+            if text is not None and not self._done.wait(GRACE_SECONDS + _MARGIN_SECONDS):
+                _end(f"{self._board.what} on {text}")
+
+    def close(self) -> None:
+        """Stops watching."""
+        self._done.set()
+        self._thread.join()
+
+
+def _end(text: str) -> None:
+    line = f"ended because another rank failed: {text}"
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+    write_error_report(line, PEER_FAILED_EXIT_CODE)
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    sys.stderr.flush()
+    os._exit(PEER_FAILED_EXIT_CODE)

@@ -1,0 +1,103 @@
+"""Checks of a machine: each has a limit, a remedy and a deadline, and one line of result."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+DEADLINE_SECONDS = 20.0
+
+
+class Verdict(Enum):
+    """What a check came to."""
+
+    OK = "ok"
+    BAD = "BAD"
+    # Without the device or package that it is about.
+    UNCHECKED = "--"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found.
+
+    Args:
+        verdict: Whether it is within the limit.
+        text: The number or name that was found, or why nothing could be.
+    """
+
+    verdict: Verdict
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One question about this machine.
+
+    Args:
+        name: What is looked at.
+        limit: What is expected.
+        remedy: What to do if it is not so.
+        examine: Finds out; an exception is a bad finding.
+        deadline_seconds: An answer that takes longer is a bad finding.
+    """
+
+    name: str
+    limit: str
+    remedy: str
+    examine: Callable[[], Finding]
+    deadline_seconds: float = DEADLINE_SECONDS
+
+
+def found(is_good: bool, text: str) -> Finding:
+    """Within the limit or not."""
+    return Finding(Verdict.OK if is_good else Verdict.BAD, text)
+
+
+def unchecked(reason: str) -> Finding:
+    """Nothing could be found out."""
+    return Finding(Verdict.UNCHECKED, f"not checked: {reason}")
+
+
+def run_check(check: Check) -> Finding:
+    """The finding, at the latest after the check's deadline."""
+    answers: list[Finding] = []
+
+    def examine() -> None:
+        try:
+            answers.append(check.examine())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next check goes on
+            lines = str(error).strip().splitlines() or [""]
+            answers.append(found(False, f"{type(error).__name__}: {lines[0]}"))
+
+    # A name service or a driver that does not answer must not stop the rest.
+    thread = threading.Thread(target=examine, name=f"check:{check.name}", daemon=True)
+    thread.start()
+    thread.join(check.deadline_seconds)
+    return answers[0] if answers else found(False, f"no answer in {check.deadline_seconds:g} s")
+
+
+def line(check: Check, finding: Finding) -> str:
+    """One line of the report; the remedy only where it is needed."""
+    text = f"{finding.verdict.value:4}{check.name:22}{finding.text}"
+    if finding.verdict is Verdict.UNCHECKED:
+        return text
+    text = f"{text}  (limit: {check.limit})"
+    return text if finding.verdict is Verdict.OK else f"{text}\n      {check.remedy}"
+
+
+def report(checks: Sequence[Check], write: Callable[[str], None]) -> list[Verdict]:
+    """Carries out all checks and writes a line for each, then how many are what."""
+    verdicts = []
+    for check in checks:
+        finding = run_check(check)
+        write(line(check, finding))
+        verdicts.append(finding.verdict)
+    counts = {verdict: verdicts.count(verdict) for verdict in Verdict}
+    write(
+        f"{counts[Verdict.OK]} ok, {counts[Verdict.BAD]} bad, "
+        f"{counts[Verdict.UNCHECKED]} could not be checked"
+    )
+    return verdicts

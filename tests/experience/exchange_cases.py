@@ -1,0 +1,170 @@
+"""Several ranks as threads of one process, and the exchange in which every rank gets everything."""
+
+import pickle
+import threading
+from dataclasses import replace
+
+import numpy as np
+
+from lightrft.datasets.types import Prompt
+from lightrft.engines.ledger import LedgerEntry, hash_context
+from lightrft.engines.types import Completion
+from lightrft.experience.exchange import ROW_COLUMNS, SampleTable
+from lightrft.experience.types import Rollout, ScoredRollout, Segment
+
+
+class ThreadWorld:
+    """Ranks that run at the same time; counts the bytes that each gets from others."""
+
+    def __init__(self, size):
+        self.size = size
+        self.received = [0] * size
+        self._barrier = threading.Barrier(size, timeout=30)
+        self._posted = [None] * size
+
+    def run(self, function):
+        """`function(rank)` on every rank; their results by rank."""
+        found, problems = [None] * self.size, []
+
+        def call(number):
+            try:
+                found[number] = function(ThreadRank(self, number))
+            except BaseException as error:  # noqa: BLE001 - raised by the caller
+                problems.append(error)
+                self._barrier.abort()
+
+        threads = [threading.Thread(target=call, args=(i,)) for i in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        if problems:
+            raise next((p for p in problems if "Broken" not in type(p).__name__), problems[0])
+        return found
+
+    def swap(self, rank, item):
+        """What all ranks posted."""
+        self._posted[rank] = item
+        self._barrier.wait()
+        posted = list(self._posted)
+        self._barrier.wait()
+        return posted
+
+
+class ThreadRank:
+    inference_engine = None
+    engine_mp_group = None
+
+    def __init__(self, world, rank):
+        self.world, self.rank, self.world_size = world, rank, world.size
+
+    def get_rank(self):
+        return self.rank
+
+    def _count(self, found):
+        others = (data for sender, data in enumerate(found) if sender != self.rank)
+        self.world.received[self.rank] += sum(map(len, others))
+        return found
+
+    def gather_bytes(self, data):
+        return self._count(self.world.swap(self.rank, data))
+
+    def gather_objects(self, item, group=None):
+        return [pickle.loads(data) for data in self.gather_bytes(pickle.dumps(item))]
+
+    def exchange_bytes(self, parts):
+        assert len(parts) == self.world_size
+        return self._count([sent[self.rank] for sent in self.world.swap(self.rank, parts)])
+
+
+def gathered(table, own, wanted, strategy):
+    """The reference: every rank gets the tokens of all samples, and takes its own rows."""
+    tables = strategy.gather_objects(own)
+    names = table.component_names
+    versions = [t.token_versions for t in tables]
+    columns = [n for n in ROW_COLUMNS if n not in ("components", "is_masked")]
+    whole = SampleTable(
+        **{name: np.concatenate([getattr(t, name) for t in tables]) for name in columns},
+        token_ids=np.concatenate([t.token_ids for t in tables]),
+        rollout_logprobs=np.concatenate([t.rollout_logprobs for t in tables]),
+        is_sampled=np.concatenate([t.is_sampled for t in tables]),
+        is_masked=np.concatenate([t.is_masked for t in tables]),
+        component_names=names,
+        components=np.concatenate([_under(names, t) for t in tables]),
+        token_versions=None if any(v is None for v in versions) else np.concatenate(versions),
+    )
+    order = np.argsort(whole.sample_ids, kind="stable")
+    kept = order[np.isin(whole.sample_ids[order], table.sample_ids)]
+    # Groups that only fill the batch are masked after the exchange.
+    whole = replace(whole.take(kept), is_masked=table.is_masked)
+    return whole.take(wanted[strategy.get_rank()])
+
+
+def _under(names, table):
+    values = np.full((len(table), len(names)), np.nan)
+    for column, name in enumerate(table.component_names):
+        values[:, names.index(name)] = table.components[:, column]
+    return values
+
+
+def ragged_sample(rng, sample_id, *, kind, group_size=4):
+    """A sample of one call, of several turns with observations, or of several versions."""
+    prompt = tuple(rng.integers(0, 60_000, rng.integers(1, 9)).tolist())
+    length = int(rng.integers(0, 30))
+    sampled = [True] * length
+    if kind == "turns":
+        sampled = (rng.random(length) < 0.6).tolist()
+    versions = None if kind == "plain" else [7] * length
+    if kind == "versions" and rng.random() < 0.5:
+        versions = sorted(rng.integers(4, 8, length).tolist())
+    if versions is not None:
+        versions = tuple(v if s else -1 for v, s in zip(versions, sampled, strict=True))
+    completion = Completion(
+        sample_id // group_size, sample_id % group_size, prompt,
+        tuple(rng.integers(0, 60_000, length).tolist()),
+        tuple((-rng.random(length) * sampled).tolist()), "temperature",
+        "length" if rng.random() < 0.2 else "stop", max([7, *(versions or ())]), tuple(sampled),
+    )  # fmt: skip
+    rollout = Rollout(
+        Prompt(id=0, text="", token_ids=prompt), completion, sample_id // group_size, sample_id,
+        "", versions,
+    )  # fmt: skip
+    components = {"a": float(rng.normal())} | ({"b": 1.0} if rng.random() < 0.3 else {})
+    return ScoredRollout(rollout, float(rng.normal()), components, bool(rng.random() < 0.1))
+
+
+def long_sample(rng, sample_id, *, prompt, response, turns):
+    """A sample of equal turns with 10 observed tokens between them, and its ledger entries."""
+    ids = rng.integers(0, 60_000, prompt).tolist()
+    sampled, logprobs, segments, entries = [], [], [], []
+    each = (response - 10 * (turns - 1)) // turns
+    for turn in range(turns):
+        is_last = turn == turns - 1
+        count = response - len(sampled) if is_last else each
+        new = rng.integers(0, 60_000, count).tolist()
+        values = (-rng.random(count)).astype(np.float32).tolist()
+        entries.append(LedgerEntry(sample_id, 0, hash_context(ids), tuple(new), tuple(values), 3))
+        observed = [] if is_last else rng.integers(0, 60_000, 10).tolist()
+        segments.append(Segment(sample_id, 0, tuple(observed)))
+        ids += [*new, *observed]
+        sampled += [True] * count + [False] * len(observed)
+        logprobs += [*values, *([0.0] * len(observed))]
+    start = tuple(ids[:prompt])
+    completion = Completion(
+        sample_id, 0, start, tuple(ids[prompt:]), tuple(logprobs), "temperature", "stop", 3,
+        tuple(sampled),
+    )  # fmt: skip
+    rollout = Rollout(
+        Prompt(id=0, text="", token_ids=start), completion, sample_id // 4, sample_id, "",
+        segments=tuple(segments),
+    )  # fmt: skip
+    return ScoredRollout(rollout, float(rng.normal()), {"score": 1.0}), entries
+
+
+def gathered_evidence(evidence, wanted, strategy):
+    """The reference: journals and ledgers of all ranks, on every rank."""
+    accounts, entries = {}, {}
+    for theirs, found in strategy.gather_objects((evidence.accounts, evidence.entries)):
+        accounts |= theirs
+        entries |= found
+    return replace(evidence, accounts=accounts, entries=entries)

@@ -1,0 +1,311 @@
+"""A step that was killed goes on where its journal ends, and a journal replays without anything."""
+
+import importlib.util
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lightrft.experience.environments.journal import read_journal
+from lightrft.experience.environments.replay import Replay, replay_journal
+from lightrft.experience.ledger_gate import gather_evidence, rebuild
+from lightrft.experience.sampling import RolloutSampler, training_params
+from lightrft.rewards.build import CombinedReward
+
+_SPEC = importlib.util.spec_from_file_location(
+    "environment_stage", Path(__file__).with_name("test_environments.py")
+)
+environments = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(environments)
+Stage, call, CASES = environments.Stage, environments.call, environments.CASES
+FILE = "step-000001.rank-0.jsonl"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_pools():
+    yield
+    for pool in environments.POOLS.values():
+        pool.close()
+    environments.POOLS.clear()
+
+
+def counting(request_id):
+    """Prompts of two, three and four turns; the n-th call of each is answered by n."""
+    calls = [call("count_up")] * (1 + request_id // 2 % 3)
+    return [*calls, f"done {request_id}"]
+
+
+class Played:
+    """Rollouts of one call of `sample` in a folder, and what the engine was asked."""
+
+    def __init__(self, folder, script=counting, *, version=3, weights=17, lines=None, **options):
+        options = {"environment": "Counter", **options}
+        rows = [{"input": f"Find it {i}."} for i in range(3)]
+        folder.mkdir(exist_ok=True)
+        self.stage = Stage(folder, script, rows=rows, **options)
+        self.stage.engine.set_weights_version(version)
+        self.stage.strategy.session.last_weight_sync = SimpleNamespace(engine_hash=weights)
+        self.path = folder / "journal" / FILE
+        if lines is not None:
+            self.path.parent.mkdir(exist_ok=True)
+            self.path.write_text(lines, encoding="utf-8")
+        self.rollouts, self.rewards = self.stage.sample()
+        self.num_requests = len(self.stage.engine.requests)
+
+    @property
+    def ids(self):
+        return [
+            (r.completion.output_token_ids, r.completion.output_logprobs, r.completion.sampled)
+            for r in self.rollouts
+        ]
+
+    @property
+    def lines(self):
+        return self.path.read_text(encoding="utf-8")
+
+    @property
+    def restarts(self):
+        return [r.sample_id for r in self.rollouts if r.conversation.num_restarts]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return Played(tmp_path_factory.mktemp("whole") / "run")
+
+
+def timeless(text):
+    """Events in the order of each sample: those of different samples may come in any order."""
+    events = [json.loads(line) for line in text.splitlines()]
+    for event in events:
+        event.pop("weights_version", None)
+        if "call" in event:
+            event["call"].pop("seconds")
+    order = sorted(events, key=lambda event: event.get("sample_id", -1))
+    return [json.dumps(event, sort_keys=True) for event in order]
+
+
+def test_a_journal_that_ends_anywhere_is_followed_to_the_same_end(whole, tmp_path):
+    lines = whole.lines.splitlines(keepends=True)
+    sampled = {}
+    for number in range(0, len(lines) + 1, 3):
+        # Torn in the middle of a line, as a kill leaves it.
+        torn = lines[number][: len(lines[number]) // 2] if number < len(lines) else ""
+        text = "".join(lines[:number]) + torn
+        again = Played(tmp_path / str(number), version=8, lines=text)
+        assert again.ids == whole.ids
+        assert [r.reward for r in again.rewards] == [r.reward for r in whole.rewards]
+        assert again.restarts == []
+        assert timeless(again.lines) == timeless(whole.lines)
+        assert set(again.rollouts[0].token_versions) == {8, -1}  # an engine counts from its start
+        sampled[number] = again.num_requests
+    counts = list(sampled.values())
+    assert counts[0] == whole.num_requests
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] == 0
+    assert len(set(counts)) == 5  # four rounds
+
+
+def test_turns_of_a_journal_are_evidence_for_the_ledger_gate(whole, tmp_path):
+    lines = whole.lines.splitlines(keepends=True)
+    again = Played(tmp_path / "run", lines="".join(lines[: len(lines) // 2]))
+    assert 0 < again.num_requests < whole.num_requests
+    evidence = gather_evidence(again.rollouts, again.stage.strategy)
+    for rollout in again.rollouts:
+        row = rebuild(rollout.sample_id, evidence)
+        start = len(rollout.completion.prompt_token_ids)
+        assert tuple((row.turns >= 0)[start:].tolist()) == rollout.completion.sampled
+
+
+def edited(text, sample_id, old, new):
+    """The lines with another text in the answers of one sample."""
+    found = []
+    for line in text.splitlines():
+        event = json.loads(line)
+        if event["event"] == "answer" and event["sample_id"] == sample_id:
+            event["call"]["text"] = event["call"]["text"].replace(old, new)
+        found.append(json.dumps(event))
+    return "\n".join(found) + "\n"
+
+
+def test_an_episode_that_is_answered_otherwise_starts_over_alone(whole, tmp_path, capsys):
+    text = edited(whole.lines, 5, "2", "9")
+    again = Played(tmp_path / "run", lines=text)
+    assert again.restarts == [5]
+    assert "sample 5 starts over: turn 1: count_up answered '2', where the journal says '9'" in (
+        capsys.readouterr().out
+    )
+    assert again.ids == whole.ids  # it is sampled again by the same random numbers
+    assert again.num_requests == 4  # its four turns
+    assert [r.reward for r in again.rewards] == [r.reward for r in whole.rewards]
+    # What starts over is followed the next time.
+    third = Played(tmp_path / "third", lines=again.lines)
+    assert third.num_requests == 0
+    assert third.ids == whole.ids
+    assert third.restarts == []
+
+
+def test_a_journal_of_other_weights_or_prompts_is_not_followed(whole, tmp_path):
+    header, _, rest = whole.lines.partition("\n")
+    for name, value in (("weights", 5), ("prompts", "0"), ("world_size", 2), ("format", 0)):
+        changed = json.dumps({**json.loads(header), name: value}) + "\n" + rest
+        again = Played(tmp_path / name, lines=changed)
+        assert again.num_requests == whole.num_requests
+        assert again.ids == whole.ids
+    unknown = Played(tmp_path / "unknown", weights=0)
+    assert Played(tmp_path / "again", weights=0, lines=unknown.lines).num_requests > 0
+    for broken in ("", "no JSON\n" + whole.lines):
+        again = Played(tmp_path / f"broken{len(broken)}", lines=broken)
+        assert again.ids == whole.ids
+
+
+def test_functions_without_state_are_answered_from_the_journal(tmp_path):
+    counter = tmp_path / "calls"
+
+    def script(request_id):
+        return [call("noted", path=str(counter)), "done"]
+
+    options = {"environment": None, "tools": (f"{CASES}:noted",)}
+    first = Played(tmp_path / "first", script, **options)
+    assert counter.read_text() == "x" * 6
+    again = Played(tmp_path / "again", script, lines=first.lines, **options)
+    assert counter.read_text() == "x" * 6
+    assert again.ids == first.ids
+    # Answers that the model never saw are found by the ids before the next turn.
+    text = edited(first.lines, 2, "noted", "not ed")
+    third = Played(tmp_path / "third", script, lines=text, **options)
+    assert third.restarts == [2]
+    assert counter.read_text() == "x" * 7
+
+
+def test_a_deadline_is_not_decided_twice(tmp_path):
+    def script(request_id):
+        return [call("act", what="exit" if request_id == 1 else "none"), "done"]
+
+    options = {"environment": "Naughty", "reward_failure": "mask"}
+    first = Played(tmp_path / "first", script, **options)
+    assert [r is None for r in first.rewards] == [i == 1 for i in range(6)]
+    # The environment behaves this time, but its episode has failed.
+    good = Played(
+        tmp_path / "again", lambda i: [call("act", what="none"), "done"],
+        lines=first.lines, **options,
+    )  # fmt: skip
+    assert [r is None for r in good.rewards] == [i == 1 for i in range(6)]
+    assert good.num_requests == 0
+
+
+def test_late_episodes_join_later_rounds_with_the_same_tokens(whole, tmp_path):
+    def script(request_id):
+        # One waits in its first turn, while another takes many.
+        if request_id == 4:
+            return [call("slowly", seconds=0.2), *counting(request_id)]
+        return [call("slowly", seconds=0.08)] * (12 if request_id == 5 else 1) + ["done"]
+
+    options = {"environment_workers": 2, "max_turns": 20}
+    prompt = Played(tmp_path / "prompt", script, **options)
+    late = Played(tmp_path / "late", script, late_join=True, **options)
+    assert late.ids == prompt.ids
+    assert [r.reward for r in late.rewards] == [r.reward for r in prompt.rewards]
+    rounds, lock_step = (read_journal(each.path).rounds for each in (late, prompt))
+    assert len(rounds) > len(lock_step)
+    assert any(len({t.turn for t in turns.values()}) > 1 for turns in rounds)
+    # A continued run follows the rounds as they were.
+    lines = late.lines.splitlines(keepends=True)
+    again = Played(
+        tmp_path / "again", script, late_join=True, **options,
+        lines="".join(lines[: 2 * len(lines) // 3]),
+    )  # fmt: skip
+    assert again.ids == late.ids
+    known = read_journal(again.path).rounds
+    assert [sorted(turns) for turns in known[:3]] == [sorted(turns) for turns in rounds[:3]]
+
+
+def test_each_batch_of_dynamic_sampling_has_a_journal(tmp_path):
+    played = Played(tmp_path / "run", dynamic_sampling=True, max_num_gen_batches=3)
+    played.path.unlink()
+    stage, rounds = played.stage, [0]
+    # The rewards of the first batch are constant, of the second they are mixed.
+    stage.script = lambda i: [call("count_up")] * (1 + (i % 2 if rounds[0] else 0)) + ["done"]
+    sampler = RolloutSampler(
+        stage.strategy, CombinedReward([], []), None, decoder=stage.tokenizer,
+        config=stage.config, environments=stage.environments,
+    )  # fmt: skip
+
+    def more():
+        rounds[0] += 1
+        return stage.prompts
+
+    samples = sampler.collect(stage.prompts, first_request_id=0, next_prompts=more, step=1)
+    assert samples.num_rounds == 2
+    assert samples.selection.num_constant == 3
+    assert sorted(samples.table.rewards.tolist()) == [1.5] * 3 + [3.0] * 3
+    assert len(samples.evidence.accounts) == 12
+    for name in (FILE, "step-000001.batch-1.rank-0.jsonl"):
+        assert len(read_journal(played.path.with_name(name)).ends) == 6
+
+
+def replayed(played, text, say=None):
+    path = played.path.with_name("replayed.jsonl")
+    path.write_text(text, encoding="utf-8")
+    engine, found = played.stage.engine, Replay()
+
+    def generate(params, requests):
+        return engine.generate(requests, params)
+
+    if say is not None:
+        engine._script = say
+    config = played.stage.config
+    replay_journal(
+        read_journal(path), replace(training_params(config), n=1), config=config,
+        tokenizer=played.stage.tokenizer, generate=generate, into=found,
+    )  # fmt: skip
+    engine._script = played.stage.say
+    return found
+
+
+def test_a_replay_without_environment_equals_the_live_run(whole):
+    found = replayed(whole, whole.lines)
+    assert found.differences == []
+    assert (found.num_episodes, found.num_turns) == (6, 2 * (2 + 3 + 4))
+    assert found.num_answers == 2 * (1 + 2 + 3)
+    assert found.num_tokens == sum(len(r.completion.sampled_token_ids) for r in whole.rollouts)
+    assert found.max_difference == 0.0
+
+
+def test_a_replay_names_what_was_changed(whole):
+    changed = replayed(whole, edited(whole.lines, 3, "1", "7"))
+    assert changed.differences == [
+        "sample 3, turn 0: what the model saw of count_up is not the answer"
+    ]
+
+    def other(request, index):
+        ids, logprobs = whole.stage.say(request, index)
+        if request.request_id % 2**40 == 4 and request.request_id > 2**40:
+            ids = [*ids[:2], ids[2] + 1, *ids[3:]]
+        return ids, logprobs
+
+    found = replayed(whole, whole.lines, other).differences
+    assert found
+    assert all(line.startswith("sample 4, turn ") and ", token 2: id " in line for line in found)
+    # Both changed together: then what came next was sampled after other ids.
+    events = [json.loads(line) for line in whole.lines.splitlines()]
+    for event in events:
+        if event["event"] == "observation" and event["sample_id"] == 5 and event["turn"] == 0:
+            start, _ = event["text_spans"][0]
+            event["token_ids"][start] += 1
+    text = "\n".join(map(json.dumps, events)) + "\n"
+    found = replayed(whole, text).differences
+    assert found[0] == "sample 5, turn 0: what the model saw of count_up is not the answer"
+    assert found[1].startswith("sample 5, turn 1: the ids before it are not those the engine saw")
+
+
+def test_a_torn_line_inside_a_journal_is_named(whole, tmp_path):
+    path = tmp_path / "torn.jsonl"
+    lines = whole.lines.splitlines(keepends=True)
+    path.write_text("".join([*lines[:3], lines[3][:20] + "\n", *lines[4:]]))
+    with pytest.raises(ValueError, match="line 4 is no event"):
+        read_journal(path)
+    shutil.copy(whole.path, path)
+    assert len(read_journal(path).rounds) == 4

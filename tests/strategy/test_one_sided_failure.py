@@ -1,0 +1,203 @@
+"""One rank cannot start its engine, or fails in it, while the other waits in a collective of it.
+
+Each case starts two processes of this file without any launcher that would end the other one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightrft.strategy.testing import RankFailure, find_free_port, run_multiprocess
+
+LIMIT_SECONDS = 60.0
+START_SECONDS = 900.0
+CAUSE = "the GPU of this rank has 3 bytes left"
+SETTINGS = {
+    "fsdp": True, "bf16": False, "train_batch_size": 2, "micro_train_batch_size": 1,
+    "timeout_minutes": 30.0, "engine_args": {},
+}  # fmt: skip
+
+
+def fail_if_faulty(folder: str) -> None:
+    if os.environ["RANK"] == "1":
+        Path(folder, "fault").write_text(str(time.time()))
+        raise MemoryError(CAUSE)
+
+
+def wait_inside(folder: str) -> None:
+    """What an engine does: the ranks agree on something, and one of them fails before."""
+    import torch
+    import torch.distributed as dist
+
+    fail_if_faulty(folder)
+    dist.all_reduce(torch.zeros(1))
+
+
+def run_fake(place: str, folder: str) -> None:
+    from torch import nn
+
+    from lightrft.engines import factory
+    from lightrft.engines.fake import FakeEngine
+    from lightrft.strategy import get_strategy
+    from lightrft.strategy.engine.generation import SHARED_BY_GROUP
+
+    class Shared(FakeEngine):
+        def generate(self, requests, sampling_params):
+            if place == "generate":
+                wait_inside(folder)
+            return super().generate(requests, sampling_params)
+
+    def build(config, *, module=None):
+        if place == "start":
+            wait_inside(folder)
+        if place == "alone":  # nobody waits inside
+            fail_if_faulty(folder)
+        return Shared.for_module(config, module)
+
+    factory.ENGINES["fake"] = build
+    SHARED_BY_GROUP["fake"] = True
+    with get_strategy({**SETTINGS, "engine_tp_size": 2, "enable_engine_sleep": False}) as strategy:
+        actor = nn.Linear(4, 3)
+        strategy.setup_inference_engine(None, "fake", actor)
+        strategy.update_engine_weights(actor)
+        strategy.gather_and_generate({"max_tokens": 2}, [[1, 2]])
+
+
+def run_vllm(place: str, folder: str) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from lightrft.strategy import get_strategy
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 128}  # fmt: skip
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, max_position_embeddings=64))
+    settings = {**SETTINGS, "engine_tp_size": 2, "max_len": 32, "engine_args": {"block_size": 32}}
+    with get_strategy(settings) as strategy:
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        name = {"memory": "determine_available_memory", "load": "load_model",
+                "generate": "execute_model"}[place]  # fmt: skip
+        original = getattr(CPUWorker, name)
+
+        def faulty(self, *args, **kwargs):
+            fail_if_faulty(folder)
+            return original(self, *args, **kwargs)
+
+        setattr(CPUWorker, name, faulty)
+        strategy.setup_inference_engine(None, "vllm", model)
+        strategy.update_engine_weights(model)
+        strategy.gather_and_generate({"max_tokens": 2}, [[1, 2]])
+
+
+def run_pair(engine: str, place: str, folder: Path) -> tuple[list[int], list[str], float]:
+    """Exit codes and output of both ranks, and the seconds from the fault to the last end."""
+    port, processes = str(find_free_port()), []
+    for rank in range(2):
+        environment = {
+            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        with (folder / f"rank{rank}.log").open("w") as log:
+            command = [sys.executable, __file__, engine, place, str(folder)]
+            processes.append(
+                subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            )
+    limit = time.monotonic() + START_SECONDS
+    try:
+        while time.monotonic() < limit and None in [process.poll() for process in processes]:
+            time.sleep(0.1)
+        ended = time.time()
+        codes = [process.poll() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    texts = [(folder / f"rank{rank}.log").read_text() for rank in range(2)]
+    fault = folder / "fault"
+    took = ended - float(fault.read_text()) if fault.exists() else float("nan")
+    return codes, texts, took
+
+
+def check(engine: str, place: str, folder: Path) -> None:
+    codes, texts, took = run_pair(engine, place, folder)
+    shown = f"{texts[0][-3000:]}\n--- rank 1\n{texts[1][-3000:]}"
+    assert codes == [1, 1], shown
+    assert took <= LIMIT_SECONDS, shown
+    what = "generation failed" if place == "generate" else "the engine did not start"
+    assert f"{what} on rank 1: MemoryError: {CAUSE}" in texts[0], shown
+    assert f"MemoryError: {CAUSE}" in texts[1], shown
+    assert "on rank 1 of 2" in texts[1], shown
+
+
+def fail_on_rank_1(rank: int, world_size: int, place: str, stays: bool) -> list[int]:
+    """Rank 1 fails; "inside" rank 0 waits for it meanwhile, "after" it has done its part."""
+    import torch
+    import torch.distributed as dist
+
+    from lightrft.strategy.distributed import one_sided
+
+    del world_size
+    one_sided.GRACE_SECONDS, one_sided._MARGIN_SECONDS = 1.0, 1.0
+    dist.init_process_group("gloo")
+
+    def action() -> int:
+        if rank == 1 and place != "nowhere":
+            raise MemoryError(CAUSE)
+        if place != "after":
+            dist.all_reduce(torch.zeros(1))
+        return rank
+
+    try:
+        return one_sided.run_apart(action, None, what="the engine did not start")
+    except MemoryError:
+        if stays:  # its end would free rank 0
+            time.sleep(6.0)
+        raise
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("place", "stays"), [("inside", True), ("inside", False), ("after", True)])
+def test_a_rank_that_waits_for_a_failed_one_ends_with_the_cause(place, stays, capfd):
+    told = f"the engine did not start on rank 1: MemoryError: {CAUSE}"
+    with pytest.raises(RankFailure) as failure:
+        run_multiprocess(fail_on_rank_1, 2, timeout_seconds=50, args=(place, stays))
+    of_rank_0, of_rank_1 = str(failure.value).split("--- rank 1 ---")
+    assert f"MemoryError: {CAUSE}" in of_rank_1 or "did not finish" in of_rank_1
+    if stays and place == "inside":
+        assert "died with exit code 1" in of_rank_0
+        assert f"ended because another rank failed: {told}" in capfd.readouterr().err
+    else:
+        assert f"RuntimeError: {told}" in of_rank_0
+
+
+@pytest.mark.multiprocess
+def test_without_a_failure_every_rank_has_all_results():
+    ranks = run_multiprocess(fail_on_rank_1, 2, args=("nowhere", False))
+    assert ranks == [[0, 1], [0, 1]]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("place", ["start", "alone", "generate"])
+def test_all_ranks_end_with_the_cause_when_one_fails_in_its_engine(place, tmp_path):
+    check("fake", place, tmp_path)
+
+
+@pytest.mark.vllm
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("place", ["memory", pytest.param("load", marks=pytest.mark.slow),
+                                   pytest.param("generate", marks=pytest.mark.slow)])  # fmt: skip
+def test_all_ranks_end_when_one_fails_inside_vllms_collectives(place, tmp_path):
+    check("vllm", place, tmp_path)
+
+
+if __name__ == "__main__":
+    {"fake": run_fake, "vllm": run_vllm}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,137 @@
+"""What is refused before an engine starts or a model is loaded, and what the machine decides."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from lightrft.config import TrainConfig
+from lightrft.config.rules import batch_problems
+from lightrft.engines.types import EngineConfig
+from lightrft.strategy.deepspeed.engine_config import check_whole_model
+from lightrft.strategy.engine.start import Place, check_places, own_place
+from lightrft.strategy.testing import run_multiprocess
+
+GIGABYTE = 10**9
+
+
+def engine(tp: int, *, kind: str = "vllm", share: float = 0.5) -> EngineConfig:
+    return EngineConfig(kind, "m", tensor_parallel_size=tp, memory_utilization=share)
+
+
+def places(*nodes: str, free: int = 70, total: int = 80) -> list[Place]:
+    return [Place(node, free * GIGABYTE, total * GIGABYTE) for node in nodes]
+
+
+def test_an_engine_over_two_nodes_is_refused():
+    nodes = ("a 1", "a 1", "b 2", "b 2")
+    check_places(places(*nodes), engine(2))
+    with pytest.raises(ValueError, match=r"\[0, 1, 2, 3\] of one engine on several nodes \(a, b"):
+        check_places(places(*nodes), engine(4))
+    # Two systems of one name are two nodes; ranks dealt out in turn share none.
+    with pytest.raises(ValueError, match="expected a divisor of the 2 processes"):
+        check_places(places("a 1", "a 2", "a 1", "a 2"), engine(2))
+
+
+def test_a_gpu_with_too_little_left_is_named_before_any_engine_starts():
+    found = places("a", "a", free=50)
+    check_places(found, engine(1))
+    found[1] = Place("a", 30 * GIGABYTE, 80 * GIGABYTE)
+    with pytest.raises(ValueError, match=r"rank 1 has 30\.0 of 80\.0 GB left"):
+        check_places(found, engine(1))
+    check_places(found, engine(1, kind="hf"))  # takes no share
+    check_places([Place("a")], engine(1))  # no GPU
+
+
+def test_all_processes_of_this_machine_are_on_one_node():
+    assert own_place(has_gpu=False) == own_place(has_gpu=False)
+    assert own_place(has_gpu=False).node
+
+
+def test_deepspeed_refuses_what_does_not_fit_one_device_and_names_fsdp():
+    config = TrainConfig(zero_stage=3)
+    check_whole_model(config, 7 * 10**9, 80 * GIGABYTE)
+    with pytest.raises(ValueError, match=r"128\.0 GB in float32.*80\.0 GB; use --fsdp --meta_init"):
+        check_whole_model(config, 32 * 10**9, 80 * GIGABYTE)
+
+
+def test_models_are_built_without_memory_on_gpus_above_two_gigabytes():
+    config = TrainConfig(fsdp=True)
+    assert config.builds_on_meta(has_gpu=True, weight_bytes=14 * GIGABYTE)
+    assert not config.builds_on_meta(has_gpu=True, weight_bytes=GIGABYTE)
+    assert not config.builds_on_meta(has_gpu=False, weight_bytes=14 * GIGABYTE)
+    assert not TrainConfig().builds_on_meta(has_gpu=True, weight_bytes=14 * GIGABYTE)
+    for given in (True, False):
+        config = TrainConfig(fsdp=True, meta_init=given)
+        assert config.builds_on_meta(has_gpu=False, weight_bytes=0) is given
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("cuda", True), ("cpu", False)])
+def test_the_decision_is_agreed_and_printed(device, chosen):
+    from lightrft.trainer.training.construction import decide_by_machine
+
+    printed = []
+    strategy = SimpleNamespace(
+        device=SimpleNamespace(type=device), print=printed.append,
+        all_reduce=lambda facts, op: {**facts, "weights": 7 * 10**9},  # what another rank read
+    )  # fmt: skip
+    config = TrainConfig(fsdp=True, fused_linear_logprob=False)
+    assert decide_by_machine(config, strategy) is config
+    assert decide_by_machine(config, strategy, num_weights=5).meta_init is chosen
+    assert printed[0].startswith(f"meta_init = {str(chosen).lower()}: ")
+    adapted = TrainConfig(fsdp=True, lora_rank=4, fused_linear_logprob=False)
+    assert decide_by_machine(adapted, strategy, num_weights=5).meta_init is False
+
+
+def test_the_shard_size_must_divide_the_processes():
+    config = TrainConfig(fsdp=True, fsdp_shard_size=2, train_batch_size=128)
+    assert not any("fsdp_shard_size" in text for text in batch_problems(config, 4))
+    config = TrainConfig(fsdp=True, fsdp_shard_size=3, train_batch_size=128)
+    assert any("fsdp_shard_size must divide" in text for text in batch_problems(config, 4))
+    with pytest.raises(ValueError, match="fsdp_shard_size: got 0"):
+        TrainConfig(fsdp=True, fsdp_shard_size=0)
+
+
+def test_sglangs_deterministic_mode_is_the_users_to_turn_off(monkeypatch):
+    from lightrft.engines.sglang.options import engine_arguments
+
+    arguments = ModuleType("sglang.srt.server_args")
+    fields = {"enable_deterministic_inference": bool, "model_path": str}
+    arguments.ServerArgs = type(
+        "ServerArgs", (), {"__annotations__": fields, "__struct_fields__": tuple(fields)}
+    )
+    for name in ("sglang", "sglang.srt"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "sglang.srt.server_args", arguments)
+
+    def built(**options):
+        config = EngineConfig("sglang", "m", options=options)
+        return engine_arguments(
+            config, model_path="m", context_length=8, load_format="auto", vocab_size=9,
+            ports=(1, 2), device_index=0,
+        )["enable_deterministic_inference"]  # fmt: skip
+
+    assert built() is True
+    assert built(enable_deterministic_inference="false") is False
+
+
+def sharding_of(rank: int, world_size: int, shard_size: int) -> tuple[tuple[int, ...], int]:
+    import torch
+
+    from lightrft.strategy import get_strategy
+
+    del rank, world_size
+    settings = {
+        "fsdp": True, "bf16": False, "train_batch_size": 2, "micro_train_batch_size": 1,
+        "fsdp_shard_size": shard_size,
+    }  # fmt: skip
+    with get_strategy(settings) as strategy:
+        model = strategy.prepare_model(torch.nn.Linear(8, 8), is_training=True)
+        return tuple(model.weight.device_mesh.shape), model.weight.to_local().shape[0]
+
+
+@pytest.mark.multiprocess
+def test_replicas_of_shards_are_formed_from_the_command_lines_option():
+    assert run_multiprocess(sharding_of, 2, timeout_seconds=240, args=(1,))[0] == ((2, 1), 8)

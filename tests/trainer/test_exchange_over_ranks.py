@@ -1,0 +1,137 @@
+"""A run in which tokens go to the ranks that train them is, bit for bit, the one in which every
+rank gets all of them: batch, loss, gradients, weights.
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightrft.strategy.testing import run_multiprocess
+
+pytestmark = pytest.mark.multiprocess
+
+CASES = Path(__file__).parents[1] / "experience" / "exchange_cases.py"
+REWARD = """
+def score(responses, kind):
+    if kind[0] == 5:
+        raise ValueError("this one always fails")
+    return [
+        1.0 if k % 2 else float(sum(map(ord, text)) % 2)
+        for text, k in zip(responses, kind, strict=True)
+    ]
+"""
+
+
+def train_both_ways(rank, world_size, runs):
+    """Metrics of every run and of the same run in the gathered form."""
+    from dataclasses import asdict
+
+    import torch.distributed as dist
+
+    import lightrft.experience.maker as maker
+    from lightrft.config import TrainConfig
+    from lightrft.trainer.runs.assembly import run_training
+
+    spec = importlib.util.spec_from_file_location("exchange_cases", CASES)
+    cases = sys.modules["exchange_cases"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(cases)
+    forms = (
+        (maker.deliver_rows, maker.deliver_evidence),
+        (cases.gathered, cases.gathered_evidence),
+    )
+    # Kept over all runs: to end one and start the next at the same address is a race.
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    found = []
+    for values in runs:
+        both = []
+        for name, form in zip(("delivered", "gathered"), forms, strict=True):
+            maker.deliver_rows, maker.deliver_evidence = form
+            folder = f"{values['output_dir']}_{name}"
+            config = TrainConfig(**{**values, "output_dir": folder})
+            both.append(asdict(run_training(config))["last_metrics"])
+        found.append(both)
+    return found
+
+
+def settings(folder, model, name, **changes):
+    return {
+        "pretrain": model, "prompt_data": str(folder / "train.jsonl"), "input_key": "prompt",
+        "reward_fn": (f"{folder / 'reward.py'}:score",), "fsdp": True, "bf16": False,
+        "engine_type": "hf", "output_dir": str(folder / name), "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4, "train_batch_size": 8, "micro_train_batch_size": 2,
+        "generate_max_len": 8, "prompt_max_len": 32, "init_kl_coef": 0.0,
+        "actor_learning_rate": 1e-3, "lr_warmup_ratio": 0.0, "max_steps": 2, "audit_every": 1,
+        "reward_failure": "mask", "save_trajectories": True, **changes,
+    }  # fmt: skip
+
+
+def write_inputs(folder):
+    rows = [{"prompt": f"say {'aeiou'[i % 5] * (1 + i % 3)}", "kind": i} for i in range(32)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "reward.py").write_text(REWARD)
+
+
+def files_of(folder):
+    """Bytes of all that an audit reads, and of the samples token by token."""
+    found = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.glob("audit/**/*"))
+        if path.suffix == ".safetensors" or path.name == "facts.json"
+    }
+    return found | {"trajectories": (folder / "trajectories.jsonl").read_bytes()}
+
+
+def assert_same_runs(ranks, runs):
+    for number, values in enumerate(runs):
+        for both in ranks:
+            delivered, gathered = (
+                {k: v for k, v in each.items() if "second" not in k and "memory" not in k}
+                for each in both[number]
+            )
+            assert delivered == gathered
+            assert delivered["engine_hash"]
+        delivered, gathered = (
+            files_of(Path(f"{values['output_dir']}_{name}")) for name in ("delivered", "gathered")
+        )
+        assert sorted(delivered) == sorted(gathered)
+        assert len(delivered) >= 5
+        for name, content in delivered.items():
+            assert content == gathered[name], name
+
+
+@pytest.mark.timeout(600)
+def test_two_ranks_train_the_same_bits(tmp_path, tiny_model):
+    write_inputs(tmp_path)
+    runs = [
+        settings(tmp_path, tiny_model, "fire", use_fire=True, dynamic_sampling=True, max_steps=1),
+        settings(
+            tmp_path, tiny_model, "partial", partial_rollout=True, partial_rollout_tokens=3,
+            partial_rollout_prompts=6, off_policy_correction="tis", fsdp=False, zero_stage=1,
+        ),
+    ]  # fmt: skip
+    ranks = run_multiprocess(train_both_ways, 2, timeout_seconds=500, args=(runs,))
+    assert_same_runs(ranks, runs)
+    assert ranks[0][1][0]["partial/stale_token_share"] > 0
+    # Positive control: the files tell runs apart.
+    first, second = (files_of(Path(f"{values['output_dir']}_delivered")) for values in runs)
+    name = "audit/step_000001/values.safetensors"
+    assert first[name] != second[name]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_four_ranks_train_the_same_bits(tmp_path, tiny_model):
+    """Ranks that share their sequences, or an engine."""
+    write_inputs(tmp_path)
+    runs = [
+        settings(
+            tmp_path, tiny_model, "sequences", sp_size=2, packing_samples=True,
+            micro_batch_tokens=60, dynamic_sampling=True,
+        ),
+        settings(tmp_path, tiny_model, "engines", engine_tp_size=2, fsdp=False, zero_stage=2),
+    ]  # fmt: skip
+    ranks = run_multiprocess(train_both_ways, 4, timeout_seconds=800, args=(runs,))
+    assert_same_runs(ranks, runs)

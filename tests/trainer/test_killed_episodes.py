@@ -1,0 +1,233 @@
+"""A run that is killed inside the episodes of a stateful environment ends as one that was not.
+
+The journal says where an episode is: a run is killed once rank 0 of this process has written so
+many events of a step, drawn at random, and the kill counts if episodes were under way. Compared are
+every file of the last checkpoint, the exported model, metrics, samples, and all journals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import random
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightrft.strategy.testing import run_multiprocess
+
+_SPEC = importlib.util.spec_from_file_location(
+    "random_kills", Path(__file__).with_name("test_random_kills.py")
+)
+kills = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(kills)
+
+NUM_STEPS = 3
+# Answers follow from all that was said before.
+ENVIRONMENT = '''
+import time
+
+
+class Mixer:
+    def reset(self, seed: int = 0, **row):
+        self.state = seed % 1009
+
+    def mix(self, number: int) -> str:
+        """Mix a number in.
+
+        Args:
+            number: Any.
+        """
+        time.sleep(0.02)
+        self.state = (self.state * 31 + number + 7) % 1009
+        return str(self.state)
+
+    def get_reward(self) -> float:
+        return float(self.state % 5)
+'''
+TEMPLATE = """\
+{%- for x in tools or [] %}{{- '<|system|>' + x.function.name }}{%- endfor %}\
+{%- for m in messages %}\
+{%- if m.role == 'tool' %}{{- '<|user|>' + m.content }}\
+{%- else %}{{- '<|' + m.role + '|>' + m.content }}{%- for k in m.tool_calls or [] %}\
+{{- k.function | tojson }}{%- endfor %}\
+{%- if m.role == 'assistant' %}{{- eos_token }}{%- endif %}{%- endif %}{%- endfor %}\
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+
+
+def settings(folder, name):
+    return {
+        "pretrain": str(folder / "model"), "prompt_data": str(folder / "train.jsonl"), "fsdp": True,
+        "environment": f"{folder / 'mixer.py'}:Mixer", "apply_chat_template": True, "bf16": False,
+        "chat_template": str(folder / "template.jinja"), "environment_workers": 1, "max_turns": 3,
+        "engine_type": "hf", "rollout_batch_size": 4, "n_samples_per_prompt": 2,
+        "train_batch_size": 8, "micro_train_batch_size": 4, "generate_max_len": 6,
+        "prompt_max_len": 48, "max_observation_tokens": 16, "init_kl_coef": 0.0,
+        "actor_learning_rate": 1e-3, "lr_warmup_ratio": 0.0, "max_steps": NUM_STEPS,
+        "save_steps": 1, "timeout_minutes": 2.0, "parity_check_steps": -1,
+        "output_dir": str(folder / name),
+    }  # fmt: skip
+
+
+def write_inputs(folder):
+    from lightrft.models.presets import write_tiny_model
+
+    write_tiny_model(folder / "model", "tiny-qwen3", seed=1)
+    rows = [json.dumps({"input": f"say {'aeiou'[i % 5] * (1 + i % 3)}"}) for i in range(12)]
+    (folder / "train.jsonl").write_text("\n".join(rows))
+    (folder / "mixer.py").write_text(ENVIRONMENT)
+    (folder / "template.jinja").write_text(TEMPLATE)
+
+
+def let_random_models_call():
+    """They write no calls and seldom end: here bytes below 90 do, and every turn calls."""
+    import lightrft.experience.environments.rounds as rounds
+    import lightrft.experience.sampling as sampling
+    from lightrft.experience.environments.calls import ToolCall
+
+    own = sampling.training_params
+    sampling.training_params = lambda config: replace(own(config), stop_token_ids=tuple(range(90)))
+    rounds.choose_parser = lambda *given: (
+        lambda text, is_ended: [ToolCall("mix", {"number": sum(map(ord, text)) % 1009})]
+    )
+
+
+def journal_of(options, step, rank, since=0):
+    """Lines that were written after a time; a continued run writes beside the file it follows."""
+    name = f"step-{step:06d}.rank-{rank}.jsonl"
+    folder, found = Path(options["output_dir"]) / "journal", []
+    for path in (folder / name, folder / f".{name}.partial"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime_ns > since:
+                found.append(path.read_text(errors="replace").splitlines())
+    return max(found, key=len, default=[])
+
+
+def events(options, step, rank, since=0):
+    found = []
+    for line in journal_of(options, step, rank, since):
+        try:
+            found.append(json.loads(line)["event"])
+        except ValueError:  # torn
+            break
+    return found
+
+
+def is_inside(options, step, ranks, since):
+    """Whether episodes of some rank have begun and not ended."""
+    seen = [events(options, step, rank, since) for rank in ranks]
+    return any(e.count("reset") > 0 and e.count("end") < e.count("reset") for e in seen)
+
+
+def timeless_journal(options, world_size):
+    found = []
+    for step in range(1, NUM_STEPS + 1):
+        for rank in range(world_size):
+            own = [json.loads(line) for line in journal_of(options, step, rank)]
+            for event in own:
+                event.pop("weights_version", None)
+                event.get("call", {}).pop("seconds", None)
+            own.sort(key=lambda event: event.get("sample_id", -1))
+            found.append(own)
+    return found
+
+
+def result(options, world_size):
+    found = kills.result(options, models=("_actor",), num_steps=NUM_STEPS)
+    found["journal"] = timeless_journal(options, world_size)
+    return found
+
+
+def kill_inside(options, world_size, lengths, dice, share):
+    """Kills when the journal has a random number of events; what was killed, if inside.
+
+    Args:
+        share: Of the run, before which it is not killed.
+    """
+    folder = Path(options["output_dir"]) / "journal"
+    begun = [int(path.name[5:11]) for path in folder.glob("step-*")]
+    step = max(1 + int(NUM_STEPS * share), *begun, 1)
+    wanted, since = dice.randrange(2, lengths[step - 1]), time.time_ns()
+    ranks = kills.Ranks(options, world_size)
+    limit = time.monotonic() + kills.RUN_SECONDS
+    while ranks.running() and len(journal_of(options, step, 0, since)) < wanted:
+        assert time.monotonic() < limit, ranks.log.read_text()[-3000:]
+        time.sleep(0.002)
+    running = ranks.running()
+    if len(running) < world_size:
+        ranks.kill(running)
+        return None
+    chosen = dice.choice([running, running[:1], running[-1:]])
+    ranks.kill(chosen)
+    is_counted = is_inside(options, step, range(world_size), since)
+    return f"step {step}, event {wanted}, {len(chosen)} killed" if is_counted else None
+
+
+def killed_run(folder, world_size, expected, lengths, num_kills, dice):
+    """Kills one run again and again inside episodes, lets it end, and compares."""
+    options, done, tries = settings(folder, f"killed_{world_size}"), [], 0
+    shutil.rmtree(options["output_dir"], ignore_errors=True)
+    while len(done) < num_kills:
+        tries += 1
+        assert tries < 6 * num_kills + 6, done
+        share = len(done) / num_kills
+        found = kill_inside(options, world_size, lengths, dice, share)
+        if (Path(options["output_dir"]) / "summary.json").exists():
+            shutil.rmtree(options["output_dir"])  # it had ended: from the beginning
+            done = []
+        elif found is not None:
+            done.append(found)
+    kills.finish(options, world_size)
+    ended = result(options, world_size)
+    assert ended.keys() == expected.keys(), (world_size, done)
+    differing = [name for name in expected if ended[name] != expected[name]]
+    assert differing == [], (world_size, done, differing)
+    assert all(row["episode/restarts"] == 0 for row in ended["metrics.jsonl"])
+    return done
+
+
+def run_all(rank, world_size, folder, num_runs, chain, seed):
+    """Kills every run `chain` times; in a process without threads, so that it may fork."""
+    import torch
+
+    torch.set_num_threads(1)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    folder, dice, num_kills = Path(folder), random.Random(seed), 0
+    write_inputs(folder)
+    let_random_models_call()
+    whole = {}
+    for number in range(num_runs):
+        size = 1 + number % 2
+        if size not in whole:
+            options = settings(folder, f"whole_{size}")
+            kills.finish(options, size)
+            kills.import_modules(Path(f"{options['output_dir']}.modules"))
+            lengths = [len(journal_of(options, step, 0)) for step in range(1, NUM_STEPS + 1)]
+            whole[size] = result(options, size), lengths
+            assert all("answer" in events(options, s, 0) for s in range(1, NUM_STEPS + 1))
+        done = killed_run(folder, size, *whole[size], num_kills=chain, dice=dice)
+        num_kills += len(done)
+        print(f"{num_kills} kills, last of {size} ranks after {done}", file=sys.stderr, flush=True)
+    return num_kills
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("num_runs", "chain"),
+    [(2, 3), pytest.param(10, 5, marks=pytest.mark.slow)],
+    ids=["6 kills", "50 kills"],
+)
+def test_a_run_killed_inside_episodes_ends_as_one_that_nobody_killed(tmp_path, num_runs, chain):
+    seed = random.randrange(2**32)
+    done = run_multiprocess(
+        run_all, 1, timeout_seconds=3500, args=(str(tmp_path), num_runs, chain, seed)
+    )
+    assert done == [num_runs * chain], seed
