@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row, read_rows
+from lightrft.datasets.media import VisionPrompts, check_no_media, media_of
 from lightrft.datasets.mixture import read_sources
 from lightrft.datasets.render import (
     PromptTokenizer,
@@ -196,13 +197,19 @@ def _build(
 def _tokenise(
     rows: Sequence[Row], first_id: int, tokenizer: PromptTokenizer, config: TrainConfig
 ) -> list[Prompt]:
-    used = {config.input_key, config.label_key}
+    used = {config.input_key, config.label_key, config.images_key, config.videos_key}
     prompts = []
-    tokenised = tokenise(rows, tokenizer, config)
-    for offset, (row, (text, token_ids)) in enumerate(zip(rows, tokenised, strict=True)):
+    media = [media_of(row, config) for row in rows]
+    if not isinstance(tokenizer, VisionPrompts):
+        check_no_media(rows, config)
+    plain = [row for row, own in zip(rows, media, strict=True) if own.is_empty]
+    tokenised = iter(tokenise(plain, tokenizer, config)) if plain else iter(())
+    for offset, (row, own) in enumerate(zip(rows, media, strict=True)):
+        text, token_ids = next(tokenised) if own.is_empty else ("", ())
         columns = {name: value for name, value in row.columns.items() if name not in used}
-        label = label_of(row, config)
-        prompt = Prompt(first_id + offset, text, token_ids, label, columns)
+        prompt = Prompt(first_id + offset, text, token_ids, label_of(row, config), columns)
+        if isinstance(tokenizer, VisionPrompts) and not own.is_empty:
+            prompt = tokenizer.prompt(row, prompt, own, config)
         prompts.append(_with_messages(prompt, row, config) if config.has_episodes else prompt)
     return prompts
 

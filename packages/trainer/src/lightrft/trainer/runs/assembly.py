@@ -17,10 +17,14 @@ from torch.utils.data import DataLoader
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.toml import write_whole
 from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
+from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.prompts import load_texts
 from lightrft.datasets.render import PromptTokenizer
+from lightrft.engines.media.encoder import PromptEncoder
+from lightrft.engines.media.families import family_of
 from lightrft.experience.environments.rounds import Environments
 from lightrft.models import load_tokenizer
+from lightrft.models.loading import load_config, load_processor
 from lightrft.models.weight_files import count_model
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.recipes import RewardRecipes
@@ -58,7 +62,7 @@ from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.stopping import RunStoppedError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 EMA_FOLDER = "model_ema"
 
@@ -105,6 +109,12 @@ class RunInputs:
     environments: Environments | None = None
     pretrain: PretrainMix | None = None
     recipes: RewardRecipes | None = None
+    vision: VisionPrompts | None = None
+
+    @property
+    def saved_text(self) -> PreTrainedTokenizerBase | ProcessorMixin:
+        """What is saved beside a model: its processor, or its tokenizer."""
+        return self.tokenizer if self.vision is None else self.vision.encoder.processor
 
 
 def run_training(
@@ -166,10 +176,10 @@ def run_training(
             strategy.finish_saving()
             end_run(config, strategy, "stopped", result.num_steps)
             raise RunStoppedError(result.num_steps, config.output_dir)
-        strategy.save_model(trainer.actor, inputs.tokenizer, str(config.model_dir))
+        strategy.save_model(trainer.actor, inputs.saved_text, str(config.model_dir))
         if trainer.ema_model is not None:
             folder = Path(config.output_dir) / EMA_FOLDER
-            strategy.save_model(trainer.ema_model, inputs.tokenizer, str(folder))
+            strategy.save_model(trainer.ema_model, inputs.saved_text, str(folder))
         strategy.finish_saving()
         summary = _summarise(config, strategy, result, num_resumed, started)
         if strategy.is_rank_0():
@@ -191,7 +201,8 @@ def read_inputs(config: TrainConfig) -> RunInputs:
     _check_options(config)
     tokenizer = load_tokenizer(str(config.pretrain), chat_template=config.chat_template)
     environments = build_environments(config, tokenizer)
-    shown = tokenizer if environments is None else environments.prompt_tokenizer
+    vision = load_vision(config)
+    shown = vision or (tokenizer if environments is None else environments.prompt_tokenizer)
     prompts = load_run_prompts(config, shown)
     if len(prompts) < config.rollout_batch_size:
         raise ConfigError(
@@ -211,7 +222,43 @@ def read_inputs(config: TrainConfig) -> RunInputs:
         environments,
         pretrain_mix(config, tokenizer),
         recipes,
+        vision,
     )
+
+
+def load_vision(config: TrainConfig) -> VisionPrompts | None:
+    """What reads prompts with images for the model that is trained; None for models of text.
+
+    Raises:
+        ConfigError: An option does not fit the model.
+        ModelLoadError: It has no processor.
+    """
+    family = family_of(load_config(str(config.pretrain)))
+    if family is None:
+        return None
+    if config.has_episodes:
+        raise ConfigError(
+            f"environments and tools speak text only: got a model of type {family.model_type}; "
+            "train it without environment and tools"
+        )
+    processor = load_processor(str(config.pretrain))
+    limit_pixels(processor, config)
+    return VisionPrompts(PromptEncoder(processor, family))
+
+
+def limit_pixels(processor: ProcessorMixin, config: TrainConfig) -> None:
+    """Sets the sizes to which a processor scales media; it is saved with the model."""
+    given = {"longest_edge": config.max_pixels, "shortest_edge": config.min_pixels}
+    wanted = {name: value for name, value in given.items() if value is not None}
+    if not wanted:
+        return
+    size = processor.image_processor.size
+    if set(size) != {"longest_edge", "shortest_edge"} or "Qwen" not in type(processor).__name__:
+        raise ConfigError(
+            f"max_pixels and min_pixels are of the Qwen-VL families: {type(processor).__name__} "
+            "scales images to sizes of its own; leave them out"
+        )
+    processor.image_processor.size = {**size, **wanted}
 
 
 def build_environments(
@@ -271,6 +318,7 @@ def build_trainer(
         inputs.reward,
         models.reference,
         models.average,
+        processor=None if inputs.vision is None else inputs.vision.encoder.processor,
         tokenizer=inputs.tokenizer,
         eval_prompts=inputs.eval_prompts,
         loggers=(

@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.engines.media.encoder import PromptEncoder
+from lightrft.engines.media.families import family_of
 from lightrft.experience.model_rewards import ModelRewards, ScoringModel
 from lightrft.models import Actor, SequenceModel, load_tokenizer
 from lightrft.rewards.build import CombinedReward, numbered
@@ -19,7 +21,7 @@ from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.training.updates import TrainedModel
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     RewardSource = RewardFunction | nn.Module | Sequence[RewardFunction | nn.Module]
 
@@ -144,6 +146,14 @@ def trained_model(
             f"returned, or {name}_optim="
         )
     return TrainedModel(name, module, optimizer, scheduler)
+
+
+def prompt_encoder(processor: object | None, actor: nn.Module) -> PromptEncoder | None:
+    """What reads the images of prompts; None without a processor or for a model of text."""
+    if processor is None or not isinstance(actor, SequenceModel):
+        return None
+    family = family_of(actor.config)
+    return None if family is None else PromptEncoder(cast("ProcessorMixin", processor), family)
 
 
 def load_actor_tokenizer(pretrain: str | None) -> PreTrainedTokenizerBase:
