@@ -122,21 +122,18 @@ class VisionPrompts:
             add_generation_prompt=add_generation_prompt,
         )
 
-    def prompt(
-        self, row: Row, prompt: Prompt, media: RowMediaSources, config: TrainConfig
-    ) -> Prompt:
-        """A row's prompt with its media.
+    def prompt(self, row: Row, prompt: Prompt, config: TrainConfig) -> Prompt:
+        """A row's prompt as the model reads it.
 
         Args:
             row: The row.
-            prompt: What was made of its other columns.
-            media: Of the row.
+            prompt: With its media, and what was made of the other columns.
             config: How prompts are rendered.
 
         Raises:
             DataError: A medium cannot be read, or the text names another number of media.
         """
-        content = messages_of(row, config)
+        media, content = RowMediaSources(prompt.images, prompt.videos), messages_of(row, config)
         if isinstance(content, str):
             text = content
         else:
@@ -157,10 +154,7 @@ class VisionPrompts:
                 f"{row.location}: the prompt {text[:80]!r} names no place for its media; write "
                 "<image> or <video> where they belong"
             )
-        return replace(
-            prompt, text=text, token_ids=encoded.token_ids, images=media.images,
-            videos=media.videos,
-        )  # fmt: skip
+        return replace(prompt, text=text, token_ids=encoded.token_ids)
 
 
 def with_media(

@@ -53,15 +53,7 @@ def encode_prompt(prompt: Prompt, encoder: PromptEncoder | None) -> EncodedPromp
             f"prompt {prompt.id} has images or videos: the trainer needs the model's processor "
             "(processor=) and a vision-language model"
         )
-    return encoder.kept(prompt.text, images=_images(prompt), videos=_videos(prompt))
-
-
-def _images(prompt: Prompt) -> list[ImageSource]:
-    return [image for image in prompt.images if isinstance(image, ImageSource)]
-
-
-def _videos(prompt: Prompt) -> list[VideoSource]:
-    return [video for video in prompt.videos if isinstance(video, VideoSource)]
+    return encoder.kept(prompt.text, images=prompt.images, videos=prompt.videos)
 
 
 def check_media(prompts: Sequence[Prompt], config: TrainConfig) -> None:
@@ -147,10 +139,10 @@ def _pack(prompts: Mapping[int, Prompt], groups: Sequence[int]) -> bytes:
         {
             "group": group,
             "text": prompts[group].text,
-            "images": [stored(image) for image in _images(prompts[group])],
+            "images": [stored(image) for image in prompts[group].images],
             "videos": [
                 [video.name, video.fps, [stored(frame) for frame in video.frames]]
-                for video in _videos(prompts[group])
+                for video in prompts[group].videos
             ],
         }
         for group in groups

@@ -190,6 +190,11 @@ def load_model(
     config = load_config(path)
     _require(path, WEIGHT_PATTERNS, "weights")
     is_on_meta = is_building_on_meta()
+    if is_on_meta and family_of(config) is not None:
+        raise ModelLoadError(
+            f"meta_init reads weights by the names of the model, and files of vision-language "
+            f"models have others: got {config.model_type!r} in {path!r}; use --no_meta_init"
+        )
     if is_on_meta:
         # What is in no file would get no memory.
         allow_new_weights, left_out = None, (*left_out, *(allow_new_weights or ()))

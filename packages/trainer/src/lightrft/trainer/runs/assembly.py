@@ -20,11 +20,8 @@ from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_promp
 from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.prompts import load_texts
 from lightrft.datasets.render import PromptTokenizer
-from lightrft.engines.media.encoder import PromptEncoder
-from lightrft.engines.media.families import family_of
 from lightrft.experience.environments.rounds import Environments
 from lightrft.models import load_tokenizer
-from lightrft.models.loading import load_config, load_processor
 from lightrft.models.weight_files import count_model
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.recipes import RewardRecipes
@@ -54,6 +51,7 @@ from lightrft.trainer.runs.models import (
 from lightrft.trainer.runs.plan import plan_run
 from lightrft.trainer.runs.prompts import planned_steps
 from lightrft.trainer.runs.start import end_run, sole_writer, start_run
+from lightrft.trainer.runs.vision import load_vision
 from lightrft.trainer.spmd_ppo_trainer import LoopResult, SPMDPPOTrainer
 from lightrft.trainer.training.alarms import RunAlarmError, run_verdict
 from lightrft.trainer.training.algorithm import algorithm_problems
@@ -224,41 +222,6 @@ def read_inputs(config: TrainConfig) -> RunInputs:
         recipes,
         vision,
     )
-
-
-def load_vision(config: TrainConfig) -> VisionPrompts | None:
-    """What reads prompts with images for the model that is trained; None for models of text.
-
-    Raises:
-        ConfigError: An option does not fit the model.
-        ModelLoadError: It has no processor.
-    """
-    family = family_of(load_config(str(config.pretrain)))
-    if family is None:
-        return None
-    if config.has_episodes:
-        raise ConfigError(
-            f"environments and tools speak text only: got a model of type {family.model_type}; "
-            "train it without environment and tools"
-        )
-    processor = load_processor(str(config.pretrain))
-    limit_pixels(processor, config)
-    return VisionPrompts(PromptEncoder(processor, family))
-
-
-def limit_pixels(processor: ProcessorMixin, config: TrainConfig) -> None:
-    """Sets the sizes to which a processor scales media; it is saved with the model."""
-    given = {"longest_edge": config.max_pixels, "shortest_edge": config.min_pixels}
-    wanted = {name: value for name, value in given.items() if value is not None}
-    if not wanted:
-        return
-    size = processor.image_processor.size
-    if set(size) != {"longest_edge", "shortest_edge"} or "Qwen" not in type(processor).__name__:
-        raise ConfigError(
-            f"max_pixels and min_pixels are of the Qwen-VL families: {type(processor).__name__} "
-            "scales images to sizes of its own; leave them out"
-        )
-    processor.image_processor.size = {**size, **wanted}
 
 
 def build_environments(

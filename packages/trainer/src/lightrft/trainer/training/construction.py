@@ -148,12 +148,25 @@ def trained_model(
     return TrainedModel(name, module, optimizer, scheduler)
 
 
-def prompt_encoder(processor: object | None, actor: nn.Module) -> PromptEncoder | None:
-    """What reads the images of prompts; None without a processor or for a model of text."""
+def prompt_encoder(
+    processor: object | None, actor: nn.Module, config: TrainConfig
+) -> PromptEncoder | None:
+    """What reads the images of prompts; None without a processor or for a model of text.
+
+    Raises:
+        ConfigError: Steps of a vision-language model are to be recorded for an audit.
+    """
     if processor is None or not isinstance(actor, SequenceModel):
         return None
     family = family_of(actor.config)
-    return None if family is None else PromptEncoder(cast("ProcessorMixin", processor), family)
+    if family is None:
+        return None
+    if config.audit_every > 0:
+        raise ConfigError(
+            "an audit computes steps of text models again: leave audit_every out for a model of "
+            f"type {family.model_type}"
+        )
+    return PromptEncoder(cast("ProcessorMixin", processor), family)
 
 
 def load_actor_tokenizer(pretrain: str | None) -> PreTrainedTokenizerBase:
