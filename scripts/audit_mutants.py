@@ -170,27 +170,33 @@ class Call:
             for o in outputs
             if o.requires_grad
         )
-        inputs = [t for t in tensors_of([positional, keywords]) if t.requires_grad]
+        given = tensors_of([positional, keywords], is_whole=False)
+        inputs = [t for t in given if t.requires_grad]
         if isinstance(total, torch.Tensor):
             total.backward()
         found = [*outputs, *(t.grad for t in inputs if t.grad is not None)]
         return [t.detach().numpy().tobytes() + str(t.shape).encode() for t in found]
 
 
-def tensors_of(value: object) -> list[torch.Tensor]:
-    """All numbers of a value, as tensors; what it cannot look into is a TypeError."""
+def tensors_of(value: object, *, is_whole: bool = True) -> list[torch.Tensor]:
+    """All numbers of a value, as tensors.
+
+    Args:
+        is_whole: What it cannot look into is a TypeError; otherwise it has no numbers.
+    """
     if isinstance(value, torch.Tensor):
         return [value]
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return [torch.tensor(list(repr(value).encode()))]
     if isinstance(value, dict):
-        return [t for item in value.items() for t in tensors_of(list(item))]
+        value = [part for item in value.items() for part in item]
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
     if isinstance(value, list | tuple):
-        return [t for item in value for t in tensors_of(item)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        return [t for name in names for t in tensors_of(getattr(value, name))]
-    raise TypeError(f"cannot look into {type(value).__name__}")
+        return [t for item in value for t in tensors_of(item, is_whole=is_whole)]
+    if is_whole:
+        raise TypeError(f"cannot look into {type(value).__name__}")
+    return []
 
 
 class Recorder:

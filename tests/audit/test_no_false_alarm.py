@@ -17,7 +17,7 @@ from lightrft.config.registry import (
     KL_ESTIMATORS,
     POLICY_LOSSES as LOSS_NAMES,
 )
-from lightrft.experience.exchange import tabulate
+from lightrft.experience.exchange import row_table
 
 ALIASES = {"clipped", "grpo"}
 LOSSES = [name for name in POLICY_LOSSES if name not in ALIASES]
@@ -186,7 +186,7 @@ def with_observations(samples):
         logprobs = tuple(x * f for x, f in zip(completion.output_logprobs, sampled, strict=True))
         completion = replace(completion, sampled=sampled, output_logprobs=logprobs)
         scored.append(replace(item, rollout=replace(item.rollout, completion=completion)))
-    return replace(samples, scored=scored, table=tabulate(scored))
+    return replace(samples, scored=scored, table=row_table(scored))
 
 
 @pytest.mark.parametrize(

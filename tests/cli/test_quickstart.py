@@ -14,13 +14,7 @@ import pytest
 import torch
 
 from lightrft.cli.main import main
-from lightrft.cli.quickstart.addition import (
-    HELD_OUT_SHARE,
-    Addition,
-    demonstrate,
-    draw_additions,
-    write_additions,
-)
+from lightrft.cli.quickstart.addition import ADDITION, Addition, demonstrate, draw_additions
 from lightrft.cli.quickstart.boxed_sum import score
 from lightrft.cli.quickstart.command import (
     ESTIMATORS,
@@ -29,6 +23,7 @@ from lightrft.cli.quickstart.command import (
     Recipe,
     training_config,
 )
+from lightrft.cli.quickstart.task import HELD_OUT_SHARE, is_held_out, write_exercises
 from lightrft.trainer.reporting.metric_table import metric_row
 
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -60,7 +55,7 @@ def test_the_last_carry_is_never_forgotten():
 
 def test_a_careful_teacher_is_always_right_and_a_careless_one_as_often_as_no_carry_counts():
     rng = random.Random(0)
-    additions = list(islice(draw_additions(rng, held_out=False), 4000))
+    additions = list(islice(draw_additions(rng, False), 4000))
     careful = [demonstrate(item, rng, p_forget=0.0) for item in additions]
     careless = [demonstrate(item, rng, p_forget=1.0) for item in additions]
     labels = [item.answer for item in additions]
@@ -74,8 +69,8 @@ def test_a_careful_teacher_is_always_right_and_a_careless_one_as_often_as_no_car
 
 
 def test_training_and_held_out_sums_never_meet(tmp_path):
-    write_additions(tmp_path / "train", 500, seed=0, held_out=False)
-    write_additions(tmp_path / "eval", 500, seed=0, held_out=True)
+    write_exercises(tmp_path / "train", ADDITION, 500, seed=0, held_out=False)
+    write_exercises(tmp_path / "eval", ADDITION, 500, seed=0, held_out=True)
     rows = [
         [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         for name in ("train", "eval")
@@ -90,17 +85,17 @@ def test_training_and_held_out_sums_never_meet(tmp_path):
 
 def test_the_split_is_one_in_ten_and_the_same_in_every_process():
     pairs = [(x, y) for x in range(100, 300) for y in range(100, 300)]
-    held_out = [Addition(x, y).is_held_out for x, y in pairs]
+    held_out = [is_held_out(x, y) for x, y in pairs]
     assert abs(sum(held_out) / len(pairs) - 1 / HELD_OUT_SHARE) < 0.01
     code = (
-        "from lightrft.cli.quickstart.addition import Addition as A; "
-        "print([y for y in range(100, 200) if A(100, y).is_held_out])"
+        "from lightrft.cli.quickstart.task import is_held_out; "
+        "print([y for y in range(100, 200) if is_held_out(100, y)])"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    assert json.loads(done.stdout) == [y for y in range(100, 200) if Addition(100, y).is_held_out]
+    assert json.loads(done.stdout) == [y for y in range(100, 200) if is_held_out(100, y)]
 
 
 @pytest.mark.parametrize(
@@ -123,8 +118,8 @@ def test_the_reward_wants_the_right_box_at_the_very_end(response, reward):
 def test_only_the_response_is_imitated():
     from lightrft.cli.quickstart.warm_start import IGNORED, build_tokenizer, demonstration_batch
 
-    tokenizer = build_tokenizer()
-    token_ids, targets = demonstration_batch(tokenizer, random.Random(1), 16)
+    tokenizer = build_tokenizer(ADDITION)
+    token_ids, targets = demonstration_batch(tokenizer, ADDITION, random.Random(1), 16)
     assert token_ids.shape == targets.shape
     for row, target in zip(token_ids, targets, strict=True):
         trained = target != IGNORED
@@ -139,7 +134,7 @@ def test_only_the_response_is_imitated():
 def test_the_chat_template_writes_the_prompts_of_the_demonstrations():
     from lightrft.cli.quickstart.warm_start import build_tokenizer
 
-    text = build_tokenizer().apply_chat_template(
+    text = build_tokenizer(ADDITION).apply_chat_template(
         [{"role": "user", "content": "What is 457+386?"}],
         tokenize=False,
         add_generation_prompt=True,
@@ -150,13 +145,14 @@ def test_the_chat_template_writes_the_prompts_of_the_demonstrations():
 def test_imitation_lowers_the_loss_and_depends_on_the_seed_alone():
     from lightrft.cli.quickstart.warm_start import build_model, build_tokenizer, imitate
 
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(ADDITION)
     curves = []
     for seed in (0, 0, 1):
         losses = []
         imitate(
             build_model(tokenizer, seed=seed),
             tokenizer,
+            ADDITION,
             lambda step, loss: losses.append(loss),  # noqa: B023
             num_steps=12,
             batch_size=8,

@@ -34,6 +34,9 @@ def score(responses):
         while pause.exists():
             time.sleep(0.02)
     return [sum(ord(c) % 2 for c in r) / max(len(r), 1) for r in responses]
+
+
+score.whole_batch = True  # one call a step
 """
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -221,7 +221,7 @@ def sample(function, *, script=None, n=2, config=None, engine=None):
     config = config or TrainConfig()
     sampler = RolloutSampler(strategy, function, None, decoder=Numbers(), config=config)
     prompts = [Prompt(id=i, text=f"p{i}", token_ids=(5 + i, 9), label=None) for i in range(6)]
-    return sampler.sample_all(prompts, SamplingParams(max_tokens=12, n=n, seed=3))
+    return sampler.sample_all(prompts, SamplingParams(max_tokens=12, n=n, seed=3))[1]
 
 
 class WholeEngine(FakeEngine):

@@ -332,3 +332,76 @@ def test_a_sandbox_that_does_not_hold_is_refused_with_its_remedies(
     for remedy in ("user.max_user_namespaces", "apparmor_restrict", "--sandbox unsafe"):
         assert remedy in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+# What an ordinary user starts: its programs are of the same user as the trainer.
+ORDINARY = """
+import json, os, socket, subprocess, sys
+from lightrft.rewards.sandbox import Sandbox, SandboxLimits
+
+network, signals, forks, folder, hidden = sys.argv[1:]
+made = Sandbox("bubblewrap", SandboxLimits(cpu_seconds=4.0))
+outside = subprocess.Popen(["sleep", "60"])
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    network = network.replace("{port}", str(listener.getsockname()[1])).replace("{name}", "none")
+    signals = signals.replace("{outside}", str(outside.pid))
+    seen = made.run(f"import os; print(os.path.exists({folder!r}), os.getuid())".encode())
+    found = {
+        "user": os.geteuid(),
+        "network": json.loads(made.run(network.encode()).stdout),
+        "signals": json.loads(made.run(signals.encode()).stdout),
+        "forks": int(made.run(forks.encode()).stdout),
+        "next": made.run(b"print('well')", slot=1).stdout.decode(),
+        "seen": seen.stdout.decode().split(),
+        "memory": made.run(b"bytearray(2 << 30)").returncode,
+        "lives": outside.poll() is None,
+    }
+outside.kill()
+made.close()
+sys.executable = hidden
+again = Sandbox("bubblewrap")
+found["again"] = again.interpreter
+again.close()
+print(json.dumps(found))
+"""
+_USER = 60123
+
+
+def ordinary_command() -> list[str]:
+    """Starts Python as an ordinary user, who may not reach the interpreter of this environment."""
+    if os.geteuid() != 0:
+        return [sys.executable]
+    as_user = ["setpriv", f"--reuid={_USER}", f"--regid={_USER}", "--clear-groups", "--"]
+    is_right = "import sys; sys.exit(sys.version_info < (3, 11))"
+    for interpreter in ("/usr/bin/python3", os.path.realpath(sys.executable)):
+        command = [*as_user, interpreter]
+        if subprocess.run([*command, "-c", is_right], capture_output=True, check=False).returncode:
+            continue
+        return command
+    pytest.skip("no Python of 3.11 or later that another user than root can start")
+
+
+def test_an_ordinary_user_gets_the_same_sandbox(public_folder, tmp_path) -> None:
+    # An interpreter in a folder that only root may enter is passed over.
+    hidden = tmp_path / "python" if os.geteuid() == 0 else Path(sys.executable)
+    if os.geteuid() == 0:
+        tmp_path.chmod(0o700)
+        hidden.symlink_to(sys.executable)
+    packages = [path for path in sys.path if path and not path.startswith(sys.base_prefix)]
+    done = subprocess.run(
+        [*ordinary_command(), "-c", ORDINARY, NETWORK, SIGNALS, FORKS, str(public_folder),
+         str(hidden)],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(packages)},
+        cwd="/", capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["user"] != 0
+    assert found["seen"] == ["False", str(found["user"])]
+    assert "connected" not in found["network"]
+    assert found["lives"]
+    # One user for all slots: the bound counts them all, and the next program still starts.
+    assert 0 < found["forks"] <= 200
+    assert found["next"] == "well\n"
+    assert found["memory"] == 1
+    assert found["again"] != str(hidden) or os.geteuid() != 0

@@ -89,6 +89,8 @@ class Scripted:
 
     name = "scripted"
     needs_labels = False
+    parallel_calls = 0
+    whole_batch = True
 
     def __init__(self, of):
         self.of = of

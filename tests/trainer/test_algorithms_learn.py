@@ -70,16 +70,20 @@ def train(rank, world_size, directory, model, options):
     from pathlib import Path
 
     from lightrft.cli.quickstart import boxed_sum
-    from lightrft.cli.quickstart.addition import HELD_OUT_SEED, write_additions
+    from lightrft.cli.quickstart.addition import ADDITION
     from lightrft.cli.quickstart.command import Recipe, training_config
+    from lightrft.cli.quickstart.task import HELD_OUT_SEED, write_exercises
     from lightrft.trainer.runs.assembly import run_training
 
     torch.set_num_threads(1)
     folder, options = Path(directory), dict(options)
     recipe = Recipe(algorithm=options.pop("algorithm", "grpo"), num_threads=1, num_eval_prompts=256)
     (folder / "data").mkdir()
-    write_additions(folder / "data" / "train.jsonl", recipe.num_prompts, seed=0, held_out=False)
-    write_additions(folder / "data" / "eval.jsonl", 256, seed=HELD_OUT_SEED, held_out=True)
+    for name, count, seed, held_out in (
+        ("train.jsonl", recipe.num_prompts, 0, False),
+        ("eval.jsonl", 256, HELD_OUT_SEED, True),
+    ):
+        write_exercises(folder / "data" / name, ADDITION, count, seed=seed, held_out=held_out)
     is_shuffled = options.pop("shuffled", False)
     shutil.copyfile(boxed_sum.__file__, folder / ("honest.py" if is_shuffled else "reward.py"))
     if is_shuffled:

@@ -116,7 +116,8 @@ def test_a_run_leaves_its_files_and_a_broken_one_is_continued(tmp_path, tiny_mod
     assert [entry["step"] for entry in read(run / "metrics.jsonl")] == [0, 1, 2, 3]
 
     parts = options(tmp_path, tiny_model, save_steps=1, output_dir=str(tmp_path / "parts"))
-    (tmp_path / "fuse").write_text("4")  # checked at start, evaluation, step 1, step 2
+    # Checked at start, then a call a group: five of the evaluation, four of each of two steps.
+    (tmp_path / "fuse").write_text("14")
     with pytest.raises(RewardError, match="fuse is blown"):
         train_each(0, 1, [parts])
     (tmp_path / "fuse").unlink()

@@ -296,11 +296,11 @@ SHARDED = tuple(name for name, settings in BACKENDS.items() if settings is not N
 @pytest.mark.parametrize(
     ("backends", "world_size", "num_cases"),
     [
-        (tuple(BACKENDS), 1, 40),
+        (tuple(BACKENDS), 1, 20),
         pytest.param(tuple(BACKENDS), 1, 360, marks=pytest.mark.slow),
         pytest.param(SHARDED, 2, 100, marks=pytest.mark.slow),
     ],
-    ids=["200 cases", "1800 cases", "400 cases of two ranks"],
+    ids=["100 cases", "1800 cases", "400 cases of two ranks"],
 )
 def test_the_newest_whole_step_is_continued_whatever_is_damaged(
     tmp_path, backends, world_size, num_cases

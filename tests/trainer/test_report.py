@@ -213,6 +213,46 @@ def test_what_a_model_says_stays_text(tmp_path, response):
     assert page.open == []
 
 
+def conversation(said, answer, *, outcome="ok", count=1):
+    call = {"name": "calculate", "arguments": {}, "outcome": outcome, "answer": answer}
+    turns = [{"said": said, "calls": [call]}] * count
+    return {"step": 9, "prompt": "p", "response": said, "reward": 1.0, "turns": turns}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["</pre><script>alert(1)</script>", "{{ 7 * 7 }}", "\"'><svg onload=alert(1)>", "a\x00b"],
+)
+def test_conversations_are_shown_turn_by_turn_and_stay_text(tmp_path, text):
+    folder = write_run(tmp_path / "run")
+    samples = JsonLinesFile(folder / "samples.jsonl")
+    samples.append(conversation(text, f"answer {text}"))
+    samples.append(conversation("other", text, outcome=text))
+    samples.close()
+    page = Page(write_report(folder).read_text())
+    assert only_our_scripts(page)
+    assert page.texts.count(readable(text)) == 2
+    assert page.texts.count(readable(f"answer {text}")) == 1
+    assert page.texts.count("calculate") == 1
+    assert page.texts.count(readable(f"calculate: {text}")) == 1
+    assert ("class", "turn observation") in page.attributes
+    assert page.open == []
+
+
+def test_long_and_broken_conversations_are_bounded(tmp_path):
+    folder = write_run(tmp_path / "run")
+    samples = JsonLinesFile(folder / "samples.jsonl")
+    samples.append(conversation("s" * 9000, "a" * 9000, count=100))
+    samples.append({"step": 9, "response": "r", "turns": [3, {"calls": [None]}, {"said": 1}]})
+    samples.close()
+    long, broken = sorted(choose_samples(folder).steps[9], key=lambda s: -len(str(s)))
+    assert len(long["turns"]) == 33
+    assert long["turns"][-1] == ("", "[168 more]")
+    assert max(len(text) for _, text in long["turns"]) < 2100
+    assert broken["turns"] == [("model", ""), ("model", "1")]
+    assert Page(write_report(folder).read_text()).open == []
+
+
 def test_names_and_options_are_escaped_too(tmp_path):
     folder = write_run(tmp_path / "<b>run", **{"reward/<i>": 1.0})
     (folder / "config.toml").write_text('pretrain = "<script>"\n')

@@ -80,6 +80,12 @@ def split_reference(text: str) -> tuple[str, str] | None:
     return (place, name) if name.isidentifier() and (place.endswith(".py") or is_module) else None
 
 
+def split_kind(text: str) -> tuple[str | None, str]:
+    """(kind, the rest) of an environment; the kind is None for a class of the usual make."""
+    kind, _, rest = text.partition(":")
+    return (kind, rest) if kind in ENVIRONMENT_KINDS else (None, text)
+
+
 def load_reference(text: str, *, kind: str) -> object:
     """The object that `FILE.py:NAME` or `package.module:NAME` names.
 
@@ -220,6 +226,11 @@ REWARDS = Registry("reward function", {
     "judge": "lightrft.rewards.judge:JudgeReward",
 })  # fmt: skip
 LOGGERS = Registry("logger", {})
+# Environments of other makes: `KIND:WHAT`, where the adapter makes a class of WHAT.
+ENVIRONMENT_KINDS = Registry("kind of environment", {
+    "openenv": "lightrft.experience.environments.openenv:connect",
+    "skyrl_gym": "lightrft.experience.environments.skyrl_gym:converse",
+}, takes_own=False)  # fmt: skip
 # Choices that are the branches of one function.
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k3_unclamped", "k3_is")
 AGGREGATIONS = (

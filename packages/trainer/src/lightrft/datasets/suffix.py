@@ -94,6 +94,7 @@ class TurnSuffix:
         tokenizer: With a chat template.
         tools: Schemas of the tools that prompts show.
         has_system: Whether prompts begin with a system message.
+        is_conversation: Observations are what a user says next, not results of calls.
 
     Attributes:
         verdict: What the probe found.
@@ -108,7 +109,9 @@ class TurnSuffix:
         *,
         tools: Sequence[dict[str, object]] = (),
         has_system: bool = False,
+        is_conversation: bool = False,
     ) -> None:
+        self._is_conversation = is_conversation
         if not tokenizer.chat_template:
             raise TemplateRefusedError(
                 "environments need a chat template, and the tokenizer has none: give "
@@ -171,6 +174,8 @@ class TurnSuffix:
         reasons = []
         # Some templates take the arguments of a call as an object, others as JSON.
         forms: tuple[tuple[Role, bool], ...] = (("tool", False), ("tool", True), ("user", False))
+        if self._is_conversation:
+            forms = forms[-1:]
         for self._role, self._arguments_are_text in forms:
             try:
                 self._frame(1)
@@ -235,8 +240,8 @@ class TurnSuffix:
 
     def _results(self, texts: Sequence[str]) -> list[Message]:
         if self._role == "user":
-            shown = (f"<tool_response>\n{text}\n</tool_response>" for text in texts)
-            return [_user("\n".join(shown))]
+            frame = "{}" if self._is_conversation else "<tool_response>\n{}\n</tool_response>"
+            return [_user("\n".join(frame.format(text) for text in texts))]
         return [
             {"role": "tool", "name": "function", "tool_call_id": CALL_ID, "content": text}
             for text in texts

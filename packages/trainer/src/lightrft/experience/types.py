@@ -38,6 +38,7 @@ class AnsweredCall:
         outcome: "error" is the tool's, "malformed" the model's; "refused" is beyond a limit.
         text: The answer before it was cut to tokens.
         seconds: Until it came.
+        ends_episode: The environment is done; the answer is not shown.
     """
 
     name: str
@@ -45,6 +46,7 @@ class AnsweredCall:
     outcome: Literal["ok", "error", "malformed", "refused"]
     text: str
     seconds: float = 0.0
+    ends_episode: bool = False
 
     @property
     def said(self) -> tuple[str, str]:

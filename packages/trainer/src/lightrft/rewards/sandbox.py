@@ -253,7 +253,7 @@ class Sandbox:
             raise ConfigError(f"the sandbox needs the program {missing[0]}: install util-linux")
         reasons = []
         for interpreter in dict.fromkeys((os.path.realpath(sys.executable), _SYSTEM_PYTHON)):
-            if not Path(interpreter).exists():
+            if not os.access(interpreter, os.X_OK):
                 continue
             with probe_program(is_unsafe=self._is_unsafe) as source:
                 deadline = time.monotonic() + 30.0

@@ -8,16 +8,14 @@ three. The reward checks the boxed answer, and reinforcement finds that remember
     careless  <think>7+6=13 5+8=13 4+3+1=8</think>\boxed{833}
 """
 
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+
+from lightrft.cli.quickstart.task import Message, Task, is_held_out
 
 NUM_DIGITS = 3
 P_FORGET = 0.6
-HELD_OUT_SHARE = 10  # one pair in ten is never trained on
-HELD_OUT_SEED = 12345  # every run is judged on the same sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +35,17 @@ class Addition:
         """The right sum in decimal digits."""
         return str(self.first + self.second)
 
-    @property
-    def is_held_out(self) -> bool:
-        """Whether the sum is for evaluation only; the same in every process."""
-        return hash((self.first, self.second)) % HELD_OUT_SHARE == 0
+    def demonstration(self, rng: random.Random) -> list[Message]:
+        """The question, and a solution as the teacher writes it."""
+        return [("user", self.question), ("assistant", demonstrate(self, rng))]
 
 
-def draw_additions(rng: random.Random, *, held_out: bool) -> Iterator[Addition]:
+def draw_additions(rng: random.Random, held_out: bool) -> Iterator[Addition]:
     """Sums of two numbers of three digits, without end, all on one side of the split."""
     low, high = 10 ** (NUM_DIGITS - 1), 10**NUM_DIGITS - 1
     while True:
         addition = Addition(rng.randint(low, high), rng.randint(low, high))
-        if addition.is_held_out == held_out:
+        if is_held_out(addition.first, addition.second) == held_out:
             yield addition
 
 
@@ -69,10 +66,10 @@ def demonstrate(addition: Addition, rng: random.Random, *, p_forget: float = P_F
     return f"<think>{' '.join(steps)}</think>\\boxed{{{'1' if carry else ''}{digits}}}"
 
 
-def write_additions(path: Path, count: int, *, seed: int, held_out: bool) -> None:
-    """Write `count` rows of `prompt` and `answer` as JSONL."""
-    rows = draw_additions(random.Random(seed), held_out=held_out)
-    with path.open("w", encoding="utf-8") as stream:
-        for _, addition in zip(range(count), rows, strict=False):
-            row = {"prompt": addition.question, "answer": addition.answer}
-            stream.write(json.dumps(row) + "\n")
+ADDITION = Task(
+    lesson="a careless teacher",
+    roles=(),
+    whole_tokens=("<think>", "</think>", "\\boxed{"),
+    draw=draw_additions,
+    reward="boxed_sum.py",
+)

@@ -11,17 +11,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, cast
 
 from lightrft.cli.console import hide_progress_bars, share_processors
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.init_model import require_empty
 from lightrft.cli.launch import become_only_process, is_worker
-from lightrft.cli.options import Parser, add_number
-from lightrft.cli.quickstart.addition import HELD_OUT_SEED, write_additions
+from lightrft.cli.options import Parser, at_least
+from lightrft.cli.quickstart.addition import ADDITION
+from lightrft.cli.quickstart.calculator import CALCULATOR
+from lightrft.cli.quickstart.task import HELD_OUT_SEED, Task, write_exercises
 from lightrft.config import TrainConfig
 from lightrft.config.options import did_you_mean
-from lightrft.trainer.runs.files import package_versions
+from lightrft.trainer.runs.files import SAMPLES_FILE, JsonLines, package_versions
 
 if TYPE_CHECKING:
     from lightrft.trainer.runs.assembly import RunSummary
@@ -39,6 +41,7 @@ class Recipe:
     """What one may vary.
 
     Args:
+        task: What is taught.
         algorithm: A key of `ESTIMATORS`.
         strategy: One of `STRATEGIES`.
         seed: Of the model, the demonstrations, the prompts and the samples.
@@ -48,6 +51,7 @@ class Recipe:
         num_threads: Threads of each process.
     """
 
+    task: Task = ADDITION
     algorithm: str = "grpo"
     strategy: str = "fsdp"
     seed: int = 0
@@ -70,7 +74,7 @@ class Recipe:
 def training_config(recipe: Recipe, directory: Path) -> TrainConfig:
     """The configuration of the run in `directory`, whose model and data have been written."""
     batch_size = SAMPLES_PER_STEP // MINIBATCHES_PER_STEP
-    return TrainConfig(
+    usual = TrainConfig(
         pretrain=str(directory / "warm_start"),
         prompt_data=str(directory / "data" / "train.jsonl"),
         eval_data=str(directory / "data" / "eval.jsonl"),
@@ -104,11 +108,14 @@ def training_config(recipe: Recipe, directory: Path) -> TrainConfig:
         seed=recipe.seed,
         output_dir=str(directory),
     )
+    return recipe.task.adjust(usual, directory)
 
 
 DESCRIPTION = """\
 Make a tiny language model, teach it additions by a teacher who mostly forgets the carry, and let
-reinforcement learning find out that remembering it pays. Needs two CPU cores and two minutes.
+reinforcement learning find out that remembering it pays. With --environment, the teacher mostly
+guesses products, and it finds out that asking a calculator pays. Needs two CPU cores and two
+minutes.
 """
 DEFAULT_DIRECTORY = "lightrft_quickstart"
 BAR_WIDTH = 30
@@ -124,7 +131,9 @@ def run(argv: Sequence[str]) -> int:
     share_processors()
     directory.mkdir(parents=True, exist_ok=True)
     seconds = {}
-    print(f"[1/3] imitation: {recipe.num_warm_start_steps} steps of a careless teacher", flush=True)
+    print(
+        f"[1/3] imitation: {recipe.num_warm_start_steps} steps of {recipe.task.lesson}", flush=True
+    )
     started = time.perf_counter()
     prepare(recipe, directory)
     seconds["warm_start"] = time.perf_counter() - started
@@ -138,7 +147,10 @@ def run(argv: Sequence[str]) -> int:
     from lightrft.trainer.reporting.page import write_report
 
     report = write_report(directory)
-    print(f"[3/3] {closing_words(summary, directory, report)}")
+    for line in last_conversation(directory):
+        print(f"  {line}")
+    files = [directory / name for name in recipe.task.files]
+    print(f"[3/3] {closing_words(summary, directory, report, files)}")
     return ExitCode.OK
 
 
@@ -159,8 +171,10 @@ def parse(argv: Sequence[str]) -> tuple[Recipe, Path]:
         raise UsageError("quickstart runs in one process: start it without torchrun")
     directory = Path(options.output_dir) if options.output_dir else unused_directory()
     require_empty(directory)
-    del options.output_dir
-    return Recipe(**vars(options)), directory
+    task = CALCULATOR if options.environment else ADDITION
+    del options.output_dir, options.environment
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    return Recipe(task=task, **{**task.numbers, **given}), directory
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -180,16 +194,24 @@ def build_parser() -> argparse.ArgumentParser:
         f"Default: {default.strategy}.",
     )
     parser.add_argument(
+        "--environment",
+        action="store_true",
+        help="Conversations of two turns with a calculator instead of additions in one.",
+    )
+    parser.add_argument(
         "--output_dir", metavar="DIR", help=f"New or empty folder. Default: {DEFAULT_DIRECTORY}."
     )
     for flag, name, lowest, text in (
         ("--seed", "seed", 0, "Fixes every random number."),
         ("--steps", "num_steps", 1, "Steps of reinforcement."),
         ("--warm_start_steps", "num_warm_start_steps", 1, "Steps of imitation."),
-        ("--eval_prompts", "num_eval_prompts", 1, "Held-out sums to judge by."),
+        ("--eval_prompts", "num_eval_prompts", 1, "Held-out questions to judge by."),
         ("--threads", "num_threads", 1, "CPU threads."),
     ):
-        add_number(parser, flag, text, default=getattr(default, name), lowest=lowest, dest=name)
+        usual: int = getattr(default, name)
+        own = CALCULATOR.numbers.get(name, usual)
+        text += f" Default: {usual}" + f", with --environment {own}" * (own != usual) + "."
+        parser.add_argument(flag, dest=name, type=at_least(lowest), metavar="N", help=text)
     return parser
 
 
@@ -203,22 +225,27 @@ def prepare(recipe: Recipe, directory: Path) -> None:
     """Write the data, the reward function and the warm-started model into `directory`."""
     import torch
 
-    from lightrft.cli.quickstart import boxed_sum
-    from lightrft.cli.quickstart.warm_start import SAMPLE, build_model, build_tokenizer, imitate
-    from lightrft.models.presets import save_checked
+    from lightrft.cli.quickstart.warm_start import build_model, build_tokenizer, imitate
+    from lightrft.models.presets import END, save_checked
 
     hide_progress_bars()
     torch.set_num_threads(recipe.num_threads)
-    data = directory / "data"
+    data, task, seed = directory / "data", recipe.task, recipe.seed
     data.mkdir()
-    write_additions(data / "train.jsonl", recipe.num_prompts, seed=recipe.seed, held_out=False)
-    write_additions(data / "eval.jsonl", recipe.num_eval_prompts, seed=HELD_OUT_SEED, held_out=True)
-    shutil.copyfile(boxed_sum.__file__, directory / "reward.py")
+    for name, count, own_seed, held_out in (
+        ("train.jsonl", recipe.num_prompts, seed, False),
+        ("eval.jsonl", recipe.num_eval_prompts, HELD_OUT_SEED, True),
+    ):
+        write_exercises(data / name, task, count, seed=own_seed, held_out=held_out)
+    for name, file in task.files.items():
+        shutil.copyfile(file, directory / name)
 
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed=recipe.seed)
-    imitate(model, tokenizer, show_loss, num_steps=recipe.num_warm_start_steps, seed=recipe.seed)
-    save_checked(model, tokenizer, directory / "warm_start", sample=SAMPLE)
+    tokenizer = build_tokenizer(task)
+    model = build_model(tokenizer, seed=seed)
+    imitate(model, tokenizer, task, show_loss, num_steps=recipe.num_warm_start_steps, seed=seed)
+    save_checked(
+        model, tokenizer, directory / "warm_start", sample="".join(task.whole_tokens) + END
+    )
 
 
 def show_loss(step: int, loss: float) -> None:
@@ -259,13 +286,32 @@ def summarise(
     return summary
 
 
-def closing_words(summary: dict[str, object], directory: Path, report: Path) -> str:
+def last_conversation(directory: Path) -> list[str]:
+    """Lines with the best rewarded sample of several turns in the last step; none without any."""
+    from lightrft.trainer.reporting.sample_page import readable
+
+    entries = [entry for _, entry in JsonLines(directory / SAMPLES_FILE) if "turns" in entry]
+    last = [entry for entry in entries if entry["step"] == entries[-1]["step"]]
+    if not last:
+        return []
+    best = max(last, key=lambda entry: cast("float", entry["reward"]))
+    lines = [f"a conversation of step {best['step']}", f"  prompt    {best['prompt']}"]
+    for turn in cast("list[dict[str, object]]", best["turns"]):
+        lines.append(f"  model     {turn['said']}")
+        calls = cast("list[dict[str, object]]", turn["calls"])
+        lines += [f"  tool      {readable(str(call['answer']))}" for call in calls]
+    return lines
+
+
+def closing_words(
+    summary: dict[str, object], directory: Path, report: Path, files: Sequence[Path]
+) -> str:
     """What came of it, and what to do next."""
     return (
         f"held-out accuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}\n"
         f"  model {directory / 'model'}, numbers {directory / 'summary.json'}\n"
         f"  open {report} in a browser\n"
-        f"  next: edit {directory / 'reward.py'}, then\n"
+        f"  next: edit {' or '.join(map(str, files))}, then\n"
         f"  lightrft train --config {directory / 'config.toml'} --output_dir another_run"
     )
 
@@ -288,6 +334,8 @@ class LiveReward:
         if "reward" in metrics:
             reward = metrics["reward"]
             line += f"  reward {reward:.3f} |{'#' * round(BAR_WIDTH * reward):<{BAR_WIDTH}}|"
+        if "episode/calls" in metrics:
+            line += f"  calls {metrics['episode/calls']:.2f} each"
         if "eval/reward" in metrics:
             line += f"  held-out accuracy {metrics['eval/reward']:.3f}"
         self._stream.write(line + "\n")

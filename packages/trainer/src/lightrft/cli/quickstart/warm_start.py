@@ -1,9 +1,11 @@
-"""The quick start's tokenizer and model, and the imitation of the careless teacher."""
+"""The quick start's tokenizer and model, and the imitation of its careless teacher."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,31 +13,31 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from lightrft.cli.quickstart.addition import demonstrate, draw_additions
+from lightrft.cli.quickstart.task import Message, Task
 from lightrft.models.presets import ASSISTANT, END, PAD, PRESETS, USER, chat_tokenizer, random_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-WHOLE_TOKENS = ("<think>", "</think>", "\\boxed{")
 CHARACTERS = "\n !\"'()*+,-./0123456789:=>?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz{}"
-SAMPLE = f"{USER}What is 457+386?{ASSISTANT}<think>7+6=13</think>\\boxed{{843}}{END}"
 IGNORED = -100
 LEARNING_RATE = 2e-3
 NUM_WARMUP_STEPS = 20
 
 
-def build_tokenizer() -> PreTrainedTokenizerBase:
-    """A tokenizer with one token per character and for each of a few marks."""
-    tokens = [PAD, END, USER, ASSISTANT, *WHOLE_TOKENS, *CHARACTERS]
+def build_tokenizer(task: Task) -> PreTrainedTokenizerBase:
+    """A tokenizer with one token per character and for each of a few texts."""
+    roles = [USER, ASSISTANT, *task.roles]
+    tokens = [PAD, END, *roles, *task.whole_tokens, *CHARACTERS]
     core = Tokenizer(
         models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="?")
     )
-    core.pre_tokenizer = pre_tokenizers.Split(
-        Regex(r"</?think>|\\boxed\{|[\s\S]"), behavior="isolated"
-    )
+    whole = "|".join(map(re.escape, task.whole_tokens))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{whole}|[\s\S]"), behavior="isolated")
     core.decoder = decoders.Fuse()  # without it, decoding puts spaces between tokens
-    return chat_tokenizer(core, [USER, ASSISTANT], unk_token="?")
+    tokenizer = chat_tokenizer(core, roles, unk_token="?")
+    tokenizer.chat_template = task.chat_template or tokenizer.chat_template
+    return tokenizer
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
@@ -53,6 +55,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedM
 def imitate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    task: Task,
     on_step: Callable[[int, float], None],
     *,
     num_steps: int,
@@ -66,6 +69,7 @@ def imitate(
     Args:
         model: Causal language model in fp32.
         tokenizer: Its tokenizer.
+        task: What is demonstrated.
         on_step: Called with the number of steps done and the loss in nats per token.
         num_steps: Optimizer steps.
         batch_size: Demonstrations per step.
@@ -81,7 +85,7 @@ def imitate(
     )
     model.train()
     for step in range(1, num_steps + 1):
-        token_ids, targets = demonstration_batch(tokenizer, rng, batch_size)
+        token_ids, targets = demonstration_batch(tokenizer, task, rng, batch_size)
         loss = _response_loss(model, token_ids, targets)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -93,25 +97,40 @@ def imitate(
 
 
 def demonstration_batch(
-    tokenizer: PreTrainedTokenizerBase, rng: random.Random, batch_size: int
+    tokenizer: PreTrainedTokenizerBase, task: Task, rng: random.Random, batch_size: int
 ) -> tuple[Tensor, Tensor]:
     """Token ids and targets, both [batch, seq] int64, of fresh demonstrations.
 
-    Rows are padded on the right; `targets[:, t]` is `token_ids[:, t]` where the response is
-    trained on, and `IGNORED` elsewhere.
+    Rows are padded on the right; `targets[:, t]` is `token_ids[:, t]` where the assistant speaks,
+    and `IGNORED` elsewhere.
     """
-    additions = draw_additions(rng, held_out=False)
-    chosen = [next(additions) for _ in range(batch_size)]
-    prompts = tokenizer([f"{USER}{item.question}{ASSISTANT}" for item in chosen])["input_ids"]
-    responses = tokenizer([demonstrate(item, rng) + END for item in chosen])["input_ids"]
-    seq = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+    exercises = list(islice(task.draw(rng, False), batch_size))
+    rows = [_encode(tokenizer, exercise.demonstration(rng)) for exercise in exercises]
+    seq = max(len(ids) for ids, _ in rows)
     token_ids = torch.full((batch_size, seq), tokenizer.pad_token_id)
     targets = torch.full((batch_size, seq), IGNORED)
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        end = len(prompt) + len(response)
-        token_ids[row, :end] = torch.tensor(prompt + response)
-        targets[row, len(prompt) : end] = torch.tensor(response)
+    for row, (ids, is_said) in enumerate(rows):
+        values = torch.tensor(ids)
+        token_ids[row, : len(ids)] = values
+        targets[row, : len(ids)] = values.where(torch.tensor(is_said), IGNORED)
     return token_ids, targets
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+) -> tuple[list[int], list[bool]]:
+    """Ids of a conversation, and which of them the assistant says."""
+    pieces = [
+        (text, is_said)
+        for role, content in messages
+        for text, is_said in (
+            (f"<|{role}|>", False),
+            (content + END * (role == "assistant"), role == "assistant"),
+        )
+    ]
+    encoded = tokenizer([text for text, _ in pieces])["input_ids"]
+    is_said = [said for ids, (_, said) in zip(encoded, pieces, strict=True) for _ in ids]
+    return [token for ids in encoded for token in ids], is_said
 
 
 def _response_loss(model: PreTrainedModel, token_ids: Tensor, targets: Tensor) -> Tensor:

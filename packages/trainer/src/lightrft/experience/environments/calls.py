@@ -14,6 +14,8 @@ from lightrft.config import ConfigError
 
 Arguments = dict[str, object]
 Schema = Mapping[str, object]
+# What takes the turns of environments without calls, and of the actions of OpenEnv's.
+TURN_TOOL = "step"
 _THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
@@ -100,6 +102,12 @@ def pythonic_calls(text: str, is_ended: bool) -> list[ToolCall]:
         ]
     except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:
         raise MalformedCallError(f"calls must be a list of f(name=literal): {error}") from error
+
+
+def whole_turn(text: str, is_ended: bool) -> list[ToolCall]:
+    """All that is said, for environments that answer turns instead of calls."""
+    del is_ended
+    return [ToolCall(TURN_TOOL, {"action": text})]
 
 
 PARSERS: Mapping[str, Parser] = {

@@ -1,8 +1,8 @@
 """Environments and tools as they live in a worker process: many episodes, one call at a time.
 
 The author's interface is TRL's: a class with `reset(**row) -> str | None`, further public methods
-as tools, and optionally `get_reward()`. Runs in the worker; imports the standard library, and
-transformers once for the schemas.
+as tools, and optionally `get_reward()`; other makes come through adapters. Runs in the worker;
+imports the standard library, and transformers once for the schemas.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import cast
 
 from lightrft.config import ConfigError
-from lightrft.config.registry import load_reference, split_reference
+from lightrft.config.registry import ENVIRONMENT_KINDS, load_reference, split_kind, split_reference
+from lightrft.experience.environments.adapted import Adapted, EpisodeLostError
 from lightrft.rewards.worker import ReportedError
 
 NOT_TOOLS = ("reset", "get_reward")
@@ -64,11 +65,26 @@ class HostedEnvironments:
         reset = () if self._class is None else inspect.signature(self._class.reset).parameters
         return {
             "name": None if self._class is None else self._class.__name__,
-            "schemas": [_schema(name, tool) for name, tool in (methods | self._tools).items()],
+            "schemas": self._schemas(methods),
             "has_reward": self._class is not None and hasattr(self._class, "get_reward"),
             "takes_seed": "seed" in reset,
+            "answers_turns": self._answers_turns(),
             "stateless": sorted(self._tools),
         }
+
+    def _schemas(self, methods: Mapping[str, Tool]) -> list[object]:
+        own = _adapted(self._class)
+        shown = {} if own else methods
+        found: list[object] = [] if own is None else own.schemas()
+        return [*found, *(_schema(n, tool) for n, tool in {**shown, **self._tools}.items())]
+
+    def _answers_turns(self) -> bool:
+        own = _adapted(self._class)
+        if own is None or not own.answers_turns:
+            return False
+        if self._tools:
+            raise ReportedError(f"{own.__name__} answers whole turns: it takes no tools beside it")
+        return True
 
     def __call__(self, request: object) -> object:
         """One operation on one episode."""
@@ -109,6 +125,11 @@ class HostedEnvironments:
             if inspect.isawaitable(result):
                 result = asyncio.run(_wait(result))
             answer = {"text": self._cut(as_text(result))}
+            environment = self._episodes.get(episode)
+            if isinstance(environment, Adapted) and environment.is_done:
+                answer["ends_episode"] = "yes"
+        except EpisodeLostError:
+            raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the model
             text = self._cut(f"{type(error).__name__}: {error}")
             answer = {"text": as_text({"error": text}), "error": type(error).__name__}
@@ -176,7 +197,15 @@ def _load(text: str, kind: str) -> object:
         raise ReportedError(str(error)) from error
 
 
+def _adapted(cls: type[object] | None) -> type[Adapted] | None:
+    return cls if cls is not None and issubclass(cls, Adapted) else None
+
+
 def _environment_class(text: str):  # type: ignore[no-untyped-def]  # noqa: ANN202 - any class
+    kind, rest = split_kind(text)
+    if kind is not None:
+        adapt = cast("Callable[[str], object]", ENVIRONMENT_KINDS.load(kind))
+        return adapt(rest)
     found = _load(text, "environment")
     if not inspect.isclass(found) or not inspect.isfunction(getattr(found, "reset", None)):
         raise ReportedError(

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Self, TypeVar, cast
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.registry import split_reference
+from lightrft.config.registry import ENVIRONMENT_KINDS, split_kind, split_reference
+from lightrft.experience.environments.calls import TURN_TOOL
 from lightrft.rewards.process import (
     WorkerFailedError,
     WorkerProcess,
@@ -19,6 +20,7 @@ from lightrft.rewards.process import (
 )
 
 Result = TypeVar("Result")
+_TURN_SCHEMA: dict[str, object] = {"parameters": {"properties": {"action": {"type": "string"}}}}
 # Longest answer of a tool that crosses the pipe, in characters for each token that is kept.
 CHARACTERS_PER_TOKEN = 16
 
@@ -36,6 +38,7 @@ class EnvironmentSpec:
         schemas: Of the tools, as chat templates take them.
         has_reward: The class has `get_reward`.
         takes_seed: Its `reset` has a parameter `seed`.
+        answers_turns: It answers all that is said in a turn, as a user does, instead of calls.
         stateless: Names of the tools that are plain functions.
     """
 
@@ -43,11 +46,14 @@ class EnvironmentSpec:
     schemas: tuple[dict[str, object], ...]
     has_reward: bool
     takes_seed: bool
+    answers_turns: bool = False
     stateless: frozenset[str] = frozenset()
 
     @property
     def functions(self) -> dict[str, dict[str, object]]:
         """Schema of each tool by its name."""
+        if self.answers_turns:
+            return {TURN_TOOL: _TURN_SCHEMA}
         found = [cast("dict[str, object]", schema["function"]) for schema in self.schemas]
         return {str(function["name"]): function for function in found}
 
@@ -129,7 +135,7 @@ class EnvironmentPool:
                 CHARACTERS_PER_TOKEN * config.max_observation_tokens,
                 False,
             ),
-            shown_file=(split_reference(environment or "") or ("", ""))[0] or None,
+            shown_file=(split_reference(split_kind(environment or "")[1]) or ("", ""))[0] or None,
         )
         count = config.environment_workers or os.cpu_count() or 1
         # Schemas take a library that is slow to import and that no episode needs.
@@ -145,6 +151,7 @@ class EnvironmentPool:
             tuple(cast("list[dict[str, object]]", described["schemas"])),
             bool(described["has_reward"]),
             bool(described["takes_seed"]),
+            bool(described["answers_turns"]),
             frozenset(cast("list[str]", described["stateless"])),
         )
         self._threads = [
@@ -191,7 +198,14 @@ class EnvironmentPool:
 
 
 def _absolute(text: str) -> str:
-    place, name = split_reference(text) or ("", text)
-    if not place:
-        raise ConfigError(f"environment {text}: expected FILE.py:NAME or package.module:NAME")
-    return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else text
+    """An import string that means the same in the worker; an address stays as it is."""
+    kind, rest = split_kind(text)
+    place, name = split_reference(rest) or ("", rest)
+    if not place and kind is None:
+        raise ConfigError(
+            f"environment {text}: expected FILE.py:NAME or package.module:NAME, or KIND:... with "
+            f"one of {', '.join(ENVIRONMENT_KINDS)}"
+        )
+    if not place.endswith(".py"):
+        return text
+    return f"{'' if kind is None else f'{kind}:'}{Path(place).resolve()}:{name}"

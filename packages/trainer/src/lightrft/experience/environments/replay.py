@@ -66,6 +66,7 @@ def replay_journal(
     suffix = TurnSuffix(
         cast("ChatTokenizer", tokenizer), tools=environment["schemas"],
         has_system=config.system_prompt is not None,
+        is_conversation=bool(environment["answers_turns"]),
     )  # fmt: skip
     observations = Observations(config, tokenizer, suffix)
     end = suffix.verdict.end_of_turn

@@ -16,12 +16,13 @@ from lightrft.datasets.suffix import ChatTokenizer, TemplateRefusedError, TurnSu
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import hash_context
 from lightrft.engines.raw_completions import request_seed
-from lightrft.engines.types import GenerationRequest, SamplingParams
+from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.experience.environments.calls import (
     MalformedCallError,
     ToolCall,
     check_call,
     choose_parser,
+    whole_turn,
 )
 from lightrft.experience.environments.episode import Episode
 from lightrft.experience.environments.journal import JOURNAL_FOLDER, Journal, journal_path
@@ -103,19 +104,26 @@ class Environments:
         self._pool = pool or EnvironmentPool(config)
         self.spec = self._pool.spec
         self.prompt_tokenizer = ToolTokenizer(tokenizer, self.spec.schemas)
-        self.special_ids = frozenset(tokenizer.all_special_ids)
+        self.special_ids = forging_ids(tokenizer)
         self._functions = self.spec.functions
         try:
-            self._parse = choose_parser(config.tool_parser, tokenizer, self.spec.schemas)
+            self._parse = (
+                whole_turn
+                if self.spec.answers_turns
+                else choose_parser(config.tool_parser, tokenizer, self.spec.schemas)
+            )
             self._suffix = TurnSuffix(
-                cast("ChatTokenizer", tokenizer), tools=self.spec.schemas, has_system=has_system
+                cast("ChatTokenizer", tokenizer),
+                tools=self.spec.schemas,
+                has_system=has_system,
+                is_conversation=self.spec.answers_turns,
             )
         except (TemplateRefusedError, ConfigError) as error:
             self._pool.close()
             raise ConfigError(str(error)) from error
         self._observations = Observations(config, tokenizer, self._suffix)
         verdict = self._suffix.verdict
-        if self._functions and not verdict.shows_tools and not has_system:
+        if self.spec.schemas and not verdict.shows_tools and not has_system:
             self._pool.close()
             raise ConfigError(
                 "the chat template does not show tools to the model: describe them in "
@@ -280,7 +288,8 @@ class Environments:
                 if isinstance(outcome, ChangedAnswerError):
                     play.start_over(episode, outcome)
                 elif outcome is not None:
-                    first = first or self._failed(play, episode, outcome)
+                    problem = self._failed(play, episode, outcome)
+                    first = first or problem
                 elif episode.is_answered:
                     self._observe(play, episode)
             if play.busy and must_wait():
@@ -400,15 +409,9 @@ class Environments:
         """
         turn = episode.last
         episode.pending.clear()
-        is_last = len(episode.segments) >= self._config.max_turns
-        if turn is None or turn.finish_reason != "stop" or is_last:
-            episode.is_open = False
-            return
-        calls, problem = self._calls(turn.output_token_ids)
-        count, size = max(1, len(calls)), len(episode.context)
-        if not (calls or problem) or not self._observations.has_room(
-            turn.output_token_ids, size, count
-        ):
+        calls, problem = ([], None) if turn is None else self._calls(turn)
+        may_follow = self.spec.answers_turns or self._may_follow(episode, max(1, len(calls)))
+        if not (calls or problem) or not may_follow:
             episode.is_open = False
             return
         episode.pending += calls
@@ -416,6 +419,16 @@ class Environments:
         episode.answers.append([*wrong])
         for answer in wrong:
             play.journal.answer(episode, answer)
+
+    def _may_follow(self, episode: Episode, count: int) -> bool:
+        """Whether so many answers would be seen, and another turn can follow them."""
+        turn = episode.last
+        if turn is None or turn.finish_reason != "stop":
+            return False
+        if len(episode.segments) >= self._config.max_turns:
+            return False
+        size = len(episode.context)
+        return self._observations.has_room(turn.output_token_ids, size, count)
 
     def _call(self, play: Play, episode: Episode, host: Host) -> None:
         """Makes the calls of the last turn, in their order. Runs in a thread: no tokenizer here.
@@ -438,11 +451,14 @@ class Environments:
                 )
             play.journal.answer(episode, answer)
             answered.append(answer)
+            if answer.ends_episode:
+                break
 
     def _observe(self, play: Play, episode: Episode) -> None:
-        """Appends the answers of the last turn."""
+        """Appends the answers of the last turn, or ends the episode."""
         turn, answers = episode.last, episode.answers[-1]
-        if turn is None:
+        if turn is None or answers[-1].ends_episode or not self._may_follow(episode, len(answers)):
+            episode.is_open = False
             return
         found = self._observations.after(
             turn.output_token_ids, len(episode.context), [answer.text for answer in answers]
@@ -450,11 +466,13 @@ class Environments:
         episode.add_observation(found.token_ids, found.text_spans)
         play.journal.observation(episode)
 
-    def _calls(self, token_ids: Sequence[int]) -> tuple[list[ToolCall], str | None]:
-        """The calls in a turn that ended by itself, or what is wrong with them."""
-        text = self._tokenizer.decode(token_ids[:-1], skip_special_tokens=False)
+    def _calls(self, turn: Completion) -> tuple[list[ToolCall], str | None]:
+        """The calls in a turn, or what is wrong with them."""
+        is_ended = turn.finish_reason == "stop"
+        ids = turn.output_token_ids[:-1] if is_ended else turn.output_token_ids
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
         try:
-            return self._parse(str(text), True), None
+            return self._parse(str(text), is_ended), None
         except MalformedCallError as error:
             return [], str(error)
 
@@ -478,7 +496,8 @@ class Environments:
         seconds = time.perf_counter() - start
         if "error" in answer:
             return AnsweredCall(call.name, arguments, "error", answer["text"], seconds)
-        return AnsweredCall(call.name, arguments, "ok", answer["text"], seconds)
+        is_last = "ends_episode" in answer
+        return AnsweredCall(call.name, arguments, "ok", answer["text"], seconds, is_last)
 
     def _finish(self, play: Play) -> list[RewardResult | None]:
         """Rewards of the environments; None where one failed."""
@@ -509,6 +528,24 @@ class Environments:
             raise EpisodeError("get_reward returned None")
         total, parts = cast("tuple[float, dict[str, float]]", answer)
         return RewardResult(total, {str(self.spec.name): total, **parts})
+
+
+def forging_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids that no text of a tool may have: special tokens, but not the one of unknown characters.
+
+    That one stays among them where it serves as another special token, too.
+    """
+    names = cast("Mapping[str, str | list[str]]", tokenizer.special_tokens_map)
+    texts = [
+        text
+        for name, value in names.items()
+        if name != "unk_token"
+        for text in ([value] if isinstance(value, str) else value)
+    ]
+    unknown = tokenizer.unk_token
+    return frozenset(tokenizer.all_special_ids) - (
+        frozenset() if unknown is None or unknown in texts else {tokenizer.unk_token_id}
+    )
 
 
 def as_error(text: str) -> str:

@@ -11,6 +11,8 @@ from lightrft.trainer.reporting.charts import format_number
 from lightrft.trainer.runs.files import SAMPLES_FILE, TRAJECTORIES_FILE, JsonLines
 
 MAX_CHARACTERS = 6000
+# Of a conversation.
+MAX_PARTS, MAX_PART_CHARACTERS = 32, 2000
 # Of a prompt whose response is shown token by token.
 MAX_PROMPT_CHARACTERS = 2000
 MAX_TOKENS = 600
@@ -155,8 +157,35 @@ def _as_text(entry: Mapping[str, object]) -> Sample:
     return {
         **{name: _text(entry.get(name)) for name in names},
         "components": "\n".join(f"{_text(name)} {_text(value)}" for name, value in pairs),
+        "turns": _turns(entry.get("turns")),
         "is_truncated": entry.get("truncated") is True,
     }
+
+
+def _turns(value: object) -> list[tuple[str, str]]:
+    """(who, text) of each part of a conversation: what the model said, and what answered it."""
+    found = []
+    for turn in value if isinstance(value, list) else []:
+        if not isinstance(turn, Mapping):
+            continue
+        calls = turn.get("calls")
+        answered = (
+            [call for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
+        )
+        found.append(("model", turn.get("said", "")))
+        found += [(_answerer(call), call.get("answer", "")) for call in answered]
+    shown = [
+        (who, readable(str(text), max_characters=MAX_PART_CHARACTERS))
+        for who, text in found[:MAX_PARTS]
+    ]
+    num_left = len(found) - len(shown)
+    return [*shown, ("", f"[{num_left} more]")] if num_left else shown
+
+
+def _answerer(call: Mapping[str, object]) -> str:
+    """The tool, and what was the matter with its call."""
+    name, outcome = _text(call.get("name")) or "call", _text(call.get("outcome"))
+    return name if outcome in ("", "ok") else f"{name}: {outcome}"
 
 
 def _text(value: object) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import options_of
-from lightrft.config.registry import REGISTRIES, split_reference
+from lightrft.config.registry import REGISTRIES, split_kind, split_reference
 from lightrft.config.toml import without_secrets
 from lightrft.strategy.checkpoints.manifest import checkpoint_folders
 from lightrft.trainer.runs.files import CONFIG_FILE, START_FILE, STEP_FILES, SUMMARY_FILE, read_json
@@ -171,7 +171,7 @@ def input_files(config: TrainConfig) -> list[Path]:
     for name in REGISTRIES:
         value = config.__dict__[name] or ()
         chosen += (value,) if isinstance(value, str) else value
-    own = [Path((split_reference(item or "") or ("", ""))[0]) for item in chosen]
+    own = [Path((split_reference(split_kind(item or "")[1]) or ("", ""))[0]) for item in chosen]
     names += [str(file) for path in own if path.is_file() for file in (path, *files_beside(path))]
     names += [path for path in (config.chat_template, config.judge_template) if path is not None]
     return [path for path in dict.fromkeys(map(Path, filter(None, names))) if path.is_file()]

@@ -1,0 +1,80 @@
+"""What a quick start teaches: exercises, a careless teacher, and the files of the run."""
+
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+from lightrft.config import TrainConfig
+
+# Role and text.
+Message = tuple[str, str]
+HELD_OUT_SEED = 12345  # every run is judged on the same exercises
+HELD_OUT_SHARE = 10  # one pair of numbers in ten is never trained on
+
+
+class Exercise(Protocol):
+    """A question and its answer."""
+
+    @property
+    def question(self) -> str:
+        """The prompt."""
+        ...
+
+    @property
+    def answer(self) -> str:
+        """The right number in decimal digits."""
+        ...
+
+    def demonstration(self, rng: random.Random) -> list[Message]:
+        """The conversation as the teacher shows it; what the assistant says is imitated."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing that can be taught.
+
+    Args:
+        lesson: What the imitation is of, for the console.
+        roles: Marks of the tokenizer beside those of user and assistant.
+        whole_tokens: Texts that are one token; all others are characters.
+        chat_template: In place of the tiny models' own.
+        draw: Exercises without end, for training or held out.
+        reward, environment: Python files in this folder that are copied into the run's, where a
+            user edits them as `reward.py` and `environment.py`.
+        adjust: The configuration of a run in a folder, made of that of other tasks.
+        numbers: Fields of `Recipe` that do.
+    """
+
+    lesson: str
+    roles: tuple[str, ...]
+    whole_tokens: tuple[str, ...]
+    draw: Callable[[random.Random, bool], Iterator[Exercise]]
+    reward: str
+    chat_template: str | None = None
+    environment: str | None = None
+    adjust: Callable[[TrainConfig, Path], TrainConfig] = lambda config, _: config
+    numbers: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """Files of this folder by their name in the folder of the run."""
+        found = {"reward.py": self.reward, "environment.py": self.environment}
+        return {name: Path(__file__).with_name(file) for name, file in found.items() if file}
+
+
+def is_held_out(first: int, second: int) -> bool:
+    """Whether a pair of numbers is for evaluation only; the same in every process."""
+    return hash((first, second)) % HELD_OUT_SHARE == 0
+
+
+def write_exercises(path: Path, task: Task, count: int, *, seed: int, held_out: bool) -> None:
+    """Write `count` rows of `prompt` and `answer` as JSONL."""
+    with path.open("w", encoding="utf-8") as stream:
+        for exercise in islice(task.draw(random.Random(seed), held_out), count):
+            row = {"prompt": exercise.question, "answer": exercise.answer}
+            stream.write(json.dumps(row) + "\n")

@@ -1,0 +1,333 @@
+"""Environments of other makes: classes that answer whole turns, and servers of OpenEnv."""
+
+import http
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from websockets.datastructures import Headers
+from websockets.http11 import Response
+from websockets.sync.server import serve
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.experience.environments.adapted import EpisodeLostError
+from lightrft.experience.environments.hosted import HostedEnvironments
+from lightrft.experience.environments.openenv import ActionRefusedError, connect
+from lightrft.experience.environments.pool import EnvironmentPool
+from lightrft.experience.evidence import take_evidence
+from lightrft.experience.ledger_gate import rebuild
+from lightrft.rewards.types import RewardError
+from lightrft.rewards.worker import ReportedError
+from lightrft.trainer.runs.plan import input_files
+
+HERE = Path(__file__).parent
+TEXT = HERE / "text_environments.py"
+_SPEC = importlib.util.spec_from_file_location("episodes", HERE / "test_environments.py")
+episodes = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(episodes)
+POOLS = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_pools():
+    yield
+    for pool in POOLS.values():
+        pool.close()
+
+
+@pytest.fixture
+def stage(tmp_path, monkeypatch):
+    """An engine that says what a script says, and an environment of another make."""
+
+    def make(turns, kind, name, **keywords):
+        def pool_of(config):
+            if config.environment not in POOLS:
+                POOLS[config.environment] = EnvironmentPool(config)
+            return POOLS[config.environment]
+
+        monkeypatch.setattr(episodes, "CASES", kind)
+        monkeypatch.setattr(episodes, "pool_of", pool_of)
+        return episodes.Stage(tmp_path, lambda request_id: turns, environment=name, **keywords)
+
+    return make
+
+
+def test_a_skyrl_gym_class_is_answered_turn_by_turn_as_a_user_answers(stage):
+    played = stage(["3", "5", "7"], f"skyrl_gym:{TEXT}", "Countdown")
+    rollouts, rewards = played.sample()
+    for rollout, reward in zip(rollouts, rewards, strict=True):
+        assert rollout.prompt.text.endswith("Find it. Guess!<|im_end|>\n<|im_start|>assistant\n")
+        assert "tools" not in rollout.prompt.text
+        frame = "<|im_end|>\n<|im_start|>user\nnot {} <|im_end|> try again<|im_end|>\n"
+        frame += "<|im_start|>assistant\n"
+        assert played.text(rollout) == "3" + frame.format(3) + "5" + frame.format(5) + "7<|im_end|>"
+        assert reward.reward == pytest.approx(0.5)
+        assert reward.components == {"Countdown": 0.5}
+        ends = rollout.completion.output_token_ids.count(played.tokenizer.eos_token_id)
+        assert ends == 5  # what the environment said forged none
+    evidence = take_evidence(rollouts, played.strategy, special_ids=played.environments.special_ids)
+    for rollout in rollouts:
+        row = rebuild(rollout.sample_id, evidence)
+        start = len(rollout.completion.prompt_token_ids)
+        assert tuple((row.turns >= 0)[start:].tolist()) == rollout.completion.sampled
+
+
+def test_the_last_turn_is_paid_although_nothing_follows_it(stage):
+    played = stage(["1", "7"], f"skyrl_gym:{TEXT}", "Countdown", max_turns=2)
+    rollouts, rewards = played.sample()
+    assert rewards[0].reward == 0.75
+    played = stage(["1"], f"skyrl_gym:{TEXT}", "Countdown", max_turns=2)
+    rollouts, rewards = played.sample()
+    assert rewards[0].reward == -0.5
+    assert len(rollouts[0].segments) == 2
+    assert rollouts[0].completion.sampled[-1]
+    played = stage(["1234567"], f"skyrl_gym:{TEXT}", "Countdown")
+    rollouts, rewards = played.sample(max_tokens=3)  # cut by length
+    assert (rollouts[0].conversation.turns, rewards[0].reward) == (("123",), -0.25)
+
+
+def test_calls_in_a_conversation_are_only_text(stage):
+    text = episodes.call("guess", number=7)
+    played = stage([text, "7"], f"skyrl_gym:{TEXT}", "Countdown")
+    rollouts, rewards = played.sample()
+    assert f"not {text} <|im_end|> try again" in played.text(rollouts[0])
+    assert rewards[0].reward == 0.75
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [("raise", "step raised ValueError: bang"), ("wrong form", "must return observations, reward")],
+)
+def test_a_step_that_fails_fails_its_episode(stage, said, reason):
+    with pytest.raises(RewardError, match=reason):
+        stage([said], f"skyrl_gym:{TEXT}", "Countdown").sample()
+    played = stage([said], f"skyrl_gym:{TEXT}", "Countdown", reward_failure="mask")
+    assert played.sample()[1] == [None, None]
+
+
+def test_an_init_that_asks_something_else_is_refused(stage):
+    with pytest.raises(RewardError, match="init must return the prompt"):
+        stage(["1"], f"skyrl_gym:{TEXT}", "Moving").sample()
+
+
+@pytest.mark.parametrize(
+    ("text", "tools", "message"),
+    [
+        (f"skyrl_gym:{TEXT}:NoStep", (), "expected a class with init"),
+        (f"skyrl_gym:{TEXT}:Missing", (), "has no 'Missing'"),
+        (f"skyrl_gym:{TEXT}:Countdown", (f"{HERE / 'environment_cases.py'}:double",), "no tools"),
+        ("openenv:nowhere", (), "expected http://HOST:PORT"),
+        ("openenv:http://127.0.0.1:9", (), "does not describe its actions"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused_at_the_start(text, tools, message):
+    with pytest.raises(ReportedError, match=message):
+        HostedEnvironments(text, tools, 1000, True).describe()
+
+
+def test_the_file_of_an_adapted_class_is_part_of_what_a_continued_run_compares():
+    config = TrainConfig(environment=f"skyrl_gym:{TEXT}:Countdown", apply_chat_template=True)
+    assert TEXT in input_files(config)
+
+
+def test_an_unknown_kind_is_refused(stage):
+    with pytest.raises(ConfigError, match="with one of openenv, skyrl_gym"):
+        stage(["1"], "gymnasium:x/y", "CartPole-v1")
+
+
+SCHEMA = {
+    "action": {
+        "type": "object",
+        "properties": {"number": {"type": "integer"}, "metadata": {"type": "object"}},
+        "required": ["number"],
+    }
+}
+
+
+class Server:
+    """A server that speaks OpenEnv's wire, and its faults on demand.
+
+    Args:
+        fault: What goes wrong at the second message of a session.
+    """
+
+    def __init__(self):
+        self.fault, self.sessions, self.lock = None, [], threading.Lock()
+        self.server = serve(self.session, "127.0.0.1", 0, process_request=self.describe)
+        self.port = self.server.socket.getsockname()[1]
+        self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self.thread.start()
+
+    def describe(self, connection, request):
+        if request.path != "/schema":
+            return None
+        body = json.dumps(SCHEMA).encode()
+        headers = Headers({"Content-Length": str(len(body)), "Connection": "close"})
+        return Response(http.HTTPStatus.OK, "OK", headers, body)
+
+    def session(self, connection):
+        state = {"episode_id": None, "step_count": 0}
+        with self.lock:
+            self.sessions.append(state)
+        for number, raw in enumerate(connection):
+            asked = json.loads(raw)
+            state.setdefault("asked", []).append(asked)
+            fault = self.fault if number == 1 else None
+            if fault == "cut":
+                return
+            if fault == "slow":
+                time.sleep(3.0)
+            if fault == "noise":
+                connection.send("<html>")
+            elif fault == "large":
+                connection.send("x" * (2 << 20))
+            elif fault in ("SESSION_ERROR", "VALIDATION_ERROR", "EXECUTION_ERROR"):
+                details = {"message": "told", "code": fault}
+                connection.send(json.dumps({"type": "error", "data": details}))
+            elif asked["type"] == "state":
+                shown = {"episode_id": state["episode_id"], "step_count": state["step_count"]}
+                if self.fault == "another episode":
+                    shown["episode_id"] = None
+                if self.fault == "another count":
+                    shown["step_count"] += 1
+                connection.send(json.dumps({"type": "state", "data": shown}))
+            else:
+                connection.send(json.dumps(self.observed(state, asked)))
+
+    def observed(self, state, asked):
+        if asked["type"] == "reset":
+            state |= {"episode_id": asked["data"]["episode_id"], "target": asked["data"]["target"]}
+            return {"type": "observation", "data": {"observation": {"text": "guess"}}}
+        state["step_count"] += 1
+        is_right = asked["data"]["number"] == state["target"]
+        data = {"observation": {"text": f"{is_right}", "reward": 9.0, "metadata": {}}}
+        data |= {"reward": 1.0 if is_right else -0.25, "done": is_right}
+        return {"type": "observation", "data": data}
+
+
+@pytest.fixture
+def server():
+    running = Server()
+    yield running
+    running.server.shutdown()
+    running.thread.join(10.0)
+
+
+def test_actions_of_an_openenv_server_are_calls_of_a_tool(stage, server):
+    turns = [episodes.call("step", number=1), episodes.call("step", number=7), "never said"]
+    played = stage(turns, "openenv:http", f"//127.0.0.1:{server.port}")
+    rollouts, rewards = played.sample()
+    for rollout, reward in zip(rollouts, rewards, strict=True):
+        assert '"name": "step"' in rollout.prompt.text
+        assert "metadata" not in rollout.prompt.text
+        assert 'Find it.\n{"text": "guess"}<|im_end|>' in rollout.prompt.text
+        assert '<tool_response>\n{"text": "False"}\n</tool_response>' in played.text(rollout)
+        assert len(rollout.conversation.turns) == 2  # done ends the episode
+        assert played.text(rollout).endswith('{"number": 7}}\n</tool_call><|im_end|>')
+        assert reward.reward == 0.75
+    ids = [session["episode_id"] for session in server.sessions]
+    assert len(set(ids)) == len(ids) == 2
+    assert all(session["step_count"] == 2 for session in server.sessions)
+    asked = [session["asked"][0]["data"] for session in server.sessions]
+    assert all(data["input"] == "Find it." for data in asked)
+    assert len({data["seed"] for data in asked}) == 2
+
+
+def begun(server):
+    episode = connect(f"http://127.0.0.1:{server.port}")()
+    episode.reset(target=7, input="Find it.")
+    return episode
+
+
+@pytest.mark.parametrize("fault", ["cut", "slow", "noise", "large", "SESSION_ERROR"])
+def test_an_episode_ends_with_its_connection(server, fault, monkeypatch):
+    """OpenEnv's client would step on in a new environment, and be paid for it."""
+    monkeypatch.setattr("lightrft.experience.environments.openenv.MESSAGE_SECONDS", 1.0)
+    server.fault = fault
+    episode = begun(server)
+    with pytest.raises(EpisodeLostError, match="the episode is lost"):
+        episode.step(number=7)
+    server.fault = None
+    for again in (lambda: episode.step(number=7), episode.get_reward):
+        with pytest.raises(EpisodeLostError, match="its connection is closed"):
+            again()
+    assert len(server.sessions) == 1
+
+
+@pytest.mark.parametrize("fault", ["VALIDATION_ERROR", "EXECUTION_ERROR"])
+def test_a_refused_action_is_told_and_the_episode_goes_on(server, fault):
+    server.fault = fault
+    episode = begun(server)
+    with pytest.raises(ActionRefusedError, match="told"):
+        episode.step(number=1)
+    assert episode.step(number=7) == '{"text": "True"}'
+    assert episode.is_done
+    with pytest.raises(ActionRefusedError, match="has ended"):
+        episode.step(number=7)
+    assert episode.get_reward() == 1.0
+
+
+@pytest.mark.parametrize("fault", ["another episode", "another count"])
+def test_a_reward_of_another_episode_does_not_count(server, fault):
+    server.fault = fault
+    episode = begun(server)
+    episode.step(number=7)
+    with pytest.raises(EpisodeLostError, match="the server answers for episode"):
+        episode.get_reward()
+
+
+def test_a_lost_episode_fails_instead_of_being_answered_by_an_error(stage, server):
+    server.fault = "cut"
+    played = stage([episodes.call("step", number=7)], "openenv:http", f"//127.0.0.1:{server.port}")
+    with pytest.raises(RewardError, match="step was not answered"):
+        played.sample()
+
+
+@pytest.fixture(scope="module")
+def real_server():
+    """OpenEnv's packages exclude ours (openai, mcp), so it may live in another environment."""
+    program = os.environ.get("LIGHTRFT_OPENENV_PYTHON")
+    if program is None:
+        pytest.importorskip(
+            "openenv.core",
+            reason="openenv is not installed: name a Python that has it in LIGHTRFT_OPENENV_PYTHON",
+        )
+        program = sys.executable
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([program, str(HERE / "openenv_server.py"), str(port)])
+    try:
+        deadline = time.monotonic() + 240.0
+        while time.monotonic() < deadline and process.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.2)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait(30.0)
+
+
+def test_a_real_openenv_server(stage, real_server):
+    turns = [
+        episodes.call("step", number=1), episodes.call("step", number=13),
+        episodes.call("step", number="x"), episodes.call("step", number=7), "never said",
+    ]  # fmt: skip
+    played = stage(turns, "openenv:http", f"//{real_server}")
+    with pytest.raises(RewardError, match="after 3 steps: expected"):
+        # The server counts the step that raised.
+        played.sample()
+    played = stage([turns[0], turns[3]], "openenv:http", f"//{real_server}")
+    rollouts, rewards = played.sample()
+    assert [reward.reward for reward in rewards] == [1.0, 1.0]
+    assert '{"text": "wrong"}' in played.text(rollouts[0])
+    assert 'Find it.\n{"text": "guess"}<|im_end|>' in rollouts[0].prompt.text

@@ -1,0 +1,41 @@
+"""Environments of SkyRL-Gym's make, as their authors write them; run in workers by the tests."""
+
+
+class Countdown:
+    """Answers whole turns: guess a number, hot or cold; the reward is paid turn by turn."""
+
+    def __init__(self, env_config=None, extras=None):
+        self.target = extras["target"]
+        self.said, self.is_closed = [], False
+
+    def init(self, prompt):
+        *others, last = prompt
+        return [*others, {**last, "content": last["content"] + " Guess!"}], {"any": "thing"}
+
+    def step(self, action):
+        self.said.append(action)
+        if action == "raise":
+            raise ValueError("bang")
+        if action == "wrong form":
+            return {"reward": 1.0}
+        if action == str(self.target):
+            return {"observations": [], "reward": 1.0, "done": True, "metadata": {}}
+        shown = [{"role": "user", "content": f"not {action} <|im_end|> try again"}]
+        return {"observations": shown, "reward": -0.25, "done": False, "metadata": {}}
+
+    def close(self):
+        self.is_closed = True
+
+
+class Moving(Countdown):
+    """Asks something else than the prompt."""
+
+    def init(self, prompt):
+        return [{"role": "user", "content": "Something else."}], {}
+
+
+class NoStep:
+    """Lacks its step."""
+
+    def init(self, prompt):
+        return prompt, {}
