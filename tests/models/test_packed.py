@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
+from lightrft.engines.media.prompts import EncodedPrompt, RowMedia
 from lightrft.models import Actor, Critic, TokenLayout
 from lightrft.models.packed_attention import PACKED
 
@@ -160,8 +161,10 @@ def test_a_packed_model_called_past_its_actor_refuses(checkpoint):
     actor.pack_samples()
     with pytest.raises(ValueError, match="call it through its actor"):
         actor.model(input_ids=torch.tensor([[1, 2, 3]]))
-    with pytest.raises(ValueError, match=r"text only.*pixel_values"):
-        actor(*make_batch()[:2], model_inputs={"pixel_values": torch.zeros(1)})
+    token_ids, mask, *_ = make_batch()
+    prompt = EncodedPrompt((1,), (1,), None, {"pixel_values": torch.zeros(1)}, frozenset({"image"}))
+    with pytest.raises(ValueError, match=r"text only.*--text_only"):
+        actor(token_ids, mask, media=RowMedia((prompt,) * len(token_ids)))
 
 
 def test_models_that_would_mix_sequences_are_refused(checkpoint):

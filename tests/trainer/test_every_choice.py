@@ -52,15 +52,7 @@ class TablePolicy(torch.nn.Module):
         self.table = torch.nn.Parameter(torch.randn(VOCAB, VOCAB, generator=generator))
 
     def forward(
-        self,
-        token_ids,
-        attention_mask,
-        *,
-        scored_mask,
-        temperature,
-        entropy,
-        model_inputs,
-        support=None,
+        self, token_ids, attention_mask, *, scored_mask, temperature, entropy, media, support=None
     ):
         logprobs = (self.table[token_ids[:, :-1]] / temperature).log_softmax(-1)
         chosen = logprobs.gather(-1, token_ids[:, 1:, None]).squeeze(-1)
@@ -105,7 +97,7 @@ def step(changes):
     with torch.no_grad():
         now = policy(
             rollouts.token_ids, None, scored_mask=None, temperature=1.0, entropy="grad",
-            model_inputs=None,
+            media=None,
         )  # fmt: skip
     # Ratios on both sides of every clip range, and values.
     old = (now.logprobs.float() + noise(0.25)) * mask

@@ -199,7 +199,7 @@ def gate_over_ranks(rank, world_size):
     batch = RolloutBatch(
         token_ids=tokens, attention_mask=torch.ones_like(mask), response_mask=mask,
         rollout_logprobs=logprobs, rewards=torch.zeros(1), group_ids=torch.zeros(1).long(),
-        sample_ids=torch.tensor([10 + rank]), model_inputs={}, temperature=1.0, compared_mask=mask,
+        sample_ids=torch.tensor([10 + rank]), temperature=1.0, compared_mask=mask,
     )  # fmt: skip
     own = actor(tokens, torch.ones_like(tokens)).logprobs.detach()
     try:

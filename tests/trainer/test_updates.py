@@ -24,15 +24,7 @@ class TablePolicy(torch.nn.Module):
         self.table = torch.nn.Parameter(torch.randn(VOCAB, VOCAB, generator=generator).double())
 
     def forward(
-        self,
-        token_ids,
-        attention_mask,
-        *,
-        scored_mask,
-        temperature,
-        entropy,
-        model_inputs,
-        support=None,
+        self, token_ids, attention_mask, *, scored_mask, temperature, entropy, media, support=None
     ):
         logits = self.table[token_ids[:, :-1]] / temperature
         logprobs = logits.log_softmax(-1)
@@ -49,7 +41,7 @@ class TableCritic(torch.nn.Module):
         super().__init__()
         self.table = torch.nn.Parameter(torch.linspace(-1, 1, VOCAB, dtype=torch.float64))
 
-    def forward(self, token_ids, attention_mask, *, model_inputs):
+    def forward(self, token_ids, attention_mask, *, media):
         pad = torch.zeros(len(token_ids), 1, dtype=torch.float64)
         return torch.cat([pad, self.table[token_ids[:, :-1]]], 1)
 

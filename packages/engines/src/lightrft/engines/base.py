@@ -11,6 +11,9 @@ from lightrft.engines.engine_weights import EngineWeights, StaleEngineError as S
 from lightrft.engines.hf.stopping import end_of_sequence_ids
 from lightrft.engines.hf.text import Text
 from lightrft.engines.ledger import Ledger
+from lightrft.engines.media.families import family_of
+from lightrft.engines.media.prompts import EncodedPrompt
+from lightrft.engines.media.reader import MediaReader
 from lightrft.engines.native_params import params_of_native
 from lightrft.engines.parameter_store import is_full_tensor
 from lightrft.engines.raw_completions import FinishedRow, completion_of
@@ -67,6 +70,9 @@ class RolloutEngine(ABC):
     # Whether `poll` gives completions while others are still being sampled; if not, all at once.
     streams: bool = False
 
+    # Whether it takes images and videos, if the model does.
+    reads_media: bool = False
+
     # Whether sleeping must have been enabled at the start.
     sleeps_on_request_only = False
     _weights: EngineWeights
@@ -78,6 +84,7 @@ class RolloutEngine(ABC):
         self._config = config
         self._dtype = config.torch_dtype
         self._text = Text(config.model_path)
+        self._media = MediaReader(config.model_path, self.name)
         self._sleeping_tags: set[str] = set()
         self._running: _Running | None = None
         self.ledger = Ledger()
@@ -128,6 +135,7 @@ class RolloutEngine(ABC):
             # Models without positions (state space) have no such field.
             or text_config.to_dict().get("max_position_embeddings"),
             engine_name=self.name,
+            reads_media=self.reads_media and family_of(hf_config) is not None,
         )
 
     def _take_over(self, module: nn.Module) -> None:
@@ -186,7 +194,13 @@ class RolloutEngine(ABC):
         Until all have been given or are aborted, nothing else may be asked of the engine.
         """
         self.check_usable()
-        rows = rows_of_requests(requests, sampling_params, self._limits, encode=self._encode)
+        rows = rows_of_requests(
+            requests,
+            sampling_params,
+            self._limits,
+            encode=self._encode,
+            encode_media=self._encode_media,
+        )
         self._check_params(sampling_params)
         if rows:
             batches = self._stream(rows, sampling_params)
@@ -242,6 +256,10 @@ class RolloutEngine(ABC):
     def _encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt that was given as text."""
         return self._text.encode(text)
+
+    def _encode_media(self, request: GenerationRequest) -> EncodedPrompt | None:
+        """A prompt that was given as text, with its images and videos."""
+        return self._media.encode(request)
 
     @abstractmethod
     def _stream(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:

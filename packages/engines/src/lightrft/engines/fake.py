@@ -133,6 +133,9 @@ class FakeEngine(RolloutEngine):
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(byte % self._vocab_size for byte in text.encode())
 
+    def _encode_media(self, request: GenerationRequest) -> None:
+        """Images and videos are only noted."""
+
     def _stream(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
         """One row after the other."""
         requests = {request.request_id: request for request in self.requests}

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lightrft.engines.media.prompts import EncodedPrompt
 from lightrft.engines.types import GenerationRequest, SamplingParams
 
 
@@ -16,6 +17,7 @@ class Row:
         sample_index: 0 .. n-1.
         prompt: Prompt token ids, not empty.
         max_tokens: Most tokens to sample.
+        media: The encoded prompt, if it has images or videos.
     """
 
     index: int
@@ -23,6 +25,7 @@ class Row:
     sample_index: int
     prompt: tuple[int, ...]
     max_tokens: int
+    media: EncodedPrompt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ def rows_of_requests(
     limits: Limits,
     *,
     encode: Callable[[str], tuple[int, ...]],
+    encode_media: Callable[[GenerationRequest], EncodedPrompt | None],
 ) -> list[Row]:
     """Checks requests and lists their completions, prompt-major.
 
@@ -56,6 +60,7 @@ def rows_of_requests(
         params: Completions for each request, and the bound of those without one of their own.
         limits: What the model can take.
         encode: Turns a prompt text into token ids, for requests without ids.
+        encode_media: Encodes a prompt with images or videos; None leaves its ids as they are.
 
     Raises:
         ValueError: A request is malformed; the message names its id.
@@ -70,27 +75,46 @@ def rows_of_requests(
             )
         seen.add(request.request_id)
         bound = params.max_tokens if request.max_tokens is None else request.max_tokens
-        prompt = _checked_prompt(request, bound, limits, encode)
+        media = _media(request, limits, encode_media)
+        prompt = _checked_prompt(request, bound, limits, media.token_ids if media else None, encode)
         start = len(rows)
-        rows += [Row(start + i, request.request_id, i, prompt, bound) for i in range(params.n)]
+        rows += [
+            Row(start + i, request.request_id, i, prompt, bound, media) for i in range(params.n)
+        ]
     return rows
 
 
-def _checked_prompt(
-    request: GenerationRequest, bound: int, limits: Limits, encode: Callable[[str], tuple[int, ...]]
-) -> tuple[int, ...]:
-    name = f"request {request.request_id}"
-    if not request.multi_modal.is_empty and not limits.reads_media:
+def _media(
+    request: GenerationRequest,
+    limits: Limits,
+    encode: Callable[[GenerationRequest], EncodedPrompt | None],
+) -> EncodedPrompt | None:
+    if request.encoded is None and request.multi_modal.is_empty:
+        return None
+    if not limits.reads_media:
         raise ValueError(
-            f"{name} has images or videos, but the {limits.engine_name} engine reads text only; "
+            f"request {request.request_id} has images or videos, but the {limits.engine_name} "
+            "engine reads text only; "
             "use a vision-language model with an engine that supports it"
         )
-    prompt = tuple(request.prompt_token_ids)
+    return request.encoded or encode(request)
+
+
+def _checked_prompt(
+    request: GenerationRequest,
+    bound: int,
+    limits: Limits,
+    encoded: tuple[int, ...] | None,
+    encode: Callable[[str], tuple[int, ...]],
+) -> tuple[int, ...]:
+    name = f"request {request.request_id}"
+    prompt = encoded or tuple(request.prompt_token_ids)
     if not prompt and request.prompt_text:
         prompt = encode(request.prompt_text)
     if not prompt:
         raise ValueError(f"{name} has an empty prompt; give prompt_token_ids or prompt_text")
-    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+    # Marks of media may lie behind the vocabulary.
+    if encoded is None and (min(prompt) < 0 or max(prompt) >= limits.vocab_size):
         raise ValueError(
             f"{name} has token ids outside the vocabulary: got {min(prompt)} .. {max(prompt)}, "
             f"expected 0 .. {limits.vocab_size - 1}"

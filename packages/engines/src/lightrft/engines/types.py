@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
+    from lightrft.engines.media.prompts import EncodedPrompt
+
 LogprobsMode = Literal["temperature", "truncated"]
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -119,6 +121,8 @@ class GenerationRequest:
         max_tokens: Overrides `SamplingParams.max_tokens` for this request.
         prompt_text: The prompt as text, for engines that place multimodal tokens themselves.
         multi_modal: Images and videos of the prompt.
+        encoded: The prompt with its media as the model's processor gives it; None leaves that to
+            the engine.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -126,6 +130,7 @@ class GenerationRequest:
     max_tokens: int | None = None
     prompt_text: str | None = None
     multi_modal: MultiModalInputs = field(default_factory=MultiModalInputs)
+    encoded: EncodedPrompt | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,33 @@ class RunOptions(StrategyConfig):
         500, "Use at most this many evaluation prompts.", group="data", at_least=1,
         acts_with="eval_data", may_change=True, commands=("eval",),
     )  # fmt: skip
+    images_key: str = option(
+        "images", "Column with the images of a prompt: paths relative to the file, bytes or "
+        "base64, one or a list.", group="data", commands=("data", "eval"),
+    )  # fmt: skip
+    videos_key: str = option(
+        "videos", "Column with the videos of a prompt: animated images, or objects with frames and "
+        "fps.", group="data", commands=("data", "eval"),
+    )  # fmt: skip
+    text_only: bool = option(
+        False, "Leave images and videos of the data out.", group="data", commands=("data", "eval"),
+    )  # fmt: skip
+    max_pixels: int | None = option(
+        None, "Most pixels of an image or frame; larger ones are scaled down. Unset is the "
+        "processor's own.", group="data", at_least=1, commands=("data", "eval"),
+    )  # fmt: skip
+    min_pixels: int | None = option(
+        None, "Fewest pixels of an image or frame; smaller ones are scaled up. Unset is the "
+        "processor's own.", group="data", at_least=1, commands=("data", "eval"),
+    )  # fmt: skip
+    limit_mm_image_per_prompt: int | None = option(
+        None, "Most images of a prompt; a row with more is an error. Unset sets no limit.",
+        group="data", at_least=0, commands=("data", "eval"),
+    )  # fmt: skip
+    limit_mm_video_per_prompt: int | None = option(
+        None, "Most videos of a prompt; a row with more is an error. Unset sets no limit.",
+        group="data", at_least=0, commands=("data", "eval"),
+    )  # fmt: skip
     reward_fn: tuple[str, ...] = option(
         (), "Rewards, summed: boxed_math, gsm8k, unit_tests, judge, reasoning_gym:NAME or "
         "FILE.py:FUNCTION.",

@@ -19,6 +19,7 @@ from lightrft.config.printable import printable
 from lightrft.config.sources import split_sources
 from lightrft.datasets.check import CheckedRow, DataCheck, check_rows, histogram, propose_keys
 from lightrft.datasets.files import Row, scan_rows
+from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.render import check_tokenizer
 from lightrft.datasets.types import DataError
 
@@ -110,10 +111,21 @@ def show_check(found: DataCheck, *, prompt_max_len: int, in_tokens: bool) -> Non
         )
     pairs = [f"{place} = {first}" for place, first in found.duplicates]
     _show_places("duplicate prompts (a run uses them all)", pairs)
+    show_media([size for row in found.rows for size in row.media_sizes])
     say(f"empty prompts: {found.num_empty}")
     say(f"without label: {found.num_without_label}")
     say(f"rows that cannot be used: {len(found.problems)}")
     _show_lines(found.problems)
+
+
+def show_media(sizes: Sequence[tuple[int, int]]) -> None:
+    """How many images and videos there are, and their sizes in pixels."""
+    if sizes:
+        widths, heights = [width for width, _ in sizes], [height for _, height in sizes]
+        say(
+            f"images and videos: {len(sizes)}, {min(widths)} to {max(widths)} pixels wide and "
+            f"{min(heights)} to {max(heights)} high"
+        )
 
 
 def show_certificate(found: Certificate | None) -> None:
@@ -210,7 +222,9 @@ def check(request: Request) -> int:
     config = propose_keys_of(request, rows)
     tokenizer = load_tokenizer(config)
     plain = PlainTokenizer() if tokenizer is None else tokenizer
-    found = check_rows(with_progress(items, "rows checked"), plain, config)
+    reader = (None if tokenizer is None else load_vision(config)) or plain
+    shown = with_progress(items, "rows checked")
+    found = check_rows(shown, reader, config, has_model=tokenizer is not None)
     show_samples(found, tokenizer, max_new_tokens=config.generate_max_len)
     show_check(found, prompt_max_len=config.prompt_max_len, in_tokens=tokenizer is not None)
     usable = found.rows if tokenizer is None else found.usable
@@ -277,6 +291,13 @@ def propose_keys_of(request: Request, rows: Sequence[Row]) -> TrainConfig:
         flags.append("--apply_chat_template")
     say(f"proposed options: {' '.join(flags) or 'none, the keys fit'}")
     return config.replaced(proposed)
+
+
+def load_vision(config: TrainConfig) -> VisionPrompts | None:
+    """What reads images and videos for the model; None for models of text."""
+    from lightrft.trainer.runs.vision import load_vision as load
+
+    return load(config)
 
 
 def load_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase | None:

@@ -8,7 +8,12 @@ from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.options import Parser, add_number
 from lightrft.config.options import did_you_mean
 
-PRESETS = ("tiny-qwen3", "tiny-llama")
+TEXT_PRESETS = ("tiny-qwen3", "tiny-llama")
+VISION_PRESETS = (
+    "tiny-qwen2-vl", "tiny-qwen2.5-vl", "tiny-qwen3-vl", "tiny-internvl", "tiny-gemma3",
+    "tiny-llava", "tiny-llava-onevision", "tiny-smolvlm", "tiny-mllama",
+)  # fmt: skip
+PRESETS = (*TEXT_PRESETS, *VISION_PRESETS)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -23,10 +28,15 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(f"unknown preset {preset!r}{did_you_mean(preset, PRESETS)}")
     require_empty(directory)
 
-    from lightrft.models.presets import write_tiny_model
-
     hide_progress_bars()
-    write_tiny_model(directory, preset, options.seed)
+    if preset in VISION_PRESETS:
+        from lightrft.models.vision.tiny import write_tiny_vision_model
+
+        write_tiny_vision_model(directory, preset, options.seed)
+    else:
+        from lightrft.models.presets import write_tiny_model
+
+        write_tiny_model(directory, preset, options.seed)
     print(f"wrote {preset} with seed {options.seed} to {directory}")
     return ExitCode.OK
 

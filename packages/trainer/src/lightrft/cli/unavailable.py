@@ -11,7 +11,6 @@ _VISION = "only text models are trained yet"
 _FILES = "--pretrain_data takes one source, of which the split train is used"
 
 UNAVAILABLE: dict[str, str] = {
-    "text_only": "models are text models; leave it out",
     "disable_ds_ckpt": "checkpoints are written every --save_steps; -1 writes none on the way",
     "save_hf_ckpt": "the final model is always written in Hugging Face format",
     "mark_high_entropy_tokens": _TRACE,
@@ -31,18 +30,14 @@ UNAVAILABLE: dict[str, str] = {
     "disable_logprobs_flashattn": "attention is torch's scaled_dot_product_attention",
     "no_shard_vit": _VISION,
     "mixed_mm_data": _VISION,
-    "images_key": _VISION,
-    "limit_mm_image_per_prompt": _VISION,
     "initial_model_shard_size": "the reference model is sharded over all processes",
     "load_in_4bit": "weights are never quantised in training",
     "rm_use_engine": _REWARD_MODELS,
     "rm_engine_cudagraph": _REWARD_MODELS,
     "value_head_prefix": "the critic's head is always called value_head",
     "reference_key": "use --label_key; other columns reach the reward function by name",
-    "fps": _VISION,
-    "max_pixels": _VISION,
-    "limit_mm_video_per_prompt": _VISION,
-    "processor": _VISION,
+    "fps": 'videos bring their own: {"frames": [...], "fps": 2}',
+    "processor": "the processor that was saved with the model is used",
     "system_prompt_path": "give the text itself by --system_prompt, or in a --config file",
     "ckpt_path_local": "use --ckpt_path",
     "train_data": "use --prompt_data",

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row
-from lightrft.datasets.render import INPUT_KEYS, PromptTokenizer, label_of, tokenise
+from lightrft.datasets.prompts import build_prompts
+from lightrft.datasets.render import INPUT_KEYS, PromptTokenizer
 from lightrft.datasets.types import DataError
+from lightrft.engines.media.sources import MediaError, Medium
 
 LABEL_KEYS = (
     "label", "answer", "solution", "ground_truth", "reference", "target", "final_answer", "output",
@@ -32,6 +34,7 @@ class CheckedRow:
         token_ids: Of the prompt.
         label: The reference answer, if there is one.
         columns: All columns of the row.
+        media_sizes: Width and height of each image, then of each video.
     """
 
     location: str
@@ -39,6 +42,7 @@ class CheckedRow:
     token_ids: tuple[int, ...]
     label: str | None
     columns: Mapping[str, object]
+    media_sizes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +89,17 @@ def propose_keys(columns: Mapping[str, object]) -> KeyProposal:
 
 
 def check_rows(
-    items: Iterable[Row | DataError], tokenizer: PromptTokenizer, config: TrainConfig
+    items: Iterable[Row | DataError],
+    tokenizer: PromptTokenizer,
+    config: TrainConfig,
+    *,
+    has_model: bool = True,
 ) -> DataCheck:
     """Renders and tokenises every row as a run would, and goes on after what is wrong.
 
     Args:
         items: Rows, and errors in the place of malformed ones (`scan_rows`).
-        tokenizer, config: See `load_prompts`.
+        tokenizer, config, has_model: See `build_prompts`.
     """
     rows: list[CheckedRow] = []
     problems: list[str] = []
@@ -100,10 +108,15 @@ def check_rows(
         try:
             if isinstance(item, DataError):
                 raise item
-            ((text, token_ids),) = tokenise([item], tokenizer, config)
-            label = label_of(item, config)
-            rows.append(CheckedRow(item.location, text, token_ids, label, item.columns))
-        except DataError as error:
+            (prompt,) = build_prompts([item], 0, tokenizer, config, has_model=has_model)
+            media: tuple[Medium, ...] = (*prompt.images, *prompt.videos)
+            sizes = tuple(medium.size() for medium in media)
+            rows.append(
+                CheckedRow(
+                    item.location, prompt.text, prompt.token_ids, prompt.label, item.columns, sizes
+                )
+            )
+        except (DataError, MediaError) as error:
             problems.append(str(error))
             num_empty += isinstance(item, Row) and _is_empty(item, config)
     first_places: dict[str, str] = {}

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -27,10 +27,12 @@ class Row:
     Args:
         columns: Values by column name.
         location: `file:line` of a JSONL row, `file, row n` of others; for error messages.
+        folder: To which paths in it are relative.
     """
 
     columns: Mapping[str, object]
     location: str
+    folder: Path = Path()
 
 
 def read_rows(path: str | Path, *, split: str = "train") -> list[Row]:
@@ -71,7 +73,8 @@ def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataE
             yield Row(columns, f"{path}[{split}], row {number}")
         return
     for file in _files(Path(path), split):
-        yield from _reader(file)(file)
+        for item in _reader(file)(file):
+            yield item if isinstance(item, DataError) else replace(item, folder=file.parent)
 
 
 def is_hub_name(text: str) -> bool:

@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row, read_rows
+from lightrft.datasets.media import VisionPrompts, check_no_media, media_of
 from lightrft.datasets.mixture import read_sources
 from lightrft.datasets.render import (
     PromptTokenizer,
@@ -170,7 +171,9 @@ def _build(
     while num_rows < len(rows) and len(prompts) < limit:
         # Rows after the last one that is wanted are not read: they may be unusable.
         batch = rows[num_rows : num_rows + min(_TOKENIZER_BATCH, limit - len(prompts))]
-        for row, prompt in zip(batch, _tokenise(batch, num_rows, tokenizer, config), strict=True):
+        for row, prompt in zip(
+            batch, build_prompts(batch, num_rows, tokenizer, config), strict=True
+        ):
             if len(prompt.token_ids) > config.prompt_max_len:
                 too_long.append(row.location)
             else:
@@ -193,16 +196,42 @@ def _build(
     return PromptDataset(prompts, report=report)
 
 
-def _tokenise(
-    rows: Sequence[Row], first_id: int, tokenizer: PromptTokenizer, config: TrainConfig
+def build_prompts(
+    rows: Sequence[Row],
+    first_id: int,
+    tokenizer: PromptTokenizer,
+    config: TrainConfig,
+    *,
+    has_model: bool = True,
 ) -> list[Prompt]:
-    used = {config.input_key, config.label_key}
+    """The prompts of some rows, tokenised together.
+
+    Args:
+        rows: In the order of their ids.
+        first_id: Of the first row.
+        tokenizer: Of the model; `VisionPrompts` reads images and videos.
+        config: See `load_prompts`.
+        has_model: Whether the tokenizer is a model's; without one nothing reads the media.
+
+    Raises:
+        DataError: A row cannot be used.
+    """
+    used = {config.input_key, config.label_key, config.images_key, config.videos_key}
+    media = [media_of(row, config) for row in rows]
+    vision = tokenizer if isinstance(tokenizer, VisionPrompts) else None
+    if vision is None and has_model:
+        check_no_media(rows, config)
+    is_plain = [vision is None or own.is_empty for own in media]
+    plain = [row for row, is_text in zip(rows, is_plain, strict=True) if is_text]
+    tokenised = iter(tokenise(plain, tokenizer, config)) if plain else iter(())
     prompts = []
-    tokenised = tokenise(rows, tokenizer, config)
-    for offset, (row, (text, token_ids)) in enumerate(zip(rows, tokenised, strict=True)):
+    for offset, (row, own) in enumerate(zip(rows, media, strict=True)):
+        text, token_ids = next(tokenised) if is_plain[offset] else ("", ())
         columns = {name: value for name, value in row.columns.items() if name not in used}
-        label = label_of(row, config)
-        prompt = Prompt(first_id + offset, text, token_ids, label, columns)
+        prompt = Prompt(first_id + offset, text, token_ids, label_of(row, config), columns)
+        prompt = replace(prompt, images=own.images, videos=own.videos)
+        if vision is not None and not own.is_empty:
+            prompt = vision.prompt(row, prompt, config)
         prompts.append(_with_messages(prompt, row, config) if config.has_episodes else prompt)
     return prompts
 
@@ -213,6 +242,10 @@ def _with_messages(prompt: Prompt, row: Row, config: TrainConfig) -> Prompt:
     Raises:
         DataError: No message is the user's, or one has media.
     """
+    if prompt.images or prompt.videos:
+        raise DataError(
+            f"{row.location}: environments speak text only, and the row has images or videos"
+        )
     messages = messages_of(row, config)
     chat = () if isinstance(messages, str) else tuple(messages)
     has_user = any(message["role"] == "user" for message in chat)

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lightrft.engines.media.sources import ImageSource, VideoSource
+
 
 class DataError(ValueError):
     """A data file cannot be used; the message names the file, the line and the remedy."""
@@ -18,8 +20,8 @@ class Prompt:
         token_ids: Its token ids, without padding.
         label: The reference answer, or None if the data set has none.
         columns: The remaining columns of the row, passed to reward functions by name.
-        images: Image references or objects, in placeholder order.
-        videos: Video references or objects, in placeholder order.
+        images: In the order of their placeholders.
+        videos: Likewise.
         messages: The chat that `text` renders; () unless environments or tools need it.
         row: What an environment's `reset` gets: all columns, and the messages as `prompt`.
     """
@@ -29,7 +31,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     label: str | None = None
     columns: Mapping[str, object] = field(default_factory=dict)
-    images: tuple[object, ...] = ()
-    videos: tuple[object, ...] = ()
+    images: tuple[ImageSource, ...] = ()
+    videos: tuple[VideoSource, ...] = ()
     messages: tuple[Mapping[str, object], ...] = ()
     row: Mapping[str, object] = field(default_factory=dict)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightrft.engines.media.prompts import NO_MEDIA, RowMedia
 from lightrft.experience.exchange import SampleTable
 from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.models.support import SamplingSupport
@@ -21,6 +22,7 @@ def collate(
     num_uncompared_tokens: int = 0,
     version: int | None = None,
     support: SamplingSupport | None = None,
+    media: RowMedia = NO_MEDIA,
 ) -> RolloutBatch:
     """The rows of a table as right-padded tensors.
 
@@ -37,6 +39,7 @@ def collate(
         version: Of the trainer's weights: tokens of other versions, where the table knows them,
             cannot be compared with them.
         support: What the sampling excluded; None if nothing, or if it cannot be replayed.
+        media: Images and videos of the rows.
     """
     prompt_lengths = torch.from_numpy(table.prompt_lengths)[:, None]  # [batch, 1]
     lengths = torch.from_numpy(table.lengths)[:, None]
@@ -65,7 +68,7 @@ def collate(
         rewards=torch.from_numpy(table.rewards.astype(np.float32)).to(device),
         group_ids=torch.from_numpy(table.group_ids).to(device),
         sample_ids=torch.from_numpy(table.sample_ids).to(device),
-        model_inputs={},
+        media=media,
         temperature=temperature,
         compared_mask=is_compared.to(device),
         support=support,
@@ -85,6 +88,7 @@ def select_rollouts(batch: RolloutBatch, rows: slice) -> RolloutBatch:
         rewards=batch.rewards[rows],
         group_ids=batch.group_ids[rows],
         sample_ids=batch.sample_ids[rows],
+        media=batch.media[rows],
         compared_mask=None if batch.compared_mask is None else batch.compared_mask[rows, :width],
     )
 

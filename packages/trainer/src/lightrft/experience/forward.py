@@ -81,7 +81,7 @@ def _score(
                 scored_mask=micro.response_mask,
                 temperature=scoring_temperature(micro.temperature),
                 entropy=entropy,
-                model_inputs=micro.model_inputs,
+                media=micro.media,
                 support=micro.support,
             )
         )
@@ -102,7 +102,7 @@ def _evaluate(critic: ValueModel, batch: RolloutBatch, *, slices: Sequence[slice
     pieces: list[Tensor] = []
     for rows in slices:
         micro = select_rollouts(batch, rows)
-        values = critic(micro.token_ids, micro.attention_mask, model_inputs=micro.model_inputs)
+        values = critic(micro.token_ids, micro.attention_mask, media=micro.media)
         pieces.append(torch.where(micro.response_mask, values, 0.0))
     return join_micro_batches(pieces, batch.token_ids.shape[1])
 

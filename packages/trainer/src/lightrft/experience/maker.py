@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from lightrft.algorithms.moments import Moments
+from lightrft.engines.media.encoder import PromptEncoder
+from lightrft.engines.media.prompts import NO_MEDIA
 from lightrft.engines.types import SamplingParams, has_known_order
 from lightrft.experience.assemble import AdvantageSettings, ShapedRewards, assemble, shape_rewards
 from lightrft.experience.collate import collate
@@ -14,6 +16,7 @@ from lightrft.experience.evidence import deliver_evidence
 from lightrft.experience.exchange import RowTable, SampleTable, tabulate
 from lightrft.experience.forward import ForwardModels, compute_outputs
 from lightrft.experience.ledger_gate import check_ledger
+from lightrft.experience.media import deliver_media
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
 from lightrft.experience.sampling import Samples, training_params
 from lightrft.experience.types import ExperienceBatch
@@ -56,6 +59,7 @@ def make_experience(
     step: int,
     moments: Moments | None = None,
     reuses_policy_logprobs: bool = False,
+    encoder: PromptEncoder | None = None,
 ) -> StepExperience:
     """The experience of one step; collective.
 
@@ -67,6 +71,7 @@ def make_experience(
         step: Fixes the optimizer batches, together with the seed.
         moments: Of all rewards before this step, or None without running normalisation.
         reuses_policy_logprobs: Leave old logprobs to the update if the step has one batch.
+        encoder: Of prompts with images or videos, for vision-language models.
     """
     config, table, rank = settings.config, samples.table, strategy.data_rank
     params = training_params(config)
@@ -82,6 +87,9 @@ def make_experience(
         wanted = [plan.row_index(each) for each in range(strategy.num_data_ranks)]
         wanted = [each for each in wanted for _ in range(config.sp_size)]
         rows = deliver_rows(table, tabulate(samples.scored), wanted, strategy)
+        media = NO_MEDIA
+        if encoder is not None:
+            media = deliver_media(table, samples.scored, wanted, strategy, encoder)
     batch = collate(
         rows,
         pad_token_id=0,  # masked everywhere
@@ -90,6 +98,7 @@ def make_experience(
         num_uncompared_tokens=int(config.use_fire),
         version=_version(samples),
         support=replayed_support(params, strategy.inference_engine_type),
+        media=media,
     )
     slices = plan.forward_slices(table.lengths, rank=rank, config=config)
     if samples.evidence is not None:

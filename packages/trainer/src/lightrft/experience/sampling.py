@@ -8,7 +8,8 @@ from datetime import timedelta
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
-from lightrft.engines.types import GenerationRequest, MultiModalInputs, SamplingParams
+from lightrft.engines.media.encoder import PromptEncoder
+from lightrft.engines.types import GenerationRequest, SamplingParams
 from lightrft.experience.carry import InFlightGroup, PartialRolloutState
 from lightrft.experience.dynamic import Selection, apply_selection, mixed_groups, select_groups
 from lightrft.experience.environments.rounds import Environments
@@ -16,6 +17,7 @@ from lightrft.experience.evidence import Evidence, share_entries, take_evidence
 from lightrft.experience.exchange import RowTable, exchange, merge
 from lightrft.experience.fire import fire_segments, generate_fire
 from lightrft.experience.group_scorer import GroupScorer
+from lightrft.experience.media import check_media, media_request
 from lightrft.experience.model_rewards import ModelRewards
 from lightrft.experience.partial import PartialReport, finish_groups, open_groups
 from lightrft.experience.rollout_groups import Decoder, RolloutGroups
@@ -86,6 +88,7 @@ class RolloutSampler:
         config: How.
         needs_greedy: Every step samples greedy completions, too.
         environments: Answer the calls of responses of several turns, or None.
+        encoder: Of prompts with images or videos, for vision-language models.
     """
 
     def __init__(
@@ -98,7 +101,9 @@ class RolloutSampler:
         config: TrainConfig,
         needs_greedy: bool = False,
         environments: Environments | None = None,
+        encoder: PromptEncoder | None = None,
     ) -> None:
+        self._encoder = encoder
         self._environments = environments
         self._strategy = strategy
         self._reward_function = reward_function
@@ -167,7 +172,7 @@ class RolloutSampler:
         while len(tables) < max_rounds and num_mixed < num_wanted:
             if tables and next_prompts is not None:
                 prompts = next_prompts()
-            _check_text_only(prompts)
+            check_media(prompts, self._config)
             num_new = len(prompts) * self._strategy.world_size
             positions = own_positions(self._strategy, num_new, first=num_prompts)
             if self._needs_greedy:
@@ -232,7 +237,7 @@ class RolloutSampler:
         num_wanted, num_prompts = len(prompts) * strategy.world_size, 0
         groups = list(carry.groups)
         while True:
-            _check_text_only(prompts)
+            check_media(prompts, self._config)
             first = first_request_id + num_prompts
             groups += open_groups(
                 prompts, first_request_id=first, group_size=params.n, strategy=strategy
@@ -320,7 +325,9 @@ class RolloutSampler:
                 decoder=self._decoder, on_group=scorer.add,
             )  # fmt: skip
             with meter.stage("rollout"):
-                rollouts = self._generate(groups, build_requests(prompts, request_ids), params)
+                rollouts = self._generate(
+                    groups, build_requests(prompts, request_ids, self._encoder), params
+                )
             return self._score(rollouts, meter, shapes_rewards=shapes_rewards, scorer=scorer)
 
     def _generate(
@@ -401,24 +408,13 @@ def own_positions(strategy: StrategyBase, num_total: int, *, first: int = 0) -> 
 
 
 def build_requests(
-    prompts: Sequence[Prompt], request_ids: Sequence[int]
+    prompts: Sequence[Prompt], request_ids: Sequence[int], encoder: PromptEncoder | None = None
 ) -> list[GenerationRequest]:
-    """One request a prompt; the request id fixes its random numbers."""
-    return [
-        GenerationRequest(
-            prompt_token_ids=prompt.token_ids,
-            request_id=request_id,
-            prompt_text=prompt.text,
-            multi_modal=MultiModalInputs(images=prompt.images, videos=prompt.videos),
-        )
-        for prompt, request_id in zip(prompts, request_ids, strict=True)
-    ]
+    """One request a prompt; the request id fixes its random numbers.
 
-
-def _check_text_only(prompts: Sequence[Prompt]) -> None:
-    with_images = [prompt.id for prompt in prompts if prompt.images or prompt.videos]
-    if with_images:
-        raise ValueError(
-            f"prompts with images or videos cannot be trained on: got rows {with_images[:10]}; "
-            "remove those columns or rows"
-        )
+    Args:
+        prompts, request_ids: One id for each prompt.
+        encoder: Of prompts with images or videos.
+    """
+    pairs = zip(prompts, request_ids, strict=True)
+    return [media_request(prompt, request_id, encoder) for prompt, request_id in pairs]

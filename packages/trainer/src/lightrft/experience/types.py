@@ -7,6 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from lightrft.datasets.types import Prompt
+from lightrft.engines.media.prompts import NO_MEDIA, RowMedia
 from lightrft.engines.types import Completion
 from lightrft.models.support import SamplingSupport
 
@@ -135,12 +136,12 @@ class RolloutBatch:
         rewards: [batch] float32.
         group_ids: [batch] int64.
         sample_ids: [batch] int64.
-        model_inputs: Modality tensors, opaque to everything but the modality ({} for text).
         temperature: Temperature all rows were sampled at.
         compared_mask: [batch, seq] bool, sampled tokens whose `rollout_logprobs` follow the
             distribution the trainer scores with, or with `support` the truncated one; None if no
             token's do.
         support: What the sampling excluded, to be replayed; None replays nothing.
+        media: Images and videos of the rows, by reference.
     """
 
     token_ids: Tensor
@@ -150,10 +151,10 @@ class RolloutBatch:
     rewards: Tensor
     group_ids: Tensor
     sample_ids: Tensor
-    model_inputs: Mapping[str, Tensor]
     temperature: float
     compared_mask: Tensor | None = None
     support: SamplingSupport | None = None
+    media: RowMedia = NO_MEDIA
 
 
 @dataclass(frozen=True, slots=True)

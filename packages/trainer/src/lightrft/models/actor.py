@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +10,8 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from lightrft.engines.media.families import family_of, placeholder_ids
+from lightrft.engines.media.prompts import RowMedia
 from lightrft.models.head import LinearLogprobHead, read_head_transform
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.sequence_model import SequenceModel, trunk_output
@@ -69,6 +71,8 @@ class Actor(SequenceModel):
             transform=read_head_transform(model.config),
             is_fused=fused_linear_logprob,
             chunk_size=chunk_size,
+            # Placeholders of media stand for features that a response does not have.
+            forbidden_ids=placeholder_ids(model.config) if family_of(model.config) else (),
         )
         model.set_output_embeddings(head)
         self.model = model
@@ -95,7 +99,7 @@ class Actor(SequenceModel):
         scored_mask: Tensor | None = None,
         temperature: float = 1.0,
         entropy: EntropyMode = "none",
-        model_inputs: Mapping[str, Tensor] | None = None,
+        media: RowMedia | None = None,
         support: SamplingSupport | None = None,
         token_loss: TokenLossFunction | None = None,
     ) -> ActorOutput:
@@ -108,7 +112,7 @@ class Actor(SequenceModel):
                 another token.
             temperature: Divides the logits.
             entropy: "none", "value" (detached) or "grad".
-            model_inputs: Further inputs of the model (images ...), passed on by name.
+            media: Images and videos of the rows; None is text.
             support: The truncation the scored tokens were drawn with, to get `log_kept_mass`.
             token_loss: A loss to compute inside the output projection, for some tokens at a time;
                 the head must be fused. Of sequences that ranks share, each adds its own tokens.
@@ -117,9 +121,9 @@ class Actor(SequenceModel):
             ValueError: Shapes differ, `scored_mask` marks padding or a first token, or the ranks
                 that share sequences pass different batches.
         """
-        layout = self.layout_policy.lay_out(token_ids, attention_mask, scored_mask)
+        layout = self.lay_out(token_ids, attention_mask, scored_mask)
         output = trunk_output(
-            self.model.base_model, layout, model_inputs, with_router_logits=self.sums_routers
+            self.model.base_model, layout, media, with_router_logits=self.sums_routers
         )
         hidden: Tensor = output.last_hidden_state
         head = self.model.get_output_embeddings()

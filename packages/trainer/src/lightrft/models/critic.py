@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lightrft.engines.media.prompts import RowMedia
 from lightrft.models.loading import ModelLoadError, load_trunk, save_pretrained
 from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.strategy.meta_init import parameters_on_meta
@@ -79,25 +80,21 @@ class Critic(SequenceModel):
         save_file(self.value_head.state_dict(), Path(directory) / HEAD_FILE)
 
     def forward(
-        self,
-        token_ids: Tensor,
-        attention_mask: Tensor,
-        *,
-        model_inputs: Mapping[str, Tensor] | None = None,
+        self, token_ids: Tensor, attention_mask: Tensor, *, media: RowMedia | None = None
     ) -> Tensor:
         """Value before each token is sampled.
 
         Args:
             token_ids: [batch, seq] int64, padded.
             attention_mask: [batch, seq] bool, True on real tokens.
-            model_inputs: Further inputs of the model (images ...), passed on by name.
+            media: Images and videos of the rows; None is text.
 
         Returns:
             [batch, seq] float32; entry t comes from the hidden state of token t - 1; entry 0 and
             padding are 0.
         """
-        layout = self.layout_policy.lay_out(token_ids, attention_mask)
-        output = trunk_output(self.trunk, layout, model_inputs)
+        layout = self.lay_out(token_ids, attention_mask)
+        output = trunk_output(self.trunk, layout, media)
         return layout.scatter(self.value_head(layout.select(output.last_hidden_state)))
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -86,6 +86,10 @@ class LinearLogprobHead(nn.Module):
         is_fused: Work by chunks of the vocabulary instead of holding all logits.
         chunk_size: Columns of the vocabulary in one chunk, if fused; None takes those that suit the
             device.
+        forbidden_ids: Tokens that the policy never samples: their logits are -inf.
+
+    Raises:
+        ValueError: Tokens are forbidden and logits are capped, which would lift them again.
     """
 
     bias: nn.Parameter | None
@@ -97,8 +101,15 @@ class LinearLogprobHead(nn.Module):
         transform: HeadTransform,
         is_fused: bool,
         chunk_size: int | None,
+        forbidden_ids: Sequence[int] = (),
     ) -> None:
         super().__init__()
+        if forbidden_ids and transform.softcap is not None:
+            raise ValueError(
+                f"a model with capped logits (softcap {transform.softcap}) and tokens that are "
+                f"never sampled ({list(forbidden_ids)}) is not supported"
+            )
+        self.forbidden_ids = tuple(forbidden_ids)
         self.in_features = projection.in_features
         self.out_features = projection.out_features
         self.weight = projection.weight
@@ -147,19 +158,20 @@ class LinearLogprobHead(nn.Module):
         if targets is None:
             return F.linear(hidden, self.weight, self.bias)
         scaled = temperature / self.transform.scale
+        bias = self._law(hidden)
         mass = None
         if support is not None:
             transform = LogitsTransform(scaled, self.transform.softcap)
-            layer = OutputLayer(self.weight, self.bias, transform)
+            layer = OutputLayer(self.weight, bias, transform)
             size = (self._workspace or Workspace()).chunk_columns
             mass = replay_support(hidden, layer, targets, support, chunk_size=size)
         if token_loss is not None:
-            return self._with_loss(hidden, targets, scaled, entropy, mass, token_loss)
+            return self._with_loss(hidden, targets, bias, scaled, entropy, mass, token_loss)
         output = linear_logprob(
             hidden,
             self.weight,
             targets,
-            bias=self.bias,
+            bias=bias,
             temperature=scaled,
             softcap=self.transform.softcap,
             entropy=entropy,
@@ -168,10 +180,21 @@ class LinearLogprobHead(nn.Module):
         )
         return output.logprobs, output.entropy, mass, None
 
+    def _law(self, hidden: Tensor) -> Tensor | None:
+        """The bias [vocab] of the distribution tokens are drawn from."""
+        if not self.forbidden_ids:
+            return self.bias
+        bias: Tensor | None = self.bias
+        if bias is None:
+            bias = hidden.new_zeros(self.out_features)
+        forbidden = torch.tensor(self.forbidden_ids, device=hidden.device)
+        return bias.index_fill(0, forbidden, float("-inf"))
+
     def _with_loss(
         self,
         hidden: Tensor,
         targets: Tensor,
+        bias: Tensor | None,
         temperature: float,
         mode: EntropyMode,
         mass: Tensor | None,
@@ -196,7 +219,7 @@ class LinearLogprobHead(nn.Module):
             self.weight,
             targets,
             differentiated,
-            bias=self.bias,
+            bias=bias,
             temperature=temperature,
             softcap=self.transform.softcap,
             entropy=mode,

@@ -1,6 +1,6 @@
 """How a padded batch is laid out for a model's forward pass, and where its scored tokens lie."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -34,7 +34,11 @@ class TokenLayout:
         columns: [scored] its column, at least 1.
         targets: [scored] its token id.
         sources: [scored] where its hidden state lies in the flattened forward pass.
+        is_real: [batch, seq] bool, True on real tokens of the batch.
+        token_ids: [batch, seq] int64, of the batch.
         bounds: Sequences of a stream; None for padded rows.
+        own: Of a split stream whose inputs are whole, this rank's slice; None if the inputs are
+            that slice already.
         is_right_padded: No padding stands before a token. Causal attention then needs no mask: no
             token sees what comes after it.
     """
@@ -47,7 +51,10 @@ class TokenLayout:
     columns: Tensor
     targets: Tensor
     sources: Tensor
+    is_real: Tensor
+    token_ids: Tensor
     bounds: SequenceBounds | None = None
+    own: slice | None = None
     is_right_padded: bool = False
 
     @classmethod
@@ -80,6 +87,8 @@ class TokenLayout:
             columns=columns,
             targets=token_ids[rows, columns],
             sources=rows * seq + columns - 1,
+            is_real=is_real,
+            token_ids=token_ids,
             is_right_padded=is_right_padded,
         )
 
@@ -91,6 +100,7 @@ class TokenLayout:
         scored_mask: Tensor | None = None,
         *,
         group: ProcessGroup | None = None,
+        is_cut_late: bool = False,
     ) -> Self:
         """The layout of one stream, or of this rank's slice of it.
 
@@ -99,6 +109,8 @@ class TokenLayout:
         Args:
             token_ids, attention_mask, scored_mask: As for `padded`; equal on all ranks of `group`.
             group: The ranks that share the stream; None gives this rank all of it.
+            is_cut_late: The inputs are the whole stream: features of media are put into it before
+                it is cut.
 
         Raises:
             ValueError: As for `padded`, or the ranks of the group hold different batches.
@@ -126,16 +138,20 @@ class TokenLayout:
         is_token = torch.arange(num_tokens + num_filling, device=token_ids.device) < num_tokens
         positions = torch.cat([_positions(is_real)[is_real], filling])
         batch, seq = token_ids.shape
+        seen = slice(0, num_tokens + num_filling) if is_cut_late else own
         return cls(
             shape=(batch, seq),
-            input_ids=F.pad(token_ids[is_real], (0, num_filling))[None, own],
-            position_ids=positions[None, own],
+            input_ids=F.pad(token_ids[is_real], (0, num_filling))[None, seen],
+            position_ids=positions[None, seen],
             attention_mask=is_token[None, own],
             rows=rows,
             columns=columns,
             targets=token_ids[rows, columns],
             sources=sources,
+            is_real=is_real,
+            token_ids=token_ids,
             bounds=_bounds(lengths, token_ids.device, group),
+            own=own if is_cut_late and group is not None else None,
         )
 
     def attention_inputs(self, *, is_causal: bool = True) -> dict[str, object]:
@@ -152,6 +168,28 @@ class TokenLayout:
         if is_causal and self.is_right_padded:
             return {}
         return {"attention_mask": self.attention_mask.long()}
+
+    @property
+    def rows_of_tokens(self) -> tuple[Tensor, ...]:
+        """The real tokens of each row of the batch, [tokens] int64 each."""
+        pairs = zip(self.token_ids, self.is_real, strict=True)
+        return tuple(tokens[mask] for tokens, mask in pairs)
+
+    def place(self, rows: Sequence[Tensor]) -> Tensor:
+        """Values of each row's real tokens, [..., tokens of the row] each, as the inputs lie.
+
+        Returns:
+            [..., batch, seq] or [..., 1, tokens]; 0 on padding. The filling of a stream counts
+            from 0.
+        """
+        values = torch.cat([row.to(self.is_real.device) for row in rows], dim=-1)
+        if self.bounds is None:
+            placed = values.new_zeros((*values.shape[:-1], *self.shape))
+            placed[..., self.is_real] = values
+            return placed
+        num_filling = self.input_ids.shape[1] - values.shape[-1]
+        filling = torch.arange(num_filling, device=values.device).to(values)
+        return torch.cat([values, filling.expand(*values.shape[:-1], -1)], dim=-1).unsqueeze(-2)
 
     def select(self, hidden: Tensor) -> Tensor:
         """Hidden states the scored tokens are predicted from: [.., tokens, h] -> [scored, h]."""
@@ -210,11 +248,18 @@ class LayoutPolicy:
         return 1 if self.sp_group is None else dist.get_world_size(self.sp_group)
 
     def lay_out(
-        self, token_ids: Tensor, attention_mask: Tensor, scored_mask: Tensor | None = None
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor,
+        scored_mask: Tensor | None = None,
+        *,
+        is_cut_late: bool = False,
     ) -> TokenLayout:
-        """The layout of a batch; arguments and errors as for `TokenLayout.padded`."""
+        """The layout of a batch; arguments and errors as for `TokenLayout.packed`."""
         if self.is_packed:
-            return TokenLayout.packed(token_ids, attention_mask, scored_mask, group=self.sp_group)
+            return TokenLayout.packed(
+                token_ids, attention_mask, scored_mask, group=self.sp_group, is_cut_late=is_cut_late
+            )
         return TokenLayout.padded(token_ids, attention_mask, scored_mask)
 
 

@@ -13,14 +13,18 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoProcessor,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 
 from lightrft.config import ConfigError
+from lightrft.engines.media.families import family_of
 from lightrft.engines.process_state import deepspeed_unless_used
 from lightrft.strategy.meta_init import is_building_on_meta
 from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
@@ -33,7 +37,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 # Output layers of other tasks, which a trunk leaves in the file.
-OTHER_HEADS = ("lm_head.*", "score.*", "classifier.*", "v_head.*")
+OTHER_HEADS = ("lm_head.*", "language_model.lm_head.*", "score.*", "classifier.*", "v_head.*")
 _MAX_LISTED_NAMES = 5
 
 
@@ -43,7 +47,12 @@ class ModelLoadError(OSError):
 
 # transformers does not check a JSON file's structure before it uses it.
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
-AutoClass = type[AutoModel] | type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]
+AutoClass = (
+    type[AutoModel]
+    | type[AutoModelForCausalLM]
+    | type[AutoModelForImageTextToText]
+    | type[AutoModelForSequenceClassification]
+)
 
 
 def load_config(path: str) -> PretrainedConfig:
@@ -77,8 +86,25 @@ def load_tokenizer(path: str, *, chat_template: str | None = None) -> PreTrained
     return tokenizer
 
 
+def load_processor(path: str) -> ProcessorMixin:
+    """What turns texts, images and videos into the inputs of a vision-language model.
+
+    Raises:
+        ModelLoadError: It is missing or unreadable, or packages that it needs are missing.
+    """
+    files = ("processor_config.json", "preprocessor_config.json")
+    try:
+        processor: ProcessorMixin = _read(AutoProcessor, path, files, "processor")
+    except ImportError as err:
+        raise ModelLoadError(
+            f"the processor of {path!r} needs more packages: {_first_line(err)}; install the extra "
+            "`vision` of lightrft-trainer"
+        ) from err
+    return processor
+
+
 def _read(
-    auto_class: type[AutoConfig] | type[AutoTokenizer],
+    auto_class: type[AutoConfig] | type[AutoTokenizer] | type[AutoProcessor],
     path: str,
     patterns: tuple[str, ...],
     what: str,
@@ -95,7 +121,7 @@ def _read(
 def load_causal_lm(
     path: str, *, dtype: str = "float32", allow_new_weights: Sequence[str] = ()
 ) -> PreTrainedModel:
-    """A language model with its output projection.
+    """A language model, or vision-language model, with its output projection.
 
     Args:
         path: Directory of a checkpoint, or a model id of the Hugging Face hub.
@@ -109,7 +135,10 @@ def load_causal_lm(
             unexpected or of another shape; the message names it.
         ValueError: The dtype is unknown.
     """
-    return load_model(AutoModelForCausalLM, path, dtype, allow_new_weights)
+    # The other class would read a vision-language model under other names.
+    has_vision = family_of(load_config(path)) is not None
+    auto_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+    return load_model(auto_class, path, dtype, allow_new_weights)
 
 
 def load_trunk(
@@ -161,6 +190,11 @@ def load_model(
     config = load_config(path)
     _require(path, WEIGHT_PATTERNS, "weights")
     is_on_meta = is_building_on_meta()
+    if is_on_meta and family_of(config) is not None:
+        raise ModelLoadError(
+            f"meta_init reads weights by the names of the model, and files of vision-language "
+            f"models have others: got {config.model_type!r} in {path!r}; use --no_meta_init"
+        )
     if is_on_meta:
         # What is in no file would get no memory.
         allow_new_weights, left_out = None, (*left_out, *(allow_new_weights or ()))

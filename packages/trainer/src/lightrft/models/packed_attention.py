@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
+from lightrft.engines.hf.attention import set_text_attention
+from lightrft.engines.media.families import family_of
 from lightrft.models.ulysses import (
     LayoutRefusedError,
     check_head_counts,
@@ -33,11 +35,14 @@ class SequenceBounds:
         offsets: First token of each sequence, then the number of tokens of the whole stream.
         offsets_tensor: [sequences + 1] int32, the same on the stream's device.
         group: The ranks that hold a slice each of the stream; None if this rank holds it all.
+        blocks: [tokens] int64 of the whole stream: tokens of one block (>= 0) see each other in
+            both directions, as those of an image do in some models; None has no blocks.
     """
 
     offsets: tuple[int, ...]
     offsets_tensor: Tensor
     group: ProcessGroup | None = None
+    blocks: Tensor | None = None
 
     @property
     def longest(self) -> int:
@@ -96,7 +101,8 @@ def packed_attention(  # noqa: PLR0913 - what transformers passes
     group = sequence_bounds.group
     if group is not None:
         query, key, value = gather_sequence(query, key, value, group)
-    attend = _attend_varlen if has_varlen_kernel(query, key, value) else _attend_each
+    is_varlen = has_varlen_kernel(query, key, value) and sequence_bounds.blocks is None
+    attend = _attend_varlen if is_varlen else _attend_each
     attended = attend((query, key, value), sequence_bounds, dropout, scaling, sliding_window)
     if group is not None:
         attended = scatter_sequence(attended, group)
@@ -133,11 +139,8 @@ def _attend_each(
     pieces = []
     for start, stop in zip(bounds.offsets, bounds.offsets[1:], strict=False):
         q, k, v = (x[:, :, start:stop] for x in qkv)
-        mask = None
-        if window is not None and window < stop - start:
-            index = torch.arange(stop - start, device=q.device)
-            distance = index[:, None] - index[None, :]
-            mask = (distance >= 0) & (distance < window)
+        blocks = None if bounds.blocks is None else bounds.blocks[start:stop]
+        mask = _visible(stop - start, window, blocks, q.device)
         pieces.append(
             F.scaled_dot_product_attention(
                 q,
@@ -151,6 +154,26 @@ def _attend_each(
             )
         )
     return torch.cat(pieces, dim=2)
+
+
+def _visible(
+    length: int, window: int | None, blocks: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """[length, length] bool, which keys each query of a sequence sees; None is all before it."""
+    has_blocks = blocks is not None and bool((blocks >= 0).any())
+    if window is not None and window >= length:
+        window = None
+    if not has_blocks and window is None:
+        return None
+    index = torch.arange(length, device=device)
+    distance = index[:, None] - index[None, :]
+    mask = distance >= 0
+    if window is not None:
+        mask = mask & (distance < window)
+    if has_blocks:
+        assert blocks is not None
+        mask = mask | ((blocks[:, None] == blocks[None, :]) & (blocks[:, None] >= 0))
+    return mask
 
 
 def _attend_varlen(
@@ -231,8 +254,14 @@ def use_packed_attention(model: PreTrainedModel, *, sp_size: int = 1) -> None:
             f"{type(model).__name__} has {hindrance}, which would mix packed sequences: train "
             "without packing_samples and sp_size"
         )
+    family = family_of(model.config)
+    if family is not None and family.attends_to_images:
+        raise LayoutRefusedError(
+            f"{type(model).__name__} attends from text to images, which packed sequences do not "
+            "support: train without packing_samples and sp_size"
+        )
     check_head_counts(config.num_attention_heads, sp_size)
-    model.set_attn_implementation(PACKED)
+    set_text_attention(model, PACKED)
 
 
 AttentionInterface.register(PACKED, packed_attention)

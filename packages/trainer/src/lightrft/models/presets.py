@@ -63,12 +63,17 @@ PRESETS: dict[str, Callable[..., PretrainedConfig]] = {
 
 def byte_level_tokenizer() -> PreTrainedTokenizerBase:
     """One token per byte, with the byte's value as its id, and five special tokens after them."""
+    return chat_tokenizer(byte_level_core(), [USER, ASSISTANT, SYSTEM])
+
+
+def byte_level_core() -> Tokenizer:
+    """What splits and joins texts for `byte_level_tokenizer`."""
     vocabulary = {symbol: value for value, symbol in bytes_to_unicode().items()}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(list(SPECIAL_TOKENS))
-    return chat_tokenizer(core, [USER, ASSISTANT, SYSTEM])
+    return core
 
 
 def chat_tokenizer(

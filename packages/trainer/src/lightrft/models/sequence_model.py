@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lightrft.engines.hf.attention import set_text_attention
+from lightrft.engines.media.families import family_of
+from lightrft.engines.media.prompts import NO_MEDIA, RowMedia
 from lightrft.models.layout import LayoutPolicy, TokenLayout
 from lightrft.models.packed_attention import use_packed_attention
+from lightrft.models.vision.forward import image_blocks, run_trunk, vision_inputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -38,6 +41,18 @@ class SequenceModel(nn.Module):
     def config(self) -> PretrainedConfig:
         """The configuration of the wrapped model."""
         return self.pretrained.config
+
+    def lay_out(
+        self, token_ids: Tensor, attention_mask: Tensor, scored_mask: Tensor | None = None
+    ) -> TokenLayout:
+        """Lays out a batch as the policy says; see `TokenLayout.packed`."""
+        return self.layout_policy.lay_out(
+            token_ids,
+            attention_mask,
+            scored_mask,
+            # Features of media are put between the tokens of the whole stream.
+            is_cut_late=family_of(self.config) is not None,
+        )
 
     def gradient_checkpointing_enable(self) -> None:
         """Recomputes activations in the backward pass instead of storing them."""
@@ -78,12 +93,12 @@ class SequenceModel(nn.Module):
 
     def _use_policy(self, policy: LayoutPolicy) -> None:
         if policy.is_packed:
-            plain = self.pretrained.config._attn_implementation
+            plain = self.pretrained.config.get_text_config()._attn_implementation
             use_packed_attention(self.pretrained, sp_size=policy.sp_size)
             if not self.layout_policy.is_packed:
                 self._plain_attention = plain
         elif self.layout_policy.is_packed:
-            self.pretrained.set_attn_implementation(self._plain_attention)
+            set_text_attention(self.pretrained, self._plain_attention)
         self.layout_policy = policy
 
 
@@ -102,32 +117,38 @@ def attends_causally(trunk: nn.Module) -> bool:
 def trunk_output(
     trunk: nn.Module,
     layout: TokenLayout,
-    model_inputs: Mapping[str, Tensor] | None,
+    media: RowMedia | None = None,
     *,
     with_router_logits: bool = False,
 ) -> MoeModelOutputWithPast:
     """What a transformers trunk returns for what the layout shows.
 
-    Models with further inputs place their tokens themselves (rotary positions of images).
-
     Args:
         trunk: The model up to its last hidden states [batch or 1, tokens, hidden].
         layout: Places the tokens.
-        model_inputs: Further inputs of the model, by name.
+        media: Of the rows; None is text.
         with_router_logits: Ask for the logits of the experts of every layer.
+
+    Raises:
+        ValueError: There are media, and the model reads text only; see also `vision_inputs`.
     """
-    extra: dict[str, object] = dict(model_inputs or {})
-    if extra and layout.bounds is not None:
-        raise ValueError(
-            f"packed batches carry text only: got model inputs {sorted(extra)}; train without "
-            "packing_samples and sp_size"
-        )
-    if not extra:
-        extra["position_ids"] = layout.position_ids
-    if with_router_logits:
-        extra["output_router_logits"] = True
+    extra: dict[str, object] = {"output_router_logits": True} if with_router_logits else {}
+    family = family_of(trunk.config)
     # Models with images may let the tokens of one see each other.
-    is_causal = not model_inputs and attends_causally(trunk)
+    is_causal = family is None and attends_causally(trunk)
     extra |= layout.attention_inputs(is_causal=is_causal)
-    output: MoeModelOutputWithPast = trunk(input_ids=layout.input_ids, use_cache=False, **extra)
+    if family is not None:
+        media = media or NO_MEDIA
+        extra |= vision_inputs(trunk, family, layout, media)
+        if layout.bounds is not None and family.takes_types:
+            extra["sequence_bounds"] = replace(layout.bounds, blocks=image_blocks(layout, media))
+        return run_trunk(trunk, family, layout, media, extra)
+    if media is not None and not media.is_empty:
+        raise ValueError(
+            f"rows have images or videos, but {type(trunk).__name__} reads text only: train a "
+            "vision-language model, or leave the media out with --text_only"
+        )
+    output: MoeModelOutputWithPast = trunk(
+        input_ids=layout.input_ids, position_ids=layout.position_ids, use_cache=False, **extra
+    )
     return output

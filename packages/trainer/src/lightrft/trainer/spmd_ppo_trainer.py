@@ -41,6 +41,7 @@ from lightrft.trainer.training.construction import (
     decide_by_machine,
     is_deterministic,
     load_actor_tokenizer,
+    prompt_encoder,
     trained_model,
 )
 from lightrft.trainer.training.evaluation import evaluate
@@ -183,6 +184,7 @@ class SPMDPPOTrainerBase:
         check_environments(self.config, has_environments=environments is not None)
         self.tokenizer = tokenizer or load_actor_tokenizer(strategy.config.pretrain)
         self.processor = processor
+        self._encoder = prompt_encoder(processor, strategy.unwrap_model(self.actor), self.config)
         self._sampler = RolloutSampler(
             strategy,
             *build_trainer_rewards(reward_fn or reward_model, model_rewards, strategy, self.config),
@@ -190,6 +192,7 @@ class SPMDPPOTrainerBase:
             config=self.config,
             needs_greedy=self._algorithm.estimator_traits.needs_greedy_rewards,
             environments=environments,
+            encoder=self._encoder,
         )
         self.eval_prompts, self._prompts_dataloader = eval_prompts, prompts_dataloader
         self.state = initial_state(self.config)
@@ -305,6 +308,7 @@ class SPMDPPOTrainerBase:
             step=self.state.num_steps,
             moments=self.state.reward_moments,
             reuses_policy_logprobs=self._reuses_policy_logprobs(),
+            encoder=self._encoder,
         )
         if self._parity_is_due():
             self.check_parity()
@@ -429,6 +433,8 @@ class SPMDPPOTrainerBase:
         reduced = metrics.reduce(self.strategy)
         reduced |= self._utilisation(step, reduced["train_seconds"])
         self._experience = None
+        if self._encoder is not None:
+            self._encoder.forget()
         self.state = self.state.after_step(
             step, stream=self._stream, kl=reduced.get("kl_per_response")
         )

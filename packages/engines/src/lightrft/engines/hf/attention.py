@@ -64,7 +64,17 @@ def use_attention(model: PreTrainedModel, name: str | None) -> None:
         if not (model._supports_attention_backend and model._supports_sdpa):
             return
         name = GROUPED
-    model.set_attn_implementation(name)
+    set_text_attention(model, name)
+
+
+def set_text_attention(model: PreTrainedModel, name: str | None) -> None:
+    """Sets the attention of the language model, and leaves that of a vision tower as it is."""
+    text, whole = model.config.get_text_config(), model.config
+    if text is whole:
+        model.set_attn_implementation(name)
+        return
+    found = next(key for key in whole.sub_configs if getattr(whole, key) is text)
+    model.set_attn_implementation({found: name})
 
 
 AttentionInterface.register(GROUPED, grouped_attention)

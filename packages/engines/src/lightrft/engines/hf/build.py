@@ -8,11 +8,17 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 
 from lightrft.engines.backend_options import check_options
 from lightrft.engines.hf.attention import use_attention
+from lightrft.engines.media.families import family_of
 from lightrft.engines.parameter_store import is_full_tensor
 from lightrft.engines.types import EngineConfig
 
@@ -69,7 +75,9 @@ def _load(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
             f"the hf engine reads its model from a local directory: {model_path!r} is none; "
             "pass the path of a Hugging Face checkpoint, or a module"
         )
-    model, report = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+    auto_class = AutoModelForImageTextToText if family_of(config) else AutoModelForCausalLM
+    model, report = auto_class.from_pretrained(
         model_path, dtype=dtype, local_files_only=True, output_loading_info=True,
         trust_remote_code=False,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from lightrft.engines.hf.decode import RowForward, StopRule, decode
 from lightrft.engines.hf.forward import ModelTraits, PlainForward, WholeBatchForward
 from lightrft.engines.hf.random import row_keys
 from lightrft.engines.hf.stopping import StopStringMatcher, stop_token_table
+from lightrft.engines.media.prompts import EncodedPrompt
 from lightrft.engines.parameter_store import ParameterStore
 from lightrft.engines.raw_completions import RawCompletion
 from lightrft.engines.requests import Row, chunks_of_rows
@@ -35,6 +36,7 @@ class HFEngine(RolloutEngine):
     name = "hf"
     runs_on_every_rank = False
     streams = True
+    reads_media = True
 
     def __init__(self, config: EngineConfig, *, module: nn.Module | None = None) -> None:
         super().__init__(config)
@@ -73,6 +75,8 @@ class HFEngine(RolloutEngine):
             return []
         input_ids = torch.tensor([list(token_ids)], device=self._model.device)
         logits = self._model(input_ids=input_ids, use_cache=False).logits[0, :-1]
+        if self._traits.forbidden is not None:
+            logits = logits.index_fill(-1, self._traits.forbidden, float("-inf"))
         logprobs = logits.float().log_softmax(dim=-1).gather(-1, input_ids[0, 1:, None])
         return [0.0, *logprobs.squeeze(-1).tolist()]
 
@@ -105,11 +109,15 @@ class HFEngine(RolloutEngine):
 
     def _forward(self, rows: Sequence[Row]) -> RowForward:
         if not self._traits.can_drop_rows:
-            return WholeBatchForward(self._model, self._traits, [row.prompt for row in rows])
+            prompts, media = [row.prompt for row in rows], [row.media for row in rows]
+            return WholeBatchForward(self._model, self._traits, prompts, media)
         # Rows with the same prompt share one run over it, whichever request they belong to.
-        index_of: dict[tuple[int, ...], int] = {}
-        prompt_of_row = [index_of.setdefault(row.prompt, len(index_of)) for row in rows]
-        return PlainForward(self._model, self._traits, list(index_of), prompt_of_row)
+        index_of: dict[tuple[tuple[int, ...], EncodedPrompt | None], int] = {}
+        prompt_of_row = [
+            index_of.setdefault((row.prompt, row.media), len(index_of)) for row in rows
+        ]
+        prompts, media = [key[0] for key in index_of], [key[1] for key in index_of]
+        return PlainForward(self._model, self._traits, prompts, prompt_of_row, media)
 
     def _stop_rule(self, params: SamplingParams, num_rows: int) -> StopRule:
         stop_ids = self._stop_ids(params)

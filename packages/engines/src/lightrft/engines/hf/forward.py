@@ -2,7 +2,8 @@
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -10,6 +11,16 @@ from transformers.cache_utils import DynamicLayer
 
 from lightrft.engines.hf.attention import MASKED
 from lightrft.engines.hf.cache import roomy_cache
+from lightrft.engines.media.cross_attention import only_own_images
+from lightrft.engines.media.families import family_of, placeholder_ids
+from lightrft.engines.media.inputs import (
+    Prompts,
+    axes_of_rows,
+    language_model,
+    media_inputs,
+    pad_right,
+    token_types,
+)
 
 _logger = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -23,6 +34,8 @@ class ModelTraits:
         can_drop_rows: Whether its cache keeps all keys and values of each row separately, so that
             rows can be padded, repeated and dropped.
         head_arguments: Extra arguments that restrict the logits to the last position.
+        family: Of a vision-language model.
+        forbidden: [placeholders] int64, tokens that are never sampled; None in models of text.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -35,6 +48,12 @@ class ModelTraits:
             )
         self.cache_argument = caches[0]
         self.head_arguments = {"logits_to_keep": 1} if "logits_to_keep" in arguments else {}
+        self.family = family_of(model.config)
+        self.forbidden = None
+        if self.family is not None:
+            self.forbidden = torch.tensor(
+                placeholder_ids(model.config), dtype=torch.int64, device=model.device
+            )
         layers = DynamicCache(config=model.config).layers
         is_plain = all(type(layer) is DynamicLayer for layer in layers)
         text_config = model.config.get_text_config()
@@ -43,6 +62,7 @@ class ModelTraits:
             and self.cache_argument == "past_key_values"
             and "position_ids" in arguments
             and text_config._attn_implementation in MASKED
+            and not (self.family and (self.family.takes_types or self.family.attends_to_images))
         )
         if not self.can_drop_rows and type(model).__name__ not in _warned:
             _warned.add(type(model).__name__)
@@ -52,6 +72,13 @@ class ModelTraits:
                 "rows stay until the last one ends",
                 type(model).__name__,
             )
+
+    def last_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the next token is drawn from: [rows, tokens, vocab] -> [rows, vocab]."""
+        last = logits[:, -1]
+        if self.forbidden is None:
+            return last
+        return last.index_fill(-1, self.forbidden, float("-inf"))
 
 
 class PlainForward:
@@ -66,6 +93,7 @@ class PlainForward:
         traits: Its traits.
         prompts: Distinct prompts, each not empty.
         prompt_of_row: For each row the index of its prompt.
+        media: Of each prompt; () if none has any.
     """
 
     can_drop_rows = True
@@ -76,6 +104,7 @@ class PlainForward:
         traits: ModelTraits,
         prompts: Sequence[Sequence[int]],
         prompt_of_row: Sequence[int],
+        media: Prompts = (),
     ) -> None:
         self._model = model
         self._traits = traits
@@ -92,6 +121,10 @@ class PlainForward:
         # Without the last token when ragged, see `start`.
         self._cached_length = max(lengths) - int(self._is_ragged)
         self._mask: torch.Tensor | None = None
+        self._media = media if any(media) else ()
+        self._axes: torch.Tensor | None = None
+        if self._media:
+            self._read_axes(lengths)
 
     def start(self) -> torch.Tensor:
         """Runs each prompt once, then gives every row its copy of the cache."""
@@ -99,8 +132,7 @@ class PlainForward:
             logits = self._start_ragged()
         else:
             input_ids = torch.tensor(self._prompts, device=self._device)
-            positions = torch.arange(input_ids.shape[1], device=self._device)[None]
-            logits = self._run(input_ids, positions, None)
+            logits = self._run_prompts(input_ids)
         self._select(self._prompt_of_row)
         return logits[self._prompt_of_row]
 
@@ -118,11 +150,11 @@ class PlainForward:
     def _start_ragged(self) -> torch.Tensor:
         # All tokens but the last of each prompt go in at once, then the last ones as a step of
         # their own: their logits are then those of one position, whatever the lengths.
-        lengths = self._positions
+        lengths = torch.tensor([[len(p) - 1] for p in self._prompts], device=self._device)
         width = self._cached_length
         padded = [[*p[:-1], *[p[-1]] * (width + 1 - len(p))] for p in self._prompts]
         columns = torch.arange(width, device=self._device)
-        self._run(torch.tensor(padded, device=self._device), columns[None], None)
+        self._run_prompts(torch.tensor(padded, device=self._device))
         is_hole = columns[None] >= lengths
         mask = torch.zeros(is_hole.shape, dtype=self._model.dtype, device=self._device)
         mask.masked_fill_(is_hole, torch.finfo(mask.dtype).min)
@@ -130,6 +162,30 @@ class PlainForward:
         last_tokens = torch.tensor([prompt[-1] for prompt in self._prompts], device=self._device)
         self._positions = self._positions - 1
         return self.advance(last_tokens)
+
+    def _read_axes(self, lengths: Sequence[int]) -> None:
+        """Places of media, for models that have three axes."""
+        family = self._traits.family
+        if family is None or not family.has_axes:
+            return
+        rows = [torch.tensor(prompt) for prompt in self._prompts]
+        axes = axes_of_rows(self._model.base_model, rows, self._media)
+        self._axes = pad_right(axes, max(lengths)).to(self._device)
+        # Prompts end with text, which lies behind all media.
+        self._positions = torch.stack([a[:, -1:] for a in axes], dim=1).to(self._device)
+
+    def _run_prompts(self, input_ids: torch.Tensor) -> torch.Tensor:
+        width = input_ids.shape[1]
+        if not self._media:
+            return self._run(input_ids, torch.arange(width, device=self._device)[None], None)
+        assert self._traits.family is not None
+        rows = [torch.tensor(prompt) for prompt in self._prompts]
+        tensors = media_inputs(self._traits.family, rows, self._media, width=width)
+        positions = torch.arange(width, device=self._device)[None]
+        if self._axes is not None:
+            positions = self._axes[..., :width]
+        on_device = {name: tensor.to(self._device) for name, tensor in tensors.items()}
+        return self._run(input_ids, positions, None, on_device)
 
     def _visible(self, mask: torch.Tensor) -> torch.Tensor:
         """The mask over the cached tokens, [rows, 1, 1, cached]; new tokens are visible to all."""
@@ -140,13 +196,17 @@ class PlainForward:
 
     def _select(self, rows: torch.Tensor) -> None:
         self._cache.batch_select_indices(rows)
-        if self._is_ragged:
-            self._positions = self._positions[rows]
+        if self._is_ragged or self._axes is not None:
+            self._positions = self._positions[..., rows, :]
         if self._mask is not None:
             self._mask = self._mask[rows]
 
     def _run(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+        media: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         output = self._model(
             input_ids=input_ids,
@@ -154,10 +214,10 @@ class PlainForward:
             position_ids=positions,
             past_key_values=self._cache,
             use_cache=True,
+            **(media or {}),
             **self._traits.head_arguments,
         )
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits
+        return self._traits.last_logits(output.logits)
 
 
 class WholeBatchForward:
@@ -167,36 +227,62 @@ class WholeBatchForward:
         model: The model, in eval mode.
         traits: Its traits.
         prompts: Prompts of one length, one for each row.
+        media: Of each row; () if none has any.
     """
 
     can_drop_rows = False
 
     def __init__(
-        self, model: PreTrainedModel, traits: ModelTraits, prompts: Sequence[Sequence[int]]
+        self,
+        model: PreTrainedModel,
+        traits: ModelTraits,
+        prompts: Sequence[Sequence[int]],
+        media: Prompts = (),
     ) -> None:
         self._model = model
         self._traits = traits
         self._input_ids = torch.tensor(prompts, device=model.device)
         self._cache = DynamicCache(config=model.config)
+        self._media = media if any(media) else ()
+        # What tokens after the prompt are given, since they see what its last token sees.
+        self._later: dict[str, torch.Tensor] = {}
 
     def start(self) -> torch.Tensor:
         """Runs the prompt of every row."""
-        return self._run(self._input_ids)
+        family = self._traits.family
+        if family is None or not self._media:
+            return self._run(self._input_ids, {})
+        rows = list(self._input_ids)
+        width = self._input_ids.shape[1]
+        given = {
+            name: tensor.to(self._input_ids.device)
+            for name, tensor in media_inputs(family, rows, self._media, width=width).items()
+        }
+        if family.takes_types:
+            types = torch.stack(token_types(rows, self._media))
+            given[str(family.token_types)] = types.to(self._input_ids.device)
+        self._later = {name: given[name][:, -1:] for name in family.token_axis}
+        with ExitStack() as hooks:
+            if family.attends_to_images:
+                counts = [prompt.num_images if prompt else 0 for prompt in self._media]
+                part = language_model(self._model.base_model)
+                hooks.enter_context(only_own_images(part, counts))
+            return self._run(self._input_ids, given)
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor:
         """Appends one token to every row."""
-        return self._run(tokens[:, None])
+        return self._run(tokens[:, None], self._later)
 
     def keep(self, rows: torch.Tensor) -> None:
         """Not supported by this cache."""
         raise RuntimeError(f"rows of this cache cannot be dropped: asked to keep {rows.numel()}")
 
-    def _run(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def _run(self, input_ids: torch.Tensor, media: Mapping[str, torch.Tensor]) -> torch.Tensor:
         output = self._model(
             input_ids=input_ids,
             use_cache=True,
+            **media,
             **{self._traits.cache_argument: self._cache},
             **self._traits.head_arguments,
         )
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits
+        return self._traits.last_logits(output.logits)

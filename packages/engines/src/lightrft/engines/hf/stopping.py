@@ -27,7 +27,8 @@ def end_of_sequence_ids(
         sources.append(generation_config)
     ids: set[int] = set()
     for source in sources:
-        value = source.eos_token_id
+        # A vision-language model leaves it to its language model.
+        value = getattr(source, "eos_token_id", None)
         if value is not None:
             ids.update([value] if isinstance(value, int) else value)
     return tuple(sorted(ids))

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.toml import write_whole
 from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
+from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.prompts import load_texts
 from lightrft.datasets.render import PromptTokenizer
 from lightrft.experience.environments.rounds import Environments
@@ -50,6 +51,7 @@ from lightrft.trainer.runs.models import (
 from lightrft.trainer.runs.plan import plan_run
 from lightrft.trainer.runs.prompts import planned_steps
 from lightrft.trainer.runs.start import end_run, sole_writer, start_run
+from lightrft.trainer.runs.vision import load_vision
 from lightrft.trainer.spmd_ppo_trainer import LoopResult, SPMDPPOTrainer
 from lightrft.trainer.training.alarms import RunAlarmError, run_verdict
 from lightrft.trainer.training.algorithm import algorithm_problems
@@ -58,7 +60,7 @@ from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.stopping import RunStoppedError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 EMA_FOLDER = "model_ema"
 
@@ -105,6 +107,12 @@ class RunInputs:
     environments: Environments | None = None
     pretrain: PretrainMix | None = None
     recipes: RewardRecipes | None = None
+    vision: VisionPrompts | None = None
+
+    @property
+    def saved_text(self) -> PreTrainedTokenizerBase | ProcessorMixin:
+        """What is saved beside a model: its processor, or its tokenizer."""
+        return self.tokenizer if self.vision is None else self.vision.encoder.processor
 
 
 def run_training(
@@ -167,10 +175,10 @@ def run_training(
             strategy.finish_saving()
             end_run(config, strategy, "stopped", result.num_steps)
             raise RunStoppedError(result.num_steps, config.output_dir)
-        strategy.save_model(trainer.actor, inputs.tokenizer, str(config.model_dir))
+        strategy.save_model(trainer.actor, inputs.saved_text, str(config.model_dir))
         if trainer.ema_model is not None:
             folder = Path(config.output_dir) / EMA_FOLDER
-            strategy.save_model(trainer.ema_model, inputs.tokenizer, str(folder))
+            strategy.save_model(trainer.ema_model, inputs.saved_text, str(folder))
         strategy.finish_saving()
         summary = _summarise(config, strategy, result, num_resumed, started)
         if strategy.is_rank_0():
@@ -192,7 +200,8 @@ def read_inputs(config: TrainConfig) -> RunInputs:
     _check_options(config)
     tokenizer = load_tokenizer(str(config.pretrain), chat_template=config.chat_template)
     environments = build_environments(config, tokenizer)
-    shown = tokenizer if environments is None else environments.prompt_tokenizer
+    vision = load_vision(config)
+    shown = vision or (tokenizer if environments is None else environments.prompt_tokenizer)
     prompts = load_run_prompts(config, shown)
     if len(prompts) < config.rollout_batch_size:
         raise ConfigError(
@@ -212,6 +221,7 @@ def read_inputs(config: TrainConfig) -> RunInputs:
         environments,
         pretrain_mix(config, tokenizer),
         recipes,
+        vision,
     )
 
 
@@ -272,6 +282,7 @@ def build_trainer(
         inputs.reward,
         models.reference,
         models.average,
+        processor=None if inputs.vision is None else inputs.vision.encoder.processor,
         tokenizer=inputs.tokenizer,
         eval_prompts=inputs.eval_prompts,
         loggers=(

@@ -26,6 +26,7 @@ from lightrft.trainer.runs.models import (
     prepare_reward_models,
     reward_recipes,
 )
+from lightrft.trainer.runs.vision import load_vision
 
 RESULT_FILE = "eval.json"
 RESPONSES_FILE = "responses.jsonl"
@@ -90,7 +91,8 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         environments = build_environments(config, tokenizer, has_journal=False)
         if environments is not None:
             stack.callback(environments.close)
-        shown = tokenizer if environments is None else environments.prompt_tokenizer
+        vision = load_vision(config)
+        shown = vision or (tokenizer if environments is None else environments.prompt_tokenizer)
         prompts = load_run_prompts(config, shown, for_evaluation=True).prompts
         recipes = reward_recipes(config, prompts)
         reward = stack.enter_context(build_run_reward(config, recipes=recipes))
@@ -108,8 +110,9 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         strategy.setup_inference_engine(config, config.engine_type, actor=model)
         strategy.update_engine_weights(model)
         sampler = RolloutSampler(
-            strategy, reward, models, decoder=tokenizer, config=config, environments=environments
-        )
+            strategy, reward, models, decoder=tokenizer, config=config, environments=environments,
+            encoder=None if vision is None else vision.encoder,
+        )  # fmt: skip
         metrics: dict[str, float] = {}
         tables = {}
         for name, params in sampling(config, settings).items():

@@ -16,7 +16,14 @@ from torch import Tensor
 from lightrft.config import TrainConfig
 from lightrft.config.options import options_of
 from lightrft.config.toml import read_toml
-from lightrft.models.loading import load_causal_lm, load_config, load_tokenizer, save_pretrained
+from lightrft.engines.media.families import family_of
+from lightrft.models.loading import (
+    load_causal_lm,
+    load_config,
+    load_processor,
+    load_tokenizer,
+    save_pretrained,
+)
 from lightrft.trainer.reporting.inputs import NotARunError, RunData, read_run
 from lightrft.trainer.runs.files import CONFIG_FILE, SAMPLES_FILE, JsonLines
 
@@ -93,9 +100,12 @@ def export_model(run: Path, directory: Path) -> ExportReport:
 def _write_and_compare(source_path: Path, target: Path, prompt: str) -> ExportReport:
     dtype = _dtype_name(source_path)
     tokenizer = load_tokenizer(str(source_path))
+    has_vision = family_of(load_config(str(source_path))) is not None
     source = load_causal_lm(str(source_path), dtype=dtype).eval()
     target.parent.mkdir(parents=True, exist_ok=True)
     save_pretrained(source, tokenizer, target)
+    if has_vision:
+        load_processor(str(source_path)).save_pretrained(target)
     exported = load_causal_lm(str(target), dtype=_dtype_name(target)).eval()
     difference = compare_models(source, exported, load_tokenizer(str(target)), prompt)
     return ExportReport(target, source.num_parameters(), dtype, difference)

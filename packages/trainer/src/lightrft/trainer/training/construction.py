@@ -12,8 +12,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import options_of
+from lightrft.engines.media.encoder import PromptEncoder
+from lightrft.engines.media.families import family_of
 from lightrft.experience.model_rewards import ModelRewards, ScoringModel
 from lightrft.models import Actor, SequenceModel, load_tokenizer
+from lightrft.models.loading import load_config
 from lightrft.models.packed_attention import packs_in_one_kernel
 from lightrft.models.weight_files import count_model
 from lightrft.rewards.build import CombinedReward, numbered
@@ -23,7 +26,7 @@ from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.training.updates import TrainedModel
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     RewardSource = RewardFunction | nn.Module | Sequence[RewardFunction | nn.Module]
 
@@ -52,10 +55,12 @@ class ModelFacts:
     Args:
         num_weights: Numbers in the files of the actor.
         packs: Whether all that are trained pack with one kernel for all rows, on this rank.
+        has_vision: Whether the actor reads images, which its files name otherwise than its modules.
     """
 
     num_weights: int
     packs: bool
+    has_vision: bool = False
 
 
 def read_model_facts(config: TrainConfig, strategy: StrategyBase) -> ModelFacts:
@@ -66,7 +71,9 @@ def read_model_facts(config: TrainConfig, strategy: StrategyBase) -> ModelFacts:
     uses_bf16 = config.computes_in_bf16(has_gpu=strategy.device.type == "cuda")
     packs = strategy.device.type == "cuda" and uses_bf16
     return ModelFacts(
-        count_model(str(config.pretrain)), packs and all(map(packs_in_one_kernel, paths))
+        count_model(str(config.pretrain)),
+        packs and all(map(packs_in_one_kernel, paths)),
+        has_vision=family_of(load_config(str(config.pretrain))) is not None,
     )
 
 
@@ -97,6 +104,7 @@ def decide_by_machine(
     where = "every rank has a GPU" if has_gpu else "not every rank has a GPU"
     # Adapters are in no file that a rank could read its rows from.
     on_meta = config.builds_on_meta(has_gpu=has_gpu, weight_bytes=size) and config.lora_rank == 0
+    on_meta = on_meta and not (facts is not None and facts.has_vision)
     packs, why = packing_by_machine(config, can_pack=has_gpu and agreed["pads"] == 0)
     decisions = {
         "fused_linear_logprob": (config.fuses_logprob(has_gpu=has_gpu), where),
@@ -190,6 +198,27 @@ def trained_model(
             f"returned, or {name}_optim="
         )
     return TrainedModel(name, module, optimizer, scheduler)
+
+
+def prompt_encoder(
+    processor: object | None, actor: nn.Module, config: TrainConfig
+) -> PromptEncoder | None:
+    """What reads the images of prompts; None without a processor or for a model of text.
+
+    Raises:
+        ConfigError: Steps of a vision-language model are to be recorded for an audit.
+    """
+    if processor is None or not isinstance(actor, SequenceModel):
+        return None
+    family = family_of(actor.config)
+    if family is None:
+        return None
+    if config.audit_every > 0:
+        raise ConfigError(
+            "an audit computes steps of text models again: leave audit_every out for a model of "
+            f"type {family.model_type}"
+        )
+    return PromptEncoder(cast("ProcessorMixin", processor), family)
 
 
 def load_actor_tokenizer(pretrain: str | None) -> PreTrainedTokenizerBase:

@@ -363,9 +363,7 @@ class Update:
 
     def _value_share(self, micro: ExperienceBatch, critic: nn.Module, normalizer: Tensor) -> Tensor:
         rollouts, mask = micro.rollouts, micro.rollouts.response_mask
-        values: Tensor = critic(
-            rollouts.token_ids, rollouts.attention_mask, model_inputs=rollouts.model_inputs
-        )
+        values: Tensor = critic(rollouts.token_ids, rollouts.attention_mask, media=rollouts.media)
         old_values = micro.outputs.values
         if old_values is None:
             raise RuntimeError("the critic's values are missing from the experience")
@@ -393,7 +391,7 @@ def _forward(
         scored_mask=rollouts.response_mask,
         temperature=scoring_temperature(rollouts.temperature),
         entropy=entropy,
-        model_inputs=rollouts.model_inputs,
+        media=rollouts.media,
         support=support,
         **inside,
     )

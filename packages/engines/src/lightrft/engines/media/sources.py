@@ -1,0 +1,285 @@
+"""Images and videos as their original bytes, which are read when they are needed."""
+
+import base64
+import binascii
+import hashlib
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+
+# A photograph of 100 megapixels takes 300 MB once it is decoded.
+MAX_PIXELS = 100_000_000
+MAX_BYTES = 256 * 1024 * 1024
+MAX_FRAMES = 4096
+ANIMATED_SUFFIXES = (".gif", ".webp", ".png")
+
+
+class MediaError(ValueError):
+    """A medium cannot be read; the message says which, why, and what to do."""
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """One image.
+
+    Args:
+        name: For messages: its path, or its place in the data.
+        path: Of its file; None if the bytes are given.
+        content: Its encoded bytes; None if it is a file.
+    """
+
+    name: str
+    path: Path | None = None
+    content: bytes | None = None
+
+    def read(self) -> bytes:
+        """Its encoded bytes.
+
+        Raises:
+            MediaError: The file is missing or larger than `MAX_BYTES`.
+        """
+        if self.content is not None:
+            return self.content
+        return _file_bytes(cast("Path", self.path), self.name)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of its bytes: two images with one digest are one image."""
+        return hashlib.sha256(self.read()).hexdigest()
+
+    def size(self) -> tuple[int, int]:
+        """Width and height, from the header alone; errors as `decode`."""
+        with _opened(self.read(), self.name) as image:
+            return image.size
+
+    def decode(self) -> "Image":
+        """The image in RGB, turned as its camera was held.
+
+        Raises:
+            MediaError: It is no image, cut off, or larger than `MAX_PIXELS`.
+        """
+        from PIL import ImageOps
+
+        with _opened(self.read(), self.name) as image:
+            try:
+                return ImageOps.exif_transpose(image).convert("RGB")
+            except (OSError, ValueError, SyntaxError, MemoryError) as err:
+                raise MediaError(
+                    f"{self.name} is a damaged image: {_line(err)}; replace or leave it out"
+                ) from err
+
+
+@dataclass(frozen=True)
+class VideoSource:
+    """One video: an animated image, or its frames.
+
+    Args:
+        name: For messages.
+        frames: One image each, or one animated image.
+        fps: Frames a second; None reads it from the animated image.
+    """
+
+    name: str
+    frames: tuple[ImageSource, ...] = field(repr=False)
+    fps: float | None = None
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of what it is made of."""
+        parts = [*(frame.digest for frame in self.frames), str(self.fps)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def size(self) -> tuple[int, int]:
+        """Width and height of the first frame, from its header."""
+        return self.frames[0].size()
+
+    def decode(self) -> "tuple[NDArray[np.uint8], dict[str, object]]":
+        """Frames [frames, height, width, 3] and what processors ask about them.
+
+        Raises:
+            MediaError: A frame cannot be read, sizes differ, or the frame rate is not known.
+        """
+        images, fps = [frame.decode() for frame in self.frames], self.fps
+        if len(self.frames) == 1:
+            images, own_fps = _animation(self.frames[0])
+            fps = fps or own_fps
+        if not fps:
+            raise MediaError(
+                f"{self.name} has no frame rate: give an object with frames and fps, for example "
+                '{"frames": ["a.png", "b.png"], "fps": 2}'
+            )
+        sizes = {image.size for image in images}
+        if len(sizes) > 1:
+            raise MediaError(f"{self.name} has frames of {len(sizes)} sizes: {sorted(sizes)[:3]}")
+        count = len(images)
+        facts: dict[str, object] = {
+            "fps": fps, "total_num_frames": count, "duration": count / fps,
+            "frames_indices": list(range(count)), "video_backend": "pillow",
+            "width": images[0].width, "height": images[0].height,
+        }  # fmt: skip
+        return np.stack([np.asarray(image) for image in images]), facts
+
+
+Medium = ImageSource | VideoSource
+
+
+def _file_bytes(path: Path, name: str) -> bytes:
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise MediaError(f"{name} has {size} bytes: expected at most {MAX_BYTES}")
+        return path.read_bytes()
+    except OSError as err:
+        raise MediaError(
+            f"{name} cannot be read: {err.strerror or _line(err)}; paths are relative to the data "
+            "file"
+        ) from err
+
+
+def _opened(content: bytes, name: str) -> "Image":
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            # The size is checked here, before anything is decoded.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(content))
+    except Image.DecompressionBombError as err:
+        raise MediaError(
+            f"{name} is larger than {MAX_PIXELS} pixels: {_line(err)}; scale it down"
+        ) from err
+    except (OSError, ValueError, SyntaxError, MemoryError) as err:
+        raise MediaError(
+            f"{name} is no image that can be read: {_line(err)}; expected PNG, JPEG, WebP or "
+            "another format of Pillow"
+        ) from err
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise MediaError(
+            f"{name} has {width} x {height} pixels: expected at most {MAX_PIXELS} in all; scale "
+            "it down"
+        )
+    return image
+
+
+def _animation(source: ImageSource) -> "tuple[list[Image], float | None]":
+    from PIL import ImageSequence
+
+    with _opened(source.read(), source.name) as image:
+        count = getattr(image, "n_frames", 1)
+        if count > MAX_FRAMES or count * image.width * image.height > MAX_PIXELS:
+            raise MediaError(
+                f"{source.name} has {count} frames of {image.width} x {image.height} pixels: "
+                f"expected at most {MAX_FRAMES} frames and {MAX_PIXELS} pixels in all"
+            )
+        frames, times = [], []
+        for frame in ImageSequence.Iterator(image):
+            frames.append(frame.convert("RGB"))
+            times.append(float(frame.info.get("duration", 0)))
+        total = sum(times)
+        return frames, (1000 * count / total if total else None)
+
+
+def as_image(value: object, *, name: str, folder: Path) -> ImageSource:
+    """An image from what data sets hold.
+
+    Args:
+        value: A path or `file://` address, encoded bytes, base64 text or a data address, an
+            object with `bytes`, `path`, `image` or `url`, or an image of Pillow.
+        name: Its place in the data, for messages.
+        folder: To which paths are relative.
+
+    Raises:
+        MediaError: It is none of these, or an address that would have to be fetched.
+    """
+    if isinstance(value, ImageSource):
+        return value
+    if isinstance(value, bytes):
+        return ImageSource(name, content=value)
+    if isinstance(value, str):
+        return _image_of_text(value, name, folder)
+    if isinstance(value, Mapping):
+        for key in ("bytes", "image", "path", "image_url", "url"):
+            if value.get(key) is not None:
+                return as_image(value[key], name=name, folder=folder)
+        raise MediaError(f"{name}: an image object needs bytes or path, found {sorted(value)}")
+    if hasattr(value, "save") and hasattr(value, "size"):
+        buffer = io.BytesIO()
+        # Lossless, and fast to write.
+        cast("Image", value).convert("RGB").save(buffer, "PNG", compress_level=1)
+        return ImageSource(name, content=buffer.getvalue())
+    raise MediaError(
+        f"{name}: expected an image as path, bytes, base64 or a Pillow image, got "
+        f"{type(value).__name__}"
+    )
+
+
+def _image_of_text(text: str, name: str, folder: Path) -> ImageSource:
+    if text.startswith(("http://", "https://")):
+        raise MediaError(f"{name}: {text[:80]!r} would have to be fetched; store it as a file")
+    if text.startswith("data:"):
+        return ImageSource(name, content=_unbase64(text.partition(",")[2], name))
+    path = folder / text.removeprefix("file://")
+    # Base64 of an image is longer than any path.
+    if len(text) > 1024 and not text.startswith("file://"):
+        return ImageSource(name, content=_unbase64(text, name))
+    if not path.is_file():
+        raise MediaError(f"{name}: no file {path}; paths are relative to the data file")
+    return ImageSource(str(path), path=path)
+
+
+def _unbase64(text: str, name: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as err:
+        raise MediaError(f"{name}: not valid base64 ({_line(err)})") from err
+
+
+def as_video(value: object, *, name: str, folder: Path) -> VideoSource:
+    """A video from what data sets hold.
+
+    Args:
+        value: An animated GIF, WebP or PNG as for `as_image`, an object with `frames` and `fps`,
+            or a list of frames, each as for `as_image`.
+        name, folder: See `as_image`.
+
+    Raises:
+        MediaError: It is none of these, or needs a video decoder.
+    """
+    if isinstance(value, VideoSource):
+        return value
+    fps: float | None = None
+    if isinstance(value, Mapping) and "frames" in value:
+        rate, value = value.get("fps"), value["frames"]
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
+            raise MediaError(f"{name}: fps must be a number above 0, got {rate!r}")
+        fps = float(rate)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        if not 0 < len(value) <= MAX_FRAMES:
+            raise MediaError(f"{name} has {len(value)} frames: expected 1 to {MAX_FRAMES}")
+        frames = tuple(
+            as_image(frame, name=f"{name}, frame {number}", folder=folder)
+            for number, frame in enumerate(value, start=1)
+        )
+        return VideoSource(name, frames, fps)
+    if isinstance(value, str) and Path(value).suffix.lower() in (".mp4", ".mkv", ".avi", ".webm"):
+        raise MediaError(
+            f"{name}: {value!r} needs a video decoder, which lightrft has none of; store its "
+            'frames: {"frames": [...], "fps": 2}'
+        )
+    return VideoSource(name, (as_image(value, name=name, folder=folder),), fps)
+
+
+def _line(err: BaseException) -> str:
+    lines = str(err).strip().splitlines()
+    return lines[0] if lines else type(err).__name__

@@ -1,0 +1,206 @@
+"""The forward pass of a trunk over rows of which some have images or videos."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightrft.engines.media.cross_attention import only_own_images
+from lightrft.engines.media.families import VisionFamily, placeholder_ids
+from lightrft.engines.media.inputs import axes_of_rows, language_model, media_inputs, token_types
+from lightrft.engines.media.prompts import EncodedPrompt, MediumKind, RowMedia
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    from lightrft.models.layout import TokenLayout
+
+# What `nn.Module` passes to hooks.
+Arguments = tuple[tuple[object, ...], dict[str, object]]
+
+
+def vision_inputs(
+    trunk: "PreTrainedModel", family: VisionFamily, layout: "TokenLayout", media: RowMedia
+) -> dict[str, object]:
+    """What the forward pass is given beside token ids and bounds.
+
+    Args:
+        trunk: The model up to its last hidden states.
+        family: Of the model.
+        layout: Of the batch.
+        media: Of its rows.
+
+    Raises:
+        ValueError: The tokens of a row do not begin with its encoded prompt.
+    """
+    rows = layout.rows_of_tokens
+    prompts = list(media.of_rows(len(rows)))
+    _check_prompts(rows, prompts)
+    found: dict[str, object] = {"position_ids": layout.position_ids}
+    if family.has_axes:
+        # The place in the text tells the model where sequences of a stream begin.
+        axes = layout.place(axes_of_rows(trunk, rows, prompts))
+        found["position_ids"] = torch.cat([layout.position_ids[None], axes])
+    if family.takes_types and layout.bounds is None and media.kinds:
+        found[str(family.token_types)] = layout.place(token_types(rows, prompts))
+    if family.attends_to_images and media.present and not media.kinds:
+        prompts[0] = _dummy_prompt(trunk, family, rows[0])
+    inputs = media_inputs(family, rows, prompts, width=layout.input_ids.shape[1])
+    return found | {name: value.to(layout.input_ids.device) for name, value in inputs.items()}
+
+
+def image_blocks(layout: "TokenLayout", media: RowMedia) -> Tensor:
+    """Of each token of a stream, the image whose tokens all see each other; -1 outside images."""
+    rows = layout.rows_of_tokens
+    is_image = layout.place(token_types(rows, media.of_rows(len(rows))))[0] > 0
+    starts = is_image & ~nn.functional.pad(is_image, (1, 0))[:-1]
+    return torch.where(is_image, starts.long().cumsum(0) - 1, -1)
+
+
+def _check_prompts(rows: Sequence[Tensor], prompts: Sequence[EncodedPrompt | None]) -> None:
+    if len(rows) != len(prompts):
+        raise ValueError(f"a batch of {len(rows)} rows got the media of {len(prompts)}")
+    for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        if prompt is None:
+            continue
+        start = tuple(row[: len(prompt.token_ids)].tolist())
+        if start != prompt.token_ids:
+            raise ValueError(
+                f"row {i} does not begin with the prompt its media were encoded for: got "
+                f"{len(row)} tokens, expected the {len(prompt.token_ids)} of the processor first; "
+                "the engine and the trainer must read one processor"
+            )
+
+
+def _dummy_prompt(trunk: "PreTrainedModel", family: VisionFamily, row: Tensor) -> EncodedPrompt:
+    tensors = family.dummy(trunk.config, "image")
+    return EncodedPrompt(tuple(row.tolist()), (), None, tensors, frozenset())
+
+
+def run_trunk(
+    trunk: "PreTrainedModel",
+    family: VisionFamily,
+    layout: "TokenLayout",
+    media: RowMedia,
+    arguments: Mapping[str, object],
+) -> "MoeModelOutputWithPast":
+    """Runs the trunk; every rank runs its tower for every kind of `media.present`.
+
+    Args:
+        trunk, family, layout, media: As for `vision_inputs`.
+        arguments: Of the call.
+    """
+    input_ids = layout.input_ids
+    with ExitStack() as hooks:
+        foreign = _foreign_placeholders(trunk, layout, media)
+        if foreign.any():
+            hooks.enter_context(_embedding(trunk, _true_ids(input_ids), before=True))
+            input_ids = torch.where(foreign, 0, input_ids)
+        absent = sorted(media.present - media.kinds)
+        if family.attends_to_images:
+            if "pixel_values" in arguments:
+                prompts = media.of_rows(len(input_ids))
+                counts = [0 if prompt is None else prompt.num_images for prompt in prompts]
+                hooks.enter_context(only_own_images(language_model(trunk), counts))
+        elif absent:
+            hooks.enter_context(_embedding(trunk, _with_dummies(trunk, family, absent)))
+        if layout.own is not None:
+            hooks.enter_context(_cut_tokens(trunk, layout.own))
+        output: MoeModelOutputWithPast = trunk(input_ids=input_ids, use_cache=False, **arguments)
+    return output
+
+
+def _foreign_placeholders(
+    trunk: "PreTrainedModel", layout: "TokenLayout", media: RowMedia
+) -> Tensor:
+    """Placeholders behind the prompts: they stand for no medium, and models would look for one."""
+    ids = torch.tensor(placeholder_ids(trunk.config))
+    prompts = media.of_rows(len(layout.rows_of_tokens))
+    marks: list[Tensor] = []
+    for row, prompt in zip(layout.rows_of_tokens, prompts, strict=True):
+        is_mark = torch.isin(row.cpu(), ids)
+        if prompt is not None:
+            is_mark[: len(prompt.token_ids)] = False
+        marks.append(is_mark.long())
+    return layout.place(marks).bool()
+
+
+def _true_ids(token_ids: Tensor) -> Callable[..., object]:
+    return lambda module, args: (token_ids,)
+
+
+def _with_dummies(
+    trunk: "PreTrainedModel", family: VisionFamily, kinds: Sequence[MediumKind]
+) -> Callable[..., object]:
+    """Adds nothing, by way of the tower: its parameters are gathered and get zero gradients."""
+
+    def hook(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        for kind in kinds:
+            inputs = family.dummy(trunk.config, kind)
+            features = _features(trunk, kind, {k: v.to(output.device) for k, v in inputs.items()})
+            for leaf in _floats(features):
+                output = output + 0.0 * leaf.sum().to(output.dtype)
+        return output
+
+    return hook
+
+
+def _features(trunk: "PreTrainedModel", kind: MediumKind, inputs: Mapping[str, Tensor]) -> object:
+    pixels = next(value for name, value in inputs.items() if name.startswith("pixel_values"))
+    dtype = next(trunk.parameters()).dtype
+    typed = {k: v.to(dtype) if v is pixels else v for k, v in inputs.items()}
+    get = trunk.get_image_features if kind == "image" else trunk.get_video_features
+    return get(**typed, return_dict=True)
+
+
+def _floats(found: object) -> Iterator[Tensor]:
+    """The tensors of features, those of inner layers included."""
+    if isinstance(found, Tensor):
+        if found.is_floating_point():
+            yield found
+    elif isinstance(found, Mapping):
+        for value in found.values():
+            yield from _floats(value)
+    elif isinstance(found, list | tuple):
+        for value in found:
+            yield from _floats(value)
+
+
+@contextmanager
+def _embedding(
+    trunk: "PreTrainedModel", hook: Callable[..., object], *, before: bool = False
+) -> Iterator[None]:
+    layer = trunk.get_input_embeddings()
+    handle = layer.register_forward_pre_hook(hook) if before else layer.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _cut_tokens(trunk: "PreTrainedModel", own: slice) -> Iterator[None]:
+    """Gives the language model this rank's part of the tokens, after all media are in place."""
+
+    def cut(module: nn.Module, args: tuple[object, ...], given: dict[str, object]) -> Arguments:
+        embeds, places = given["inputs_embeds"], given["position_ids"]
+        assert isinstance(embeds, Tensor)
+        assert isinstance(places, Tensor)
+        given = {**given, "inputs_embeds": embeds[:, own], "position_ids": places[..., own]}
+        marks = given.get("visual_pos_masks")
+        if isinstance(marks, Tensor):
+            # Features of inner layers lie without gaps: they are cut by the tokens before them.
+            before, inside = int(marks[:, : own.start].sum()), int(marks[:, own].sum())
+            layers = cast("list[Tensor]", given["deepstack_visual_embeds"])
+            given["visual_pos_masks"] = marks[:, own]
+            given["deepstack_visual_embeds"] = [x[before : before + inside] for x in layers]
+        return args, given
+
+    handle = language_model(trunk).register_forward_pre_hook(cut, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

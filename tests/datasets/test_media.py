@@ -1,0 +1,169 @@
+"""Images and videos of data rows: every form, every mistake in one line."""
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from tests.models.vision.tiny_world import tiny
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.media import RowMediaSources, VisionPrompts, with_media
+from lightrft.datasets.prompts import load_prompts
+from lightrft.datasets.types import DataError
+from lightrft.engines.media.sources import as_image, as_video
+from lightrft.models.presets import byte_level_tokenizer
+
+CONFIG = TrainConfig(apply_chat_template=True, prompt_max_len=400)
+
+
+def picture(width=84, height=84, seed=0):
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def encoded(image, kind="PNG"):
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def reader():
+    return VisionPrompts(tiny("tiny-qwen2.5-vl")[1])
+
+
+def load(folder, rows, reader, **options):
+    file = folder / "train.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    return load_prompts(file, reader, CONFIG.replaced(options)).prompts
+
+
+def test_an_image_is_the_same_in_every_form(tmp_path):
+    content = encoded(picture())
+    (tmp_path / "a.png").write_bytes(content)
+    text = base64.b64encode(content).decode()
+    forms = [
+        "a.png",
+        f"file://{tmp_path / 'a.png'}",
+        content,
+        text,
+        f"data:image/png;base64,{text}",
+        {"bytes": content, "path": None},
+        {"path": "a.png"},
+        {"image": "a.png"},
+        picture(),
+    ]
+    pixels = {as_image(form, name="x", folder=tmp_path).decode().tobytes() for form in forms}
+    assert len(pixels) == 1
+
+
+def test_rows_with_and_without_media_become_prompts(tmp_path, reader):
+    picture().save(tmp_path / "a.png")
+    picture(56, 112, 1).save(tmp_path / "b.png")
+    rows = [
+        {"input": "How many?", "images": "a.png"},
+        {"input": "no picture"},
+        {"input": "<image> before <image>?", "images": ["b.png", "a.png"]},
+        {
+            "input": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "left "},
+                        {"type": "image"},
+                        {"type": "text", "text": "?"},
+                    ],
+                }
+            ],
+            "images": ["b.png"],
+        },
+    ]
+    prompts = load(tmp_path, rows, reader)
+    assert [len(p.images) for p in prompts] == [1, 0, 2, 1]
+    mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert prompts[0].text == f"<|user|>{mark}How many?<|assistant|>"
+    assert prompts[2].text == f"<|user|>{mark} before {mark}?<|assistant|>"
+    assert prompts[3].text == f"<|user|>left {mark}?<|assistant|>"
+    for p in prompts:
+        again = reader.encoder.encode(p.text, images=p.images)
+        assert p.token_ids == again.token_ids
+    # 84 x 84 pixels are 9 tokens, 56 x 112 are 8.
+    pad = reader.encoder.processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert [p.token_ids.count(pad) for p in prompts] == [9, 0, 17, 8]
+
+
+def test_a_video_has_frames_and_a_rate(tmp_path, reader):
+    frames = [picture(56, 56, i) for i in range(4)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=500)
+    for i, frame in enumerate(frames):
+        frame.save(tmp_path / f"{i}.png")
+    listed = {"frames": [f"{i}.png" for i in range(4)], "fps": 2}
+    prompts = load(
+        tmp_path,
+        [{"input": "<video>?", "videos": ["a.gif"]}, {"input": "<video>?", "videos": [listed]}],
+        reader,
+    )
+    pad = reader.encoder.processor.tokenizer.convert_tokens_to_ids("<|video_pad|>")
+    assert [p.token_ids.count(pad) for p in prompts] == [8, 8]
+    assert as_video("a.gif", name="x", folder=tmp_path).decode()[1]["fps"] == 2
+
+
+BAD = {
+    "missing file": ({"images": "none.png"}, r"train.jsonl:1: image 1: no file .*none\.png"),
+    "no image": ({"images": "text.png"}, r"text\.png is no image that can be read"),
+    "cut off": ({"images": "cut.jpg"}, r"cut\.jpg is a damaged image"),
+    "too large": (
+        {"images": "bomb.png"},
+        r"bomb\.png (has 20000 x 20000 pixels: expected at most|is larger than)",
+    ),
+    "address": ({"images": "https://example.org/a.png"}, "would have to be fetched"),
+    "base64": ({"images": "data:image/png;base64,???"}, "not valid base64"),
+    "kind": ({"images": 3}, "expected an image as path, bytes"),
+    "count": ({"input": "<image><image>", "images": "a.png"}, "names 2 images and 0 videos, and"),
+    "limit": ({"images": ["a.png", "a.png"]}, "2 images, more than --limit_mm_image_per_prompt 1"),
+    "video without rate": (
+        {"videos": [{"frames": ["a.png", "a.png"]}]},
+        "fps must be a number above 0",
+    ),
+    "frames alone": ({"videos": "a.png"}, "has no frame rate"),
+    "film": ({"videos": "a.mp4"}, "needs a video decoder"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_read_is_one_line(name, tmp_path, reader):
+    row, message = BAD[name]
+    picture().save(tmp_path / "a.png")
+    (tmp_path / "text.png").write_text("hello")
+    (tmp_path / "cut.jpg").write_bytes(encoded(picture(), "JPEG")[:700])
+    header = encoded(Image.new("1", (8, 8)))
+    size = (20000).to_bytes(4, "big")
+    bomb = bytearray(header)
+    bomb[16:24] = size + size
+    import zlib
+
+    bomb[29:33] = zlib.crc32(bytes(bomb[12:29])).to_bytes(4, "big")
+    (tmp_path / "bomb.png").write_bytes(bytes(bomb))
+    with pytest.raises(DataError, match=message) as caught:
+        load(tmp_path, [{"input": "?", **row}], reader, limit_mm_image_per_prompt=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_of_text_is_never_trained_blind(tmp_path):
+    picture().save(tmp_path / "a.png")
+    tokenizer = byte_level_tokenizer()
+    rows = [{"input": "one"}, {"input": "two", "images": ["a.png"]}]
+    with pytest.raises(DataError, match=r":2: column 'images' holds images.*--text_only"):
+        load(tmp_path, rows, tokenizer)
+    assert len(load(tmp_path, rows, tokenizer, text_only=True)) == 2
+
+
+def test_marks_of_a_chat_are_not_doubled():
+    media = RowMediaSources(images=(as_image(picture(), name="x", folder=None),))
+    (message,) = with_media([{"role": "user", "content": "see <image>!"}], media, "row 1")
+    assert message["content"] == [
+        {"type": "text", "text": "see "}, {"type": "image"}, {"type": "text", "text": "!"},
+    ]  # fmt: skip

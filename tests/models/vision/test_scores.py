@@ -1,0 +1,159 @@
+"""Rows with media score as they do alone, padded and packed, with their gradients."""
+
+import pytest
+import torch
+from tests.models.vision.tiny_world import MROPE, PACKABLE, Batch, tiny
+
+from lightrft.engines.media.families import placeholder_ids
+from lightrft.engines.media.prompts import RowMedia
+from lightrft.models.actor import Actor
+from lightrft.models.packed_attention import LayoutRefusedError
+from lightrft.models.vision.tiny import TINY_FAMILIES
+
+LOGPROB = 1e-5
+
+
+def scored(actor, batch, media=None):
+    return actor(
+        batch.token_ids,
+        batch.attention_mask,
+        scored_mask=batch.scored,
+        media=batch.media if media is None else media,
+    ).logprobs
+
+
+def gradients(model):
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(found, expected):
+    total = sum(float((found[n] - expected[n]).square().sum()) for n in expected)
+    return (total / sum(float(g.square().sum()) for g in expected.values())) ** 0.5
+
+
+@pytest.mark.parametrize("preset", TINY_FAMILIES)
+def test_rows_score_as_they_do_alone_padded_and_packed(preset):
+    model, encoder = tiny(preset)
+    batch = Batch(model, encoder)
+    weights = [torch.randn(len(r) - s) for r, s in zip(batch.rows, batch.starts, strict=True)]
+    alone = [batch.alone(model, i) for i in range(len(batch.rows))]
+    sum((a * w).sum() for a, w in zip(alone, weights, strict=True)).backward()
+    alone = [a.detach() for a in alone]
+    expected = gradients(model)
+    model.zero_grad()
+    actor = Actor(model)
+    for is_packed in (False, True):
+        if is_packed and preset not in PACKABLE:
+            with pytest.raises(LayoutRefusedError, match="train without packing_samples"):
+                actor.pack_samples()
+            continue
+        actor.pack_samples(is_packed)
+        found = batch.of_rows(scored(actor, batch))
+        for one, other in zip(found, alone, strict=True):
+            torch.testing.assert_close(one, other, atol=LOGPROB, rtol=0)
+        sum((f * w).sum() for f, w in zip(found, weights, strict=True)).backward()
+        assert distance(gradients(model), expected) < 1e-5
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("preset", TINY_FAMILIES)
+def test_the_test_sees_images_of_the_wrong_row(preset):
+    model, encoder = tiny(preset)
+    batch = Batch(model, encoder)
+    first, _, last = batch.media.prompts
+    # The tensors of the one with the tokens of the other: a plain exchange raises, see below.
+    alone = batch.alone(model, 0)
+    moved = type(first)(
+        first.token_ids,
+        first.request_token_ids,
+        first.token_types,
+        {n: 5 - 5 * t if t.is_floating_point() else t for n, t in first.tensors.items()},
+        first.kinds,
+    )
+    found = scored(Actor(model), batch, RowMedia((moved, None, last)))[0][batch.scored[0]]
+    assert (found - alone).abs().max() > 1e-3
+
+
+def test_media_of_another_prompt_are_refused():
+    model, encoder = tiny("tiny-llava")
+    batch = Batch(model, encoder)
+    first, _, last = batch.media.prompts
+    with pytest.raises(ValueError, match=r"row 0 does not begin with the prompt its media"):
+        scored(Actor(model), batch, RowMedia((last, None, first)))
+
+
+@pytest.mark.parametrize("preset", MROPE)
+def test_places_by_count_alone_would_be_wrong(preset):
+    model, encoder = tiny(preset)
+    batch = Batch(model, encoder)
+    given = batch.arguments(0)
+    length = given["input_ids"].shape[1]
+    wrong = model(**given, position_ids=torch.arange(length)[None], use_cache=False).logits
+    distance = batch.response_logprobs(wrong, 0) - batch.alone(model, 0)
+    assert distance.abs().max() > 0.05
+
+
+@pytest.mark.parametrize("preset", TINY_FAMILIES)
+def test_a_rank_without_images_runs_the_tower_without_effect(preset):
+    model, encoder = tiny(preset)
+    batch = Batch(model, encoder)
+    text = Batch(model, encoder, prompts=[batch.prompts[1]])
+    alone = text.alone(model, 0)
+    alone.sum().backward()
+    alone = alone.detach()
+    expected = gradients(model)
+    model.zero_grad()
+    calls = []
+    tower = getattr(model.base_model, batch.family.towers[0])
+    tower.register_forward_hook(lambda *_: calls.append(1))
+    actor = Actor(model)
+    for kind in batch.family.kinds:
+        present = RowMedia((None,), frozenset({kind}))
+        found = text.of_rows(scored(actor, text, present))[0]
+        torch.testing.assert_close(found, alone, atol=LOGPROB, rtol=0)
+        found.sum().backward()
+        seen = gradients(model)
+        assert distance(seen, expected) < 1e-5
+        assert not any(seen[name].any() for name in seen.keys() - expected.keys())
+        # Llava's last layers never see anything.
+        missing = {n for n, p in model.named_parameters() if p.grad is None}
+        assert all("post_layernorm" in name for name in missing)
+        model.zero_grad()
+    assert len(calls) == len(batch.family.kinds)
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen2.5-vl", "tiny-qwen3-vl", "tiny-gemma3"])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_placeholder_in_a_response_is_a_token_like_others(preset, is_packed):
+    model, encoder = tiny(preset)
+    batch = Batch(model, encoder)
+    mark = placeholder_ids(model.config)[0]
+    for i, start in enumerate(batch.starts):
+        batch.rows[i][start + 3] = mark
+        batch.token_ids[i, start + 3] = mark
+    safe = model.get_input_embeddings()
+    alone = []
+    for i in range(len(batch.rows)):
+        given = batch.arguments(i)
+        ids = given["input_ids"].clone()
+        given["input_ids"] = torch.where(
+            (ids == mark) & (torch.arange(ids.shape[1]) >= batch.starts[i]), 0, ids
+        )
+        hook = safe.register_forward_pre_hook(lambda module, args, ids=ids: (ids,))
+        alone.append(batch.response_logprobs(model(**given, use_cache=False).logits, i))
+        hook.remove()
+    actor = Actor(model)
+    actor.pack_samples(is_packed)
+    for one, other in zip(batch.of_rows(scored(actor, batch)), alone, strict=True):
+        torch.testing.assert_close(one, other, atol=LOGPROB, rtol=0)
+
+
+def test_selected_rows_share_the_tensors_of_their_prompt():
+    model, encoder = tiny("tiny-qwen2.5-vl")
+    first, text, last = Batch(model, encoder).media.prompts
+    media = RowMedia((first,) * 8 + (text,) + (last,) * 8)
+    part = media[6:11]
+    assert [p and p.tensors["pixel_values"].data_ptr() for p in part.prompts] == [
+        p and p.tensors["pixel_values"].data_ptr() for p in (first, first, None, last, last)
+    ]
+    assert part.kinds == {"image"}

@@ -1,0 +1,144 @@
+"""Whole runs of vision-language models: the same step whatever the strategy and the layout."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.models.vision.tiny import write_tiny_vision_model
+from lightrft.strategy.testing import run_multiprocess
+from lightrft.trainer.runs.assembly import run_training
+
+COMPARED = ("reward", "policy_loss", "grad_norm", "entropy", "logprob_diff_mean")
+REWARD = "def reward(responses):\n    return [float(len(r) % 3) for r in responses]\n"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Eight prompts: one image, none, two of other sizes, none, and again."""
+    folder = tmp_path_factory.mktemp("data")
+    generator = np.random.default_rng(0)
+    rows = []
+    for i in range(8):
+        sizes = [[(84, 84)], [], [(112, 56), (56, 84)], []][i % 4]
+        names = [f"{i}_{k}.png" for k in range(len(sizes))]
+        for name, (width, height) in zip(names, sizes, strict=True):
+            pixels = generator.integers(0, 255, (height, width, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name)
+        rows.append({"input": "<image>" * len(sizes) + f" say {i}", "images": names})
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    found = {}
+
+    def path(preset):
+        if preset not in found:
+            found[preset] = tmp_path_factory.mktemp("model") / preset
+            write_tiny_vision_model(found[preset], preset, seed=1)
+        return str(found[preset])
+
+    return path
+
+
+def config_of(data, model, output, **options):
+    return TrainConfig().replaced(
+        {
+            "pretrain": model,
+            "prompt_data": str(data / "train.jsonl"),
+            "reward_fn": (f"{data / 'reward.py'}:reward",),
+            "apply_chat_template": True,
+            "prompt_max_len": 400,
+            "generate_max_len": 6,
+            "rollout_batch_size": 4,
+            "n_samples_per_prompt": 4,
+            "train_batch_size": 16,
+            "micro_train_batch_size": 8,
+            "max_steps": 2,
+            "actor_learning_rate": 1e-3,
+            "engine_type": "hf",
+            "output_dir": str(output),
+            **options,
+        }
+    )
+
+
+def train(rank, world_size, data, model, output, options):
+    """Metrics of both steps."""
+    config = config_of(data, model, output, **options)
+    summary = run_training(config)
+    lines = (output / "metrics.jsonl").read_text().splitlines() if rank == 0 else []
+    steps = [json.loads(line) for line in lines]
+    return summary.verdict, [{name: step[name] for name in COMPARED} for step in steps]
+
+
+def metrics(data, model, output, *, world_size=1, **options):
+    results = run_multiprocess(
+        train, world_size, timeout_seconds=280, args=(data, model, output, options)
+    )
+    verdict, steps = results[0]
+    assert verdict.startswith("learned")
+    assert len(steps) == 2
+    return steps
+
+
+def assert_same_steps(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        for name in COMPARED[:-1]:
+            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), name
+        assert one["logprob_diff_mean"] < 1e-5
+
+
+@pytest.mark.multiprocess
+def test_a_rank_without_images_takes_the_step_of_one_process(data, models, tmp_path):
+    model = models("tiny-qwen2.5-vl")
+    expected = metrics(data, model, tmp_path / "one")
+    # With one row at a time, ranks often differ in having images.
+    found = metrics(
+        data, model, tmp_path / "two", world_size=2, fsdp=True, packing_samples=True,
+        micro_train_batch_size=1, gradient_checkpointing=True,
+    )  # fmt: skip
+    assert_same_steps(found, expected)
+
+
+CELLS = {
+    "zero2": {"world_size": 2, "zero_stage": 2},
+    "zero3": {"world_size": 2, "zero_stage": 3},
+    "sequence parallel": {"world_size": 2, "fsdp": True, "sp_size": 2, "packing_samples": True},
+    "fused head": {"fused_linear_logprob": True, "packing_samples": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("preset", ["tiny-qwen2.5-vl", "tiny-qwen3-vl", "tiny-gemma3"])
+def test_every_strategy_takes_the_same_step(preset, cell, data, models, tmp_path):
+    model = models(preset)
+    expected = metrics(data, model, tmp_path / "one")
+    assert_same_steps(metrics(data, model, tmp_path / "other", **CELLS[cell]), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("preset", ["tiny-internvl", "tiny-llava", "tiny-llava-onevision",
+                                    "tiny-smolvlm", "tiny-mllama", "tiny-qwen2-vl"])  # fmt: skip
+def test_every_family_takes_the_same_step_on_two_ranks(preset, data, models, tmp_path):
+    model = models(preset)
+    expected = metrics(data, model, tmp_path / "one")
+    found = metrics(
+        data, model, tmp_path / "two", world_size=2, fsdp=True, micro_train_batch_size=2,
+        packing_samples=preset != "tiny-mllama",
+    )  # fmt: skip
+    assert_same_steps(found, expected)
+
+
+def test_an_audit_of_images_is_refused(data, models, tmp_path):
+    config = config_of(data, models("tiny-qwen2.5-vl"), tmp_path, audit_every=1)
+    with pytest.raises(ConfigError, match="leave audit_every out"):
+        run_training(config)
