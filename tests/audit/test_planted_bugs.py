@@ -20,7 +20,7 @@ from lightrft.experience import assemble, forward, maker
 from lightrft.strategy import backend, optimizers, strategy_base
 from lightrft.strategy.accumulation import AccumulationState
 from lightrft.trainer import spmd_ppo_trainer
-from lightrft.trainer.training import objective, updates
+from lightrft.trainer.training import algorithm, objective, updates
 
 BUGS = {}
 
@@ -291,6 +291,13 @@ def the_budget_is_the_width_of_the_batch(patch):
         lambda mask, mode, max_response_tokens: original(
             mask, mode, max_response_tokens=mask.shape[1]
         )
+    ))  # fmt: skip
+
+
+@bug("denominator", policy_loss="reinforce")
+def a_loss_has_the_aggregation_of_another_paper(patch):
+    wrap(patch, algorithm, "policy_loss_traits", lambda original: (
+        lambda loss: replace(original(loss), aggregation="seq-mean-token-mean")
     ))  # fmt: skip
 
 

@@ -102,11 +102,21 @@ def test_every_bash_block_parses_and_names_known_commands(page):
 
 @pytest.mark.parametrize("page", [*CHEAP, *COSTLY])
 def test_every_flag_in_the_text_exists(page):
-    from lightrft.cli import audit, config_command, doctor, evaluate, kubernetes, slurm, train
+    from lightrft.cli import (
+        audit,
+        config_command,
+        doctor,
+        evaluate,
+        init_model,
+        kubernetes,
+        plan,
+        slurm,
+        train,
+    )
 
     known = {"--rdzv-backend", "--rdzv-endpoint", "--nnodes", "--help"}
     known |= {"--pretrian"}  # a misspelling that is shown on purpose
-    commands = (train, evaluate, slurm, kubernetes, doctor, audit)
+    commands = (train, evaluate, slurm, kubernetes, doctor, audit, plan, init_model)
     parsers = [command.build_parser() for command in commands]
     for parser in (*parsers, *config_command.build_parsers()):
         known |= {flag for action in parser._actions for flag in action.option_strings}

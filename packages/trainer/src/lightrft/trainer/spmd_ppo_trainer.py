@@ -470,7 +470,9 @@ class SPMDPPOTrainerBase:
             each.name: PreparedModel(each.model, each.optimizer, each.scheduler)
             for each in self._models.trained
         }
-        recorder = StepRecorder(self.strategy, self.config, models, step)
+        # As it was asked for: the audit knows by itself how a paper aggregates its loss.
+        config = replace(self.config, loss_agg_mode=self._algorithm.asked_aggregation)
+        recorder = StepRecorder(self.strategy, config, models, step)
         recorder.begin(
             self.state, has_reference=self.initial_model is not None, num_updates=num_updates
         )

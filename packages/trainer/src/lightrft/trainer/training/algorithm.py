@@ -40,6 +40,7 @@ class Algorithm:
         policy_loss, loss_traits: The loss of a token, and what it declares.
         estimator, estimator_traits: Rewards to advantages likewise.
         corrections: Terms for the difference between engine and trainer; () is none.
+        asked_aggregation: What `loss_agg_mode` was given as; None leaves it to the loss.
     """
 
     policy_loss: PolicyLossFunction
@@ -47,6 +48,7 @@ class Algorithm:
     estimator: AdvantageFunction
     estimator_traits: AdvantageTraits
     corrections: tuple[CorrectionTerm, ...] = ()
+    asked_aggregation: str | None = None
 
 
 def build_algorithm(config: TrainConfig) -> Algorithm:
@@ -62,6 +64,7 @@ def build_algorithm(config: TrainConfig) -> Algorithm:
         loss_traits=policy_loss_traits(loss),
         estimator=estimator,
         estimator_traits=advantage_traits(estimator),
+        asked_aggregation=config.loss_agg_mode,
         corrections=build_corrections(config),
     )
 
