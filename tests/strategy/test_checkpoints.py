@@ -164,6 +164,21 @@ def test_a_bad_manifest_blocks_neither_loading_nor_saving(tmp_path, tag, content
     assert find_checkpoint(tmp_path).manifest.tag == tag
 
 
+def test_a_folder_in_the_place_of_the_pointer_does_not_block_saving(tmp_path):
+    save(tmp_path, "old")
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest" / "deep").mkdir(parents=True)
+    assert find_checkpoint(tmp_path).manifest.tag == "old"
+    save(tmp_path, "new")
+    assert (tmp_path / "latest").read_text() == "new\n"
+
+
+def test_checkpoints_whose_first_folder_is_gone_are_named(tmp_path):
+    save(tmp_path / "critic", "old")
+    with pytest.raises(CheckpointError, match="actor/old is missing or damaged"):
+        find_checkpoints([tmp_path / "actor", tmp_path / "critic"])
+
+
 @pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "a/../../outside", ".", "", "a\0b"])
 def test_paths_lead_nowhere_else_even_where_the_hash_is_right(tmp_path, path):
     folder = save(tmp_path, "a").path

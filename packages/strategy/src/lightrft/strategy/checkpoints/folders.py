@@ -277,7 +277,10 @@ def _publish(folder: Path, request: SaveRequest, manifest: Manifest) -> None:
     if request.save_latest:
         # The pointer goes first: if the rename never happens it names a missing folder, and
         # a load takes the newest complete checkpoint instead.
-        write_text_atomically(save_dir / LATEST_NAME, manifest.tag + "\n")
+        pointer = save_dir / LATEST_NAME
+        if pointer.is_dir() and not pointer.is_symlink():
+            shutil.rmtree(pointer)  # no file of ours is a folder
+        write_text_atomically(pointer, manifest.tag + "\n")
     replaced = save_dir / f"{REPLACED_PREFIX}{manifest.tag}"
     if target.exists():
         shutil.rmtree(replaced, ignore_errors=True)
@@ -352,6 +355,9 @@ def _candidates(
             problems += [f"{folder / name} is missing or damaged" for folder in lacking]
         else:
             candidates.append([found[name] for found in by_tag])
+    # What only other folders have is half a checkpoint of a first folder that lost its own.
+    others = sorted({name for found in by_tag[1:] for name in found} - by_tag[0].keys())
+    problems += [f"{load_dirs[0] / name} is missing or damaged" for name in others]
     if tag is not None:
         problems = [text for text in problems if any(str(f / tag) in text for f in load_dirs)]
     return candidates, problems
