@@ -1,11 +1,15 @@
 """From the samples of a step to what one rank trains on: model outputs and advantages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from lightrft.algorithms.moments import Moments
+from lightrft.config import TrainConfig
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.prompts import NO_MEDIA
 from lightrft.engines.types import SamplingParams, has_known_order
@@ -19,7 +23,7 @@ from lightrft.experience.ledger_gate import check_ledger
 from lightrft.experience.media import deliver_media
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
 from lightrft.experience.sampling import Samples, training_params
-from lightrft.experience.types import ExperienceBatch
+from lightrft.experience.types import ExperienceBatch, RolloutBatch
 from lightrft.models.layout import LayoutPolicy
 from lightrft.models.sequence_model import layout_policy
 from lightrft.models.support import SamplingSupport
@@ -74,7 +78,6 @@ def make_experience(
         encoder: Of prompts with images or videos, for vision-language models.
     """
     config, table, rank = settings.config, samples.table, strategy.data_rank
-    params = training_params(config)
     plan = plan_minibatches(
         table.lengths,
         train_batch_size=config.train_batch_size,
@@ -83,23 +86,9 @@ def make_experience(
         step=step,
     )
     index = plan.row_index(rank)
-    with samples.meter.stage("exchange"):
-        wanted = [plan.row_index(each) for each in range(strategy.num_data_ranks)]
-        wanted = [each for each in wanted for _ in range(config.sp_size)]
-        rows = deliver_rows(table, tabulate(samples.scored), wanted, strategy)
-        media = NO_MEDIA
-        if encoder is not None:
-            media = deliver_media(table, samples.scored, wanted, strategy, encoder)
-    batch = collate(
-        rows,
-        pad_token_id=0,  # masked everywhere
-        temperature=params.temperature,
-        device=strategy.device,
-        num_uncompared_tokens=int(config.use_fire),
-        version=_version(samples),
-        support=replayed_support(params, strategy.inference_engine_type),
-        media=media,
-    )
+    wanted = [plan.row_index(each) for each in range(strategy.num_data_ranks)]
+    wanted = [each for each in wanted for _ in range(config.sp_size)]
+    rows, batch = _deliver(samples, wanted, config, strategy=strategy, encoder=encoder)
     slices = plan.forward_slices(table.lengths, rank=rank, config=config)
     if samples.evidence is not None:
         with samples.meter.stage("exchange"):
@@ -131,6 +120,33 @@ def make_experience(
         strategy=strategy,
     )
     return StepExperience(experience, rows, samples, shaped, plan)
+
+
+def _deliver(
+    samples: Samples,
+    wanted: Sequence[NDArray[np.int64]],
+    config: TrainConfig,
+    *,
+    strategy: StrategyBase,
+    encoder: PromptEncoder | None,
+) -> tuple[SampleTable, RolloutBatch]:
+    """The rows that this rank wants, and the batch made of them; collective."""
+    params, media = training_params(config), NO_MEDIA
+    with samples.meter.stage("exchange"):
+        rows = deliver_rows(samples.table, tabulate(samples.scored), wanted, strategy)
+        if encoder is not None:
+            media = deliver_media(samples.table, samples.scored, wanted, strategy, encoder)
+    batch = collate(
+        rows,
+        pad_token_id=0,  # masked everywhere
+        temperature=params.temperature,
+        device=strategy.device,
+        num_uncompared_tokens=int(config.use_fire),
+        version=_version(samples),
+        support=replayed_support(params, strategy.inference_engine_type),
+        media=media,
+    )
+    return rows, batch
 
 
 def _layout_policy(models: ForwardModels, strategy: StrategyBase) -> LayoutPolicy:

@@ -190,12 +190,8 @@ def load_model(
     config = load_config(path)
     _require(path, WEIGHT_PATTERNS, "weights")
     is_on_meta = is_building_on_meta()
-    if is_on_meta and family_of(config) is not None:
-        raise ModelLoadError(
-            f"meta_init reads weights by the names of the model, and files of vision-language "
-            f"models have others: got {config.model_type!r} in {path!r}; use --no_meta_init"
-        )
     if is_on_meta:
+        _require_own_names(config, path)
         # What is in no file would get no memory.
         allow_new_weights, left_out = None, (*left_out, *(allow_new_weights or ()))
     fits = _Fit(path, allow_new_weights, left_out)
@@ -231,6 +227,14 @@ def load_model(
         mismatched=report["mismatched_keys"],
     )
     return model
+
+
+def _require_own_names(config: PretrainedConfig, path: str) -> None:
+    if family_of(config) is not None:
+        raise ModelLoadError(
+            "meta_init reads weights by the names of the model, and files of vision-language "
+            f"models have others: got {config.model_type!r} in {path!r}; use --no_meta_init"
+        )
 
 
 @contextmanager

@@ -209,19 +209,20 @@ def build_reward(
             )
             opened.callback(remote.close)
             functions.append(remote)
-        used = {
-            option
-            for function in functions
-            if isinstance(function, FunctionReward)
-            for option in function.options
-        }
-        unknown = sorted(set(config.reward_args or {}) - used)
-        if unknown:
-            raise ConfigError(
-                f"reward_args: no reward function has a keyword-only argument {unknown[0]!r}"
-            )
+        _check_arguments(functions, config)
         opened.pop_all()
     return CombinedReward(functions, factors, recipes=recipes)
+
+
+def _check_arguments(functions: Sequence[RewardFunction], config: TrainConfig) -> None:
+    """Raises a ConfigError for an argument that no function has."""
+    own = [function for function in functions if isinstance(function, FunctionReward)]
+    used = {option for function in own for option in function.options}
+    unknown = sorted(set(config.reward_args or {}) - used)
+    if unknown:
+        raise ConfigError(
+            f"reward_args: no reward function has a keyword-only argument {unknown[0]!r}"
+        )
 
 
 def numbered(name: str, index: int, count: int) -> str:

@@ -48,7 +48,7 @@ from lightrft.trainer.runs.models import (
     build_run_reward,
     reward_recipes,
 )
-from lightrft.trainer.runs.plan import plan_run
+from lightrft.trainer.runs.plan import RunPlan, plan_run
 from lightrft.trainer.runs.prompts import planned_steps
 from lightrft.trainer.runs.start import end_run, sole_writer, start_run
 from lightrft.trainer.runs.vision import load_vision
@@ -150,15 +150,7 @@ def run_training(
         folder, rank = Path(config.output_dir), int(os.environ.get("RANK", "0"))
         if rank == 0:
             stack.enter_context(sole_writer(folder))
-            if plan.restarts:
-                aside = set_aside(folder, config.checkpoint_dir)
-                print_on_first_rank(
-                    None, f"{folder} held a run that ended before its first checkpoint: its files "
-                    f"are in {aside}; starting over",
-                )  # fmt: skip
-            if not plan.resumes:
-                # Before anything can fail; a continued run keeps its options until it goes on.
-                config.save(folder / CONFIG_FILE)
+            _open_folder(config, plan)
         stack.enter_context(rank_log(folder, rank))
         if rank == 0:
             loggers = (*build_trackers(config), *own_loggers(config), *loggers)
@@ -175,11 +167,7 @@ def run_training(
             strategy.finish_saving()
             end_run(config, strategy, "stopped", result.num_steps)
             raise RunStoppedError(result.num_steps, config.output_dir)
-        strategy.save_model(trainer.actor, inputs.saved_text, str(config.model_dir))
-        if trainer.ema_model is not None:
-            folder = Path(config.output_dir) / EMA_FOLDER
-            strategy.save_model(trainer.ema_model, inputs.saved_text, str(folder))
-        strategy.finish_saving()
+        _save_models(config, strategy, trainer, inputs)
         summary = _summarise(config, strategy, result, num_resumed, started)
         if strategy.is_rank_0():
             text = json.dumps(asdict(summary), indent=2) + "\n"
@@ -193,6 +181,30 @@ def run_training(
                 "--load_checkpoint continues"
             )
         return summary
+
+
+def _open_folder(config: TrainConfig, plan: RunPlan) -> None:
+    """Moves the files of a run without checkpoint aside, and keeps the options of a new one."""
+    folder = Path(config.output_dir)
+    if plan.restarts:
+        aside = set_aside(folder, config.checkpoint_dir)
+        print_on_first_rank(
+            None, f"{folder} held a run that ended before its first checkpoint: its files are in "
+            f"{aside}; starting over",
+        )  # fmt: skip
+    if not plan.resumes:
+        # Before anything can fail; a continued run keeps its options until it goes on.
+        config.save(folder / CONFIG_FILE)
+
+
+def _save_models(
+    config: TrainConfig, strategy: StrategyBase, trainer: SPMDPPOTrainer, inputs: RunInputs
+) -> None:
+    strategy.save_model(trainer.actor, inputs.saved_text, str(config.model_dir))
+    if trainer.ema_model is not None:
+        folder = Path(config.output_dir) / EMA_FOLDER
+        strategy.save_model(trainer.ema_model, inputs.saved_text, str(folder))
+    strategy.finish_saving()
 
 
 def read_inputs(config: TrainConfig) -> RunInputs:
