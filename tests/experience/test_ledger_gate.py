@@ -234,15 +234,19 @@ def test_special_tokens_in_the_text_of_an_observation_are_found():
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_positions_that_restart_wrongly_are_found(is_packed, monkeypatch):
     scored, strategy = sampled_step(4, num_rows=8)
-    right = layout_module._positions
+    name = "packed" if is_packed else "padded"
+    right = getattr(layout_module.TokenLayout, name)
 
-    def going_on(is_real):
+    def going_on(cls, *args, **keywords):
         """As if two rows were one sequence."""
-        positions = right(is_real)
-        positions[1] += 1
-        return positions
+        layout = right(*args, **keywords)
+        positions = layout.position_ids.clone()
+        start = int(layout.is_real[0].sum()) if is_packed else 0
+        row = 0 if is_packed else 1
+        positions[row, start:] += 1
+        return replace(layout, position_ids=positions)
 
-    monkeypatch.setattr(layout_module, "_positions", going_on)
+    monkeypatch.setattr(layout_module.TokenLayout, name, classmethod(going_on))
     with pytest.raises(LedgerError, match="positions differ"):
         check(scored, strategy, is_packed=is_packed)
 

@@ -1,5 +1,6 @@
 import pytest
 
+from lightrft.config import ConfigError
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
 from lightrft.experience.rollout_groups import RolloutGroups
@@ -89,8 +90,15 @@ def test_an_aborted_completion_is_an_error():
 
 
 def test_requests_carry_ids_text_and_images():
+    class Encoder:
+        def kept(self, text, *, images, videos):
+            return (text, images, videos)
+
     image = object()
     row = Prompt(id=0, text="look", token_ids=(1,), images=(image,))
-    (request,) = build_requests([row], [12])
+    (request,) = build_requests([row], [12], Encoder())
     assert (request.request_id, request.prompt_text) == (12, "look")
     assert request.multi_modal.images == (image,)
+    assert request.encoded == ("look", (image,), ())
+    with pytest.raises(ConfigError, match="the trainer needs the model's processor"):
+        build_requests([row], [12])

@@ -132,9 +132,9 @@ def test_delays_of_tools_change_nothing_that_an_engine_sees(tmp_path):
         )  # fmt: skip
         batches, generate = [], stage.engine.generate
 
-        def noted(requests, params, batches=batches, generate=generate):
+        def noted(requests, params, batches=batches, generate=generate, **keywords):
             batches.append(list(requests))
-            return generate(requests, params)
+            return generate(requests, params, **keywords)
 
         stage.engine.generate = noted
         rollouts, rewards = stage.sample()

@@ -106,7 +106,8 @@ def test_what_a_rank_receives_falls_with_the_ranks_but_for_the_scalars():
     few, many = (
         exchange_bytes_per_rank(setup_of("qwen2.5-7b", gpus, "h100-80g")) for gpus in (8, 512)
     )
-    assert few / 20 < many < few / 4
+    # 64 times as many ranks, and every rank still gets the scalars of all rows.
+    assert few / 64 < many < few / 4
 
 
 def test_planning_imports_no_torch():

@@ -39,7 +39,7 @@ SAME = {
 # The choices of these act elsewhere: on the model, the engine, the schedule, the processes.
 ELSEWHERE = {
     "compile_backend", "engine_type", "grad_accum_dtype", "loggers", "lr_scheduler",
-    "reward_failure", "sandbox", "tool_parser", "zero_stage",
+    "reward_failure", "sandbox", "tool_parser", "turn_credit", "zero_stage",
 }  # fmt: skip
 
 

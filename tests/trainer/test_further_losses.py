@@ -117,7 +117,7 @@ def ragged_rollouts(rows=6, width=10):
     zeros = torch.zeros(rows, width)
     return RolloutBatch(
         token_ids, attention, response, zeros, torch.zeros(rows), torch.arange(rows),
-        torch.arange(rows), {}, 1.0,
+        torch.arange(rows), 1.0,
     )  # fmt: skip
 
 

@@ -25,10 +25,11 @@ class EndsEarly:
         engine.generate = self
         self.end_ids = end_ids
 
-    def __call__(self, requests, params):
+    def __call__(self, requests, params, **keywords):
         from dataclasses import replace
 
-        return self.generate(requests, replace(params, stop_token_ids=tuple(self.end_ids)))
+        ends = replace(params, stop_token_ids=tuple(self.end_ids))
+        return self.generate(requests, ends, **keywords)
 
 
 def world_of(build_world, args=None, **keywords):

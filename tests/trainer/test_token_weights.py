@@ -49,7 +49,7 @@ def batch(seed, rows=6, seq=10):
 
     rollouts = RolloutBatch(
         torch.zeros(rows, seq, dtype=torch.long), mask, mask, torch.where(mask, normal() - 2, 0.0),
-        torch.zeros(rows), torch.arange(rows), torch.arange(rows), {}, 1.0,
+        torch.zeros(rows), torch.arange(rows), torch.arange(rows), 1.0,
     )  # fmt: skip
     outputs = PolicyOutputs(
         torch.where(mask, rollouts.rollout_logprobs + 0.5 * normal(), 0.0), None, None,

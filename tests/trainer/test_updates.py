@@ -98,7 +98,6 @@ def experience(seed):
         torch.zeros(ROWS),
         torch.arange(ROWS),
         torch.arange(ROWS),
-        {},
         0.7,
     )
     outputs = PolicyOutputs(old, normal() - math.log(VOCAB), normal(), None)

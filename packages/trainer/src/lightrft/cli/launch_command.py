@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 
 from lightrft.cli import kubernetes, slurm
@@ -13,6 +14,11 @@ ACTIONS: dict[str, tuple[Callable[[Sequence[str]], str], str]] = {
 }
 
 
+def build_parsers() -> list[argparse.ArgumentParser]:
+    """The parsers of all actions."""
+    return [slurm.build_parser(), kubernetes.build_parser()]
+
+
 def run(argv: Sequence[str]) -> int:
     """Run the command; see `lightrft launch slurm --help` and `lightrft launch kubernetes --help`.
 
@@ -22,6 +28,7 @@ def run(argv: Sequence[str]) -> int:
     """
     name = argv[0] if argv else ""
     if name in ("-h", "--help"):
+        print(f"usage: lightrft launch {{{','.join(ACTIONS)}}} ...\n")
         print("\n".join(f"{action}: {example}" for action, (_, example) in ACTIONS.items()))
         return ExitCode.OK
     if name not in ACTIONS:

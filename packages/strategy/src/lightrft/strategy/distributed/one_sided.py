@@ -52,12 +52,13 @@ def run_apart(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
     board = _Board(f"lightrft/apart/{next(_calls)}", what)
     watcher = _Watcher(board)
     own = f"rank {dist.get_rank()}: "
+    result, problem = None, None
     try:
         try:
-            result, problem = action(), None
+            result = action()
             board.leave()
         except Exception as error:
-            result, problem = None, error
+            problem = error
             board.report(f"{own}{type(error).__name__}: {error}")
             if not board.wait_for_all(GRACE_SECONDS):
                 # The others are stuck inside, so an exchange of outcomes would be stuck, too.
@@ -65,7 +66,7 @@ def run_apart(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
         return cast("list[T]", run_together(lambda: _value(result, problem), group, what=what))
     except Exception as error:
         cause = board.failure()
-        if cause is None or cause.startswith(own):
+        if problem is not None or cause is None or cause.startswith(own):
             raise
         # A rank that was left alone in a collective knows only that.
         raise RuntimeError(f"{what} on {cause}") from error
