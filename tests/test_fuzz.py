@@ -38,6 +38,8 @@ settings.register_profile(
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 FUZZ = settings.get_profile("fuzz")
+# The long setting takes as many times longer as it has examples.
+pytestmark = pytest.mark.timeout(300 + NUM_EXAMPLES)
 
 NUMBERS = st.one_of(
     st.integers(), st.floats(), st.sampled_from([0, -1, 1, 2**31, 2**63, 10**400, -(10**400)]),

@@ -5,7 +5,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field
 from typing import Literal, TypeVar
 
@@ -208,13 +208,29 @@ def check_value(name: str, value: object, hint: object, info: OptionInfo) -> str
 
 def _text_problem(value: object, info: OptionInfo) -> str | None:
     """Why a text, or one of several, is none that files and the system take."""
-    texts = [item for item in (value if isinstance(value, tuple) else (value,))
-             if isinstance(item, str)]  # fmt: skip
+    parts = list(_parts(value))
+    if isinstance(value, Mapping) and any(part is None or part == "" for part in parts):
+        return "names with texts, numbers or booleans"
+    texts = [part for part in parts if isinstance(part, str)]
     if any("\0" in text or (not text.isprintable() and _has_surrogate(text)) for text in texts):
         return "a text of UTF-8 characters without NUL"
     if info.path is not None and "" in texts:
         return f"the path of a {info.path}"
     return None
+
+
+def _parts(value: object) -> Iterator[object]:
+    """A value, or what lists and tables hold, names included."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield name
+            # An empty text is a value like others, and no name.
+            yield from (part for part in _parts(item) if part != "")
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _parts(item)
+    else:
+        yield value
 
 
 def _has_surrogate(text: str) -> bool:

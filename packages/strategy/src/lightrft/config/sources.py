@@ -1,7 +1,7 @@
 """Lists of data sources in one text. Standard library only."""
 
+import os.path
 from collections.abc import Sequence
-from pathlib import Path
 
 # Tasks of reasoning-gym, as data and as rewards, and the column of what their score needs.
 GYM_PREFIX, GYM_COLUMN = "reasoning_gym:", "reasoning_gym"
@@ -9,14 +9,15 @@ GYM_PREFIX, GYM_COLUMN = "reasoning_gym:", "reasoning_gym"
 
 def split_sources(text: str) -> tuple[str, ...]:
     """The sources of a comma-separated list; a path that exists is one source, commas included."""
-    if Path(text).exists():
+    # Unlike Path.exists, false for what no file system takes as a name.
+    if os.path.exists(text):
         return (text,)
     return tuple(part.strip() for part in text.split(",") if part.strip()) or (text,)
 
 
 def has_splits(text: str | None) -> bool:
     """Whether any of some sources has parts with names: folders and data sets have, files not."""
-    return text is not None and any(not Path(source).is_file() for source in split_sources(text))
+    return text is not None and any(not os.path.isfile(source) for source in split_sources(text))
 
 
 def probability_problem(sources: Sequence[str], probabilities: Sequence[float]) -> str | None:

@@ -194,7 +194,10 @@ def _number(place: str, value: object) -> float:
     plain = value.tolist() if isinstance(value, SupportsToList) else value
     if not isinstance(plain, Real):
         raise ReportedError(f"{place}: expected a number, got {plain!r:.100}")
-    number = float(plain)
+    try:
+        number = float(plain)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise ReportedError(f"{place}: expected a finite number, got {number}")
     return number

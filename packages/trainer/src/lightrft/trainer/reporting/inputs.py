@@ -174,7 +174,8 @@ def _read_metrics(lines: JsonLines) -> tuple[dict[int, dict[str, float | None]],
 def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) and abs(value) <= LARGEST else None
+    # An integer may be too large for a float.
+    return float(value) if abs(value) <= LARGEST and math.isfinite(value) else None
 
 
 def _read_options(path: Path, notes: list[str]) -> list[Option]:
