@@ -66,10 +66,13 @@ def run_apart(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
         return cast("list[T]", run_together(lambda: _value(result, problem), group, what=what))
     except Exception as error:
         cause = board.failure()
-        if problem is not None or cause is None or cause.startswith(own):
+        if cause is None or cause.startswith(own):
             raise
         # A rank that was left alone in a collective knows only that.
-        raise RuntimeError(f"{what} on {cause}") from error
+        told = RuntimeError(f"{what} on {cause}")
+        for note in getattr(error, "__notes__", ()):
+            told.add_note(note)
+        raise told from error
     finally:
         watcher.close()
 
