@@ -73,6 +73,8 @@ class PromptEncoder:
             token_types=None if types is None else tuple(found[types][0].tolist()),
             tensors=tensors,
             kinds=frozenset(kinds),
+            images=tuple(images),
+            videos=tuple(videos),
         )
 
     def kept(

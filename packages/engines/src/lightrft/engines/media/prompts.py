@@ -6,6 +6,8 @@ from typing import Literal, Self
 
 from torch import Tensor
 
+from lightrft.engines.media.sources import ImageSource, VideoSource
+
 MediumKind = Literal["image", "video"]
 
 
@@ -21,6 +23,7 @@ class EncodedPrompt:
         tensors: Inputs of the model by name, of the media of this prompt only, in order of
             appearance.
         kinds: Media that it has.
+        images, videos: What it was encoded from, for engines with a processor of their own.
     """
 
     token_ids: tuple[int, ...]
@@ -28,6 +31,8 @@ class EncodedPrompt:
     token_types: tuple[int, ...] | None
     tensors: Mapping[str, Tensor]
     kinds: frozenset[MediumKind]
+    images: tuple[ImageSource, ...] = ()
+    videos: tuple[VideoSource, ...] = ()
 
     @property
     def num_images(self) -> int:
