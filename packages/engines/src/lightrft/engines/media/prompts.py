@@ -1,7 +1,7 @@
 """A prompt with images and videos as a model reads it, and the media of a batch of rows."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from torch import Tensor
@@ -24,6 +24,7 @@ class EncodedPrompt:
             appearance.
         kinds: Media that it has.
         images, videos: What it was encoded from, for engines with a processor of their own.
+        sizes: Arguments that make such a processor scale images in the same way.
     """
 
     token_ids: tuple[int, ...]
@@ -33,6 +34,7 @@ class EncodedPrompt:
     kinds: frozenset[MediumKind]
     images: tuple[ImageSource, ...] = ()
     videos: tuple[VideoSource, ...] = ()
+    sizes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     @property
     def num_images(self) -> int:

@@ -55,7 +55,9 @@ class VLLMEngine(RolloutEngine):
         self._read_limits(hf_config, generation_config)
         self._has_tokenizer = bool(config.model_path) and has_tokenizer(config.model_path)
         with model_directory(config.model_path, hf_config, architecture) as path:
-            self._backend: Backend | None = start_backend(config, path, self._limits)
+            self._backend: Backend | None = start_backend(
+                config, path, self._limits, model_type=hf_config.model_type
+            )
         if self._limits.reads_media:
             forbid_tokens(self._backend.model, placeholder_ids(hf_config))
         self._weights = self._read_weights(model_shape(hf_config, architecture))
@@ -160,7 +162,10 @@ class VLLMEngine(RolloutEngine):
 
     def _release_memory(self, level: int, awake: Sequence[str]) -> None:
         """On a GPU; elsewhere vLLM keeps its memory and only the state changes."""
-        self._started.llm.sleep(level=level)  # type: ignore[attr-defined]
+        llm = self._started.llm
+        # Features of images lie outside of what vLLM releases.
+        llm.llm_engine.reset_encoder_cache()  # type: ignore[attr-defined]
+        llm.sleep(level=level)  # type: ignore[attr-defined]
 
     def _resume_memory(self, tags: Sequence[str]) -> None:
         self._started.llm.wake_up(tags=list(tags))  # type: ignore[attr-defined]
@@ -168,7 +173,7 @@ class VLLMEngine(RolloutEngine):
             clear_caches(self._started.caches)
 
     def _drop_caches(self) -> None:
-        """Drops vLLM's prefix and encoder caches.
+        """Drops vLLM's prefix and encoder caches, and the pixels it keeps.
 
         Raises:
             RuntimeError: vLLM refused because requests are running.
@@ -177,6 +182,8 @@ class VLLMEngine(RolloutEngine):
         if not llm.reset_prefix_cache():  # type: ignore[attr-defined]
             raise RuntimeError("vLLM did not reset its prefix cache; requests must be finished")
         llm.llm_engine.reset_encoder_cache()  # type: ignore[attr-defined]
+        # Pixels, which no weights have touched: only to free them.
+        llm.reset_mm_cache()  # type: ignore[attr-defined]
 
     def check_usable(self) -> None:
         """Raises unless the engine is awake and holds a complete set of weights."""

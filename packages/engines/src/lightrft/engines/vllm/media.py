@@ -1,5 +1,7 @@
 """Prompts with images and videos in vLLM's form, and what vLLM made of them."""
 
+import importlib
+import re
 from collections.abc import Sequence
 
 import torch
@@ -27,18 +29,21 @@ def native_prompt(job: Job) -> dict[str, object]:
     names: dict[str, object] = {}
     if media.images:
         data["image"] = [image.decode() for image in media.images]
-        names["image"] = [image.digest for image in media.images]
+        names["image"] = [f"{image.digest}{media.sizes or ''}" for image in media.images]
     if media.videos:
         clips = [video.decode() for video in media.videos]
         data["video"] = [(frames, {**facts, "do_sample_frames": False}) for frames, facts in clips]
         names["video"] = [video.digest for video in media.videos]
     sampled = job.prompt[len(media.token_ids) :]
-    return {
+    request: dict[str, object] = {
         "prompt_token_ids": [*media.request_token_ids, *sampled],
         "multi_modal_data": data,
         # By these vLLM finds what it knows of a medium: another picture needs another name.
         "multi_modal_uuids": names,
     }
+    if media.sizes:
+        request["mm_processor_kwargs"] = dict(media.sizes)
+    return request
 
 
 def check_prompt(found: Sequence[int], job: Job) -> None:
@@ -54,6 +59,31 @@ def check_prompt(found: Sequence[int], job: Job) -> None:
         f"{list(job.prompt[first : first + 4])}; expected the same token ids, so sizes or rules "
         "of the two processors differ: train this model with engine_type hf"
     )
+
+
+# Families whose towers lie one level deeper in vLLM 0.32 than in transformers 5.19, with module and
+# class of vLLM.
+_TOWERS = {
+    "gemma3": ("gemma3_mm", "Gemma3ForConditionalGeneration"),
+    "llava": ("llava", "LlavaForConditionalGeneration"),
+    "llava_onevision": ("llava_onevision", "LlavaOnevisionForConditionalGeneration"),
+}
+_OWN_LEVEL = re.compile(r"\bvision_tower\.(?!vision_model\.)")
+
+
+def name_tower(model_type: str) -> None:
+    """Tells vLLM's model where the weights of its tower lie, on disk and in updates."""
+    if model_type not in _TOWERS:
+        return
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    module_name, class_name = _TOWERS[model_type]
+    home = importlib.import_module(f"vllm.model_executor.models.{module_name}")
+    model = vars(home)[class_name]
+    if _OWN_LEVEL not in model.hf_to_vllm_mapper.orig_to_new_regex:
+        model.hf_to_vllm_mapper |= WeightsMapper(
+            orig_to_new_regex={_OWN_LEVEL: "vision_tower.vision_model."}
+        )
 
 
 def forbid_tokens(model: nn.Module, token_ids: Sequence[int]) -> None:
