@@ -59,6 +59,7 @@ class RolloutEngine(ABC):
             `set_weights_version` after the caller has verified the update.
         status: Asleep or awake.
         ledger: What it sampled while somebody wanted it written down.
+        seen_media: The last prompt with images or videos that it completed; None if there was none.
     """
 
     name: str
@@ -88,6 +89,7 @@ class RolloutEngine(ABC):
         self._sleeping_tags: set[str] = set()
         self._running: _Running | None = None
         self.ledger = Ledger()
+        self.seen_media: EncodedPrompt | None = None
 
     @property
     @abstractmethod
@@ -203,6 +205,8 @@ class RolloutEngine(ABC):
         )
         self._check_params(sampling_params)
         if rows:
+            media = [row.media for row in rows if row.media is not None]
+            self.seen_media = media[-1] if media else self.seen_media
             batches = self._stream(rows, sampling_params)
             self._running = _Running(batches, sampling_params, len(rows))
 
@@ -260,10 +264,6 @@ class RolloutEngine(ABC):
     def _encode_media(self, request: GenerationRequest) -> EncodedPrompt | None:
         """A prompt that was given as text, with its images and videos."""
         return self._media.encode(request)
-
-    def media_probe(self) -> EncodedPrompt | None:
-        """A fixed prompt with an image that trainer and engine can compare; None without one."""
-        return self._media.probe() if self.computes_model and self._limits.reads_media else None
 
     @abstractmethod
     def _stream(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
