@@ -5,7 +5,8 @@
 Writes `soak.jsonl` (one line a step) and prints, as JSON, the slope of each quantity over the
 second half of the steps, in units per step. Temporary files are those in TMPDIR. Memory is what is
 held: free pages of the C library's heaps are handed back before it is measured, since one megabyte
-by which a heap grows around a long-lived block would look like 15 KiB in each of 100 steps.
+by which a heap grows around a long-lived block would look like 15 KiB in each of 100 steps; and
+pages of files, which the kernel drops when other programs need memory, are left out.
 `--leak KIB` plants a leak, which has to be found.
 """
 
@@ -44,6 +45,12 @@ def hand_back() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
+def held_kib(pid: int) -> float:
+    """Resident memory of a process that is no page of a file, which the kernel may drop at will."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(float(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
 def measure() -> dict[str, float]:
     """What this process and its children hold."""
     import psutil
@@ -53,7 +60,7 @@ def measure() -> dict[str, float]:
     family = [process, *process.children(recursive=True)]
     temporary = Path(tempfile.gettempdir())
     return {
-        "memory_kib": sum(member.memory_info().rss for member in family) / 1024,
+        "memory_kib": sum(held_kib(member.pid) for member in family),
         "descriptors": float(sum(member.num_fds() for member in family)),
         "threads": float(threading.active_count()),
         "temporary_files": float(sum(1 for _ in temporary.rglob("*"))),
