@@ -70,14 +70,14 @@ def with_stops(config):
 
 def train_each(rank, world_size, runs):
     """Random models write no calls either: here every turn does."""
-    import lightrft.experience.environments.rounds as rounds
+    import lightrft.experience.environments.kinds as kinds
     import lightrft.experience.sampling as sampling
     from lightrft.experience.environments.calls import ToolCall
     from lightrft.strategy.distributed.process_groups import start_process_group
     from lightrft.trainer.runs.assembly import run_training
 
     sampling.training_params = with_stops
-    rounds.choose_parser = lambda *given: lambda text, is_ended: [ToolCall("count_up")]
+    kinds.choose_parser = lambda *given: lambda text, is_ended: [ToolCall("count_up")]
     start_process_group(None)
     return [asdict(run_training(TrainConfig(**values)))["last_metrics"] for values in runs]
 

@@ -87,13 +87,13 @@ def write_inputs(folder):
 
 def let_random_models_call():
     """They write no calls and seldom end: here bytes below 90 do, and every turn calls."""
-    import lightrft.experience.environments.rounds as rounds
+    import lightrft.experience.environments.kinds as kinds
     import lightrft.experience.sampling as sampling
     from lightrft.experience.environments.calls import ToolCall
 
     own = sampling.training_params
     sampling.training_params = lambda config: replace(own(config), stop_token_ids=tuple(range(90)))
-    rounds.choose_parser = lambda *given: (
+    kinds.choose_parser = lambda *given: (
         lambda text, is_ended: [ToolCall("mix", {"number": sum(map(ord, text)) % 1009})]
     )
 

@@ -211,8 +211,9 @@ class RunOptions(StrategyConfig):
     )  # fmt: skip
     environment: str | None = option(
         None, "Class FILE.py:NAME whose reset(**row) begins an episode and whose other public "
-        "methods are tools of the model; get_reward() is added to the reward. Also "
-        "skyrl_gym:FILE.py:NAME and openenv:http://HOST:PORT.", group="rollout",
+        "methods are tools of the model; get_reward() is added to the reward. A dict of classes "
+        "is chosen from by the column environment. Also skyrl_gym:FILE.py:NAME and "
+        "openenv:http://HOST:PORT.", group="rollout",
         path="file", commands=("eval",),
     )  # fmt: skip
     tools: tuple[str, ...] = option(
