@@ -145,12 +145,31 @@ def assert_same_step(found, expected):
         assert found[0][name] == pytest.approx(value, rel=2e-4, abs=tolerance), name
 
 
+def assert_same_episodes(found, expected):
+    """Ids, rewards and answers of each sample, and logprobs within 2e-5."""
+    episodes = []
+    for _, output in (found, expected):
+        own = {}
+        for path in (output / "journal").glob("step-000001.rank-*.jsonl"):
+            for event in lines(path):
+                if event["event"] in ("reset", "turn", "answer", "observation", "end"):
+                    own.setdefault(event["sample_id"], []).append(event)
+        episodes.append(own)
+    assert sorted(episodes[0]) == sorted(episodes[1]) == list(range(16))
+    for sample_id, events in episodes[1].items():
+        for event, other in zip(episodes[0][sample_id], events, strict=True):
+            for name in ("event", "prompt_token_ids", "token_ids", "reward"):
+                assert event.get(name) == other.get(name), (sample_id, name)
+            assert event.get("logprobs", []) == pytest.approx(other.get("logprobs", []), abs=2e-5)
+
+
 @pytest.mark.timeout(600)
 def test_a_step_on_episodes_does_not_depend_on_the_layout(alone):
     expected, packed, late, _ = alone
     metrics, output = expected
     assert_same_step(packed, expected)
     assert_same_step(late, expected)
+    assert_same_episodes(late, expected)
     rounds = [
         [e["sample_ids"] for e in lines(o / "journal" / FILE) if e["event"] == "round"]
         for o in (output, late[1])
@@ -240,4 +259,5 @@ def test_two_processes_give_the_step_of_one(folder, alone):
     sharing = {"fsdp": True, "sp_size": 2, "packing_samples": True, "micro_batch_tokens": 150}
     for found in run(folder, 2, ({"fsdp": True, "micro_train_batch_size": 2}, sharing)):
         assert_same_step(found, alone[0])
+        assert_same_episodes(found, alone[0])
         assert len(lines(found[1] / "journal" / "step-000001.rank-1.jsonl")) > 16

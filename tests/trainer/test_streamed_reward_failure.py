@@ -1,4 +1,4 @@
-"""A reward that fails on one of two ranks while both still sample ends both, with the cause."""
+"""A reward or a tool that fails on one of two ranks while both sample ends both, with the cause."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import time
 from contextlib import redirect_stderr
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -31,13 +30,40 @@ def score(responses):
 """
 
 
-def train(rank, world_size, values, failed):
-    """Exit code, what is told, whether the engine went on after the failure, seconds since it."""
+HANGS = """
+import time
+from pathlib import Path
+
+
+class Hangs:
+    def reset(self, *, prompt, **row):
+        if prompt[-1]["content"].endswith("ee"):
+            Path(__file__).with_suffix(".failed").touch()
+            time.sleep(600)
+
+    def get_reward(self):
+        return 1.0
+"""
+
+
+def told_by(values):
+    """Exit code and what is told of it."""
     from lightrft.config import TrainConfig
-    from lightrft.engines.hf.engine import HFEngine
     from lightrft.trainer.runs.assembly import run_training
 
-    submit, stream, seen, failed = HFEngine.submit, HFEngine._stream, [], Path(failed)
+    with redirect_stderr(io.StringIO()) as told:
+        code = run_guarded("lightrft", lambda: run_training(TrainConfig(**values)) and 0)
+    return int(code), told.getvalue()
+
+
+def train(rank, world_size, values, hanging, failed):
+    """Of each run what is told and the seconds since its failure; the engine's groups before it."""
+    from lightrft.engines.hf.engine import HFEngine
+    from lightrft.strategy.distributed.process_groups import start_process_group
+
+    start_process_group(None)  # of both runs
+    episodes = (*told_by(hanging), time.time() - failed[1].stat().st_mtime)
+    submit, stream, seen = HFEngine.submit, HFEngine._stream, []
 
     def submit_bounded(self, requests, params):
         is_training = params.n == 2
@@ -50,14 +76,12 @@ def train(rank, world_size, values, failed):
             yield part
             if rank == 1 and params.n == 2 and not seen:
                 ends = time.monotonic() + WAIT_SECONDS
-                while not failed.exists() and time.monotonic() < ends:
+                while not failed[0].exists() and time.monotonic() < ends:
                     time.sleep(0.01)
-                seen.append((len(part), failed.exists()))
+                seen.append((len(part), failed[0].exists()))
 
     HFEngine.submit, HFEngine._stream = submit_bounded, stream_until_it_failed
-    with redirect_stderr(io.StringIO()) as told:
-        code = run_guarded("lightrft", lambda: run_training(TrainConfig(**values)) and 0)
-    return int(code), told.getvalue(), seen, time.time() - failed.stat().st_mtime
+    return episodes, (*told_by(values), time.time() - failed[0].stat().st_mtime), seen
 
 
 @pytest.mark.timeout(300)
@@ -73,13 +97,25 @@ def test_both_ranks_end_with_the_code_of_rewards(tmp_path, tiny_model):
         "micro_train_batch_size": 2, "generate_max_len": 32, "prompt_max_len": 32,
         "init_kl_coef": 0.0, "max_steps": 1,
     }  # fmt: skip
-    failed = tmp_path / "reward.failed"
-    ranks = run_multiprocess(train, 2, timeout_seconds=240, args=(values, str(failed)))
-    for rank, (code, told, seen, seconds) in enumerate(ranks):
-        assert code == ExitCode.REWARD == 5, told
-        assert f"lightrft[{rank}]: " in told
-        assert "ValueError: no score for short ones" in told
-        assert seconds < WAIT_SECONDS
+    (tmp_path / "hangs.py").write_text(HANGS)
+    hanging = {
+        **values, "reward_fn": (), "environment": f"{tmp_path / 'hangs.py'}:Hangs",
+        "apply_chat_template": True, "tool_parser": "hermes", "tool_timeout_seconds": 3.0,
+        "environment_workers": 1, "output_dir": str(tmp_path / "hanging"), "prompt_max_len": 64,
+    }  # fmt: skip
+    failed = tuple(tmp_path / name for name in ("reward.failed", "hangs.failed"))
+    ranks = run_multiprocess(train, 2, timeout_seconds=240, args=(values, hanging, failed))
+    causes = (
+        "for prompt 1: reset did not return within 3 s",
+        "ValueError: no score for short ones",
+    )
+    for rank, (*runs, seen) in enumerate(ranks):
+        for (code, told, seconds), cause in zip(runs, causes, strict=True):
+            assert code == ExitCode.REWARD == 5, told
+            assert f"lightrft[{rank}]: " in told
+            assert cause in told
+            assert seconds < WAIT_SECONDS
         # One group of two was given, and its reward had failed before the next one came.
         assert seen == ([(2, True)] if rank == 1 else [])
-    assert "rank 1 could not score its samples: " in ranks[0][1]
+    assert "rank 1 could not score its samples: " in ranks[0][1][1]
+    assert any(f"rank {r}: the environment failed" in ranks[1 - r][0][1] for r in range(2))
