@@ -235,7 +235,7 @@ class RunOptions(StrategyConfig):
         may_change=True, commands=("eval",),
     )  # fmt: skip
     tool_parser: str = option(
-        "auto", "How calls are written; auto takes the tokenizer's response schema or what its "
+        "auto", "How calls are written; auto takes the tokenizer's response template or what its "
         "chat template shows.", group="rollout", acts_with="environment or tools",
         choices=("auto", "hermes", "llama", "pythonic"), commands=("eval",),
     )  # fmt: skip

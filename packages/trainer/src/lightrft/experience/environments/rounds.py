@@ -429,8 +429,9 @@ class Environments:
         is_ended = turn.finish_reason == "stop"
         ids = turn.output_token_ids[:-1] if is_ended else turn.output_token_ids
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        before = self._tokenizer.decode(turn.prompt_token_ids, skip_special_tokens=False)
         try:
-            return episode.kind.parse(str(text), is_ended), None
+            return episode.kind.parse(str(text), is_ended, str(before)), None
         except MalformedCallError as error:
             return [], str(error)
 
@@ -508,4 +509,5 @@ def forging_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 def as_error(text: str) -> str:
     """An answer that says what was wrong."""
-    return json.dumps({"error": text}, ensure_ascii=False)
+    told = json.dumps({"error": text}, ensure_ascii=False)
+    return told.encode("utf-8", "replace").decode()  # halves of surrogate pairs
