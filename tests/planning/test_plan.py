@@ -102,12 +102,37 @@ def test_more_gpus_take_less_time_and_waste_more():
     assert shares[-1] < 0.5
 
 
-def test_what_a_rank_receives_falls_with_the_ranks_but_for_the_scalars():
+def received_by_hand(world_size):
+    """Bytes of a step at a rank: those of every rank's rows, and those of the samples it trains."""
+    config = setup_of("qwen2.5-7b", world_size, "h100-80g").config
+    num_samples = config.rollout_batch_size * config.n_samples_per_prompt
+    prompt, response = config.prompt_max_len, config.generate_max_len / 2
+    from_others = (world_size - 1) / world_size
+    # 44 bytes a row and 8 for its reward; 40 around the rows of a rank.
+    scalars = from_others * (num_samples * (44 + 8) + 40 * world_size)
+    # int32 ids and float32 logprobs; once more as the ledger's evidence, with 8 and 70 around them.
+    ids_and_logprobs = 4 * prompt + (4 + 4) * response
+    sample = 2 * ids_and_logprobs + 8 + 70
+    return scalars, from_others * num_samples / world_size * sample
+
+
+@pytest.mark.parametrize("world_size", [2, 8, 64, 512])
+def test_what_a_rank_receives_is_all_scalars_and_its_share_of_the_tokens(world_size):
+    found = exchange_bytes_per_rank(setup_of("qwen2.5-7b", world_size, "h100-80g"))
+    assert found == pytest.approx(sum(received_by_hand(world_size)), rel=1e-12)
+
+
+def test_tokens_fall_with_the_ranks_and_scalars_do_not():
     few, many = (
         exchange_bytes_per_rank(setup_of("qwen2.5-7b", gpus, "h100-80g")) for gpus in (8, 512)
     )
-    # 64 times as many ranks, and every rank still gets the scalars of all rows.
-    assert few / 64 < many < few / 4
+    (few_scalars, _), (many_scalars, _) = received_by_hand(8), received_by_hand(512)
+    # Of 512 ranks' samples 511 in 512 come from others, of 8 ranks' 7 in 8.
+    shares = (511 / 512**2) / (7 / 8**2)
+    assert many - many_scalars == pytest.approx((few - few_scalars) * shares, rel=1e-12)
+    assert few_scalars < many_scalars < 2 * few_scalars
+    # Scalars are not the larger part on 512 ranks, and not forgotten either.
+    assert few / 64 + few_scalars < many < few / 20
 
 
 def test_planning_imports_no_torch():
