@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -67,6 +68,23 @@ def test_a_device_is_found_by_its_name():
     assert gpu_of("NVIDIA L40S") is GPUS["l40s-48g"]
     assert gpu_of("NVIDIA L4") is GPUS["l4-24g"]
     assert gpu_of("A card of tomorrow") is None
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_preset_has_the_numbers_of_its_data_sheet(name):
+    gpu = GPUS[name]
+    number = r"([\d,.]+)"
+    peak, kind = re.search(rf"{number} TFLOPS (sparse|dense)", gpu.source).groups()
+    bandwidth, unit = re.search(rf", {number} (GB/s|TB/s),", gpu.source).groups()
+    link, link_unit = re.search(
+        rf"(?:NVLink|PCIe Gen\d) {number} (GB/s|TB/s)$", gpu.source
+    ).groups()
+    scale = {"GB/s": 1, "TB/s": 1000, "sparse": 0.5, "dense": 1}
+    values = [float(text.replace(",", "")) for text in (peak, bandwidth, link)]
+    assert gpu.tflops == pytest.approx(values[0] * scale[kind], rel=1e-3)
+    assert gpu.memory_gb_per_second == values[1] * scale[unit]
+    assert gpu.link_gb_per_second == values[2] * scale[link_unit] / 2
+    assert f"{gpu.memory_bytes / 1e9:g}g" == name.rpartition("-")[2]
 
 
 def test_options_change_what_they_should():
