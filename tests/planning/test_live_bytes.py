@@ -41,7 +41,7 @@ def predict(sizes, options, forgets=()):
 
 def measure(sizes, options):
     # On this model a step is small against a rank's start.
-    return run_multiprocess(two_ranks.measure, 2, timeout_seconds=250, args=(sizes, options))[0]
+    return run_multiprocess(two_ranks.measure, 2, timeout_seconds=280, args=(sizes, options))[0]
 
 
 def check(predicted, found):
@@ -89,17 +89,19 @@ def test_the_plan_follows_a_wider_model_and_a_larger_batch(name, change):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_resident_memory_grows_as_the_plan_says(name):
-    # Large enough that tensors are most of what a process gains.
-    sizes = {**two_ranks.SIZES, "hidden": 512, "rows": 4, "seq": 256, "vocab": 8000}
+    # Large enough that tensors are nearly all of what a process gains.
+    sizes = {**two_ranks.SIZES, "hidden": 512, "rows": 2, "seq": 128, "vocab": 16000}
     options = STRATEGIES[name]
     arguments = (sizes, options)
-    found = run_multiprocess(two_ranks.measure_resident, 2, timeout_seconds=280, args=arguments)[0]
+    found = run_multiprocess(two_ranks.measure_resident, 2, timeout_seconds=580, args=arguments)[0]
     tensors = measure(sizes, options)["peak"]
     peak = predict(sizes, options)[1]
     assert tensors >= 0.8 * found["resident"]
     assert peak == pytest.approx(tensors, rel=TOLERANCE)
-    # What is no tensor of ours: the heap's gaps, buffers of gloo and oneDNN, threads' stacks.
-    assert 0.8 * found["resident"] <= peak <= 1.1 * found["resident"], peak / found["resident"]
-    assert predict(sizes, options, forgets=["Adam's states"])[1] < 0.75 * found["resident"]
+    # Beside tensors there are buffers of gloo and oneDNN, and threads' stacks.
+    assert peak == pytest.approx(found["resident"], rel=TOLERANCE), peak / found["resident"]
+    forgetful = predict(sizes, options, forgets=["Adam's states"])[1]
+    assert forgetful != pytest.approx(found["resident"], rel=2 * TOLERANCE)

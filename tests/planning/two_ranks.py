@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib.util
 from pathlib import Path
@@ -44,6 +45,12 @@ def resident_bytes():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("no VmHWM")
+
+
+def return_freed_memory_at_once():
+    """Tensors get pages of their own: the heap keeps none of them, nor gaps where they were."""
+    threshold = -3  # M_MMAP_THRESHOLD of malloc.h
+    assert ctypes.CDLL(None).mallopt(threshold, 64 * 1024) == 1
 
 
 def build(sizes, config, strategy):
@@ -107,6 +114,7 @@ def measure_resident(rank, world_size, sizes, options):
     import lightrft.models.actor  # noqa: F401
     from lightrft.strategy import get_strategy
 
+    return_freed_memory_at_once()
     config = run_config(sizes, options)
     with get_strategy(config) as strategy:
         tiny = {**SIZES, "hidden": 128, "layers": 1, "vocab": 64, "rows": sizes["rows"]}
