@@ -53,6 +53,23 @@ def return_freed_memory_at_once():
     assert ctypes.CDLL(None).mallopt(threshold, 64 * 1024) == 1
 
 
+def touching():
+    """A mode in which memory counts from its allocation on, as on a GPU, not from a first write."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    names = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+    class Touching(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            if function.overloadpacket.__name__ in names and type(made) is torch.Tensor:
+                made.zero_()
+            return made
+
+    return Touching()
+
+
 def build(sizes, config, strategy):
     import torch
     from transformers import AutoModelForCausalLM
@@ -123,7 +140,8 @@ def measure_resident(rank, world_size, sizes, options):
         torch.zeros(1)
         Path("/proc/self/clear_refs").write_text("5")
         before = resident_bytes()
-        prepared = build(sizes, config, strategy)
-        for _ in range(2):
-            update(prepared, strategy, sizes)
+        with touching():
+            prepared = build(sizes, config, strategy)
+            for _ in range(2):
+                update(prepared, strategy, sizes)
         return {"resident": resident_bytes() - before}
