@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -42,13 +42,6 @@ class Rows:
     returns: Tensor
     media: RowMedia = NO_MEDIA
 
-    @property
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return (
-            self.token_ids, self.attention_mask, self.response_mask, self.advantages,
-            self.ref_logprobs, self.returns,
-        )  # fmt: skip
-
     def select(self, rows: slice | list[int], device: torch.device) -> Rows:
         """Some rows, without the columns that are padding in all of them."""
         width = int(self.attention_mask[rows].sum(dim=1).max())
@@ -56,14 +49,17 @@ class Rows:
         if prompts:
             numbers = range(NUM_ROWS)[rows] if isinstance(rows, slice) else rows
             prompts = tuple(prompts[number] for number in numbers)
-        return Rows(
-            *(tensor[rows, :width].to(device) for tensor in self._tensors),
-            media=RowMedia(prompts, self.media.present),
+        return self._changed(
+            lambda tensor: tensor[rows, :width].to(device), RowMedia(prompts, self.media.present)
         )
 
     def at(self, rows: Tensor, columns: Tensor) -> Rows:
         """Some tokens, as one row: [1, tokens]."""
-        return Rows(*(tensor[rows, columns][None] for tensor in self._tensors))
+        return self._changed(lambda tensor: tensor[rows, columns][None], NO_MEDIA)
+
+    def _changed(self, change: Callable[[Tensor], Tensor], media: RowMedia) -> Rows:
+        names = (field.name for field in fields(self) if field.name != "media")
+        return replace(self, **{name: change(getattr(self, name)) for name in names}, media=media)
 
 
 def make_rows(
