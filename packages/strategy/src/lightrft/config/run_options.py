@@ -411,6 +411,10 @@ class RunOptions(StrategyConfig):
         ("all-linear",), "Layers that get adapters: names of linear layers, or all-linear.",
         group="training", acts_with="lora_rank",
     )  # fmt: skip
+    freeze_prefix: tuple[str, ...] = option(
+        (), "Parts of actor and critic that are not trained, by the beginnings of their names: "
+        "visual is the vision tower of Qwen-VL.", group="training",
+    )  # fmt: skip
     micro_batch_tokens: int | None = option(
         None, "Cut micro-batches by this many tokens, padding included, instead of by rows.",
         group="training", at_least=1,
