@@ -9,7 +9,8 @@ PACKAGES = (
     "config", "kernels", "engines", "strategy", "utils", "algorithms", "models", "datasets",
     "rewards", "audit", "experience", "trainer", "cli",
 )  # fmt: skip
-OPTIONAL = ("vllm", "sglang", "deepspeed", "triton", "wandb", "matplotlib", "peft", "tensorboard")
+OPTIONAL = ("vllm", "sglang", "deepspeed", "triton", "wandb", "matplotlib", "peft", "tensorboard",
+            "trackio", "mlflow", "swanlab")  # fmt: skip
 
 BLOCKED_IMPORT = """
 import importlib, pkgutil, sys

@@ -266,10 +266,15 @@ class RunOptions(StrategyConfig):
         "WANDB_API_KEY or an earlier login counts.", group="monitoring", may_change=True,
         secret=True,
     )  # fmt: skip
-    wandb_org: str | None = option(None, "W&B entity.", group="monitoring", may_change=True)
-    wandb_group: str | None = option(None, "W&B group.", group="monitoring", may_change=True)
+    wandb_org: str | None = option(
+        None, "W&B entity, SwanLab workspace.", group="monitoring", may_change=True
+    )
+    wandb_group: str | None = option(
+        None, "Group in W&B, Trackio and SwanLab.", group="monitoring", may_change=True
+    )
     wandb_project: str = option(
-        "lightrft_train_ppo", "W&B project.", group="monitoring", may_change=True,
+        "lightrft_train_ppo", "Project (MLflow: experiment) of the trackers.", group="monitoring",
+        may_change=True,
     )  # fmt: skip
     wandb_run_name: str = option(
         "ppo_%m%dT%H:%M", "W&B name of the run; %-codes are those of strftime.", group="monitoring",
@@ -513,8 +518,9 @@ class RunOptions(StrategyConfig):
         finite=False, may_change=True,
     )  # fmt: skip
     loggers: tuple[str, ...] = option(
-        (), "Further receivers of metrics: FILE.py:CLASS, made from the options, or a registered "
-        "name.", group="monitoring", choices=LOGGERS, may_change=True,
+        (), "Further receivers of metrics: trackio, mlflow, swanlab (offline, in OUTPUT_DIR), or "
+        "FILE.py:CLASS, made from the options.", group="monitoring", choices=LOGGERS,
+        may_change=True,
     )  # fmt: skip
     allow_new_weights: tuple[str, ...] = option(
         (), "Names of tensors (patterns like 'score.*') that may be missing from a checkpoint, of "
