@@ -99,8 +99,13 @@ def test_a_minimum_continues_behind_the_pictures(world):
 
 @pytest.mark.parametrize("num_frames", [2, 8])
 def test_videos_score_as_the_trainer_scores_them(world, num_frames):
-    error, _ = world.error([video_prompt(world.encoder, num_frames=num_frames)])
-    assert error < 1e-5
+    prompts = [video_prompt(world.encoder, num_frames=num_frames)]
+    if not world.encoder.family.has_axes:
+        # InternVL: other marks stand for frames in vLLM than in its processor.
+        with pytest.raises(ValueError, match="0 images and 1 videos .* they differ first at"):
+            world.error(prompts)
+        return
+    assert world.error(prompts)[0] < 1e-5
 
 
 def test_an_update_reaches_pictures_that_were_seen_before(world, monkeypatch):

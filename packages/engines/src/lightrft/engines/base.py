@@ -118,6 +118,21 @@ class RolloutEngine(ABC):
             0 is 0.
         """
 
+    def layer_outputs(
+        self, token_ids: Sequence[int], media: EncodedPrompt | None
+    ) -> dict[str, torch.Tensor] | None:
+        """Hidden states of one sequence.
+
+        Args:
+            token_ids: The sequence.
+            media: The prompt that it begins with, if that has images or videos.
+
+        Returns:
+            transformers' name of each layer -> its output; None if the engine does not show them.
+        """
+        del token_ids, media
+        return None
+
     def set_weights_version(self, version: int) -> None:
         """Declares the weights verified and usable under this version."""
         self.weights_version = version
@@ -205,8 +220,6 @@ class RolloutEngine(ABC):
         )
         self._check_params(sampling_params)
         if rows:
-            media = [row.media for row in rows if row.media is not None]
-            self.seen_media = media[-1] if media else self.seen_media
             batches = self._stream(rows, sampling_params)
             self._running = _Running(batches, sampling_params, len(rows))
 
@@ -232,6 +245,8 @@ class RolloutEngine(ABC):
                 )
             running.num_left -= len(finished)
             rows, raws = zip(*finished, strict=True)
+            media = (row.media for row in rows if row.media is not None)
+            self.seen_media = next(media, self.seen_media)
             self.ledger.append(rows, raws, self.weights_version)
             return [
                 completion_of(row, raw, running.params, self.weights_version)
