@@ -48,6 +48,8 @@ class Task:
             user edits them as `reward.py` and `environment.py`.
         adjust: The configuration of a run in a folder, made of that of other tasks.
         numbers: Fields of `Recipe` that do.
+        flaw: Lines about what the imitator does wrong.
+        outlook: Lines about why the first rewards and the held-out accuracy move as they do.
     """
 
     lesson: str
@@ -59,6 +61,8 @@ class Task:
     environment: str | None = None
     adjust: Callable[[TrainConfig, Path], TrainConfig] = lambda config, _: config
     numbers: Mapping[str, int] = field(default_factory=dict)
+    flaw: tuple[str, ...] = ()
+    outlook: tuple[str, ...] = ()
 
     @property
     def files(self) -> dict[str, Path]:
