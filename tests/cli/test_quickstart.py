@@ -182,10 +182,14 @@ def test_the_display_shows_reward_and_accuracy(tmp_path):
         live = LiveReward(stream, num_steps=60)
         live.log(0, {"eval/reward": 0.32})
         live.log(7, {"reward": 0.5})
-    first, second = (tmp_path / "out").read_text().splitlines()
-    assert first.split() == ["step", "0/60", "held-out", "accuracy", "0.320"]
+        live.log(10, {"reward": 1.0, "eval/reward": 0.99, "episode/calls": 1.25})
+    first, second, third = (tmp_path / "out").read_text().splitlines()
+    assert first.split() == ["step", "0/60", "held-out", "0.320"]
     assert "reward 0.500" in second
-    assert second.count("#") == 15
+    assert second.count("#") == 6
+    assert second.endswith("0:00 left")
+    assert third.split()[-6:] == ["calls", "1.25", "held-out", "0.990", "0:00", "left"]
+    assert len(third) <= 80
 
 
 @pytest.fixture
@@ -208,7 +212,8 @@ def test_a_short_quick_start_leaves_a_complete_run(tmp_path, capsys, alone, algo
     assert "CPU threads: 1 (" in shown
     for line in (*ADDITION.flaw, *ADDITION.outlook):
         assert f"  {line}\n" in shown
-    assert max(map(len, shown.replace(str(folder), "").splitlines())) <= 100
+    steps = [line for line in shown.splitlines() if "/2  reward" in line]
+    assert max(map(len, (*steps, *ADDITION.flaw, *ADDITION.outlook))) <= 78
     summary = json.loads((folder / "summary.json").read_text())
     assert 0.0 <= summary["accuracy_before"] <= 1.0
     assert 0.0 <= summary["accuracy_after"] <= 1.0

@@ -70,7 +70,7 @@ class Screen:
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """A person's terminal as standard output; `.read(until)` gives what was written to it."""
+    """A person's terminal; `.seen()` gives what was written to it."""
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     leader, follower = pty.openpty()
@@ -86,7 +86,6 @@ def terminal(monkeypatch):
     reader = threading.Thread(target=drain, daemon=True)
     reader.start()
     with os.fdopen(follower, "w") as stream:
-        monkeypatch.setattr("sys.stdout", stream)
         stream.seen = lambda: b"".join(seen).decode()
         yield stream
     reader.join(10)
@@ -144,6 +143,7 @@ def test_what_is_under_way():
 @pytest.mark.parametrize("width", [80, 200])
 def test_a_terminal_shows_lines_and_below_them_a_bar(terminal, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("sys.stdout", terminal)
     console = RunConsole()
     assert console.is_live
     console.plan(4)

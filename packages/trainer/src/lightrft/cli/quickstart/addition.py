@@ -70,13 +70,13 @@ def demonstrate(addition: Addition, rng: random.Random, *, p_forget: float = P_F
 ADDITION = Task(
     lesson="a careless teacher, who writes +0 for three carries in five",
     flaw=(
-        "it copies what the teacher does more often: it forgets the carry, and is right",
-        "only where there is none to remember, in about one sum of three",
+        "It copies what the teacher does more often: it forgets the carry, and is",
+        "right only where there is none to remember, in about one sum of three.",
     ),
     outlook=(
-        "held-out accuracy takes the likeliest answer, the reward is of sampled ones: those",
-        "remember a carry now and then, so it starts higher, and what it teaches shows as a",
-        "jump once remembering is likelier than forgetting",
+        "Held-out accuracy takes the likeliest answer, the reward is of sampled ones:",
+        "those remember a carry now and then, so it starts higher. What it teaches",
+        "shows as a jump, once remembering is likelier than forgetting.",
     ),
     roles=(),
     whole_tokens=("<think>", "</think>", "\\boxed{", "What is "),

@@ -97,12 +97,12 @@ def with_calculator(config: TrainConfig, directory: Path) -> TrainConfig:
 CALCULATOR = Task(
     lesson="a teacher who mostly guesses instead of asking the calculator",
     flaw=(
-        "it copies what the teacher does more often: asked what a product is, it guesses,",
-        "and is right only where it is told to compute",
+        "It copies what the teacher does more often: asked what a product is, it",
+        "guesses; it is right only where it is told to compute.",
     ),
     outlook=(
-        "held-out accuracy takes the likeliest answer, the reward is of sampled ones: those",
-        "ask the calculator now and then, and only those that ask are rewarded",
+        "Held-out accuracy takes the likeliest answer, the reward is of sampled ones:",
+        "those ask the calculator now and then, and only they are rewarded.",
     ),
     roles=("<|system|>", "<|tool|>"),
     whole_tokens=(

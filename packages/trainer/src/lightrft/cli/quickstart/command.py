@@ -119,7 +119,7 @@ guesses products, and it finds out that asking a calculator pays. Needs one CPU 
 two minutes.
 """
 DEFAULT_DIRECTORY = "lightrft_quickstart"
-BAR_WIDTH = 30
+BAR_WIDTH = 12
 
 
 def run(argv: Sequence[str]) -> int:
@@ -136,14 +136,18 @@ def run(argv: Sequence[str]) -> int:
         f"[1/3] imitation: {recipe.num_warm_start_steps} steps of {recipe.task.lesson}", flush=True
     )
     started = time.perf_counter()
-    prepare(recipe, directory)
+    from lightrft.trainer.reporting.console import bar_below
+
+    with bar_below("imitation"):
+        prepare(recipe, directory)
     show(recipe.task.flaw)
     seconds["warm_start"] = time.perf_counter() - started
 
     print(f"[2/3] reinforcement: {recipe.num_steps} steps of {recipe.algorithm}", flush=True)
     started = time.perf_counter()
     show(recipe.task.outlook)
-    outcome = reinforce(recipe, directory)
+    with bar_below("reinforcement"):
+        outcome = reinforce(recipe, directory)
     seconds["reinforcement"] = time.perf_counter() - started
 
     summary = summarise(recipe, directory, outcome, seconds)
@@ -234,6 +238,7 @@ def prepare(recipe: Recipe, directory: Path) -> None:
 
     from lightrft.cli.quickstart.warm_start import build_model, build_tokenizer, imitate
     from lightrft.models.presets import END, save_checked
+    from lightrft.strategy.distributed.outlet import report_count
     from lightrft.trainer.training.threads import decide_threads, max_micro_batch_tokens
 
     hide_progress_bars()
@@ -255,7 +260,13 @@ def prepare(recipe: Recipe, directory: Path) -> None:
         chosen, why = decide_threads(model.config.to_dict(), max_micro_batch_tokens(config))
     show([f"CPU threads: {chosen} ({why})"])
     torch.set_num_threads(chosen)
-    imitate(model, tokenizer, task, show_loss, num_steps=recipe.num_warm_start_steps, seed=seed)
+    num_steps = recipe.num_warm_start_steps
+
+    def on_step(step: int, loss: float) -> None:
+        report_count("steps", step, 0 if step == num_steps else num_steps)
+        show_loss(step, loss)
+
+    imitate(model, tokenizer, task, on_step, num_steps=num_steps, seed=seed)
     save_checked(
         model, tokenizer, directory / "warm_start", sample="".join(task.whole_tokens) + END
     )
@@ -345,6 +356,7 @@ class LiveReward:
     def __init__(self, stream: TextIO, *, num_steps: int) -> None:
         self._stream = stream
         self._num_steps = num_steps
+        self._started = time.monotonic()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the line of a step."""
@@ -353,9 +365,14 @@ class LiveReward:
             reward = metrics["reward"]
             line += f"  reward {reward:.3f} |{'#' * round(BAR_WIDTH * reward):<{BAR_WIDTH}}|"
         if "episode/calls" in metrics:
-            line += f"  calls {metrics['episode/calls']:.2f} each"
+            line += f"  calls {metrics['episode/calls']:.2f}"
         if "eval/reward" in metrics:
-            line += f"  held-out accuracy {metrics['eval/reward']:.3f}"
+            line += f"  held-out {metrics['eval/reward']:.3f}"
+        if step == 0:
+            self._started = time.monotonic()
+        else:
+            seconds = (time.monotonic() - self._started) / step * (self._num_steps - step)
+            line += f"  {int(seconds) // 60}:{int(seconds) % 60:02} left"
         self._stream.write(line + "\n")
         self._stream.flush()
 

@@ -8,7 +8,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from lightrft.strategy.distributed.deadlines import current_phase
@@ -234,6 +235,19 @@ class TerminalScreen:
 
         text = bar_text(self._title(), current_count(), current_phase())
         return Text(text[: self._console.width], no_wrap=True)
+
+
+@contextmanager
+def bar_below(title: str) -> Iterator[None]:
+    """On a terminal, a bar below what is printed while the body runs."""
+    if not is_terminal(sys.stdout):
+        yield
+        return
+    screen = TerminalScreen(sys.stdout, lambda: title)
+    try:
+        yield
+    finally:
+        screen.close()
 
 
 def bar_text(
