@@ -144,7 +144,7 @@ def test_what_is_under_way():
 def test_a_terminal_shows_lines_and_below_them_a_bar(terminal, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setattr("sys.stdout", terminal)
-    console = RunConsole()
+    console = RunConsole(heartbeat_seconds=60)
     assert console.is_live
     console.plan(4)
     console.tell("8 prompts", False)
@@ -187,7 +187,7 @@ def test_a_file_gets_plain_lines_and_no_bar(terminal, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout", io.StringIO())
     import sys
 
-    console = RunConsole(every=2)
+    console = RunConsole(heartbeat_seconds=60, every=2)
     console.plan(4)
     console.tell("a line\nand another", False)
     console.tell("Finished hf wakeup", True)
@@ -204,7 +204,7 @@ def test_a_file_gets_plain_lines_and_no_bar(terminal, monkeypatch, capsys):
 
 
 def test_verbose_shows_the_engine_room_and_more_metrics(capsys):
-    console = RunConsole(is_verbose=True)
+    console = RunConsole(heartbeat_seconds=60, is_verbose=True)
     with lines_to(console.tell):
         print_on_first_rank(None, "slept", is_detail=True)
         report_memory(None, "now")
@@ -219,7 +219,7 @@ def test_verbose_shows_the_engine_room_and_more_metrics(capsys):
 
 
 def test_the_engine_room_is_kept_in_the_log(tmp_path, capsys):
-    console = RunConsole()
+    console = RunConsole(heartbeat_seconds=60)
     with lines_to(console.tell), rank_log(tmp_path, 0):
         print_on_first_rank(None, "slept", is_detail=True)
         print_on_first_rank(None, "8 prompts")

@@ -61,11 +61,11 @@ def run(argv: Sequence[str]) -> int:
     refuse(machine_problems(config, nproc_per_node), PreflightError)
     check_reward(config, check_data(config))
     check_algorithm(config)
-    with interruption_explained(config):
-        if nproc_per_node > 1:
+    if nproc_per_node > 1:
+        with interruption_explained(config):
             return launch("lightrft.cli.train", argv, nproc_per_node=nproc_per_node)
-        become_only_process()
-        return _train_stoppably(argv)
+    become_only_process()
+    return _train_stoppably(argv)
 
 
 def _train_stoppably(argv: Sequence[str]) -> int:
@@ -73,7 +73,8 @@ def _train_stoppably(argv: Sequence[str]) -> int:
     with stop_request.listening():
         config, _ = parse(argv)
         share_processors()
-        return train(config, stop_request)
+        with interruption_explained(config):
+            return train(config, stop_request)
 
 
 def train(config: TrainConfig, stop_request: StopRequest) -> int:

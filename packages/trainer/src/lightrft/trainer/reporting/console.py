@@ -95,7 +95,7 @@ class RunConsole:
     """
 
     def __init__(
-        self, *, every: int = 1, heartbeat_seconds: float = 60.0, is_verbose: bool = False
+        self, *, heartbeat_seconds: float, every: int = 1, is_verbose: bool = False
     ) -> None:
         self._every, self._is_verbose = every, is_verbose
         self._step, self._num_steps = 0, 0

@@ -10,10 +10,8 @@ from lightrft.models.loading import load_config
 from lightrft.strategy.distributed.error_report import SHARED_THREADS_VARIABLE
 from lightrft.strategy.strategy_base import StrategyBase
 
-# Multiplications and additions of one matrix product that pay for one thread. On two cores the
-# processor time of a step on two threads, with spinning off, against one: 1.8 times at 80 million
-# (hidden size 128, 1,600 tokens), 1.27 at 0.3, 1.17 at 0.5, 1.0 at 2 and 1.07 at 2.7 billion
-# (hidden size 576, 1,500 tokens); most operations of a small model are too short to be shared.
+# Multiplications and additions of one matrix product that pay for one thread: below, most other
+# operations of a step are too short to be shared. benchmarks/test_bench_threads.py measures it.
 FLOPS_PER_THREAD = 5e8
 
 
