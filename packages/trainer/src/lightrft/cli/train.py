@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from lightrft.cli.console import hide_progress_bars, share_processors
 from lightrft.cli.errors import ExitCode, MemoryExhaustedError, PreflightError, refuse, run_guarded
@@ -20,6 +21,7 @@ from lightrft.cli.options import (
 )
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.rules import batch_problems
+from lightrft.trainer.runs.files import note_interruption
 from lightrft.trainer.training.stopping import StopRequest
 
 EPILOG = """\
@@ -61,11 +63,11 @@ def run(argv: Sequence[str]) -> int:
     refuse(machine_problems(config, nproc_per_node), PreflightError)
     check_reward(config, check_data(config))
     check_algorithm(config)
-    if nproc_per_node > 1:
-        with interruption_explained(config):
+    with interruption_explained(config):
+        if nproc_per_node > 1:
             return launch("lightrft.cli.train", argv, nproc_per_node=nproc_per_node)
-    become_only_process()
-    return _train_stoppably(argv)
+        become_only_process()
+        return _train_stoppably(argv)
 
 
 def _train_stoppably(argv: Sequence[str]) -> int:
@@ -73,8 +75,7 @@ def _train_stoppably(argv: Sequence[str]) -> int:
     with stop_request.listening():
         config, _ = parse(argv)
         share_processors()
-        with interruption_explained(config):
-            return train(config, stop_request)
+        return train(config, stop_request)
 
 
 def train(config: TrainConfig, stop_request: StopRequest) -> int:
@@ -107,12 +108,13 @@ def next_commands(output_dir: str, model_dir: str) -> str:
 
 @contextmanager
 def interruption_explained(config: TrainConfig) -> Iterator[None]:
-    """Adds to an interruption (Ctrl-C) what the same command will do."""
+    """Notes an interruption (Ctrl-C) in the run, and says what the same command will do."""
     try:
         yield
     except KeyboardInterrupt:
         from lightrft.strategy.checkpoints.manifest import checkpoint_folders
 
+        note_interruption(Path(config.output_dir))
         steps = [path.name.removeprefix("global_step") for path in
                  checkpoint_folders(config.checkpoint_dir / "_actor")]  # fmt: skip
         saved = max((int(step) for step in steps if step.isdecimal()), default=None)

@@ -20,6 +20,7 @@ from lightrft.cli.launch import become_only_process, is_worker
 from lightrft.cli.options import Parser, at_least
 from lightrft.cli.quickstart.addition import ADDITION
 from lightrft.cli.quickstart.calculator import CALCULATOR
+from lightrft.cli.quickstart.colours import SHAPES
 from lightrft.cli.quickstart.task import HELD_OUT_SEED, Task, write_exercises
 from lightrft.config import TrainConfig
 from lightrft.config.options import did_you_mean
@@ -115,8 +116,9 @@ def training_config(recipe: Recipe, directory: Path) -> TrainConfig:
 DESCRIPTION = """\
 Make a tiny language model, teach it additions by a teacher who mostly forgets the carry, and let
 reinforcement learning find out that remembering it pays. With --environment, the teacher mostly
-guesses products, and it finds out that asking a calculator pays. Needs one CPU core for one to
-two minutes.
+guesses products, and it finds out that asking a calculator pays. With --vision, the teacher is
+mostly colour-blind, and it finds out that looking pays. Needs one CPU core for one to two minutes,
+some more with pictures.
 """
 DEFAULT_DIRECTORY = "lightrft_quickstart"
 BAR_WIDTH = 12
@@ -178,8 +180,10 @@ def parse(argv: Sequence[str]) -> tuple[Recipe, Path]:
         raise UsageError("quickstart runs in one process: start it without torchrun")
     directory = Path(options.output_dir) if options.output_dir else unused_directory()
     require_empty(directory)
-    task = CALCULATOR if options.environment else ADDITION
-    del options.output_dir, options.environment
+    if options.environment and options.vision:
+        raise UsageError("--environment and --vision are two tasks: choose one")
+    task = CALCULATOR if options.environment else SHAPES if options.vision else ADDITION
+    del options.output_dir, options.environment, options.vision
     given = {name: value for name, value in vars(options).items() if value is not None}
     return Recipe(task=task, **{**task.numbers, **given}), directory
 
@@ -206,6 +210,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="Conversations of two turns with a calculator instead of additions in one.",
     )
     parser.add_argument(
+        "--vision",
+        action="store_true",
+        help="Count shapes of a colour in pictures, with a vision-language model.",
+    )
+    parser.add_argument(
         "--output_dir", metavar="DIR", help=f"New or empty folder. Default: {DEFAULT_DIRECTORY}."
     )
     parser.add_argument(
@@ -220,8 +229,11 @@ def build_parser() -> argparse.ArgumentParser:
         ("--eval_prompts", "num_eval_prompts", 1, "Held-out questions to judge by."),
     ):
         usual: int = getattr(default, name)
-        own = CALCULATOR.numbers.get(name, usual)
-        text += f" Default: {usual}" + f", with --environment {own}" * (own != usual) + "."
+        text += f" Default: {usual}"
+        for own_flag, task in (("--environment", CALCULATOR), ("--vision", SHAPES)):
+            own = task.numbers.get(name, usual)
+            text += f", with {own_flag} {own}" * (own != usual)
+        text += "."
         parser.add_argument(flag, dest=name, type=at_least(lowest), metavar="N", help=text)
     return parser
 
@@ -236,8 +248,8 @@ def prepare(recipe: Recipe, directory: Path) -> None:
     """Write the data, the reward function and the warm-started model into `directory`."""
     import torch
 
-    from lightrft.cli.quickstart.warm_start import build_model, build_tokenizer, imitate
-    from lightrft.models.presets import END, save_checked
+    from lightrft.cli.quickstart.warm_start import build_student, imitate
+    from lightrft.models.presets import END
     from lightrft.strategy.distributed.outlet import report_count
     from lightrft.trainer.training.threads import decide_threads, max_micro_batch_tokens
 
@@ -252,12 +264,11 @@ def prepare(recipe: Recipe, directory: Path) -> None:
     for name, file in task.files.items():
         shutil.copyfile(file, directory / name)
 
-    tokenizer = build_tokenizer(task)
-    model = build_model(tokenizer, seed=seed)
+    student = build_student(task, seed=seed)
     chosen, why = recipe.num_threads, "as asked"
     if chosen is None:
-        config = training_config(recipe, directory)
-        chosen, why = decide_threads(model.config.to_dict(), max_micro_batch_tokens(config))
+        tokens = max_micro_batch_tokens(training_config(recipe, directory))
+        chosen, why = decide_threads(student.model.config.get_text_config().to_dict(), tokens)
     show([f"CPU threads: {chosen} ({why})"])
     torch.set_num_threads(chosen)
     num_steps = recipe.num_warm_start_steps
@@ -266,10 +277,8 @@ def prepare(recipe: Recipe, directory: Path) -> None:
         report_count("steps", step, 0 if step == num_steps else num_steps)
         show_loss(step, loss)
 
-    imitate(model, tokenizer, task, on_step, num_steps=num_steps, seed=seed)
-    save_checked(
-        model, tokenizer, directory / "warm_start", sample="".join(task.whole_tokens) + END
-    )
+    imitate(student, task, on_step, num_steps=num_steps, seed=seed)
+    student.save(directory / "warm_start", sample="".join(task.whole_tokens) + END)
 
 
 def show(lines: Sequence[str]) -> None:
