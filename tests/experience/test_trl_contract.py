@@ -264,3 +264,11 @@ def test_rows_without_a_prompt_get_theirs_from_reset(tmp_path):
         stage.sample()
     with pytest.raises(DataError, match=r"no column 'input'.*set --input_key question"):
         chosen(tmp_path, lambda i: ["done"], [{"environment": "told", "question": "Why?"}])
+
+
+def test_a_reward_that_is_no_number_ends_the_run(tmp_path):
+    # TRL leaves it out of the mean of its group, and says nothing.
+    rows = [{"input": "x", "environment": "told", "told": "nan"}]
+    stage = chosen(tmp_path, lambda i: ["done"], rows)
+    with pytest.raises(RewardError, match="get_reward must return finite numbers: got nan"):
+        stage.sample()
