@@ -211,8 +211,9 @@ class RunOptions(StrategyConfig):
     )  # fmt: skip
     environment: str | None = option(
         None, "Class FILE.py:NAME whose reset(**row) begins an episode and whose other public "
-        "methods are tools of the model; get_reward() is added to the reward. Also "
-        "skyrl_gym:FILE.py:NAME and openenv:http://HOST:PORT.", group="rollout",
+        "methods are tools of the model; get_reward() is added to the reward. A dict of classes "
+        "is chosen from by the column environment. Also skyrl_gym:FILE.py:NAME and "
+        "openenv:http://HOST:PORT.", group="rollout",
         path="file", commands=("eval",),
     )  # fmt: skip
     tools: tuple[str, ...] = option(
@@ -234,7 +235,7 @@ class RunOptions(StrategyConfig):
         may_change=True, commands=("eval",),
     )  # fmt: skip
     tool_parser: str = option(
-        "auto", "How calls are written; auto takes the tokenizer's response schema or what its "
+        "auto", "How calls are written; auto takes the tokenizer's response template or what its "
         "chat template shows.", group="rollout", acts_with="environment or tools",
         choices=("auto", "hermes", "llama", "pythonic"), commands=("eval",),
     )  # fmt: skip
@@ -265,10 +266,15 @@ class RunOptions(StrategyConfig):
         "WANDB_API_KEY or an earlier login counts.", group="monitoring", may_change=True,
         secret=True,
     )  # fmt: skip
-    wandb_org: str | None = option(None, "W&B entity.", group="monitoring", may_change=True)
-    wandb_group: str | None = option(None, "W&B group.", group="monitoring", may_change=True)
+    wandb_org: str | None = option(
+        None, "W&B entity, SwanLab workspace.", group="monitoring", may_change=True
+    )
+    wandb_group: str | None = option(
+        None, "Group in W&B, Trackio and SwanLab.", group="monitoring", may_change=True
+    )
     wandb_project: str = option(
-        "lightrft_train_ppo", "W&B project.", group="monitoring", may_change=True,
+        "lightrft_train_ppo", "Project (MLflow: experiment) of the trackers.", group="monitoring",
+        may_change=True,
     )  # fmt: skip
     wandb_run_name: str = option(
         "ppo_%m%dT%H:%M", "W&B name of the run; %-codes are those of strftime.", group="monitoring",
@@ -410,6 +416,10 @@ class RunOptions(StrategyConfig):
         ("all-linear",), "Layers that get adapters: names of linear layers, or all-linear.",
         group="training", acts_with="lora_rank",
     )  # fmt: skip
+    freeze_prefix: tuple[str, ...] = option(
+        (), "Parts of actor and critic that are not trained, by the beginnings of their names: "
+        "visual is the vision tower of Qwen-VL.", group="training",
+    )  # fmt: skip
     micro_batch_tokens: int | None = option(
         None, "Cut micro-batches by this many tokens, padding included, instead of by rows.",
         group="training", at_least=1,
@@ -508,8 +518,9 @@ class RunOptions(StrategyConfig):
         finite=False, may_change=True,
     )  # fmt: skip
     loggers: tuple[str, ...] = option(
-        (), "Further receivers of metrics: FILE.py:CLASS, made from the options, or a registered "
-        "name.", group="monitoring", choices=LOGGERS, may_change=True,
+        (), "Further receivers of metrics: trackio, mlflow, swanlab (offline, in OUTPUT_DIR), or "
+        "FILE.py:CLASS, made from the options.", group="monitoring", choices=LOGGERS,
+        may_change=True,
     )  # fmt: skip
     allow_new_weights: tuple[str, ...] = option(
         (), "Names of tensors (patterns like 'score.*') that may be missing from a checkpoint, of "

@@ -76,7 +76,7 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.experience.ledger_gate", "LedgerError", ExitCode.VERIFICATION),
     ("lightrft.trainer.runs.export", "ExportError", ExitCode.VERIFICATION),
     ("lightrft.audit.record", "RecordError", ExitCode.USAGE),
-    ("lightrft.trainer.reporting.trackers", "TrackerError", ExitCode.PREFLIGHT),
+    ("lightrft.trainer.reporting.trackers.best_effort", "TrackerError", ExitCode.PREFLIGHT),
     ("lightrft.trainer.reporting.inputs", "NotARunError", ExitCode.USAGE),
     ("lightrft.trainer.training.stopping", "RunStoppedError", ExitCode.STOPPED),
 )

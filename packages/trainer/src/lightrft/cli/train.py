@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from lightrft.cli.console import hide_progress_bars, share_processors
 from lightrft.cli.errors import ExitCode, MemoryExhaustedError, PreflightError, refuse, run_guarded
@@ -18,6 +19,7 @@ from lightrft.cli.options import (
 )
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.rules import batch_problems
+from lightrft.trainer.runs.files import note_interruption
 from lightrft.trainer.training.stopping import StopRequest
 
 EPILOG = """\
@@ -59,10 +61,14 @@ def run(argv: Sequence[str]) -> int:
     refuse(machine_problems(config, nproc_per_node), PreflightError)
     check_reward(config, check_data(config))
     check_algorithm(config)
-    if nproc_per_node > 1:
-        return launch("lightrft.cli.train", argv, nproc_per_node=nproc_per_node)
-    become_only_process()
-    return _train_stoppably(argv)
+    try:
+        if nproc_per_node > 1:
+            return launch("lightrft.cli.train", argv, nproc_per_node=nproc_per_node)
+        become_only_process()
+        return _train_stoppably(argv)
+    except KeyboardInterrupt:
+        note_interruption(Path(config.output_dir))
+        raise
 
 
 def _train_stoppably(argv: Sequence[str]) -> int:
