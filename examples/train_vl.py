@@ -1,59 +1,58 @@
 """Reinforcement fine-tuning of a vision-language model; a text model works as well.
 
     torchrun --nproc_per_node 1 examples/train_vl.py --pretrain MODEL --prompt_data train.jsonl \
-        --reward_fn boxed_math --fsdp --mixed_mm_data --engine_type hf
+        --apply_chat_template --reward_fn boxed_math --fsdp --mixed_mm_data --engine_type hf
 """
 
 import argparse
-
-from transformers import AutoProcessor
 
 from lightrft.config import TrainConfig
 from lightrft.datasets import collate_prompts, load_prompts
 from lightrft.models import Actor, load_tokenizer
 from lightrft.rewards import build_reward
 from lightrft.strategy import get_strategy
+from lightrft.trainer.runs.vision import load_vision
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL
 from lightrft.utils import LIBRARY_FLAGS, add_arguments
+
+PROMPT_FLAGS = ("input_key", "apply_chat_template", "images_key", "prompt_max_len")
+RUN_FLAGS = ("actor_learning_rate", "lr_warmup_ratio", "generate_max_len", "n_samples_per_prompt")
 
 
 def train(args):
     reward = build_reward(args.reward_fn)
     tokenizer = load_tokenizer(args.pretrain)
-    processor = AutoProcessor.from_pretrained(args.pretrain)  # of a text model: its tokenizer
-    prompts = load_prompts(args.prompt_data, tokenizer, TrainConfig(input_key=args.input_key))
+    config = TrainConfig(**{name: getattr(args, name) for name in ("pretrain", *PROMPT_FLAGS)})
+    vision = load_vision(config)  # None for a model of text
+    prompts = load_prompts(args.prompt_data, vision or tokenizer, config)
+    processor = tokenizer if vision is None else vision.encoder.processor
     strategy = get_strategy(args)
-    loader = strategy.setup_dataloader(
-        prompts, args.rollout_batch_size // strategy.world_size, collate_fn=collate_prompts
-    )
+    num_prompts = args.rollout_batch_size // strategy.world_size
+    loader = strategy.setup_dataloader(prompts, num_prompts, collate_fn=collate_prompts)
     with strategy.init_model_context():
         actor, reference = (Actor.from_pretrained(args.pretrain) for _ in range(2))
-    updates = args.rollout_batch_size * args.n_samples_per_prompt // args.train_batch_size
+    updates = args.max_steps * args.rollout_batch_size * args.n_samples_per_prompt
     actor, _, _, reference = strategy.prepare_models_and_optimizers(
-        actor, None, None, reference, args, args.max_steps * updates
+        actor, None, None, reference, args, updates // args.train_batch_size
     )
     strategy.setup_inference_engine(args, engine_type=args.engine_type, actor=actor)
-    trainer = SPMDPPOTrainerVL(
-        strategy, actor, None, reward, reference,
-        tokenizer=tokenizer, processor=processor, prompts_dataloader=loader,
-    )  # fmt: skip
+    kit = {"tokenizer": tokenizer, "processor": processor, "prompts_dataloader": loader}
+    trainer = SPMDPPOTrainerVL(strategy, actor, None, reward, reference, **kit)
     for step in range(1, args.max_steps + 1):
         trainer.make_experience()
         strategy.print(f"step {step}: reward {trainer.ppo_train(step)['reward']:.3f}")
-    strategy.save_model(actor, tokenizer, args.save_path)
+    strategy.save_model(actor, processor, args.save_path)
     reward.close()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser, names=(*LIBRARY_FLAGS, "actor_learning_rate", "lr_warmup_ratio"))
+    names = (*LIBRARY_FLAGS, *PROMPT_FLAGS, *RUN_FLAGS)
+    add_arguments(parser, config_type=TrainConfig, names=names)
     parser.add_argument("--pretrain", required=True, help="Directory of the model.")
     parser.add_argument("--prompt_data", required=True, help="JSONL, JSON or Parquet file.")
     parser.add_argument("--reward_fn", nargs="+", required=True, help="Name or FILE.py:FUNCTION.")
-    parser.add_argument("--input_key", default="input", help="Column with the prompt.")
     parser.add_argument("--save_path", default="trained_model", help="Where the model goes.")
     parser.add_argument("--max_steps", type=int, default=10, help="Rollouts.")
     parser.add_argument("--rollout_batch_size", type=int, default=16, help="Prompts per rollout.")
-    parser.add_argument("--n_samples_per_prompt", type=int, default=8, help="Group size.")
-    parser.add_argument("--generate_max_len", type=int, default=1024, help="Longest response.")
     train(parser.parse_args())

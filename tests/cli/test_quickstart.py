@@ -119,7 +119,8 @@ def test_only_the_response_is_imitated():
     from lightrft.cli.quickstart.warm_start import IGNORED, build_tokenizer, demonstration_batch
 
     tokenizer = build_tokenizer(ADDITION)
-    token_ids, targets = demonstration_batch(tokenizer, ADDITION, random.Random(1), 16)
+    additions = list(islice(draw_additions(random.Random(2), False), 16))
+    token_ids, targets = demonstration_batch(tokenizer, additions, random.Random(1))
     assert token_ids.shape == targets.shape
     for row, target in zip(token_ids, targets, strict=True):
         trained = target != IGNORED
@@ -143,15 +144,13 @@ def test_the_chat_template_writes_the_prompts_of_the_demonstrations():
 
 
 def test_imitation_lowers_the_loss_and_depends_on_the_seed_alone():
-    from lightrft.cli.quickstart.warm_start import build_model, build_tokenizer, imitate
+    from lightrft.cli.quickstart.warm_start import build_student, imitate
 
-    tokenizer = build_tokenizer(ADDITION)
     curves = []
     for seed in (0, 0, 1):
         losses = []
         imitate(
-            build_model(tokenizer, seed=seed),
-            tokenizer,
+            build_student(ADDITION, seed=seed),
             ADDITION,
             lambda step, loss: losses.append(loss),  # noqa: B023
             num_steps=12,

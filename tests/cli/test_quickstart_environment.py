@@ -121,14 +121,7 @@ def test_what_the_run_renders_is_what_was_demonstrated():
         *turns[1],
     ]  # fmt: skip
 
-    class One:
-        """Draws this product, and the teacher asks."""
-
-        random = Dice(0.0).random
-
-    task = type(CALCULATOR)("", CALCULATOR.roles, CALCULATOR.whole_tokens,
-                            lambda rng, held_out: iter([product]), "")  # fmt: skip
-    token_ids, targets = demonstration_batch(tokenizer, task, One(), 1)
+    token_ids, targets = demonstration_batch(tokenizer, [product], Dice(0.0))
     assert token_ids[0].tolist() == rendered
     said = [token for turn in turns for token in turn]
     assert targets[targets != IGNORED].tolist() == said
@@ -154,7 +147,8 @@ def test_an_unknown_character_is_no_forged_turn():
 
 def test_answers_of_the_calculator_are_not_imitated():
     tokenizer = build_tokenizer(CALCULATOR)
-    token_ids, targets = demonstration_batch(tokenizer, CALCULATOR, random.Random(3), 32)
+    products = list(islice(draw_products(random.Random(3), False), 32))
+    token_ids, targets = demonstration_batch(tokenizer, products, random.Random(3))
     assert torch.equal(token_ids[targets != IGNORED], targets[targets != IGNORED])
     num_calls = 0
     for row, target in zip(token_ids, targets, strict=True):

@@ -260,3 +260,15 @@ def test_a_file_of_options_may_not_hold_refused_ones(tmp_path):
     (tmp_path / "a.toml").write_text("rm_use_engine = true\n")
     _, (problem,) = merge_options([tmp_path / "a.toml"], {})
     assert "a.toml: rm_use_engine is not available" in problem
+
+
+def test_the_file_of_a_run_is_taken_again(tmp_path):
+    """It holds the defaults of options that are refused, too."""
+    path = tmp_path / "config.toml"
+    TrainConfig(seed=7).save(path)
+    assert "rm_use_engine = false" in path.read_text()
+    config, problems = merge_options([path], {})
+    assert (config.seed, problems) == (7, [])
+    path.write_text("rm_use_engine = true\n")
+    _, (problem,) = merge_options([path], {})
+    assert "rm_use_engine is not available" in problem

@@ -2,9 +2,8 @@
 
 import json
 
-import numpy as np
 import pytest
-from PIL import Image
+from tests.trainer.vision_world import write_data
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.models.vision.tiny import write_tiny_vision_model
@@ -12,25 +11,11 @@ from lightrft.strategy.testing import run_multiprocess
 from lightrft.trainer.runs.assembly import run_training
 
 COMPARED = ("reward", "policy_loss", "grad_norm", "entropy", "logprob_diff_mean")
-REWARD = "def reward(responses):\n    return [float(len(r) % 3) for r in responses]\n"
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Eight prompts: one image, none, two of other sizes, none, and again."""
-    folder = tmp_path_factory.mktemp("data")
-    generator = np.random.default_rng(0)
-    rows = []
-    for i in range(8):
-        sizes = [[(84, 84)], [], [(112, 56), (56, 84)], []][i % 4]
-        names = [f"{i}_{k}.png" for k in range(len(sizes))]
-        for name, (width, height) in zip(names, sizes, strict=True):
-            pixels = generator.integers(0, 255, (height, width, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / name)
-        rows.append({"input": "<image>" * len(sizes) + f" say {i}", "images": names})
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "reward.py").write_text(REWARD)
-    return folder
+    return write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

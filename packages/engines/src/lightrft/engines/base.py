@@ -261,6 +261,10 @@ class RolloutEngine(ABC):
         """A prompt that was given as text, with its images and videos."""
         return self._media.encode(request)
 
+    def media_probe(self) -> EncodedPrompt | None:
+        """A fixed prompt with an image that trainer and engine can compare; None without one."""
+        return self._media.probe() if self.computes_model and self._limits.reads_media else None
+
     @abstractmethod
     def _stream(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
         """Samples one completion for each row; gives rows as they end, in batches of at least one.

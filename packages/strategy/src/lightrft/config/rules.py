@@ -91,6 +91,9 @@ RULES: tuple[Rule, ...] = (
         "meta_init fills a model from its files, and adapters are in none: leave out one of "
         "meta_init and lora_rank"
     ),
+    lambda c: c.audit_every > 0 and bool(c.freeze_prefix) and (
+        "an audit follows all weights: leave out one of audit_every and freeze_prefix"
+    ),
     lambda c: len(c.reward_weights) not in (0, _num_rewards(c)) and (
         f"reward_weights: got {len(c.reward_weights)} numbers for {_num_rewards(c)} rewards; "
         "give one per --reward_fn, then per --remote_rm_url, then per --reward_pretrain"

@@ -211,8 +211,9 @@ class RunOptions(StrategyConfig):
     )  # fmt: skip
     environment: str | None = option(
         None, "Class FILE.py:NAME whose reset(**row) begins an episode and whose other public "
-        "methods are tools of the model; get_reward() is added to the reward. Also "
-        "skyrl_gym:FILE.py:NAME and openenv:http://HOST:PORT.", group="rollout",
+        "methods are tools of the model; get_reward() is added to the reward. A dict of classes "
+        "is chosen from by the column environment. Also skyrl_gym:FILE.py:NAME and "
+        "openenv:http://HOST:PORT.", group="rollout",
         path="file", commands=("eval",),
     )  # fmt: skip
     tools: tuple[str, ...] = option(
@@ -234,7 +235,7 @@ class RunOptions(StrategyConfig):
         may_change=True, commands=("eval",),
     )  # fmt: skip
     tool_parser: str = option(
-        "auto", "How calls are written; auto takes the tokenizer's response schema or what its "
+        "auto", "How calls are written; auto takes the tokenizer's response template or what its "
         "chat template shows.", group="rollout", acts_with="environment or tools",
         choices=("auto", "hermes", "llama", "pythonic"), commands=("eval",),
     )  # fmt: skip
@@ -414,6 +415,10 @@ class RunOptions(StrategyConfig):
     target_modules: tuple[str, ...] = option(
         ("all-linear",), "Layers that get adapters: names of linear layers, or all-linear.",
         group="training", acts_with="lora_rank",
+    )  # fmt: skip
+    freeze_prefix: tuple[str, ...] = option(
+        (), "Parts of actor and critic that are not trained, by the beginnings of their names: "
+        "visual is the vision tower of Qwen-VL.", group="training",
     )  # fmt: skip
     micro_batch_tokens: int | None = option(
         None, "Cut micro-batches by this many tokens, padding included, instead of by rows.",

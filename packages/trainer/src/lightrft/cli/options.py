@@ -152,7 +152,7 @@ def merge_options(
         ConfigError: A file is not TOML.
     """
     known = available_options()
-    hints = type_hints(TrainConfig)
+    options, hints = options_of(TrainConfig), type_hints(TrainConfig)
     problems: list[str] = []
     values: dict[str, object] = {}
     for path in files:
@@ -161,7 +161,8 @@ def merge_options(
         for name, value in read_toml(path).items():
             if name in known:
                 values[name] = coerce(value, hints[name])
-            else:
+            elif name not in options or value != options[name][0].default:
+                # The config.toml of a run holds every option that the record has.
                 problems.append(f"{path}: {unknown_name(name)}")
     texts = {name: from_text(value, hints[name]) for name, value in flags.items()}
     config = TrainConfig()

@@ -7,7 +7,6 @@ _METRICS = "metrics go to OUTPUT_DIR/metrics.jsonl"
 _REWARD_MODELS = "reward models run in the trainer's processes"
 _TRACE = "use --save_trajectories, which writes trajectories.jsonl"
 _NO_REWARD_TRAINING = "reward models are used (--reward_pretrain), not trained"
-_VISION = "only text models are trained yet"
 _FILES = "--pretrain_data takes one source, of which the split train is used"
 
 UNAVAILABLE: dict[str, str] = {
@@ -21,15 +20,13 @@ UNAVAILABLE: dict[str, str] = {
     "normalize_advantages": "--policy_loss gspo always works this way",
     "use_sequence_rewards": "--policy_loss gspo always works this way",
     "normalize_reward_for_critic": "scale the reward in your reward function",
-    "freeze_prefix": "all weights are trained, or with --lora_rank the adapters",
     "save_value_network": "the critic is part of every checkpoint",
     "actor_init_on_gpu": "weights are loaded on the device they are trained on",
     "flash_attn": "attention is torch's scaled_dot_product_attention",
     "gradient_checkpointing_use_reentrant": "checkpointing is never re-entrant",
     "disable_fast_tokenizer": "the tokenizer saved with the model is used",
     "disable_logprobs_flashattn": "attention is torch's scaled_dot_product_attention",
-    "no_shard_vit": _VISION,
-    "mixed_mm_data": _VISION,
+    "no_shard_vit": "--mixed_mm_data keeps the vision tower in FSDP2's root unit",
     "initial_model_shard_size": "the reference model is sharded over all processes",
     "load_in_4bit": "weights are never quantised in training",
     "rm_use_engine": _REWARD_MODELS,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightrft.config import TrainConfig
 from lightrft.models.actor import Actor
+from lightrft.models.freezing import has_prefix
 from lightrft.strategy.distributed.collectives import transfer_device
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 
@@ -131,7 +132,7 @@ def _inject(model: PreTrainedModel, config: TrainConfig) -> None:
         raise ImportError(
             "lora_rank > 0 needs the package peft: install it, or leave lora_rank out"
         ) from error
-    names = target_layers(model, config.target_modules)
+    names = target_layers(model, config.target_modules, frozen=config.freeze_prefix)
     model.requires_grad_(False)
     adapters = LoraConfig(
         r=config.lora_rank,
@@ -151,8 +152,10 @@ def _inject(model: PreTrainedModel, config: TrainConfig) -> None:
         )
 
 
-def target_layers(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Names of the linear layers that the targets mean.
+def target_layers(
+    model: nn.Module, targets: Sequence[str], *, frozen: Sequence[str] = ()
+) -> list[str]:
+    """Names of the linear layers that the targets mean, without those below frozen prefixes.
 
     Raises:
         ValueError: A target names no linear layer; the message lists the names there are.
@@ -170,6 +173,7 @@ def target_layers(model: nn.Module, targets: Sequence[str]) -> list[str]:
                 f"{', '.join(known)}, or give {ALL_LINEAR}"
             )
         chosen = set().union(*found.values())
+    chosen = {name for name in chosen if not has_prefix(name, frozen)}
     if not chosen:
         raise ValueError(
             f"target_modules: {type(model).__name__} has no linear layer for an adapter"

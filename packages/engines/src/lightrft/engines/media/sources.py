@@ -40,7 +40,7 @@ class ImageSource:
 
     name: str
     path: Path | None = None
-    content: bytes | None = None
+    content: bytes | None = field(default=None, repr=False)
 
     def read(self) -> bytes:
         """Its encoded bytes.

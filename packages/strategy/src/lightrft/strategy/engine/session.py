@@ -189,6 +189,7 @@ class EngineSession:
                     dtypes=compute_dtypes(config, self.running, source),
                     max_length=config.max_len,
                     device=self._ranks.device,
+                    media=self.running.media_probe(),
                 )
             report = self.weight_sync.sync(source, canary=canary, wake_cache=self.wake_up)
         self._ranks.print(report.summary())

@@ -20,6 +20,7 @@ from lightrft.cli.launch import become_only_process, is_worker
 from lightrft.cli.options import Parser, at_least
 from lightrft.cli.quickstart.addition import ADDITION
 from lightrft.cli.quickstart.calculator import CALCULATOR
+from lightrft.cli.quickstart.colours import SHAPES
 from lightrft.cli.quickstart.task import HELD_OUT_SEED, Task, write_exercises
 from lightrft.config import TrainConfig
 from lightrft.config.options import did_you_mean
@@ -114,8 +115,8 @@ def training_config(recipe: Recipe, directory: Path) -> TrainConfig:
 DESCRIPTION = """\
 Make a tiny language model, teach it additions by a teacher who mostly forgets the carry, and let
 reinforcement learning find out that remembering it pays. With --environment, the teacher mostly
-guesses products, and it finds out that asking a calculator pays. Needs two CPU cores and two
-minutes.
+guesses products, and it finds out that asking a calculator pays. With --vision, the teacher is
+mostly colour-blind, and it finds out that looking pays. Needs two CPU cores and two minutes.
 """
 DEFAULT_DIRECTORY = "lightrft_quickstart"
 BAR_WIDTH = 30
@@ -171,8 +172,10 @@ def parse(argv: Sequence[str]) -> tuple[Recipe, Path]:
         raise UsageError("quickstart runs in one process: start it without torchrun")
     directory = Path(options.output_dir) if options.output_dir else unused_directory()
     require_empty(directory)
-    task = CALCULATOR if options.environment else ADDITION
-    del options.output_dir, options.environment
+    if options.environment and options.vision:
+        raise UsageError("--environment and --vision are two tasks: choose one")
+    task = CALCULATOR if options.environment else SHAPES if options.vision else ADDITION
+    del options.output_dir, options.environment, options.vision
     given = {name: value for name, value in vars(options).items() if value is not None}
     return Recipe(task=task, **{**task.numbers, **given}), directory
 
@@ -199,6 +202,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="Conversations of two turns with a calculator instead of additions in one.",
     )
     parser.add_argument(
+        "--vision",
+        action="store_true",
+        help="Count shapes of a colour in pictures, with a vision-language model.",
+    )
+    parser.add_argument(
         "--output_dir", metavar="DIR", help=f"New or empty folder. Default: {DEFAULT_DIRECTORY}."
     )
     for flag, name, lowest, text in (
@@ -209,8 +217,11 @@ def build_parser() -> argparse.ArgumentParser:
         ("--threads", "num_threads", 1, "CPU threads."),
     ):
         usual: int = getattr(default, name)
-        own = CALCULATOR.numbers.get(name, usual)
-        text += f" Default: {usual}" + f", with --environment {own}" * (own != usual) + "."
+        text += f" Default: {usual}"
+        for own_flag, task in (("--environment", CALCULATOR), ("--vision", SHAPES)):
+            own = task.numbers.get(name, usual)
+            text += f", with {own_flag} {own}" * (own != usual)
+        text += "."
         parser.add_argument(flag, dest=name, type=at_least(lowest), metavar="N", help=text)
     return parser
 
@@ -225,8 +236,8 @@ def prepare(recipe: Recipe, directory: Path) -> None:
     """Write the data, the reward function and the warm-started model into `directory`."""
     import torch
 
-    from lightrft.cli.quickstart.warm_start import build_model, build_tokenizer, imitate
-    from lightrft.models.presets import END, save_checked
+    from lightrft.cli.quickstart.warm_start import build_student, imitate
+    from lightrft.models.presets import END
 
     hide_progress_bars()
     torch.set_num_threads(recipe.num_threads)
@@ -240,12 +251,9 @@ def prepare(recipe: Recipe, directory: Path) -> None:
     for name, file in task.files.items():
         shutil.copyfile(file, directory / name)
 
-    tokenizer = build_tokenizer(task)
-    model = build_model(tokenizer, seed=seed)
-    imitate(model, tokenizer, task, show_loss, num_steps=recipe.num_warm_start_steps, seed=seed)
-    save_checked(
-        model, tokenizer, directory / "warm_start", sample="".join(task.whole_tokens) + END
-    )
+    student = build_student(task, seed=seed)
+    imitate(student, task, show_loss, num_steps=recipe.num_warm_start_steps, seed=seed)
+    student.save(directory / "warm_start", sample="".join(task.whole_tokens) + END)
 
 
 def show_loss(step: int, loss: float) -> None:

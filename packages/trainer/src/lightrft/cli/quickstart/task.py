@@ -44,6 +44,9 @@ class Task:
         whole_tokens: Texts that are one token; all others are characters.
         chat_template: In place of the tiny models' own.
         draw: Exercises without end, for training or held out.
+        preset: Kind of the untrained model.
+        draw_media: Writes the media of an exercise as files whose names begin with a path's, and
+            gives the columns that name them.
         reward, environment: Python files in this folder that are copied into the run's, where a
             user edits them as `reward.py` and `environment.py`.
         adjust: The configuration of a run in a folder, made of that of other tasks.
@@ -55,6 +58,8 @@ class Task:
     whole_tokens: tuple[str, ...]
     draw: Callable[[random.Random, bool], Iterator[Exercise]]
     reward: str
+    preset: str = "tiny-qwen3"
+    draw_media: Callable[[Exercise, Path], dict[str, object]] = lambda exercise, stem: {}
     chat_template: str | None = None
     environment: str | None = None
     adjust: Callable[[TrainConfig, Path], TrainConfig] = lambda config, _: config
@@ -73,8 +78,10 @@ def is_held_out(first: int, second: int) -> bool:
 
 
 def write_exercises(path: Path, task: Task, count: int, *, seed: int, held_out: bool) -> None:
-    """Write `count` rows of `prompt` and `answer` as JSONL."""
+    """Write `count` rows of `prompt` and `answer` as JSONL, with their media beside it."""
     with path.open("w", encoding="utf-8") as stream:
-        for exercise in islice(task.draw(random.Random(seed), held_out), count):
-            row = {"prompt": exercise.question, "answer": exercise.answer}
+        exercises = islice(task.draw(random.Random(seed), held_out), count)
+        for number, exercise in enumerate(exercises):
+            row: dict[str, object] = {"prompt": exercise.question, "answer": exercise.answer}
+            row |= task.draw_media(exercise, path.with_name(f"{path.stem}-{number}"))
             stream.write(json.dumps(row) + "\n")

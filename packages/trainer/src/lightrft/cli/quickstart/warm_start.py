@@ -4,24 +4,39 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from lightrft.cli.quickstart.task import Message, Task
-from lightrft.models.presets import ASSISTANT, END, PAD, PRESETS, USER, chat_tokenizer, random_model
+from lightrft.cli.quickstart.task import Exercise, Message, Task
+from lightrft.models.presets import (
+    ASSISTANT,
+    END,
+    PAD,
+    PRESETS,
+    USER,
+    chat_tokenizer,
+    random_model,
+    save_checked,
+)
+from lightrft.models.vision.tiny import TINY_FAMILIES, build_tiny, save_vision_model
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from pathlib import Path
+
+    from PIL.Image import Image
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 CHARACTERS = "\n !\"'()*+,-./0123456789:=>?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz{}"
 IGNORED = -100
 LEARNING_RATE = 2e-3
+INITIALIZER_RANGE = 0.06
 NUM_WARMUP_STEPS = 20
 
 
@@ -40,21 +55,65 @@ def build_tokenizer(task: Task) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def build_model(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
-    """A random Qwen3 of 0.27 million parameters in fp32.
+@dataclass(frozen=True, slots=True)
+class Student:
+    """Who imitates.
+
+    Args:
+        model: In fp32.
+        tokenizer: Its tokenizer.
+        processor: Of a model that reads images.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    processor: ProcessorMixin | None = None
+
+    def media(self, exercises: Sequence[Exercise], token_ids: Tensor) -> dict[str, Tensor]:
+        """What the model is given beside `token_ids`: nothing, or the pictures of `exercises`."""
+        if self.processor is None:
+            return {}
+        pictures = [cast("Pictured", exercise).picture() for exercise in exercises]
+        found = self.processor.image_processor(images=pictures, return_tensors="pt")
+        is_image = token_ids == self.model.config.image_token_id
+        return {**found, "mm_token_type_ids": is_image.long()}
+
+    def save(self, directory: Path, sample: str) -> None:
+        """Writes a checkpoint; see `save_checked`."""
+        if self.processor is None:
+            save_checked(self.model, self.tokenizer, directory, sample=sample)
+        else:
+            save_vision_model(self.model, self.processor, directory, sample=sample)
+
+
+class Pictured(Protocol):
+    """An exercise to look at."""
+
+    def picture(self) -> Image:
+        """What is seen."""
+        ...
+
+
+def build_student(task: Task, *, seed: int) -> Student:
+    """A random model of less than half a million parameters.
 
     The usual initializer_range of 0.02 is too small at this width: the warm start then ends with
     mistakes that no reward can repair.
     """
-    config = PRESETS["tiny-qwen3"](
-        vocab_size=(len(tokenizer) + 31) // 32 * 32, initializer_range=0.06
+    tokenizer = build_tokenizer(task)
+    if task.preset in TINY_FAMILIES:
+        model, processor = build_tiny(
+            task.preset, seed=seed, initializer_range=INITIALIZER_RANGE, tokenizer=tokenizer
+        )
+        return Student(model, tokenizer, processor)
+    config = PRESETS[task.preset](
+        vocab_size=(len(tokenizer) + 31) // 32 * 32, initializer_range=INITIALIZER_RANGE
     )
-    return random_model(config, tokenizer, seed)
+    return Student(random_model(config, tokenizer, seed), tokenizer)
 
 
 def imitate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    student: Student,
     task: Task,
     on_step: Callable[[int, float], None],
     *,
@@ -62,20 +121,19 @@ def imitate(
     batch_size: int = 32,
     seed: int = 0,
 ) -> None:
-    """Train `model` in place on demonstrations, drawn afresh for each step.
+    """Train the student's model in place on demonstrations, drawn afresh for each step.
 
     The learning rate rises linearly for `NUM_WARMUP_STEPS` and then falls to a tenth of its peak.
 
     Args:
-        model: Causal language model in fp32.
-        tokenizer: Its tokenizer.
+        student: Who learns.
         task: What is demonstrated.
         on_step: Called with the number of steps done and the loss in nats per token.
         num_steps: Optimizer steps.
         batch_size: Demonstrations per step.
         seed: Of the demonstrations.
     """
-    rng = random.Random(seed)
+    rng, model = random.Random(seed), student.model
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True
     )
@@ -85,8 +143,10 @@ def imitate(
     )
     model.train()
     for step in range(1, num_steps + 1):
-        token_ids, targets = demonstration_batch(tokenizer, task, rng, batch_size)
-        loss = _response_loss(model, token_ids, targets)
+        exercises = list(islice(task.draw(rng, False), batch_size))
+        token_ids, targets = demonstration_batch(student.tokenizer, exercises, rng)
+        media = student.media(exercises, token_ids)
+        loss = _response_loss(model, token_ids, targets, media)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -97,18 +157,17 @@ def imitate(
 
 
 def demonstration_batch(
-    tokenizer: PreTrainedTokenizerBase, task: Task, rng: random.Random, batch_size: int
+    tokenizer: PreTrainedTokenizerBase, exercises: Sequence[Exercise], rng: random.Random
 ) -> tuple[Tensor, Tensor]:
-    """Token ids and targets, both [batch, seq] int64, of fresh demonstrations.
+    """Token ids and targets, both [batch, seq] int64, of one demonstration each.
 
     Rows are padded on the right; `targets[:, t]` is `token_ids[:, t]` where the assistant speaks,
     and `IGNORED` elsewhere.
     """
-    exercises = list(islice(task.draw(rng, False), batch_size))
     rows = [_encode(tokenizer, exercise.demonstration(rng)) for exercise in exercises]
     seq = max(len(ids) for ids, _ in rows)
-    token_ids = torch.full((batch_size, seq), tokenizer.pad_token_id)
-    targets = torch.full((batch_size, seq), IGNORED)
+    token_ids = torch.full((len(rows), seq), tokenizer.pad_token_id)
+    targets = torch.full((len(rows), seq), IGNORED)
     for row, (ids, is_said) in enumerate(rows):
         values = torch.tensor(ids)
         token_ids[row, : len(ids)] = values
@@ -133,13 +192,15 @@ def _encode(
     return [token for ids in encoded for token in ids], is_said
 
 
-def _response_loss(model: PreTrainedModel, token_ids: Tensor, targets: Tensor) -> Tensor:
+def _response_loss(
+    model: PreTrainedModel, token_ids: Tensor, targets: Tensor, media: Mapping[str, Tensor]
+) -> Tensor:
     """Mean cross entropy of the response tokens, in nats.
 
     No attention mask: rows are padded on the right and attention is causal, so no trained
     position sees the padding.
     """
-    logits = model(input_ids=token_ids, use_cache=False).logits  # [batch, seq, vocab]
+    logits = model(input_ids=token_ids, use_cache=False, **media).logits  # [batch, seq, vocab]
     return F.cross_entropy(
         logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), ignore_index=IGNORED
     )

@@ -87,6 +87,17 @@ def _qwen_ids(ids: Ids) -> dict[str, object]:
 _PIXELS = {"min_pixels": 56 * 56, "max_pixels": 112 * 112}
 
 
+def _qwen_processor(
+    kind: "type[ProcessorMixin]", tokenizer: "PreTrainedTokenizerBase"
+) -> "Callable[..., ProcessorMixin]":
+    return lambda template: kind(
+        image_processor=hf.Qwen2VLImageProcessor(**_PIXELS),
+        tokenizer=tokenizer,
+        video_processor=hf.Qwen2VLVideoProcessor(**_PIXELS),
+        chat_template=template,
+    )
+
+
 def _qwen2_vl(ids: Ids, text: dict[str, object], tokenizer: "PreTrainedTokenizerBase") -> Parts:
     config = hf.Qwen2VLConfig(
         text_config=text | {"rope_parameters": _rope([4, 6, 6])},
@@ -96,12 +107,7 @@ def _qwen2_vl(ids: Ids, text: dict[str, object], tokenizer: "PreTrainedTokenizer
         },
         **_qwen_ids(ids),
     )  # fmt: skip
-    return config, lambda template: hf.Qwen2VLProcessor(
-        image_processor=hf.Qwen2VLImageProcessor(**_PIXELS),
-        tokenizer=tokenizer,
-        video_processor=hf.Qwen2VLVideoProcessor(**_PIXELS),
-        chat_template=template,
-    )
+    return config, _qwen_processor(hf.Qwen2VLProcessor, tokenizer)
 
 
 def _qwen2_5_vl(ids: Ids, text: dict[str, object], tokenizer: "PreTrainedTokenizerBase") -> Parts:
@@ -112,12 +118,7 @@ def _qwen2_5_vl(ids: Ids, text: dict[str, object], tokenizer: "PreTrainedTokeniz
         ),
         **_qwen_ids(ids),
     )
-    return config, lambda template: hf.Qwen2_5_VLProcessor(
-        image_processor=hf.Qwen2VLImageProcessor(**_PIXELS),
-        tokenizer=tokenizer,
-        video_processor=hf.Qwen2VLVideoProcessor(**_PIXELS),
-        chat_template=template,
-    )
+    return config, _qwen_processor(hf.Qwen2_5_VLProcessor, tokenizer)
 
 
 def _qwen3_vl(ids: Ids, text: dict[str, object], tokenizer: "PreTrainedTokenizerBase") -> Parts:
@@ -327,7 +328,11 @@ TINY_FAMILIES: Mapping[str, TinyFamily] = {
 
 
 def build_tiny(
-    preset: str, *, seed: int = 0, initializer_range: float = 0.1
+    preset: str,
+    *,
+    seed: int = 0,
+    initializer_range: float = 0.1,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
 ) -> "tuple[PreTrainedModel, ProcessorMixin]":
     """A random float32 model of a family, and its processor.
 
@@ -335,9 +340,10 @@ def build_tiny(
         preset: A key of `TINY_FAMILIES`.
         seed: Fixes the weights.
         initializer_range: Standard deviation of the weights.
+        tokenizer: With the family's marks; None for one token per byte.
     """
     family = TINY_FAMILIES[preset]
-    tokenizer = _tokenizer(family)
+    tokenizer = tokenizer or _tokenizer(family)
     ids = dict(zip(family.marks, tokenizer.convert_tokens_to_ids(list(family.marks)), strict=True))
     text = {
         "vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 192,
@@ -348,6 +354,7 @@ def build_tiny(
     }  # fmt: skip
     config, build_processor = family.build(ids, text, tokenizer)
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    config.vision_config.initializer_range = initializer_range
     processor = build_processor(_TEMPLATE.format(image=family.image, video=family.video))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -383,11 +390,23 @@ def write_tiny_vision_model(
         RuntimeError: The processor does not survive being saved and loaded.
     """
     model, processor = build_tiny(preset, seed=seed, initializer_range=initializer_range)
+    save_vision_model(
+        model, processor, directory, sample=TINY_FAMILIES[preset].image + f"é 4+3?{END}"
+    )
+
+
+def save_vision_model(
+    model: "PreTrainedModel", processor: "ProcessorMixin", directory: str | Path, *, sample: str
+) -> None:
+    """Writes a checkpoint and reads its processor back.
+
+    Raises:
+        RuntimeError: The loaded processor reads `sample` in another way.
+    """
     save_pretrained(model, None, directory)
     processor.save_pretrained(directory)
-    text = TINY_FAMILIES[preset].image + f"é 4+3?{END}"
-    expected = processor.tokenizer(text)["input_ids"]
-    loaded = load_processor(str(directory)).tokenizer(text)["input_ids"]
+    expected = processor.tokenizer(sample)["input_ids"]
+    loaded = load_processor(str(directory)).tokenizer(sample)["input_ids"]
     if loaded != expected:
         raise RuntimeError(
             f"the processor saved in {directory} does not survive loading: got {loaded}, expected "

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightrft.algorithms.aggregation import aggregate
+from lightrft.engines.media.prompts import NO_MEDIA, EncodedPrompt, RowMedia
 from lightrft.models import ActorOutput
 
 NUM_ROWS = 8
@@ -29,6 +31,7 @@ class Rows:
         attention_mask: bool, True on real tokens.
         response_mask: bool, True on the tokens that the loss counts.
         advantages, ref_logprobs, returns: float32.
+        media: Images of the rows.
     """
 
     token_ids: Tensor
@@ -37,40 +40,79 @@ class Rows:
     advantages: Tensor
     ref_logprobs: Tensor
     returns: Tensor
+    media: RowMedia = NO_MEDIA
 
     def select(self, rows: slice | list[int], device: torch.device) -> Rows:
         """Some rows, without the columns that are padding in all of them."""
         width = int(self.attention_mask[rows].sum(dim=1).max())
-        return Rows(*(getattr(self, field.name)[rows, :width].to(device) for field in fields(self)))
+        prompts = self.media.prompts
+        if prompts:
+            numbers = range(NUM_ROWS)[rows] if isinstance(rows, slice) else rows
+            prompts = tuple(prompts[number] for number in numbers)
+        return self._changed(
+            lambda tensor: tensor[rows, :width].to(device), RowMedia(prompts, self.media.present)
+        )
 
     def at(self, rows: Tensor, columns: Tensor) -> Rows:
         """Some tokens, as one row: [1, tokens]."""
-        return Rows(*(getattr(self, field.name)[rows, columns][None] for field in fields(self)))
+        return self._changed(lambda tensor: tensor[rows, columns][None], NO_MEDIA)
+
+    def _changed(self, change: Callable[[Tensor], Tensor], media: RowMedia) -> Rows:
+        names = (field.name for field in fields(self) if field.name != "media")
+        return replace(self, **{name: change(getattr(self, name)) for name in names}, media=media)
 
 
-def make_rows(vocab_size: int, *, seed: int = 0) -> Rows:
-    """Random rows of unequal lengths, some of several turns; the response of one does not count."""
+def make_rows(
+    vocab_size: int,
+    *,
+    seed: int = 0,
+    prompts: Sequence[EncodedPrompt | None] = (),
+    forbidden_ids: Sequence[int] = (),
+) -> Rows:
+    """Random rows of unequal lengths, some of several turns; the response of one does not count.
+
+    Args:
+        vocab_size: Of the model.
+        seed: Of all numbers.
+        prompts: Of rows that begin with images; None, or () for all, where they do not.
+        forbidden_ids: Tokens that do not occur beside those of `prompts`.
+    """
     rng = np.random.default_rng(seed)
-    prompts = np.array(PROMPT_LENGTHS)[:, None]
-    lengths = prompts + np.array(RESPONSE_LENGTHS)[:, None]
+    prompts = prompts or (None,) * NUM_ROWS
+    prompt_lengths = [
+        usual if prompt is None else len(prompt.token_ids)
+        for usual, prompt in zip(PROMPT_LENGTHS, prompts, strict=True)
+    ]
+    starts = np.array(prompt_lengths)[:, None]
+    lengths = starts + np.array(RESPONSE_LENGTHS)[:, None]
     columns = np.arange(lengths.max())[None, :]
     shape = (NUM_ROWS, int(lengths.max()))
-    is_response = (columns >= prompts) & (columns < lengths)
+    is_response = (columns >= starts) & (columns < lengths)
     is_response[4] = False
     for row, spans in OBSERVATIONS.items():
         for start, stop in spans:
-            is_response[row, PROMPT_LENGTHS[row] + start : PROMPT_LENGTHS[row] + stop] = False
+            is_response[row, prompt_lengths[row] + start : prompt_lengths[row] + stop] = False
 
     def noise(scale: float) -> Tensor:
         return torch.from_numpy(rng.normal(0, scale, shape).astype(np.float32))
 
+    allowed = np.setdiff1d(np.arange(vocab_size), np.array(forbidden_ids, dtype=np.int64))
+    token_ids = allowed[rng.integers(0, len(allowed), shape)]
+    for row, prompt in enumerate(prompts):
+        if prompt is not None:
+            token_ids[row, : len(prompt.token_ids)] = prompt.token_ids
+    media = NO_MEDIA
+    if any(prompts):
+        # Every forward pass of every rank runs the tower, as it does in a run.
+        media = RowMedia(tuple(prompts), frozenset({"image"}))
     return Rows(
-        token_ids=torch.from_numpy(rng.integers(0, vocab_size, shape)),
+        token_ids=torch.from_numpy(token_ids),
         attention_mask=torch.from_numpy(columns < lengths),
         response_mask=torch.from_numpy(is_response),
         advantages=noise(1.0),
         ref_logprobs=noise(0.5) - float(np.log(vocab_size)),
         returns=noise(1.0),
+        media=media,
     )
 
 

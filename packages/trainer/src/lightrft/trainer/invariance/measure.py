@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightrft.algorithms.aggregation import local_normalizer
+from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.experience.minibatches import micro_slices
 from lightrft.models import Actor, ActorOutput, Critic
 from lightrft.models.ulysses import LayoutRefusedError
@@ -25,6 +26,7 @@ from lightrft.strategy.weight_sync.parameter_source import (
 )
 from lightrft.trainer.invariance.batch import NUM_ROWS, Rows, make_rows, policy_share, value_share
 from lightrft.trainer.invariance.cells import REFERENCE, Cell, Deviations, Role
+from lightrft.trainer.invariance.pictures import draw_prompts
 
 Look = Callable[[StrategyBase, PreparedModel, Cell], None]
 
@@ -122,7 +124,7 @@ def take_step(strategy: StrategyBase, ready: PreparedModel, cell: Cell, rows: Ro
 
 def _share(model: nn.Module, cell: Cell, micro: Rows, normalizer: Tensor) -> tuple[Tensor, Tensor]:
     if cell.role == "critic":
-        values: Tensor = model(micro.token_ids, micro.attention_mask)
+        values: Tensor = model(micro.token_ids, micro.attention_mask, media=micro.media)
         return value_share(values, micro, normalizer), values
 
     def share_of(logprobs: Tensor, entropy: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
@@ -135,6 +137,7 @@ def _share(model: nn.Module, cell: Cell, micro: Rows, normalizer: Tensor) -> tup
         micro.attention_mask,
         scored_mask=micro.response_mask,
         entropy="grad",
+        media=micro.media,
         token_loss=share_of if cell.loss_inside else None,
     )
     if output.loss is not None:
@@ -191,8 +194,17 @@ def rows_of(path: str) -> tuple[Rows, Rows]:
     """The rows of the first and of the second step."""
     from lightrft.models import load_config
 
-    vocab_size = load_config(path).get_text_config().vocab_size
-    return make_rows(vocab_size, seed=0), make_rows(vocab_size, seed=1)
+    config = load_config(path)
+    first, second = (
+        make_rows(
+            config.get_text_config().vocab_size,
+            seed=seed,
+            prompts=draw_prompts(path, seed),
+            forbidden_ids=placeholder_ids(config) if family_of(config) else (),
+        )
+        for seed in (0, 1)
+    )
+    return first, second
 
 
 def measure(

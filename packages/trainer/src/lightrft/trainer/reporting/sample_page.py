@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from lightrft.trainer.reporting.charts import format_number
+from lightrft.trainer.reporting.thumbnails import shown_thumbnails
 from lightrft.trainer.runs.files import SAMPLES_FILE, TRAJECTORIES_FILE, JsonLines
 
 MAX_CHARACTERS = 6000
@@ -189,6 +190,7 @@ def _as_text(entry: Mapping[str, object]) -> Sample:
     return {
         **{name: _text(entry.get(name)) for name in names},
         "components": "\n".join(f"{_text(name)} {_text(value)}" for name, value in pairs),
+        "images": shown_thumbnails(entry.get("images")),
         "turns": _turns(entry.get("turns")),
         "is_truncated": entry.get("truncated") is True,
     }

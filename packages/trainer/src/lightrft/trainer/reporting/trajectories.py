@@ -10,6 +10,7 @@ import numpy as np
 
 from lightrft.experience.types import Rollout, ScoredRollout
 from lightrft.trainer.reporting.loggers import JsonLinesFile
+from lightrft.trainer.reporting.thumbnails import thumbnails
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,7 +113,8 @@ class SampleLog(JsonLinesFile):
     """Appends the first samples of each step to a JSONL file.
 
     Each line has step, prompt_id, prompt, response, label, reward, components, response_length,
-    truncated and, with an environment or tools, turns: what was said, and each call's name,
+    truncated; of prompts with images or videos, images: small pictures of them as data
+    addresses; and, with an environment or tools, turns: what was said, and each call's name,
     arguments, outcome and answer.
 
     Args:
@@ -126,8 +128,11 @@ class SampleLog(JsonLinesFile):
 
     def log(self, step: int, scored: Sequence[ScoredRollout]) -> None:
         """Writes the samples of a step."""
+        pictures: dict[int, list[str]] = {}
         for item in scored[: self._num_samples]:
             rollout = item.rollout
+            if rollout.group_id not in pictures:
+                pictures[rollout.group_id] = thumbnails(rollout.prompt)
             self.append(
                 {
                     "step": step,
@@ -140,6 +145,7 @@ class SampleLog(JsonLinesFile):
                     "components": dict(item.components),
                     "response_length": len(rollout.completion.sampled_token_ids),
                     "truncated": rollout.completion.finish_reason == "length",
+                    **({"images": found} if (found := pictures[rollout.group_id]) else {}),
                     **_turns(rollout),
                 }
             )

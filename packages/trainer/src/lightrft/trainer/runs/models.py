@@ -13,6 +13,7 @@ from lightrft.config import TrainConfig
 from lightrft.datasets import Prompt
 from lightrft.experience.model_rewards import ModelRewards, ScoringModel
 from lightrft.models import Actor, Critic, LoraActor, RewardModel, load_causal_lm, load_tokenizer
+from lightrft.models.freezing import freeze
 from lightrft.models.loading import ModelLoadError
 from lightrft.rewards import CombinedReward, build_reward
 from lightrft.rewards.build import numbered, reward_urls
@@ -149,6 +150,9 @@ def build_models(config: TrainConfig, strategy: StrategyBase, max_steps: int) ->
     for model in (actor, critic, reference):
         if model is not None:
             configure_model(model, config)
+    for trained in (actor, critic):
+        if trained is not None:
+            freeze(trained, config.freeze_prefix)
     ready_actor, ready_critic, _, ready_reference = strategy.prepare_models_and_optimizers(
         actor, critic, None, reference, config, max_steps
     )

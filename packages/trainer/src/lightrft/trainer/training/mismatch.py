@@ -10,6 +10,10 @@ With d_t = rollout_t - trainer_t, both logprobs of the sampled token t under the
     sequence_log_ratio_min, .._max         extremes over responses of sum_t(-d_t)
     sequence_diff_max                      largest mean |d_t| of one response
 
+Where prompts have images or videos, `logprob_diff_mean/text`, `.../media` and the same of
+`logprob_diff_max` tell rows without and with media apart: an encoder that differs in the engine
+shows in the latter alone.
+
 Source of the estimators: Schulman, "Approximating KL divergence", 2020.
 """
 
@@ -53,6 +57,27 @@ def record_mismatch(
     metrics.add_max("sequence_log_ratio_max", _largest(log_ratio, rows))
     metrics.add_min("sequence_log_ratio_min", -_largest(-log_ratio, rows))
     metrics.add_max("sequence_diff_max", _largest(size.sum(dim=1) / counts, rows))
+
+
+@torch.no_grad()
+def record_by_media(
+    rollout_logprobs: Tensor,
+    logprobs: Tensor,
+    compared_mask: Tensor,
+    has_media: Tensor,
+    metrics: StepMetrics,
+) -> None:
+    """Adds mean and largest difference of rows without and with media apart.
+
+    Args:
+        rollout_logprobs, logprobs, compared_mask, metrics: See `record_mismatch`.
+        has_media: [batch] bool, rows with images or videos.
+    """
+    size = torch.where(compared_mask, rollout_logprobs.double() - logprobs.double(), 0.0).abs()
+    for name, rows in (("text", ~has_media), ("media", has_media)):
+        mask = compared_mask & rows[:, None]
+        metrics.add_masked_mean(f"logprob_diff_mean/{name}", size, mask)
+        metrics.add_max(f"logprob_diff_max/{name}", _largest(size, mask))
 
 
 def _largest(values: Tensor, mask: Tensor) -> Tensor:

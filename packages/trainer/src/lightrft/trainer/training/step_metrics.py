@@ -20,7 +20,7 @@ from lightrft.strategy.optimizers import OptimizerStepResult
 from lightrft.strategy.weight_sync.sync import WeightSyncReport
 from lightrft.trainer.reporting.metric_table import STAGES
 from lightrft.trainer.training.metrics import StepMetrics
-from lightrft.trainer.training.mismatch import record_mismatch
+from lightrft.trainer.training.mismatch import record_by_media, record_mismatch
 
 GIGABYTE = 2**30
 
@@ -255,7 +255,12 @@ def record_policy(
     if outputs.entropy is not None:
         metrics.add_masked_mean("entropy", outputs.entropy, mask)
     if rollouts.compared_mask is not None and sampling is not None:
-        record_mismatch(rollouts.rollout_logprobs, sampling, rollouts.compared_mask, metrics)
+        compared = (rollouts.rollout_logprobs, sampling, rollouts.compared_mask)
+        record_mismatch(*compared, metrics)
+        if rollouts.media.present:
+            prompts = rollouts.media.of_rows(len(mask))
+            has_media = torch.tensor([prompt is not None for prompt in prompts])
+            record_by_media(*compared, has_media.to(mask.device), metrics)
     if outputs.ref_logprobs is not None and old is not None:
         kl = estimate_kl(old, outputs.ref_logprobs, mask, estimator=kl_estimator, old_logprobs=old)
         metrics.add_masked_mean("kl", kl, mask)

@@ -1,0 +1,196 @@
+"""The trainer of vision-language models on rows with and without images."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.trainer.vision_world import build_vision_trainer, write_data
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.models import Actor, Critic
+from lightrft.models.freezing import freeze, has_prefix
+from lightrft.models.loading import load_causal_lm
+from lightrft.models.lora import LoraActor
+from lightrft.models.vision.tiny import write_tiny_vision_model
+from lightrft.strategy.testing import run_multiprocess
+from lightrft.trainer.runs.assembly import run_training
+
+BACKENDS = {
+    "fsdp 1": (1, {"fsdp": True}),
+    "fsdp 2": (2, {"fsdp": True, "mixed_mm_data": True}),
+    "zero2": (2, {"zero_stage": 2}),
+    "zero3": (2, {"zero_stage": 3}),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    write_tiny_vision_model(path, "tiny-qwen2.5-vl", seed=1)
+    return str(path)
+
+
+def three_steps(trainer, strategy):
+    """Metrics of three steps, written as the seeds write them."""
+    found = []
+    for step in range(3):
+        trainer.make_experience()
+        metrics = trainer.ppo_train(step)
+        assert metrics["engine_hash"] == strategy.last_weight_sync.engine_hash
+        found.append(metrics)
+    return found
+
+
+def check_steps(steps):
+    """Every step moved the weights and the engine's, and both agreed on all kinds of rows."""
+    assert [metrics["weights_version"] for metrics in steps] == [1, 2, 3]
+    assert len({metrics["engine_hash"] for metrics in steps}) == 3
+    for metrics in steps:
+        for name in ("grad_norm", "critic_grad_norm", "critic_loss"):
+            assert metrics[name] > 0
+        for kind in ("", "/text", "/media"):
+            assert 0 < metrics[f"logprob_diff_mean{kind}"] < 1e-5
+        assert metrics["logprob_diff_max"] == max(
+            metrics["logprob_diff_max/text"], metrics["logprob_diff_max/media"]
+        )
+    assert steps[0]["kl"] == pytest.approx(0, abs=1e-9)
+    assert steps[2]["kl"] > 1e-7
+
+
+def weights_of(strategy, model):
+    module = strategy.unwrap_model(model)
+    return {name: value.detach().clone() for name, value in module.named_parameters()}
+
+
+def test_three_steps_move_text_and_tower_of_all_models(model, data):
+    trainer, strategy = build_vision_trainer(model, data, is_fake=True)
+    before = weights_of(strategy, trainer.actor), weights_of(strategy, trainer.critic)
+    batches = []
+    make = trainer.make_experience
+    trainer.make_experience = lambda: batches.append(make())
+    steps = three_steps(trainer, strategy)
+    check_steps(steps)
+    for start, module in zip(before, (trainer.actor, trainer.critic), strict=True):
+        moved = {n for n, p in weights_of(strategy, module).items() if not torch.equal(p, start[n])}
+        assert any("visual" in name for name in moved)
+        assert any("language_model" in name for name in moved)
+    # The samples of a prompt share its pixels, and no other prompt's.
+    for batch in batches:
+        media = batch.rollouts.media.prompts
+        groups = batch.rollouts.group_ids.tolist()
+        held = {id(prompt): prompt for prompt in media if prompt is not None}
+        with_media = {group for group, prompt in zip(groups, media, strict=True) if prompt}
+        assert len(held) == len(with_media) == 2
+        stores = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for prompt in media
+            if prompt is not None
+            for tensor in prompt.tensors.values()
+        }
+        by_prompt = sum(prompt.num_bytes for prompt in held.values())
+        by_sample = sum(prompt.num_bytes for prompt in media if prompt is not None)
+        assert sum(stores.values()) <= by_prompt
+        assert by_sample == 4 * by_prompt
+    strategy.close()
+
+
+def train_on_ranks(rank, world_size, model, data, options):
+    trainer, strategy = build_vision_trainer(model, data, **options)
+    steps = three_steps(trainer, strategy)
+    strategy.close()
+    return steps
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_three_steps_on_every_backend(backend, model, data):
+    world_size, options = BACKENDS[backend]
+    results = run_multiprocess(
+        train_on_ranks, world_size, timeout_seconds=280, args=(model, data, options)
+    )
+    check_steps(results[0])
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_frozen_tower_stays_and_is_accounted_for(is_frozen, model, data, tmp_path):
+    options = {"lora_rank": 4, "target_modules": ("all-linear",)} if not is_frozen else {}
+    config = TrainConfig().replaced({
+        "pretrain": model, "prompt_data": str(data / "train.jsonl"), "apply_chat_template": True,
+        "reward_fn": (f"{data / 'reward.py'}:reward",), "prompt_max_len": 400,
+        "generate_max_len": 5, "rollout_batch_size": 4, "n_samples_per_prompt": 4,
+        "train_batch_size": 16, "max_steps": 2, "actor_learning_rate": 1e-3, "fsdp": True,
+        "engine_type": "hf", "freeze_prefix": ("visual",), "gradient_checkpointing": True,
+        "output_dir": str(tmp_path / "run"), **options,
+    })  # fmt: skip
+    summary = run_training(config)
+    assert summary.verdict.startswith("learned")
+    before, after = (load_file(f"{path}/model.safetensors") for path in (model, config.model_dir))
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved
+    assert not any("visual" in name for name in moved)
+    log = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert '"weights_version": 2' in log
+
+
+@pytest.mark.parametrize("kind", [Actor, Critic])
+def test_what_is_frozen_gets_no_optimizer_state(kind, model):
+    module = kind.from_pretrained(model)
+    freeze(module, ("visual",))
+    trained = {name for name, value in module.named_parameters() if value.requires_grad}
+    assert trained
+    assert not any("visual" in name for name in trained)
+    frozen = {name for name, value in module.named_parameters() if not value.requires_grad}
+    assert all("visual" in name for name in frozen)
+
+
+def test_a_prefix_is_whole_parts_of_a_name(model):
+    assert has_prefix("model.visual.blocks.0", ["visual"])
+    assert has_prefix("visual.blocks.0", ["model.visual.blocks"])
+    assert not has_prefix("model.visual_norm.weight", ["visual"])
+    assert not has_prefix("model.language_model.visual.weight", ["visual"])
+    with pytest.raises(ConfigError, match=r"begin with 'vision'; there are .*visual\.blocks"):
+        freeze(Actor.from_pretrained(model), ("vision",))
+    with pytest.raises(ConfigError, match="leave nothing"):
+        freeze(Actor.from_pretrained(model), ("model", "lm_head"))
+
+
+@pytest.mark.parametrize(("frozen", "has_tower"), [((), True), (("visual",), False)])
+def test_adapters_of_a_tower_follow_what_is_frozen(frozen, has_tower, model):
+    actor = LoraActor(load_causal_lm(model), TrainConfig(lora_rank=2, freeze_prefix=frozen))
+    adapted = {name for name, value in actor.named_parameters() if value.requires_grad}
+    assert any("language_model" in name for name in adapted)
+    assert any("visual" in name for name in adapted) == has_tower
+
+
+def test_the_example_trains_on_images(model, data, tmp_path, repository):
+    flags = [
+        "--pretrain", model, "--prompt_data", data / "train.jsonl", "--apply_chat_template",
+        "--reward_fn", f"{data / 'reward.py'}:reward", "--fsdp", "--mixed_mm_data",
+        "--engine_type", "hf", "--prompt_max_len", 400, "--max_steps", 2,
+        "--rollout_batch_size", 4, "--n_samples_per_prompt", 2, "--train_batch_size", 8,
+        "--generate_max_len", 5, "--actor_learning_rate", "1e-3", "--lr_warmup_ratio", 0,
+        "--save_path", tmp_path / "trained",
+    ]  # fmt: skip
+    finished = subprocess.run(
+        [sys.executable, repository / "examples" / "train_vl.py", *map(str, flags)],
+        capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-6000:]
+    assert "step 2: reward" in finished.stdout
+    before, after = (
+        load_file(f"{folder}/model.safetensors") for folder in (model, tmp_path / "trained")
+    )
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert any("visual" in name for name in moved)
+    assert (tmp_path / "trained" / "preprocessor_config.json").exists() or (
+        tmp_path / "trained" / "processor_config.json"
+    ).exists()

@@ -1,0 +1,76 @@
+"""Rows with and without images, and a trainer of vision-language models on any strategy."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+from PIL import Image
+
+from lightrft.config import TrainConfig
+from lightrft.datasets import collate_prompts, load_prompts
+from lightrft.models import Actor, Critic, load_tokenizer
+from lightrft.rewards.types import RewardResult
+from lightrft.strategy import get_fake_strategy, get_strategy
+from lightrft.trainer.runs.vision import load_vision
+from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL
+
+REWARD = "def reward(responses):\n    return [float(len(r) % 3) for r in responses]\n"
+# Sizes of the images of a row, in turn.
+SIZES = ([(84, 84)], [], [(112, 56), (56, 84)], [])
+
+
+def write_data(folder):
+    """Eight prompts: one image, none, two of other sizes, none, and again; and a reward."""
+    generator = np.random.default_rng(0)
+    rows = []
+    for i in range(8):
+        names = [f"{i}_{k}.png" for k in range(len(SIZES[i % 4]))]
+        for name, (width, height) in zip(names, SIZES[i % 4], strict=True):
+            pixels = generator.integers(0, 255, (height, width, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name)
+        rows.append({"input": "<image>" * len(names) + f" say {i}", "images": names})
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+class LengthReward:
+    """Length of a response modulo 3."""
+
+    name = "length"
+    needs_labels = False
+
+    def score(self, prompts, responses, labels, columns):
+        return [RewardResult(float(len(text) % 3)) for text in responses]
+
+    def close(self):
+        pass
+
+
+def build_vision_trainer(model, data, *, is_fake=False, **options):
+    """A trainer with critic and reference, written as the seeds write it; and its strategy."""
+    args = SimpleNamespace(**{
+        "pretrain": model, "seed": 3, "train_batch_size": 16, "micro_train_batch_size": 4,
+        "micro_rollout_batch_size": 8, "rollout_batch_size": 4, "n_samples_per_prompt": 4,
+        "generate_max_len": 5, "actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3,
+        "lr_warmup_ratio": 0.0, "init_kl_coef": 0.01, "advantage_estimator": "gae",
+        "engine_type": "hf", **options,
+    })  # fmt: skip
+    strategy = get_fake_strategy(args) if is_fake else get_strategy(args)
+    config = TrainConfig(pretrain=model, apply_chat_template=True, prompt_max_len=400)
+    vision = load_vision(config)
+    prompts = load_prompts(str(data / "train.jsonl"), vision, config)
+    loader = strategy.setup_dataloader(
+        prompts, args.rollout_batch_size // strategy.world_size, collate_fn=collate_prompts
+    )
+    with strategy.init_model_context():
+        models = (Actor.from_pretrained(model), Critic.from_pretrained(model), None,
+                  Actor.from_pretrained(model))  # fmt: skip
+    actor, critic, _, reference = strategy.prepare_models_and_optimizers(*models, args, 100)
+    strategy.setup_inference_engine(args, engine_type="hf", actor=actor)
+    trainer = SPMDPPOTrainerVL(
+        strategy, actor, critic, LengthReward(), reference,
+        tokenizer=load_tokenizer(model), processor=vision.encoder.processor,
+        prompts_dataloader=loader,
+    )  # fmt: skip
+    return trainer, strategy
