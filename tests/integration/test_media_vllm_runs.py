@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from tests.models.vision.tiny_world import tiny
 from tests.trainer.vision_world import write_data
 
 from lightrft.config import TrainConfig
-from lightrft.models.vision.tiny import write_tiny_vision_model
+from lightrft.models.loading import save_pretrained
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.trainer.runs.assembly import run_training
 
@@ -14,7 +15,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def run(preset, folder, **options):
-    write_tiny_vision_model(folder / "model", preset, seed=1)
+    # Every weight of it matters, so that images are told apart.
+    model, encoder = tiny(preset)
+    save_pretrained(model, None, folder / "model")
+    encoder.processor.save_pretrained(folder / "model")
     data = write_data(folder)
     config = TrainConfig().replaced({
         "pretrain": str(folder / "model"), "prompt_data": str(data / "train.jsonl"),
