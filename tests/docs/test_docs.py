@@ -156,6 +156,7 @@ def test_every_page_ends_by_naming_the_next():
     path = [
         "index",
         "first_reward",
+        "real_model",
         "environments",
         "one_gpu",
         "one_node",
