@@ -117,6 +117,7 @@ class Environments:
         group_ids: Sequence[int],
         step: int | None = None,
         batch: int = 0,
+        on_group: Callable[[list[Rollout]], None] | None = None,
     ) -> tuple[list[Rollout], list[RewardResult | None]]:
         """Whole episodes of this rank's prompts, `params.n` of each; collective.
 
@@ -131,6 +132,7 @@ class Environments:
             group_ids: Of each prompt.
             step: Of the run, for the journal; None writes none.
             batch: Of prompts within the step, with dynamic sampling.
+            on_group: Called with the responses to a prompt when the last of them has ended.
 
         Returns:
             The responses, prompt after prompt, and the reward of each by its environment; None
@@ -154,6 +156,8 @@ class Environments:
                 journal.leave(num_rounds)
                 problem = self._round(play, num_rounds)
                 num_rounds += 1
+                for group in play.finished_groups() if on_group is not None else ():
+                    on_group(group)
             journal.leave(num_rounds)
             results = self._finish(play)
         finally:
