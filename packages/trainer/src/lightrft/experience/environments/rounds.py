@@ -156,8 +156,9 @@ class Environments:
                 journal.leave(num_rounds)
                 problem = self._round(play, num_rounds)
                 num_rounds += 1
-                for group in play.finished_groups() if on_group is not None else ():
-                    on_group(group)
+                if on_group is not None:
+                    for group in play.finished_groups():
+                        on_group(group)
             journal.leave(num_rounds)
             results = self._finish(play)
         finally:
