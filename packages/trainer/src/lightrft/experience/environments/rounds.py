@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Work = Callable[[Episode, Host], None]
+# More than a chat template writes before a turn, where it may begin to think for the model.
+HEADER_TOKENS = 64
 
 
 class Environments:
@@ -434,7 +436,8 @@ class Environments:
         is_ended = turn.finish_reason == "stop"
         ids = turn.output_token_ids[:-1] if is_ended else turn.output_token_ids
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        before = self._tokenizer.decode(turn.prompt_token_ids, skip_special_tokens=False)
+        header = turn.prompt_token_ids[-HEADER_TOKENS:]
+        before = self._tokenizer.decode(header, skip_special_tokens=False)
         try:
             return episode.kind.parse(str(text), is_ended, str(before)), None
         except MalformedCallError as error:
