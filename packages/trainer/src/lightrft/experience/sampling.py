@@ -391,7 +391,9 @@ class RolloutSampler:
         limit = timedelta(minutes=self._config.timeout_minutes)
         with meter.stage("reward"), phase("reward", limit):
             # A collective: no failure of this rank alone may come before it.
-            models = None if self._model_rewards is None else self._model_rewards.score(rollouts)
+            models = None
+            if self._model_rewards is not None:
+                models = self._model_rewards.score(rollouts, self._encoder)
             try:
                 with scorer or self._group_scorer([item.prompt for item in rollouts]) as calls:
                     results = calls.results(rollouts)

@@ -22,7 +22,7 @@ from lightrft.strategy.engine.generation import (
 )
 from lightrft.strategy.engine.start import check_places, own_place
 from lightrft.strategy.prepared import inner_module
-from lightrft.strategy.weight_sync.canary import actor_canary, compute_dtypes
+from lightrft.strategy.weight_sync.canary import actor_canary, compute_dtypes, media_seen
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, engine_source
 from lightrft.strategy.weight_sync.sync import MEGABYTE, WeightSync, WeightSyncReport
 
@@ -189,7 +189,7 @@ class EngineSession:
                     dtypes=compute_dtypes(config, self.running, source),
                     max_length=config.max_len,
                     device=self._ranks.device,
-                    media=self.running.media_probe(),
+                    media=media_seen(self.running, self._ranks.world_group),
                 )
             report = self.weight_sync.sync(source, canary=canary, wake_cache=self.wake_up)
         self._ranks.print_detail(report.summary())
