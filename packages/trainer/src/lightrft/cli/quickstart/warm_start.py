@@ -100,7 +100,7 @@ def build_student(task: Task, *, seed: int) -> Student:
     mistakes that no reward can repair.
     """
     tokenizer = build_tokenizer(task)
-    if task.preset in TINY_FAMILIES:
+    if task.preset is not None and task.preset in TINY_FAMILIES:
         model, processor = build_tiny(
             task.preset, seed=seed, initializer_range=VISION_INITIALIZER_RANGE, tokenizer=tokenizer
         )
