@@ -16,7 +16,7 @@ from lightrft.trainer.budget.advice import advise
 from lightrft.trainer.budget.duration import scale, where_it_stops_paying
 from lightrft.trainer.budget.machines import GPUS
 from lightrft.trainer.budget.model_size import SHAPES
-from lightrft.trainer.budget.report import COUNTS, constants_table, time_table
+from lightrft.trainer.budget.report import COUNTS, constants_table, gpus_table, time_table
 from lightrft.trainer.budget.setup import Setup
 from lightrft.trainer.reporting.metric_table import METRICS
 from lightrft.utils.arguments import GROUPS
@@ -99,7 +99,7 @@ def scaling() -> str:
             time_table(rows),
             where_it_stops_paying(advice.plan.setup, rows) + ".",
         ]
-    text = "\n\n".join(["", *parts, constants_table(), ""])
+    text = "\n\n".join(["", *parts, constants_table(), gpus_table(), ""])
     return before + BEGIN + text + END + after
 
 

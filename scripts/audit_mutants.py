@@ -28,6 +28,7 @@ import importlib.util
 import io
 import json
 import os
+import pickle
 import select
 import signal
 import sys
@@ -46,6 +47,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "packages" / "trainer" / "src"
 ALGORITHMS = SOURCE / "lightrft" / "algorithms"
 MUTANT_SECONDS = 120.0
+CANNOT_LOOK = "cannot look into"
 STEPS = (
     {"policy_loss": "ppo", "dual_clip": 1.3, "eps_clip": 0.1, "max_epochs": 2},
     {"policy_loss": "gspo", "advantage_estimator": "rloo", "eps_clip": 0.05},
@@ -195,7 +197,7 @@ def tensors_of(value: object, *, is_whole: bool = True) -> list[torch.Tensor]:
     if isinstance(value, list | tuple):
         return [t for item in value for t in tensors_of(item, is_whole=is_whole)]
     if is_whole:
-        raise TypeError(f"cannot look into {type(value).__name__}")
+        raise TypeError(f"{CANNOT_LOOK} {type(value).__name__}")
     return []
 
 
@@ -232,8 +234,9 @@ class Recorder:
         try:
             if call.replayed() == call.replayed():
                 return True
-        except Exception:  # noqa: BLE001 - then it is not
-            pass
+        except TypeError as error:
+            if not str(error).startswith(CANNOT_LOOK):
+                raise
         self.outside |= call.lines
         return False
 
@@ -253,7 +256,7 @@ class Recorder:
             kept = io.BytesIO()
             try:
                 torch.save((args, kwargs), kept)
-            except Exception:  # noqa: BLE001 - what cannot be kept cannot be repeated
+            except (pickle.PicklingError, AttributeError):  # closures cannot be kept
                 return function(*args, **kwargs)
             self._inside = set()
             try:

@@ -9,7 +9,8 @@ PACKAGES = (
     "config", "kernels", "engines", "strategy", "utils", "algorithms", "models", "datasets",
     "rewards", "audit", "experience", "trainer", "cli",
 )  # fmt: skip
-OPTIONAL = ("vllm", "sglang", "deepspeed", "triton", "wandb", "matplotlib", "peft", "tensorboard")
+OPTIONAL = ("vllm", "sglang", "deepspeed", "triton", "wandb", "matplotlib", "peft", "tensorboard",
+            "trackio", "mlflow", "swanlab")  # fmt: skip
 
 BLOCKED_IMPORT = """
 import importlib, pkgutil, sys
@@ -48,3 +49,25 @@ def test_configuration_modules_import_the_standard_library_only():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_model_costs_what_torch_and_transformers_cost():
+    code = (
+        "import sys\n"
+        "import lightrft.datasets, lightrft.rewards, lightrft.experience, lightrft.trainer\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules), 'packages are lazy'\n"
+        "import torch\n"
+        "from transformers import AutoModelForCausalLM, PreTrainedModel\n"
+        "before = set(sys.modules)\n"
+        "from lightrft.models import Actor\n"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(*sorted(new - set(sys.stdlib_module_names)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    added = set(done.stdout.split())
+    assert "lightrft" in added
+    # torchvision is what transformers takes for images.
+    assert added <= {"lightrft", "torch", "torchvision", "transformers"}

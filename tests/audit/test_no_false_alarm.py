@@ -209,6 +209,4 @@ def test_steps_on_episodes(changes, audited):
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_all_further_options(changes, audited):
     for is_sgd in (False, True):
-        if is_sgd and {"lora_rank", "freezing_actor_steps"} & set(changes):
-            continue
         assert_equal(audited(changes, sgd=is_sgd, steps=2))

@@ -1,7 +1,9 @@
 """The embedded engine samples prompts with images as the trainer scores them."""
 
+from dataclasses import replace
+
 import pytest
-import torch
+from tests.engines.media_requests import logprob_error, requests_of, video_prompt
 from tests.models.vision.tiny_world import Batch, image, prompt, tiny
 
 from lightrft.engines.hf.engine import HFEngine
@@ -10,15 +12,6 @@ from lightrft.engines.media.sources import MediaError
 from lightrft.engines.types import EngineConfig, GenerationRequest, MultiModalInputs, SamplingParams
 from lightrft.models.actor import Actor
 from lightrft.models.vision.tiny import TINY_FAMILIES, write_tiny_vision_model
-
-
-def requests_of(prompts):
-    return [
-        GenerationRequest(p, request_id=i)
-        if isinstance(p, tuple)
-        else GenerationRequest((), request_id=i, encoded=p)
-        for i, p in enumerate(prompts)
-    ]
 
 
 @pytest.mark.parametrize("preset", TINY_FAMILIES)
@@ -34,24 +27,11 @@ def test_samples_score_as_the_trainer_scores_them(preset):
     whole_batch = batch.family.takes_types or batch.family.attends_to_images
     assert len(calls) <= (2 if whole_batch else 1)
     forbidden = set(placeholder_ids(model.config))
-    scored = Batch(model, encoder, prompts=[p for p in batch.prompts for _ in range(2)])
-    scored.rows = [
-        torch.tensor([*item.prompt_token_ids, *item.output_token_ids]) for item in completions
-    ]
-    width = max(map(len, scored.rows))
-    token_ids = torch.zeros(6, width, dtype=torch.int64)
-    real = torch.zeros(6, width, dtype=torch.bool)
-    response = real.clone()
-    for i, row in enumerate(scored.rows):
-        token_ids[i, : len(row)], real[i, : len(row)] = row, True
-        response[i, scored.starts[i] : len(row)] = True
-    logprobs = Actor(model)(token_ids, real, scored_mask=response, media=scored.media).logprobs
-    for i, item in enumerate(completions):
-        p = scored.prompts[i]
+    prompts = [p for p in batch.prompts for _ in range(2)]
+    for item, p in zip(completions, prompts, strict=True):
         assert item.prompt_token_ids == (p if isinstance(p, tuple) else p.token_ids)
         assert not forbidden & set(item.output_token_ids)
-        expected = logprobs[i][response[i]]
-        torch.testing.assert_close(torch.tensor(item.output_logprobs), expected, atol=1e-5, rtol=0)
+    assert logprob_error(Actor(model), encoder, batch.prompts, completions, n=2) < 1e-5
 
 
 def test_raw_images_are_read_by_the_model_s_own_processor(tmp_path):
@@ -81,3 +61,24 @@ def test_a_model_of_text_refuses_images(tiny_model):
     request = GenerationRequest((1, 2), multi_modal=MultiModalInputs(images=(b"",)))
     with pytest.raises(ValueError, match="the hf engine reads text only"):
         engine.generate([request], SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen2-vl", "tiny-qwen2.5-vl", "tiny-qwen3-vl",
+                                    "tiny-internvl", "tiny-llava-onevision"])  # fmt: skip
+def test_videos_score_as_the_trainer_scores_them(preset):
+    """Also those that last longer than they are wide: the text lies behind them."""
+    model, encoder = tiny(preset)
+    # This family computes only videos of equal length together.
+    short = 8 if preset == "tiny-llava-onevision" else 2
+    prompts = [video_prompt(encoder, num_frames=8), video_prompt(encoder, num_frames=short)]
+    engine = HFEngine(EngineConfig("hf", ""), module=model)
+    completions = engine.generate(requests_of(prompts), SamplingParams(max_tokens=6, seed=4))
+    assert [c.prompt_token_ids for c in completions] == [p.token_ids for p in prompts]
+    actor = Actor(model)
+    assert logprob_error(actor, encoder, prompts, completions) < 1e-5
+    # The comparison sees frames of another video.
+    turned = {
+        name: -tensor if "pixel" in name else tensor for name, tensor in prompts[0].tensors.items()
+    }
+    other = [replace(prompts[0], tensors=turned), prompts[1]]
+    assert logprob_error(actor, encoder, other, completions) > 1e-3

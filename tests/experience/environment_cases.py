@@ -186,6 +186,26 @@ class Contract(Base):
         return -99.0 if self.closed else 1.0
 
 
+class Told:
+    """`reset` answers what the row says; and so does what it makes of an episode."""
+
+    async def reset(self, told=None, **row):
+        self.told = told
+        return told
+
+    def get_reward(self):
+        return float("nan" if self.told == "nan" else len(self.told or ""))
+
+
+def make_counter():
+    return Counter()
+
+
+# TRL's dict of factories, of which the column `environment` of a row names one.
+FACTORIES = {"guess": Guess, "contract": Contract, "told": Told, "made": make_counter}
+WRONG_FACTORIES = {"guess": Guess, "number": 3}
+
+
 class Delayed:
     """Answers the n-th call by n, after a time that nobody knows."""
 

@@ -233,6 +233,25 @@ def test_a_failure_ends_the_run_unless_it_is_masked(stage):
         played.sample()
 
 
+def test_a_failure_on_one_rank_ends_all_of_them_after_the_same_exchange(stage):
+    played = stage([call("guess", number=7), "done"])
+    told = []
+
+    def gather(own):
+        told.append(own)
+        return [own, (1, "prompt 9: call did not return", ())] if isinstance(own, tuple) else [own]
+
+    played.strategy.gather_objects = gather
+    with pytest.raises(RewardError, match="rank 1: prompt 9: call did not return"):
+        played.sample()
+    # And a rank that fails itself tells the others before it ends.
+    failing = stage(["hm"], environment="Naughty", rows=[{"input": "x", "bad_reset": True}])
+    failing.strategy.gather_objects = gather
+    with pytest.raises(RewardError, match="no such puzzle"):
+        failing.sample()
+    assert "no such puzzle" in told[-1][1]
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -424,6 +443,96 @@ def test_the_parser_follows_the_tokenizer():
     assert choose_parser("pythonic", families.family_tokenizer("Gemma"), ()) is pythonic_calls
     with pytest.raises(ConfigError, match="give --tool_parser"):
         choose_parser("auto", families.family_tokenizer("Gemma"), ())
+
+
+# transformers' own description of how Qwen writes calls; the anchor finds opened thinking.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n", "fields": {
+        "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*",
+                              "content": "text"},
+        "tool_calls": {"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True,
+                       "content": "json",
+                       "transform": {"type": "function", "function": "{content}"}},
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+    },
+}  # fmt: skip
+BEFORE = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_tokenizers_own_response_template_is_followed():
+    tokenizer = families.family_tokenizer("Gemma")  # of which no other parser is known
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    schema = {"type": "function", "function": {
+        "name": "f", "description": "", "parameters": {
+            "type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+    }}  # fmt: skip
+    parse = choose_parser("auto", tokenizer, (schema,))
+
+    def read(text, before=BEFORE):
+        return [(each.name, each.arguments) for each in parse(text, True, before)]
+
+    one = call("f", x="7")
+    assert read(one) == read(f"hm\n{one}\nmore") == [("f", {"x": 7})]
+    assert read(f"{one}\n{call('g')}") == [("f", {"x": 7}), ("g", {})]
+    assert read("no call") == read(f"<think>{one}</think>no") == []
+    assert read(f"{one}</think>no", BEFORE + "<think>\n") == []
+    bare = '<tool_call>\n{"name": "f"}\n</tool_call>'
+    assert read(bare) == [("f", {})]
+    deep = "[" * 5000
+    for body in ('{"name": "f"', "{'name': 'f'}", "[1]", "3", '{"name": "f", "arguments": "{}"}',
+                 '{"name": "f", "arguments": [1]}', '{"arguments": {}}', deep):  # fmt: skip
+        with pytest.raises(MalformedCallError):
+            read(f"<tool_call>{body}</tool_call>")
+
+
+def test_an_episode_is_read_by_the_tokenizers_own_response_template(stage):
+    played = stage([call("guess", number="7") + call("guess"), "done"])
+    tokenizer = played.tokenizer
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    played.environments = Environments(played.config, tokenizer, pool=pool_of(played.config))
+    rollouts, rewards = played.sample()
+    answers = [(a.outcome, a.text) for turn in rollouts[0].conversation.answers for a in turn]
+    assert answers[0] == ("ok", "right")
+    assert "missing argument 'number'" in answers[1][1]
+    assert len(answers) == 2
+    assert [r.reward for r in rewards] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("parser", [hermes_calls, llama_calls, pythonic_calls])
+def test_what_a_template_began_to_think_is_thinking(parser):
+    texts = {hermes_calls: call("f"), llama_calls: '{"name": "f"}', pythonic_calls: "[f()]"}
+    before = BEFORE + "<think>\n"
+    assert parser(f"hm {texts[parser]}", True, before) == []
+    assert parser(f"{texts[parser]}</think>no", True, before) == []
+    assert [c.name for c in parser(f"hm</think>{texts[parser]}", True, before)] == ["f"]
+    assert [c.name for c in parser(texts[parser], True, f"{BEFORE}<think>a</think>")] == ["f"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<tool_call>{'[' * 5000}</tool_call>",
+        '<tool_call>{"name": "\\ud800", "arguments": 3}</tool_call>',
+        '<tool_call>{"name": "act", "arguments": {"what": "\\ud800"}}</tool_call>',
+        '<tool_call>{"name": "act", "arguments": {"\\ud800": 1}}</tool_call>',
+    ],
+    ids=["nested", "name", "argument", "name of an argument"],
+)
+def test_no_call_ends_the_run(stage, text):
+    played = stage([text, "done"], environment="Naughty", max_observation_tokens=64,
+                   generate_max_len=6000, max_len=8000)  # fmt: skip
+    rollouts, _ = played.sample()
+    (answers, *_) = rollouts[0].conversation.answers
+    assert [a.outcome for a in answers] == ["malformed"]
+    assert len(rollouts[0].conversation.turns) == 2
+
+
+def test_literals_that_are_no_json_are_the_models_error():
+    schema = {"f": {"parameters": {"properties": {"x": {}}, "required": ["x"]}}}
+    assert check_call(pythonic_calls("[f(x=[1, 'a', None])]", True)[0], schema)
+    for literal in ("{1, 2}", "b'a'", "[{1}]", "2j"):
+        with pytest.raises(MalformedCallError, match="f: the arguments are no JSON"):
+            check_call(pythonic_calls(f"[f(x={literal})]", True)[0], schema)
 
 
 def test_arguments_are_cast_only_where_the_schema_asks():

@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.datasets.types import DataError
+from lightrft.rewards.types import RewardError
+from lightrft.trainer.runs.vision import load_vision
+
 _SPEC = importlib.util.spec_from_file_location(
     "environment_stage", Path(__file__).with_name("test_environments.py")
 )
@@ -141,3 +146,143 @@ def test_delays_of_tools_change_nothing_that_an_engine_sees(tmp_path):
         seen.append((batches, [r.completion for r in rollouts], [r.reward for r in rewards]))
     assert seen[0] == seen[1] == seen[2]
     assert [len(batch) for batch in seen[0][0]] == [4, 4, 2, 1]
+
+
+def chosen(tmp_path, script, rows, **options):
+    """Two samples of each row, whose column `environment` names one of several."""
+    return Stage(tmp_path, script, rows=rows, environment="FACTORIES", **{**LONG, **options})
+
+
+def test_rows_choose_among_several_environments(tmp_path):
+    turns = [
+        [call("guess", number=7), call("fixed"), "done"],
+        [call("columns"), call("count_up"), "done"],
+        [call("count_up"), call("count_up"), "done"],
+    ]
+    rows = [
+        {"input": "Find it.", "target": 7, "environment": "guess"},
+        {"input": "Say it.", "environment": "contract"},
+        {"input": "Count it.", "environment": "made"},
+    ]
+    stage = chosen(tmp_path, lambda request_id: turns[request_id // 2], rows)
+    own = [{"guess"}, {"close", "columns", "fixed", "inherited", "later"}, {"count_up", "slowly"}]
+    assert stage.environments.tool_names == tuple(sorted(set.union(*own)))
+    rollouts, rewards = stage.sample()
+    # Each prompt shows the tools of its environment alone, whether or not `reset` added to it.
+    for rollout, names in zip(rollouts, [s for s in own for _ in range(2)], strict=True):
+        for name in set.union(*own):
+            assert (f'"name": "{name}"' in rollout.prompt.text) == (name in names)
+    assert [r.prompt.text for r in rollouts[2:]] == [
+        stage.prompts[i // 2].text for i in (2, 3, 4, 5)
+    ]
+    answers = [[a.text for turn in r.conversation.answers for a in turn] for r in rollouts]
+    unknown = json.dumps({"error": "no tool 'fixed': there are guess"})
+    # As in TRL, only the choice itself is not given to what was chosen.
+    assert answers[0] == answers[1] == ["right", unknown]
+    assert answers[2] == answers[3]
+    assert answers[2][0] == '["input", "prompt"]'
+    assert "no tool 'count_up'" in answers[2][1]
+    assert answers[4] == answers[5] == ["1", "2"]  # an instance for each episode
+    assert [dict(r.components) for r in rewards[::2]] == [
+        {"Guess": 1.0}, {"Contract": 1.0}, {"Counter": 3.0, "count": 2.0, "half": 1.0},
+    ]  # fmt: skip
+
+
+def test_an_unknown_environment_is_named_before_the_run(tmp_path):
+    rows = [{"input": "x", "environment": "guess"}, {"input": "x", "environment": "gess"}]
+    with pytest.raises(DataError, match=r"rows.jsonl.*2.*must name one of guess, contract, told, "
+                       r"made: got 'gess'"):  # fmt: skip
+        chosen(tmp_path, lambda i: ["done"], rows)
+    with pytest.raises(DataError, match="column 'environment' must name one of"):
+        chosen(tmp_path, lambda i: ["done"], [{"input": "x"}])
+
+
+def test_what_makes_no_environments_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="WRONG_FACTORIES number: expected a class with reset"):
+        Stage(tmp_path, lambda i: ["done"], environment="WRONG_FACTORIES", **LONG)
+
+
+def test_one_environment_gets_the_whole_row(tmp_path):
+    rows = [{"input": "x", "environment": "e"}]
+    _, _, answers, _ = play(tmp_path, [call("columns"), "done"], rows=rows)
+    assert answers == [['["environment", "input", "prompt"]']]
+
+
+TOLD = {
+    "nothing": (None, "Say it."),
+    "a text": (" Now.", "Say it. Now."),
+    "blocks": ([{"type": "text", "text": " Right"}, {"type": "text", "text": " now."}],
+               "Say it. Right now."),
+    "blocks and texts": ([" Right", {"type": "text", "text": " now."}], "Say it. Right now."),
+    "no blocks": ([], "Say it."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("told", "expected"), TOLD.values(), ids=TOLD)
+def test_what_reset_says_stands_at_the_end_of_the_question(tmp_path, told, expected):
+    # TRL puts it behind the last message, whoever says it.
+    messages = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "Well"}]
+    rows = [{"input": x, "environment": "told", "told": told} for x in ("Say it.", messages)]
+    stage = chosen(tmp_path, lambda i: ["done"], rows)
+    rollouts, rewards = stage.sample()
+    for rollout in rollouts:
+        assert f"<|im_start|>user\n{expected}<|im_end|>" in rollout.prompt.text
+        shown = stage.tokenizer.decode(rollout.completion.prompt_token_ids)
+        assert shown == rollout.prompt.text
+    assert rollouts[2].prompt.text.count("Well<|im_end|>") == 1
+    assert [r.reward for r in rewards] == [float(len(told or ""))] * 4
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ([{"type": "image", "image": "x.png"}], "got 'image' .environments speak text only."),
+        ([" a", 3], "got 'int'"),
+        ({"a": 1}, "got 'dict'"),
+    ],
+)
+def test_other_answers_of_reset_end_the_run_in_one_line(tmp_path, told, reason):
+    rows = [{"input": "x", "environment": "told", "told": told}]
+    stage = chosen(tmp_path, lambda i: ["done"], rows)
+    expected = r"reset failed: Told.reset must return a string, blocks of type text or None: "
+    with pytest.raises(RewardError, match=f"prompt 0: {expected}{reason}"):
+        stage.sample()
+
+
+def test_rows_without_a_prompt_get_theirs_from_reset(tmp_path):
+    rows = [{"environment": "told", "told": "Begin."}]
+    stage = chosen(tmp_path, lambda i: ["done"], rows)
+    rollouts, _ = stage.sample()
+    assert "<|im_start|>user\nBegin.<|im_end|>" in rollouts[0].prompt.text
+    assert rollouts[0].prompt.messages == ({"role": "user", "content": "Begin."},)
+    stage = chosen(tmp_path, lambda i: ["done"], rows, system_prompt="Play.", input_template="{}!")
+    rollouts, _ = stage.sample()
+    assert "system\nPlay." in rollouts[0].prompt.text
+    assert "user\nBegin.<" in rollouts[0].prompt.text
+    # Nobody trains on nothing, and a misnamed column is no missing one.
+    stage = chosen(tmp_path, lambda i: ["done"], [{"environment": "told", "input": None}])
+    with pytest.raises(RewardError, match="prompt 0: the row has no prompt, and reset gave none"):
+        stage.sample()
+    with pytest.raises(DataError, match=r"no column 'input'.*set --input_key question"):
+        chosen(tmp_path, lambda i: ["done"], [{"environment": "told", "question": "Why?"}])
+
+
+def test_a_reward_that_is_no_number_ends_the_run(tmp_path):
+    # TRL leaves it out of the mean of its group, and says nothing.
+    rows = [{"input": "x", "environment": "told", "told": "nan"}]
+    stage = chosen(tmp_path, lambda i: ["done"], rows)
+    with pytest.raises(RewardError, match="get_reward must return finite numbers: got nan"):
+        stage.sample()
+
+
+def test_environments_speak_text_only(tmp_path):
+    blocks = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Why?"}]}]
+    with pytest.raises(DataError, match=r"rows.jsonl:1: ") as refused:
+        chosen(tmp_path, lambda i: ["done"], [{"input": blocks, "environment": "told"}])
+    assert "\n" not in str(refused.value)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    config = TrainConfig(pretrain=str(model), environment="x.py:X", apply_chat_template=True)
+    with pytest.raises(ConfigError, match="speak text only: got a model of type qwen2_5_vl"):
+        load_vision(config)

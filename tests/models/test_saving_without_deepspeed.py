@@ -11,12 +11,17 @@ PROGRAM = """
 import sys
 from lightrft.models.presets import write_tiny_model
 write_tiny_model(sys.argv[1], "tiny-qwen3", seed=0)
+from lightrft.models import Actor
+from lightrft.strategy import get_fake_strategy
+with get_fake_strategy({"bf16": False}) as strategy:
+    model = strategy.prepare_model(Actor.from_pretrained(sys.argv[1]))
+    strategy.save_model(model, None, sys.argv[1] + "/saved")
 print("deepspeed" in sys.modules)
 """
 
 
 @pytest.mark.deepspeed
-def test_writing_a_model_does_not_import_deepspeed(tmp_path):
+def test_writing_loading_and_saving_a_model_does_not_import_deepspeed(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "tiny")],
         capture_output=True, text=True, check=True, timeout=240,

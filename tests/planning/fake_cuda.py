@@ -1,4 +1,4 @@
-"""Runs `trace_update.py` in a process of its own, in which torch finds a fake H100."""
+"""Runs scripts in processes of their own, in which torch finds a fake H100."""
 
 from __future__ import annotations
 
@@ -51,8 +51,13 @@ def preloaded():
 def trace(*cases, timeout=240):
     """What `trace_update.py` saw of each case; keys that a case lacks are those of `DEFAULTS`."""
     whole = [{**DEFAULTS, **case} for case in cases]
+    return run("trace_update.py", json.dumps(whole), timeout=timeout)
+
+
+def run(script, *arguments, timeout=240):
+    """What a script beside this file prints last, as JSON."""
     done = subprocess.run(
-        [sys.executable, str(FOLDER / "trace_update.py"), json.dumps(whole)],
+        [sys.executable, str(FOLDER / script), *arguments],
         env={**os.environ, "LD_PRELOAD": str(preloaded()), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=timeout, check=False,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 
 from lightrft.config import TrainConfig
 from lightrft.trainer.budget.activations import head_bytes, trunk_bytes
-from lightrft.trainer.budget.backends import Term, resting, train_peak
+from lightrft.trainer.budget.backends import resting, train_peak
 from lightrft.trainer.budget.model_size import SHAPES, ModelSize
 from lightrft.trainer.budget.setup import Setup
 
@@ -43,10 +43,11 @@ def setup_of(name, layers, *, tokens, checkpointing=False, world=WORLD):
     return Setup(config, size, world, world, True, 80e9, "fake")
 
 
-def predicted(setup):
+def predicted(setup, forgets=()):
     """What a trace sees of it: resting states, and the peak without the opaque work space."""
     config = setup.config
-    states = sum(term.num_bytes for term in resting(setup, setup.actor))
+    kept = [term for term in resting(setup, setup.actor) if term.name not in forgets]
+    states = sum(term.num_bytes for term in kept)
     scored = setup.scored_tokens(config.micro_train_batch_size)
     inside = head_bytes(setup, setup.actor, scored, is_training=True)
     visible = setup.compute_bytes * scored * setup.actor.size.hidden
@@ -73,6 +74,7 @@ def test_no_tensor_of_the_host_takes_part_in_a_micro_batch():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 def test_no_tensor_of_the_host_takes_part_in_any_micro_batch_of_a_7b_shape():
     check_variants(variants("qwen2.5-7b", 2))
 
@@ -91,56 +93,66 @@ def test_no_tensor_of_the_host_takes_part_in_a_micro_batch_of_qwen3():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1600)
 def test_rows_of_32k_tokens_need_no_mask_of_a_gigabyte():
-    masked, free = fake_cuda.trace(
-        *(case("qwen2.5-0.5b", 1, tokens=32768, masked=masked) for masked in (True, False))
+    layouts = ((32768, True), (32768, False), (16384, False))
+    masked, free, half = fake_cuda.trace(
+        *(case("qwen2.5-0.5b", 2, tokens=tokens, masked=masked) for tokens, masked in layouts),
+        timeout=1500,
     )
+    # The numbers of docs/scaling.md.
+    assert [masked["peak"], free["peak"]] == pytest.approx([9.81e9, 4.75e9], rel=0.01)
+    assert [masked["kept"], free["kept"]] == pytest.approx([8.50e9, 4.01e9], rel=0.01)
     # bool [tokens, tokens]; and grouped keys and values are repeated beside a mask.
     assert masked["peak"] - free["peak"] > 1.0e9
-    assert masked["kept"] > free["kept"]
-    # 32,768 tokens of one layer: what is left is linear in the tokens.
-    (half,) = fake_cuda.trace(case("qwen2.5-0.5b", 1, tokens=16384))
+    # What is left is linear in the tokens.
     assert free["kept"] == pytest.approx(2 * half["kept"], rel=0.01)
 
 
-def compare(name, layers, **options):
-    found = fake_cuda.trace(
-        case(name, layers, world=WORLD, micro_batches=2, **options), timeout=280
-    )[0]
-    setup = setup_of(
-        name, layers, tokens=options["tokens"], checkpointing=options.get("checkpointing", False)
-    )
-    states, peak = predicted(setup)
-    assert states == pytest.approx(found["resting"], rel=0.01)
+def compare(name, depths, **options):
+    """Plans of some numbers of layers against their traces, which one process makes."""
+    cases = [case(name, depth, world=WORLD, micro_batches=2, **options) for depth in depths]
+    traces = fake_cuda.trace(*cases, timeout=1500)
+    for depth, found in zip(depths, traces, strict=True):
+        setup = setup_of(name, depth, **options)
+        check(predicted(setup), found)
+        # Every comparison is its own control: it fails by far if Adam's states are forgotten.
+        forgetful = predicted(setup, forgets=["Adam's states"])
+        with pytest.raises(AssertionError):
+            check(forgetful, found)
+        assert forgetful[0] < 0.5 * found["resting"]
+    return traces
+
+
+def check(prediction, found):
+    states, peak = prediction
+    assert states == pytest.approx(found["resting"], rel=0.01), states / found["resting"]
     total = found["resting"] + found["peak"]
     assert states + peak == pytest.approx(total, rel=0.10), (states + peak) / total
-    return setup, found
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1600)
 def test_a_plan_of_a_7b_shape_over_8_ranks_is_within_a_tenth_of_the_trace():
-    setup, found = compare("qwen2.5-7b", 2, tokens=4096)
+    (found,) = compare("qwen2.5-7b", [2], tokens=4096)
+    setup = setup_of("qwen2.5-7b", 2, tokens=4096)
     kept = trunk_bytes(setup.actor, 4096, 2) + 2 * 4095 * setup.actor.size.hidden
     assert kept == pytest.approx(found["kept"], rel=0.02)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     "name", ["qwen2.5-0.5b", "qwen2.5-7b", "qwen2.5-32b", "qwen2.5-72b", "qwen3-0.6b"]
 )
 def test_plans_of_all_shapes_are_within_a_tenth_of_the_trace(name, checkpointing):
     # From two numbers of layers follows any: what a layer adds is a constant.
-    few, more = (
-        compare(name, layers, tokens=8192, checkpointing=checkpointing) for layers in (3, 5)
-    )
-    slope = [(b - a) / 2 for a, b in zip(_total(few[1]), _total(more[1]), strict=True)]
+    few, more = map(_total, compare(name, [3, 5], tokens=8192, checkpointing=checkpointing))
+    slope = [(b - a) / 2 for a, b in zip(few, more, strict=True)]
     depth = SHAPES[name].num_layers
     resting_bytes, peak = (
-        value + (depth - 5) * each for value, each in zip(_total(more[1]), slope, strict=True)
+        value + (depth - 5) * each for value, each in zip(more, slope, strict=True)
     )
     setup = setup_of(name, depth, tokens=8192, checkpointing=checkpointing)
     states, added = predicted(setup)
@@ -149,6 +161,16 @@ def test_plans_of_all_shapes_are_within_a_tenth_of_the_trace(name, checkpointing
 
 def _total(found):
     return found["resting"], found["peak"]
+
+
+@pytest.mark.timeout(300)
+def test_offloaded_states_travel_through_pinned_memory_and_nobody_waits():
+    found = fake_cuda.run("trace_offload.py")
+    assert found["cpu"]["devices"] == ["cpu"]
+    assert found["cuda"]["devices"] == ["cuda"]
+    # Both moments of weight and bias; the second entry: pinned, or without waiting.
+    assert found["cpu"]["operators"] == [["empty_like", True], ["copy_", True]] * 4
+    assert found["cuda"]["operators"] == [["_to_copy", True]] * 4
 
 
 def test_a_size_counts_what_transformers_builds():
@@ -163,13 +185,3 @@ def test_a_size_counts_what_transformers_builds():
         size = ModelSize.of_config(config.to_dict())
         assert size.parameters == sum(p.numel() for p in model.parameters())
         assert size == replace(SHAPES[name], num_layers=layers)
-
-
-def test_the_comparison_catches_forgotten_states_of_adam():
-    setup = setup_of("qwen2.5-7b", 2, tokens=4096)
-    whole = sum(term.num_bytes for term in resting(setup, setup.actor))
-    forgotten = sum(
-        term.num_bytes for term in resting(setup, setup.actor) if term.name != "Adam's states"
-    )
-    assert forgotten != pytest.approx(whole, rel=0.01)
-    assert all(isinstance(term, Term) for term in train_peak(setup, setup.actor))

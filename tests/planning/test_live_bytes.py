@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.trainer.budget import backends
 from lightrft.trainer.budget.backends import resting, train_peak
 from lightrft.trainer.budget.model_size import ModelSize
 from lightrft.trainer.budget.setup import Setup
@@ -32,26 +31,37 @@ def setup_of(sizes, options):
     return Setup(config, size, 2, 2, False, 1e12, "fake")
 
 
-def predict(sizes, options):
+def predict(sizes, options, forgets=()):
+    """Bytes between updates, and at the peak of one; some terms may be left out."""
     setup = setup_of(sizes, options)
-    states = sum(term.num_bytes for term in resting(setup, setup.actor))
+    kept = [term for term in resting(setup, setup.actor) if term.name not in forgets]
+    states = sum(term.num_bytes for term in kept)
     return states, states + sum(term.num_bytes for term in train_peak(setup, setup.actor))
 
 
 def measure(sizes, options):
     # On this model a step is small against a rank's start.
-    return run_multiprocess(two_ranks.measure, 2, timeout_seconds=250, args=(sizes, options))[0]
+    return run_multiprocess(two_ranks.measure, 2, timeout_seconds=580, args=(sizes, options))[0]
+
+
+def check(predicted, found):
+    states, peak = predicted
+    assert states == pytest.approx(found["idle"], rel=0.02), states / found["idle"]
+    assert peak == pytest.approx(found["peak"], rel=TOLERANCE), peak / found["peak"]
 
 
 def compare(sizes, options):
     found = measure(sizes, options)
-    states, peak = predict(sizes, options)
-    assert states == pytest.approx(found["idle"], rel=0.02)
-    assert peak == pytest.approx(found["peak"], rel=TOLERANCE), peak / found["peak"]
-    return peak, found["peak"]
+    check(predict(sizes, options), found)
+    # Every comparison is its own control: it fails by far if Adam's states are forgotten.
+    forgetful = predict(sizes, options, forgets=["Adam's states"])
+    with pytest.raises(AssertionError):
+        check(forgetful, found)
+    assert forgetful[0] < 0.75 * found["idle"]
 
 
 @pytest.mark.multiprocess
+@pytest.mark.timeout(600)
 def test_fsdp2_holds_what_the_plan_says():
     compare(two_ranks.SIZES, STRATEGIES["fsdp2"])
 
@@ -59,6 +69,7 @@ def test_fsdp2_holds_what_the_plan_says():
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_holds_what_the_plan_says(name, bf16):
@@ -69,6 +80,7 @@ def test_every_strategy_holds_what_the_plan_says(name, bf16):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "change", [{"hidden": 512}, {"rows": 4, "seq": 256}, {"rows": 8, "seq": 256}]
 )
@@ -80,27 +92,19 @@ def test_the_plan_follows_a_wider_model_and_a_larger_batch(name, change):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_resident_memory_grows_as_the_plan_says(name):
-    # Large enough that tensors are most of what a process gains.
-    sizes = {**two_ranks.SIZES, "hidden": 512, "rows": 4, "seq": 256, "vocab": 8000}
+    # Large enough that tensors are nearly all of what a process gains.
+    sizes = {**two_ranks.SIZES, "hidden": 512, "rows": 2, "seq": 128, "vocab": 16000}
     options = STRATEGIES[name]
     arguments = (sizes, options)
-    found = run_multiprocess(two_ranks.measure_resident, 2, timeout_seconds=280, args=arguments)[0]
+    found = run_multiprocess(two_ranks.measure_resident, 2, timeout_seconds=580, args=arguments)[0]
     tensors = measure(sizes, options)["peak"]
+    peak = predict(sizes, options)[1]
     assert tensors >= 0.8 * found["resident"]
-    assert predict(sizes, options)[1] == pytest.approx(tensors, rel=TOLERANCE)
-    assert predict(sizes, options)[1] >= 0.75 * found["resident"]
-
-
-def test_the_comparison_catches_forgotten_states_of_adam(monkeypatch):
-    sizes, options = two_ranks.SIZES, STRATEGIES["fsdp2"]
-    whole = predict(sizes, options)
-
-    def without_adam(setup, model):
-        return (t for t in backends.resting(setup, model) if "Adam" not in t.name)
-
-    monkeypatch.setitem(globals(), "resting", without_adam)
-    states, peak = predict(sizes, options)
-    assert states != pytest.approx(whole[0], rel=0.02)
-    assert peak != pytest.approx(whole[1], rel=TOLERANCE)
+    assert peak == pytest.approx(tensors, rel=TOLERANCE)
+    # Beside tensors there are buffers of gloo and oneDNN, and threads' stacks.
+    assert peak == pytest.approx(found["resident"], rel=TOLERANCE), peak / found["resident"]
+    forgetful = predict(sizes, options, forgets=["Adam's states"])[1]
+    assert forgetful < 0.85 * found["resident"]

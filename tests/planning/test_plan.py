@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -69,6 +70,23 @@ def test_a_device_is_found_by_its_name():
     assert gpu_of("A card of tomorrow") is None
 
 
+@pytest.mark.parametrize("name", GPUS)
+def test_a_preset_has_the_numbers_of_its_data_sheet(name):
+    gpu = GPUS[name]
+    number = r"([\d,.]+)"
+    peak, kind = re.search(rf"{number} TFLOPS (sparse|dense)", gpu.source).groups()
+    bandwidth, unit = re.search(rf", {number} (GB/s|TB/s),", gpu.source).groups()
+    link, link_unit = re.search(
+        rf"(?:NVLink|PCIe Gen\d) {number} (GB/s|TB/s)$", gpu.source
+    ).groups()
+    scale = {"GB/s": 1, "TB/s": 1000, "sparse": 0.5, "dense": 1}
+    values = [float(text.replace(",", "")) for text in (peak, bandwidth, link)]
+    assert gpu.tflops == pytest.approx(values[0] * scale[kind], rel=1e-3)
+    assert gpu.memory_gb_per_second == values[1] * scale[unit]
+    assert gpu.link_gb_per_second == values[2] * scale[link_unit] / 2
+    assert f"{gpu.memory_bytes / 1e9:g}g" == name.rpartition("-")[2]
+
+
 def test_options_change_what_they_should():
     plain = plan_memory(setup_of("qwen2.5-7b", 8, "h100-80g", fsdp=True))
 
@@ -102,12 +120,37 @@ def test_more_gpus_take_less_time_and_waste_more():
     assert shares[-1] < 0.5
 
 
-def test_what_a_rank_receives_falls_with_the_ranks_but_for_the_scalars():
+def received_by_hand(world_size):
+    """Bytes of a step at a rank: those of every rank's rows, and those of the samples it trains."""
+    config = setup_of("qwen2.5-7b", world_size, "h100-80g").config
+    num_samples = config.rollout_batch_size * config.n_samples_per_prompt
+    prompt, response = config.prompt_max_len, config.generate_max_len / 2
+    from_others = (world_size - 1) / world_size
+    # 44 bytes a row and 8 for its reward; 40 around the rows of a rank.
+    scalars = from_others * (num_samples * (44 + 8) + 40 * world_size)
+    # int32 ids and float32 logprobs; once more as the ledger's evidence, with 8 and 70 around them.
+    ids_and_logprobs = 4 * prompt + (4 + 4) * response
+    sample = 2 * ids_and_logprobs + 8 + 70
+    return scalars, from_others * num_samples / world_size * sample
+
+
+@pytest.mark.parametrize("world_size", [2, 8, 64, 512])
+def test_what_a_rank_receives_is_all_scalars_and_its_share_of_the_tokens(world_size):
+    found = exchange_bytes_per_rank(setup_of("qwen2.5-7b", world_size, "h100-80g"))
+    assert found == pytest.approx(sum(received_by_hand(world_size)), rel=1e-12)
+
+
+def test_tokens_fall_with_the_ranks_and_scalars_do_not():
     few, many = (
         exchange_bytes_per_rank(setup_of("qwen2.5-7b", gpus, "h100-80g")) for gpus in (8, 512)
     )
-    # 64 times as many ranks, and every rank still gets the scalars of all rows.
-    assert few / 64 < many < few / 4
+    (few_scalars, _), (many_scalars, _) = received_by_hand(8), received_by_hand(512)
+    # Of 512 ranks' samples 511 in 512 come from others, of 8 ranks' 7 in 8.
+    shares = (511 / 512**2) / (7 / 8**2)
+    assert many - many_scalars == pytest.approx((few - few_scalars) * shares, rel=1e-12)
+    assert few_scalars < many_scalars < 2 * few_scalars
+    # Scalars are not the larger part on 512 ranks, and not forgotten either.
+    assert few / 64 + few_scalars < many < few / 20
 
 
 def test_planning_imports_no_torch():

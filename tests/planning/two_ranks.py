@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib.util
 from pathlib import Path
@@ -44,6 +45,29 @@ def resident_bytes():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("no VmHWM")
+
+
+def return_freed_memory_at_once():
+    """Tensors get pages of their own: the heap keeps none of them, nor gaps where they were."""
+    threshold = -3  # M_MMAP_THRESHOLD of malloc.h
+    assert ctypes.CDLL(None).mallopt(threshold, 64 * 1024) == 1
+
+
+def touching():
+    """A mode in which memory counts from its allocation on, as on a GPU, not from a first write."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    names = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+    class Touching(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            if function.overloadpacket.__name__ in names and type(made) is torch.Tensor:
+                made.zero_()
+            return made
+
+    return Touching()
 
 
 def build(sizes, config, strategy):
@@ -107,6 +131,7 @@ def measure_resident(rank, world_size, sizes, options):
     import lightrft.models.actor  # noqa: F401
     from lightrft.strategy import get_strategy
 
+    return_freed_memory_at_once()
     config = run_config(sizes, options)
     with get_strategy(config) as strategy:
         tiny = {**SIZES, "hidden": 128, "layers": 1, "vocab": 64, "rows": sizes["rows"]}
@@ -115,7 +140,8 @@ def measure_resident(rank, world_size, sizes, options):
         torch.zeros(1)
         Path("/proc/self/clear_refs").write_text("5")
         before = resident_bytes()
-        prepared = build(sizes, config, strategy)
-        for _ in range(2):
-            update(prepared, strategy, sizes)
+        with touching():
+            prepared = build(sizes, config, strategy)
+            for _ in range(2):
+                update(prepared, strategy, sizes)
         return {"resident": resident_bytes() - before}

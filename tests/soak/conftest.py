@@ -27,15 +27,15 @@ def script():
 
 @pytest.fixture
 def soak(tmp_path):
-    """`soak(engine, steps)`: the slopes of a run of so many steps."""
+    """`soak(engine, steps)`: the slopes of a run of so many steps, maybe with a planted leak."""
 
-    def run(engine: str, steps: int) -> dict[str, float]:
+    def run(engine: str, steps: int, leak_kib: int = 0) -> dict[str, float]:
         temporary = tmp_path / "temporary"
         temporary.mkdir()
         environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [sys.executable, str(SCRIPT), str(tmp_path / "soak"), "--engine", engine,
-             "--steps", str(steps)],
+             "--steps", str(steps), "--leak", str(leak_kib)],
             capture_output=True, text=True, timeout=3400, check=False, env=environment,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]

@@ -35,6 +35,24 @@ def test_what_is_measured_follows_what_is_held(script, tmp_path, monkeypatch):
         file.close()
 
 
+def test_memory_is_what_is_held_and_not_what_a_heap_keeps(script, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    before = script.measure()["memory_kib"]
+    blocks = [bytearray(b"x" * 4000) for _ in range(10_000)]
+    assert script.measure()["memory_kib"] - before > 36_000
+    # What stays pins the heap's end, so that nothing is returned unasked.
+    blocks = blocks[::100]
+    assert script.measure()["memory_kib"] - before < 9_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3500)
+def test_a_leak_a_little_above_the_bound_is_found_in_200_steps(soak, too_steep):
+    found = too_steep(soak("hf", 200, leak_kib=20))
+    assert list(found) == ["memory_kib"]
+    assert found["memory_kib"] < 36  # the leak, and what is allowed beside it
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3500)
 def test_a_thousand_steps_hold_no_more_than_the_first_hundreds(soak, too_steep):

@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightrft.strategy.checkpoints.moving_averages import MovingAverages
 from lightrft.strategy.fake import FakeStrategy
@@ -236,6 +237,29 @@ def low_precision_cell(rank, world_size, folder):
     return results
 
 
+def remembered_passes(model) -> int:
+    """Entries that FSDP2 holds for a backward pass."""
+    states = [u._get_fsdp_state() for u in model.modules() if isinstance(u, FSDPModule)]
+    lists = {id(s._comm_ctx.post_forward_order): s._comm_ctx.post_forward_order for s in states}
+    groups = [s._fsdp_param_group for s in states if s._fsdp_param_group is not None]
+    return sum(map(len, [*lists.values(), *(g._post_forward_indices for g in groups)]))
+
+
+def evaluation_cell(strategy, rank, world_size):
+    """What passes leave behind: without gradients, of either kind of model, and with them."""
+    reference = strategy.prepare_model(build(), is_training=False)
+    ready, counts = trained_by(strategy, build()), []
+    ids = torch.arange(9)[None]
+    for _ in range(3):
+        with torch.no_grad():
+            reference(ids), ready[0](ids)
+        counts.append([remembered_passes(reference), remembered_passes(ready[0])])
+    loss = ready[0](ids).sum()
+    with_gradients = remembered_passes(ready[0])
+    strategy.backward(loss, ready[0], ready[1])
+    return {"counts": counts, "with gradients": with_gradients}
+
+
 def two_rank_program(rank: int, world_size: int, folder: str):
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
     with make(world_size) as strategy:
@@ -244,6 +268,7 @@ def two_rank_program(rank: int, world_size: int, folder: str):
             "meta": meta_cell(strategy, rank, world_size),
             "streamed": streamed_cell(strategy, rank, world_size, folder),
             "average": average_cell(strategy, rank, world_size),
+            "evaluation": evaluation_cell(strategy, rank, world_size),
         }
         ready = trained_by(strategy, build())
         train(strategy, ready, range(2), rank, world_size)
@@ -333,6 +358,14 @@ def test_compiled_blocks_train_like_others(two_ranks, expected, checkpoints):
 @pytest.mark.multiprocess
 def test_a_moving_average_follows_shard_by_shard(two_ranks):
     assert max(result["average"] for result in two_ranks) < 1e-6
+
+
+@pytest.mark.multiprocess
+def test_passes_without_gradients_leave_nothing_behind(two_ranks):
+    for result in two_ranks:
+        cell = result["evaluation"]
+        assert cell["counts"] == [[0, 0]] * 3
+        assert cell["with gradients"] > 0  # what is counted is what FSDP2 keeps
 
 
 @pytest.mark.multiprocess

@@ -14,6 +14,8 @@ from lightrft.audit.findings import DIFFERS, NOT_AUDITED
 from lightrft.audit.report import audit_step
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
+from lightrft.config import TrainConfig
+from lightrft.engines.raw_completions import request_seed
 from lightrft.experience.sampling import training_params
 from lightrft.models.presets import write_tiny_model
 from lightrft.strategy.testing import run_multiprocess
@@ -31,6 +33,30 @@ TEMPLATE = """\
 {{- '<tool_call>' + (k.function | tojson) + '</tool_call>' }}{%- endfor %}\
 {%- if m.role == 'assistant' %}{{- eos_token }}{%- endif %}{%- endif %}{%- endfor %}\
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+# The Counter of the cases, of which the episode with one seed is late: it is answered once another
+# one makes its second call, and so has its second turn in the third round at the earliest.
+LATE = """
+import os, sys, time
+from pathlib import Path
+
+sys.path.insert(0, {cases!r})
+import environment_cases
+
+GATE = Path(__file__).with_suffix(".gate")
+
+
+class Counter(environment_cases.Counter):
+    def count_up(self) -> int:
+        \"\"\"Count.\"\"\"
+        if self.seed == {seed}:
+            ends = time.monotonic() + 50
+            while not GATE.exists() and time.monotonic() < ends:
+                time.sleep(0.01)
+        elif self.count == 1:
+            GATE.touch()
+        return super().count_up()
+"""
+LATE_SAMPLE = 14
 REWARD = """
 def score(responses):
     return [(sum(map(ord, text)) % 7) / 7 for text in responses]
@@ -44,15 +70,14 @@ def with_stops(config):
 
 def train_each(rank, world_size, runs):
     """Random models write no calls either: here every turn does."""
-    import lightrft.experience.environments.rounds as rounds
+    import lightrft.experience.environments.kinds as kinds
     import lightrft.experience.sampling as sampling
-    from lightrft.config import TrainConfig
     from lightrft.experience.environments.calls import ToolCall
     from lightrft.strategy.distributed.process_groups import start_process_group
     from lightrft.trainer.runs.assembly import run_training
 
     sampling.training_params = with_stops
-    rounds.choose_parser = lambda *given: lambda text, is_ended: [ToolCall("count_up")]
+    kinds.choose_parser = lambda *given: lambda text, *others: [ToolCall("count_up")]
     start_process_group(None)
     return [asdict(run_training(TrainConfig(**values)))["last_metrics"] for values in runs]
 
@@ -97,7 +122,12 @@ def folder(tmp_path_factory):
 def alone(folder):
     padded = {"fsdp": True, "micro_train_batch_size": 2, "audit_every": 1}
     packed = {"fsdp": True, "packing_samples": True, "micro_batch_tokens": 150}
-    late = {**padded, "late_join": True, "environment_workers": 2}
+    seed = request_seed(TrainConfig().seed, LATE_SAMPLE, 0) % 2**31
+    (folder / "late.py").write_text(LATE.format(cases=str(CASES.parent), seed=seed))
+    late = {
+        **padded, "late_join": True, "environment_workers": 2,
+        "environment": f"{folder / 'late.py'}:Counter",
+    }  # fmt: skip
     longer = {
         "fsdp": True, "micro_train_batch_size": 4, "max_steps": 2, "audit_every": 2,
         "save_steps": 1, "turn_credit": "discounted", "gamma": 0.9,
@@ -115,18 +145,38 @@ def assert_same_step(found, expected):
         assert found[0][name] == pytest.approx(value, rel=2e-4, abs=tolerance), name
 
 
+def assert_same_episodes(found, expected):
+    """Ids, rewards and answers of each sample, and logprobs within 2e-5."""
+    episodes = []
+    for _, output in (found, expected):
+        own = {}
+        for path in (output / "journal").glob("step-000001.rank-*.jsonl"):
+            for event in lines(path):
+                if event["event"] in ("reset", "turn", "answer", "observation", "end"):
+                    own.setdefault(event["sample_id"], []).append(event)
+        episodes.append(own)
+    assert sorted(episodes[0]) == sorted(episodes[1]) == list(range(16))
+    for sample_id, events in episodes[1].items():
+        for event, other in zip(episodes[0][sample_id], events, strict=True):
+            for name in ("event", "prompt_token_ids", "token_ids", "reward"):
+                assert event.get(name) == other.get(name), (sample_id, name)
+            assert event.get("logprobs", []) == pytest.approx(other.get("logprobs", []), abs=2e-5)
+
+
 @pytest.mark.timeout(600)
 def test_a_step_on_episodes_does_not_depend_on_the_layout(alone):
     expected, packed, late, _ = alone
     metrics, output = expected
     assert_same_step(packed, expected)
     assert_same_step(late, expected)
+    assert_same_episodes(late, expected)
     rounds = [
         [e["sample_ids"] for e in lines(o / "journal" / FILE) if e["event"] == "round"]
         for o in (output, late[1])
     ]
-    # Whether an episode is late depends on the machine; test_journal.py makes one late.
-    assert len(rounds[0]) == 3 <= len(rounds[1])
+    last_turns = [max(n for n, ids in enumerate(r) if LATE_SAMPLE in ids) for r in rounds]
+    assert last_turns[0] == 2 < last_turns[1]
+    assert len(rounds[0]) == 3 < len(rounds[1])
     assert 1.5 < metrics["episode/turns"] <= 3
     assert metrics["episode/calls"] > 0.5
     assert metrics["tool/count_up/error_share"] == 0
@@ -209,4 +259,5 @@ def test_two_processes_give_the_step_of_one(folder, alone):
     sharing = {"fsdp": True, "sp_size": 2, "packing_samples": True, "micro_batch_tokens": 150}
     for found in run(folder, 2, ({"fsdp": True, "micro_train_batch_size": 2}, sharing)):
         assert_same_step(found, alone[0])
+        assert_same_episodes(found, alone[0])
         assert len(lines(found[1] / "journal" / "step-000001.rank-1.jsonl")) > 16

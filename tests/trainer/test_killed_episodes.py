@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
 import random
 import shutil
 import sys
@@ -19,8 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from lightrft.strategy.testing import run_multiprocess
 
 _SPEC = importlib.util.spec_from_file_location(
     "random_kills", Path(__file__).with_name("test_random_kills.py")
@@ -76,25 +73,21 @@ def settings(folder, name):
 
 
 def write_inputs(folder):
-    from lightrft.models.presets import write_tiny_model
-
-    write_tiny_model(folder / "model", "tiny-qwen3", seed=1)
-    rows = [json.dumps({"input": f"say {'aeiou'[i % 5] * (1 + i % 3)}"}) for i in range(12)]
-    (folder / "train.jsonl").write_text("\n".join(rows))
+    kills.write_inputs(folder, num_rows=12)
     (folder / "mixer.py").write_text(ENVIRONMENT)
     (folder / "template.jinja").write_text(TEMPLATE)
 
 
 def let_random_models_call():
     """They write no calls and seldom end: here bytes below 90 do, and every turn calls."""
-    import lightrft.experience.environments.rounds as rounds
+    import lightrft.experience.environments.kinds as kinds
     import lightrft.experience.sampling as sampling
     from lightrft.experience.environments.calls import ToolCall
 
     own = sampling.training_params
     sampling.training_params = lambda config: replace(own(config), stop_token_ids=tuple(range(90)))
-    rounds.choose_parser = lambda *given: (
-        lambda text, is_ended: [ToolCall("mix", {"number": sum(map(ord, text)) % 1009})]
+    kinds.choose_parser = lambda *given: (
+        lambda text, *others: [ToolCall("mix", {"number": sum(map(ord, text)) % 1009})]
     )
 
 
@@ -185,20 +178,14 @@ def killed_run(folder, world_size, expected, lengths, num_kills, dice):
             done.append(found)
     kills.finish(options, world_size)
     ended = result(options, world_size)
-    assert ended.keys() == expected.keys(), (world_size, done)
-    differing = [name for name in expected if ended[name] != expected[name]]
-    assert differing == [], (world_size, done, differing)
+    kills.require_same_end(ended, expected, (world_size, done))
     assert all(row["episode/restarts"] == 0 for row in ended["metrics.jsonl"])
     return done
 
 
 def run_all(rank, world_size, folder, num_runs, chain, seed):
-    """Kills every run `chain` times; in a process without threads, so that it may fork."""
-    import torch
-
-    torch.set_num_threads(1)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
+    """Kills every run `chain` times."""
+    kills.become_launcher()
     folder, dice, num_kills = Path(folder), random.Random(seed), 0
     write_inputs(folder)
     let_random_models_call()
@@ -226,8 +213,4 @@ def run_all(rank, world_size, folder, num_runs, chain, seed):
     ids=["6 kills", "50 kills"],
 )
 def test_a_run_killed_inside_episodes_ends_as_one_that_nobody_killed(tmp_path, num_runs, chain):
-    seed = random.randrange(2**32)
-    done = run_multiprocess(
-        run_all, 1, timeout_seconds=3500, args=(str(tmp_path), num_runs, chain, seed)
-    )
-    assert done == [num_runs * chain], seed
+    kills.kill_in_a_process(run_all, tmp_path, num_runs, chain)

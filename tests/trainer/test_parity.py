@@ -10,6 +10,7 @@ import torch
 from lightrft.cli.errors import ExitCode, exit_code_of
 from lightrft.engines import EngineConfig
 from lightrft.engines.hf.engine import HFEngine
+from lightrft.experience.ledger_gate import LedgerError
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.trainer.training.parity import (
     PARITY_LIMITS,
@@ -138,6 +139,14 @@ def test_a_fault_that_leaves_the_layers_equal_is_told_apart(build_world):
     plant(world.strategy, world.trainer.actor, StaleSamplesEngine)
     with pytest.raises(ParityError, match="layers: all agree when the row is computed again"):
         world.trainer.make_experience()
+
+
+def test_by_default_the_ledger_finds_it_before_anything_is_trained(build_world):
+    world = build_world(args={"verify_weight_sync": False})
+    plant(world.strategy, world.trainer.actor, StaleSamplesEngine)
+    with pytest.raises(LedgerError, match=r"engine logprobs \(bits\) differ") as caught:
+        world.trainer.make_experience()
+    assert exit_code_of(caught.value) == ExitCode.VERIFICATION
 
 
 def test_an_engine_that_computes_no_model_is_not_compared(build_world, capsys):

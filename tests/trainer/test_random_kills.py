@@ -47,11 +47,11 @@ def settings(folder, backend, name):
     }  # fmt: skip
 
 
-def write_inputs(folder):
+def write_inputs(folder, num_rows=NUM_STEPS):
     from lightrft.models.presets import write_tiny_model
 
     write_tiny_model(folder / "model", "tiny-qwen3", seed=1)
-    rows = [json.dumps({"input": f"say {'aeiou'[i % 5] * (1 + i % 3)}"}) for i in range(NUM_STEPS)]
+    rows = [json.dumps({"input": f"say {'aeiou'[i % 5] * (1 + i % 3)}"}) for i in range(num_rows)]
     (folder / "train.jsonl").write_text("\n".join(rows))
     (folder / "reward.py").write_text(REWARD)
 
@@ -183,11 +183,14 @@ def killed_run(backend, folder, expected, *, seconds, num_kills, dice):
             shutil.rmtree(options["output_dir"])
         done = [] if found is None else [*done, found]
     finish(options)
-    ended = result(options)
-    assert ended.keys() == expected.keys(), (backend, done)
-    differing = [name for name in expected if ended[name] != expected[name]]
-    assert differing == [], (backend, done, differing)
+    require_same_end(result(options), expected, (backend, done))
     return done
+
+
+def require_same_end(ended, expected, told):
+    assert ended.keys() == expected.keys(), told
+    differing = [name for name in expected if ended[name] != expected[name]]
+    assert differing == [], (told, differing)
 
 
 def import_modules(file):
@@ -196,13 +199,27 @@ def import_modules(file):
             importlib.import_module(name)
 
 
-def run_all(rank, world_size, folder, num_runs, chain, seed):
-    """Kills every run `chain` times; in a process without threads, so that it may fork."""
+def become_launcher():
+    """Makes a rank a process without threads, so that it may fork ranks of its own."""
     import torch
 
     torch.set_num_threads(1)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
+
+
+def kill_in_a_process(run_all, folder, num_runs, chain):
+    """Calls `run_all` in a process of its own, and expects all of its kills."""
+    seed = random.randrange(2**32)
+    done = run_multiprocess(
+        run_all, 1, timeout_seconds=3500, args=(str(folder), num_runs, chain, seed)
+    )
+    assert done == [num_runs * chain], seed
+
+
+def run_all(rank, world_size, folder, num_runs, chain, seed):
+    """Kills every run `chain` times."""
+    become_launcher()
     folder, dice, num_kills = Path(folder), random.Random(seed), 0
     write_inputs(folder)
     whole = {name: whole_run(name, folder, is_timed=chain == 1) for name in BACKENDS}
@@ -224,8 +241,4 @@ def run_all(rank, world_size, folder, num_runs, chain, seed):
     ids=["6 kills", "100 kills"],
 )
 def test_a_killed_run_ends_as_the_run_that_nobody_killed(tmp_path, num_runs, chain):
-    seed = random.randrange(2**32)
-    done = run_multiprocess(
-        run_all, 1, timeout_seconds=3500, args=(str(tmp_path), num_runs, chain, seed)
-    )
-    assert done == [num_runs * chain], seed
+    kill_in_a_process(run_all, tmp_path, num_runs, chain)

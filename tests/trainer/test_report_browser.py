@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 
 import pytest
+from tests.trainer.report_runs import write_run
 
+from lightrft.trainer.reporting.comparison import write_comparison
 from lightrft.trainer.reporting.metric_table import STAGES
 from lightrft.trainer.reporting.page import write_report
+from lightrft.trainer.reporting.watch import serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="package playwright is not installed")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -146,7 +150,103 @@ def test_a_zoom_of_one_chart_moves_the_others(run_folder, visit):
     assert set(ranges) == {ranges[0]}
 
 
-def test_a_narrow_window_does_not_scroll_sideways(run_folder, visit):
-    page = visit(run_folder, width=390).page
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert page.locator(".plot").first.bounding_box()["width"] > 280
+# Boxes of what is seen: of texts (also those of charts), pictures and charts, cut to the boxes of
+# what scrolls around them. Two of them overlap where neither is within the other in the document.
+OVERLAPS = """(slack) => {
+  const clipped = (node) => {
+    let box = node.getBoundingClientRect();
+    let [left, top, right, bottom] = [box.left, box.top, box.right, box.bottom];
+    for (let up = node.parentElement; up; up = up.parentElement) {
+      const flow = getComputedStyle(up);
+      if (flow.overflowX === "visible" && flow.overflowY === "visible") continue;
+      const outer = up.getBoundingClientRect();
+      left = Math.max(left, outer.left); right = Math.min(right, outer.right);
+      top = Math.max(top, outer.top); bottom = Math.min(bottom, outer.bottom);
+    }
+    return { node, left, top, right, bottom };
+  };
+  const isText = (child) => child.nodeType === 3 && child.data.trim();
+  const hasText = (node) => [...node.childNodes].some(isText);
+  const isSeen = (node) => node.checkVisibility({ checkOpacity: true, checkVisibilityCSS: true });
+  const all = [...document.body.querySelectorAll("*")]
+    .filter((node) => !["SCRIPT", "STYLE", "NOSCRIPT", "OPTION"].includes(node.tagName))
+    // Inline parts of a text flow around each other by themselves; their block stands for them.
+    .filter((node) => getComputedStyle(node).display !== "inline" || node instanceof SVGElement)
+    .filter((node) => hasText(node) || ["IMG", "SELECT"].includes(node.tagName)
+      || node.classList.contains("plot"))
+    .filter(isSeen).map(clipped)
+    .filter((box) => box.right - box.left > slack && box.bottom - box.top > slack)
+    .sort((a, b) => a.top - b.top);
+  const found = [];
+  for (let i = 0; i < all.length; i += 1) {
+    for (let j = i + 1; j < all.length && all[j].top < all[i].bottom - slack; j += 1) {
+      const [a, b] = [all[i], all[j]];
+      if (a.node.contains(b.node) || b.node.contains(a.node)) continue;
+      const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+      const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+      if (wide > slack && high > slack) {
+        found.push([a, b].map((box) => box.node.textContent.trim().slice(0, 40)).join(" | "));
+      }
+    }
+  }
+  return { count: all.length, found };
+}"""
+
+
+@pytest.fixture(scope="module")
+def views(tmp_path_factory):
+    """A report and a comparison with long names, values and texts, by name."""
+    folder = tmp_path_factory.mktemp("views")
+    long = "a_name_without_a_place_to_break_" * 4
+    one = write_run(folder / long, 40, pretrain=f"/data/{long}/{long}", solved_from=31, label=long)
+    others = [write_run(folder / f"seed_{i}", 10 + i, best=i * 1e4, seed=i) for i in (1, 2, 3)]
+    comparison = folder / "comparison.html"
+    write_comparison([one, *others], comparison)
+    return {"report": write_report(one), "comparison": comparison}
+
+
+@pytest.mark.parametrize("view", ["report", "comparison"])
+def test_nothing_overlaps_on_a_phone_and_on_a_wide_screen(views, browser, view):
+    seen = Visit(browser, views[view], width=400)
+    page = seen.page
+    page.evaluate("for (const list of document.querySelectorAll('details')) list.open = true")
+    for width in (400, 1400):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_timeout(1000)  # charts follow the width with a delay
+        found = page.evaluate(OVERLAPS, 1.5)
+        assert found["found"] == []
+        assert found["count"] > 200
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        box = page.locator(".plot").first.bounding_box()
+        assert width > 400 or box["width"] > 280
+    assert seen.complaints == []
+    # Positive control: what is pushed over its neighbour is found.
+    page.evaluate("document.querySelector('figcaption p').style.marginTop = '-40px'")
+    assert page.evaluate(OVERLAPS, 1.5)["found"]
+    seen.context.close()
+
+
+def test_a_followed_page_shows_a_new_step_by_itself_and_stays_where_it_was(tmp_path, browser):
+    folder = write_run(tmp_path / "run", 12)
+    with serving([folder]) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        context = browser.new_context(viewport={"width": 1000, "height": 700})
+        page = context.new_page()
+        complaints = []
+        page.on("console", lambda message: complaints.append(message.text))
+        page.goto(f"http://127.0.0.1:{server.server_port}/")
+        page.wait_for_selector("html[data-drawn=true]", timeout=120_000)
+        page.select_option("#token-step", "7")
+        page.evaluate("scrollTo(0, 900)")
+        line = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
+        with (folder / "samples.jsonl").open("a") as stream:
+            stream.write(json.dumps(line | {"step": 13}) + "\n")
+        page.wait_for_selector("summary:has-text('step 13:')", timeout=60_000)
+        page.wait_for_selector("html[data-drawn=true]", timeout=120_000)
+        assert page.input_value("#token-step") == "7"
+        assert abs(page.evaluate("scrollY") - 900) < 100
+        assert [text for text in complaints if "favicon" not in text] == []
+        context.close()
+        server.shutdown()
+        thread.join(10)

@@ -1,10 +1,19 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig
 from lightrft.experience.exchange import SampleTable
-from lightrft.trainer.training.step_metrics import constant_group_share, table_metrics
+from lightrft.experience.types import AnsweredCall, Conversation
+from lightrft.strategy import get_fake_strategy
+from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.trainer.training.step_metrics import (
+    constant_group_share,
+    record_conversations,
+    table_metrics,
+)
 
 
 def table(rewards, group_ids, lengths, *, masked=(), truncated=(), components=None):
@@ -61,6 +70,31 @@ def test_excluded_rows_are_counted_and_left_out():
 def test_constant_groups_are_told_by_equality_not_by_rounding():
     assert constant_group_share(table([0.7] * 8, [0] * 8, [1] * 8)) == 1.0
     assert constant_group_share(table([0.7, 0.7 + 1e-12], [0, 0], [1, 1])) == 0.0
+
+
+def test_turns_and_calls_of_each_tool_are_counted():
+    def call(name, outcome, seconds=0.0):
+        return AnsweredCall(name, {}, outcome, "", seconds)
+
+    answers = (
+        ((call("add", "ok", 2.0), call("add", "error", 4.0)), (call("", "malformed"),)),
+        ((call("add", "ok", 0.0), call("look", "refused")),),
+        (),
+    )
+    talks = [Conversation(("said",) * (len(own) + 1), own, len(own)) for own in answers]
+    scored = [
+        SimpleNamespace(rollout=SimpleNamespace(conversation=talk), is_masked=i == 1)
+        for i, talk in enumerate(talks)
+    ]
+    metrics = StepMetrics()
+    record_conversations(scored, ("add", "look"), metrics)
+    found = metrics.reduce(get_fake_strategy())
+    assert found == pytest.approx({
+        "episode/turns": 6 / 3, "episode/calls": 3 / 3, "episode/malformed_calls": 1 / 3,
+        "episode/refused_calls": 1 / 3, "episode/restarts": 3 / 3, "episode/failed_share": 1 / 3,
+        "tool/add/calls": 3 / 3, "tool/add/error_share": 1 / 3, "tool/add/seconds": 6 / 3,
+        "tool/look/calls": 0.0,  # nothing is said of calls that were not made
+    })  # fmt: skip
 
 
 def scripted_world(build_world, tiny_model, responses):

@@ -1,14 +1,18 @@
-"""TensorBoard and W&B: asked for, checked first, never the end of a run."""
+"""Trackers: asked for, checked first, never the end of a run."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import logging
 import math
+import sys
 
 import pytest
 
 from lightrft.config import TrainConfig
-from lightrft.trainer.reporting.trackers import BestEffortLogger, TrackerError, build_trackers
+from lightrft.trainer.reporting.trackers import build_trackers
+from lightrft.trainer.reporting.trackers.best_effort import BestEffortLogger, TrackerError
 
 METRICS = {"reward": 0.5, "eval/reward": 0.25, "kl": math.nan}
 
@@ -147,3 +151,94 @@ def test_trackers_get_the_metrics_and_are_closed(tmp_path, monkeypatch):
         logger.close()
     assert board.got == [("reward", 0.5, 3), ("eval/reward", 0.25, 3), "flush", "close"]
     assert run.got == [(METRICS, 3), "close"]
+
+
+def needs(package):
+    """Skips without the package, and does not import it: some read the environment then."""
+    reason = f"{package} is not installed (scripts/trackers.txt)"
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=reason)
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    """Opens a tracker twice, as a run that is continued; nothing may ask for an address."""
+
+    def run(name, *extra):
+        import socket
+
+        asked = []
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *to, **_: asked.append(to[:2]) or [])
+        config = TrainConfig(
+            output_dir=str(tmp_path / "run"), loggers=(name, *extra), seed=7,
+            wandb_project="sums", remote_rm_url="http://a:hunter2@h",
+        )  # fmt: skip
+        for step in (1, 2):
+            (tracker,) = build_trackers(config)
+            tracker.log(step, {**METRICS, "reward": step / 2, "reward/<odd>": 1.0})
+            tracker.close()
+        assert asked == []
+        kept = b"".join(
+            path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()
+        )
+        assert b"hunter2" not in kept
+        return tmp_path / "run"
+
+    return run
+
+
+@needs("trackio")
+def test_trackio_continues_its_run_in_the_folder_of_the_run(parts, monkeypatch, caplog, capsys):
+    import sqlite3
+
+    monkeypatch.setenv("TRACKIO_DIR", "")  # restored afterwards
+    monkeypatch.delenv("TRACKIO_DIR")
+    with caplog.at_level(logging.DEBUG):
+        folder = parts("trackio")
+    (database,) = (folder / "trackio").glob("*.db")
+    with sqlite3.connect(database) as opened:
+        rows = opened.execute(
+            "select run_name, step, metrics from metrics order by step"
+        ).fetchall()
+    values = [(step, json.loads(metrics)) for _, step, metrics in rows]
+    assert [(step, found["reward"]) for step, found in values] == [(1, 0.5), (2, 1.0)]
+    assert "kl" not in values[0][1]
+    assert len({name for name, *_ in rows}) == 1
+    assert capsys.readouterr().out == ""
+    assert any("trackio" in record.getMessage() for record in caplog.records)
+
+
+@needs("mlflow")
+def test_mlflow_continues_its_run_in_the_folder_of_the_run(parts, monkeypatch):
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folder = parts("mlflow")
+    client = MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
+    experiment = client.get_experiment_by_name("sums")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.data.params["seed"] == "7"
+    history = client.get_metric_history(run.info.run_id, "reward")
+    assert [(entry.step, entry.value) for entry in history] == [(1, 0.5), (2, 1.0)]
+    assert {"eval/reward", "reward/_odd_"} < set(run.data.metrics)
+    assert "kl" not in run.data.metrics
+
+
+@needs("swanlab")
+def test_swanlab_writes_the_parts_of_a_run_offline_under_one_id(parts, monkeypatch, capsys):
+    monkeypatch.delenv("SWANLAB_MODE", raising=False)
+    folder = parts("swanlab")
+    files = list((folder / "swanlab").glob("run-*/*.swanlab"))
+    assert files
+    own_id = (folder / "swanlab_id").read_text().strip()
+    assert {path.stem for path in files} == {f"run-{own_id}"}
+    assert any(b"eval/reward" in path.read_bytes() for path in files)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["trackio", "mlflow", "swanlab"])
+def test_a_tracker_whose_package_is_absent_is_refused_with_its_option(name, tmp_path, monkeypatch):
+    for module in {name, *(known for known in sys.modules if known.startswith(f"{name}."))}:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(TrackerError, match=rf"--loggers {name}: cannot be used: .*{name}"):
+        build_trackers(TrainConfig(output_dir=str(tmp_path), loggers=(name,)))

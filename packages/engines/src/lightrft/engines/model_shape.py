@@ -12,12 +12,14 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
 
 from lightrft.engines.hf.build import architecture_of
+from lightrft.engines.media.families import family_of
 from lightrft.engines.parameter_store import tied_names
 from lightrft.engines.types import EngineConfig
 
@@ -42,15 +44,12 @@ def model_shape(
 
     Args:
         config: A transformers configuration.
-        architecture: The class to build; None takes the causal language model of the config.
+        architecture: The class to build; None takes the language model of the configuration.
     """
     config = copy.deepcopy(config)
     with torch.device("meta"):
-        model = (
-            AutoModelForCausalLM.from_config(config)
-            if architecture is None
-            else architecture(config)
-        )
+        auto_class = AutoModelForImageTextToText if family_of(config) else AutoModelForCausalLM
+        model = auto_class.from_config(config) if architecture is None else architecture(config)
     model.tie_weights()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}

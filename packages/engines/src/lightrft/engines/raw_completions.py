@@ -10,6 +10,7 @@ import torch
 
 from lightrft.engines.hf.random import row_keys
 from lightrft.engines.hf.stopping import StopStringMatcher, TextDecoder
+from lightrft.engines.media.prompts import EncodedPrompt
 from lightrft.engines.requests import Row
 from lightrft.engines.types import Completion, FinishReason, SamplingParams
 
@@ -46,12 +47,14 @@ class Job:
         max_tokens: Most tokens of each sample.
         seed: Fixes its random numbers, together with their positions.
         num_samples: Samples of this prompt.
+        media: The encoded prompt, of which `prompt` has the token ids first; None for text.
     """
 
     prompt: tuple[int, ...]
     max_tokens: int
     seed: int
     num_samples: int = 1
+    media: EncodedPrompt | None = None
 
 
 def first_job(row: Row, params: SamplingParams, *, num_samples: int = 1) -> Job:
@@ -60,7 +63,7 @@ def first_job(row: Row, params: SamplingParams, *, num_samples: int = 1) -> Job:
     if params.min_tokens > 1:
         bound = min(bound, params.min_tokens - 1)
     seed = request_seed(params.seed, row.request_id, row.sample_index)
-    return Job(row.prompt, bound, seed, num_samples)
+    return Job(row.prompt, bound, seed, num_samples, row.media)
 
 
 def next_job(row: Row, raw: RawCompletion, params: SamplingParams, *, part: int) -> Job | None:
@@ -68,7 +71,8 @@ def next_job(row: Row, raw: RawCompletion, params: SamplingParams, *, part: int)
     left = row.max_tokens - len(raw.token_ids)
     if left <= 0:
         return None
-    return Job((*row.prompt, *raw.token_ids), left, request_seed(params.seed, row.request_id, part))
+    seed = request_seed(params.seed, row.request_id, part)
+    return Job((*row.prompt, *raw.token_ids), left, seed, media=row.media)
 
 
 # Index of a job, and its samples in order.

@@ -225,7 +225,12 @@ REWARDS = Registry("reward function", {
     "unit_tests": "lightrft.rewards.unit_tests:UnitTestsReward",
     "judge": "lightrft.rewards.judge:JudgeReward",
 })  # fmt: skip
-LOGGERS = Registry("logger", {})
+_TRACKERS = "lightrft.trainer.reporting.trackers"
+LOGGERS = Registry("logger", {
+    "trackio": f"{_TRACKERS}.trackio:open_trackio",
+    "mlflow": f"{_TRACKERS}.mlflow:open_mlflow",
+    "swanlab": f"{_TRACKERS}.swanlab:open_swanlab",
+})  # fmt: skip
 # Environments of other makes: `KIND:WHAT`, where the adapter makes a class of WHAT.
 ENVIRONMENT_KINDS = Registry("kind of environment", {
     "openenv": "lightrft.experience.environments.openenv:connect",

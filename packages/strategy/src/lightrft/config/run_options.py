@@ -211,8 +211,9 @@ class RunOptions(StrategyConfig):
     )  # fmt: skip
     environment: str | None = option(
         None, "Class FILE.py:NAME whose reset(**row) begins an episode and whose other public "
-        "methods are tools of the model; get_reward() is added to the reward. Also "
-        "skyrl_gym:FILE.py:NAME and openenv:http://HOST:PORT.", group="rollout",
+        "methods are tools of the model; get_reward() is added to the reward. A dict of classes "
+        "is chosen from by the column environment. Also skyrl_gym:FILE.py:NAME and "
+        "openenv:http://HOST:PORT.", group="rollout",
         path="file", commands=("eval",),
     )  # fmt: skip
     tools: tuple[str, ...] = option(
@@ -234,7 +235,7 @@ class RunOptions(StrategyConfig):
         may_change=True, commands=("eval",),
     )  # fmt: skip
     tool_parser: str = option(
-        "auto", "How calls are written; auto takes the tokenizer's response schema or what its "
+        "auto", "How calls are written; auto takes the tokenizer's response template or what its "
         "chat template shows.", group="rollout", acts_with="environment or tools",
         choices=("auto", "hermes", "llama", "pythonic"), commands=("eval",),
     )  # fmt: skip
@@ -265,10 +266,15 @@ class RunOptions(StrategyConfig):
         "WANDB_API_KEY or an earlier login counts.", group="monitoring", may_change=True,
         secret=True,
     )  # fmt: skip
-    wandb_org: str | None = option(None, "W&B entity.", group="monitoring", may_change=True)
-    wandb_group: str | None = option(None, "W&B group.", group="monitoring", may_change=True)
+    wandb_org: str | None = option(
+        None, "W&B entity, SwanLab workspace.", group="monitoring", may_change=True
+    )
+    wandb_group: str | None = option(
+        None, "Group in W&B, Trackio and SwanLab.", group="monitoring", may_change=True
+    )
     wandb_project: str = option(
-        "lightrft_train_ppo", "W&B project.", group="monitoring", may_change=True,
+        "lightrft_train_ppo", "Project (MLflow: experiment) of the trackers.", group="monitoring",
+        may_change=True,
     )  # fmt: skip
     wandb_run_name: str = option(
         "ppo_%m%dT%H:%M", "W&B name of the run; %-codes are those of strftime.", group="monitoring",
@@ -490,6 +496,11 @@ class RunOptions(StrategyConfig):
         10, "Samples of one step in trajectories.jsonl.", group="run", at_least=1,
         acts_with="save_trajectories", may_change=True,
     )  # fmt: skip
+    trajectory_steps: int | None = option(
+        None, "Write the first step and every N-th to trajectories.jsonl; unset is save_steps, or "
+        "every step without. A step that is written costs a forward pass that others save.",
+        group="run", at_least=1, acts_with="save_trajectories", may_change=True,
+    )  # fmt: skip
     save_path: str | None = option(
         None, "Folder of the trained model; unset is OUTPUT_DIR/model.", group="run",
         may_change=True, path="folder",
@@ -512,8 +523,9 @@ class RunOptions(StrategyConfig):
         finite=False, may_change=True,
     )  # fmt: skip
     loggers: tuple[str, ...] = option(
-        (), "Further receivers of metrics: FILE.py:CLASS, made from the options, or a registered "
-        "name.", group="monitoring", choices=LOGGERS, may_change=True,
+        (), "Further receivers of metrics: trackio, mlflow, swanlab (offline, in OUTPUT_DIR), or "
+        "FILE.py:CLASS, made from the options.", group="monitoring", choices=LOGGERS,
+        may_change=True,
     )  # fmt: skip
     allow_new_weights: tuple[str, ...] = option(
         (), "Names of tensors (patterns like 'score.*') that may be missing from a checkpoint, of "
@@ -527,4 +539,12 @@ class RunOptions(StrategyConfig):
     check_memory: bool = option(
         True, "Compare the memory that a run will need with that of its machine before it starts; "
         "on GPUs refuse what cannot fit.", group="run", may_change=True,
+    )  # fmt: skip
+    num_threads: int | None = option(
+        None, "CPU threads of a process; unset on a CPU is what the size of the model's operations "
+        "is worth, or OMP_NUM_THREADS.", group="run", at_least=1, by_machine=True,
+    )  # fmt: skip
+    verbose: bool = option(
+        False, "Show on the console what else is in OUTPUT_DIR/logs: engine, memory, weight sync "
+        "and more metrics of each step.", group="monitoring", may_change=True, common=True,
     )  # fmt: skip

@@ -76,7 +76,7 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.experience.ledger_gate", "LedgerError", ExitCode.VERIFICATION),
     ("lightrft.trainer.runs.export", "ExportError", ExitCode.VERIFICATION),
     ("lightrft.audit.record", "RecordError", ExitCode.USAGE),
-    ("lightrft.trainer.reporting.trackers", "TrackerError", ExitCode.PREFLIGHT),
+    ("lightrft.trainer.reporting.trackers.best_effort", "TrackerError", ExitCode.PREFLIGHT),
     ("lightrft.trainer.reporting.inputs", "NotARunError", ExitCode.USAGE),
     ("lightrft.trainer.training.stopping", "RunStoppedError", ExitCode.STOPPED),
 )
@@ -124,7 +124,7 @@ def _tells_of_full_disk(error: BaseException) -> bool:
 def describe(error: BaseException) -> str:
     """What the user reads: the message alone where it is theirs to fix, else with the traceback."""
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
+        return str(error) or "interrupted"
     code = exit_code_of(error)
     if code == ExitCode.UNEXPECTED and not isinstance(error, WorkerError):
         return "".join(traceback.format_exception(error)).rstrip()

@@ -12,8 +12,7 @@ import re
 from collections.abc import Sequence
 
 from lightrft.cli.errors import UsageError
-from lightrft.cli.options import Parser, add_number
-from lightrft.cli.slurm import check_run, split_arguments
+from lightrft.cli.launcher import check_run, launcher_parser, read_options
 
 DESCRIPTION = """\
 Print the manifest (JSON, which kubectl takes) of a Kubeflow PyTorchJob for one run: a pod per node
@@ -37,13 +36,9 @@ def manifest(argv: Sequence[str]) -> str:
         UsageError: Arguments that cannot be read.
         ConfigError: Options of `lightrft train` that cannot be run on these nodes.
     """
-    options, arguments = split_arguments(build_parser(), argv, EXAMPLE)
-    if not options["print"]:
-        raise UsageError(
-            "lightrft launch kubernetes only prints: add --print, look, then kubectl apply it"
-        )
+    options, arguments = read_options(build_parser(), argv, example=EXAMPLE, submit="kubectl apply")
     check_names(options)
-    check_run(arguments, world_size=options["nodes"] * options["gpus_per_node"])
+    check_run(options, arguments)
     return json.dumps(job(options, arguments), indent=2)
 
 
@@ -123,23 +118,15 @@ def pod(options: dict[str, object], arguments: Sequence[str]) -> dict[str, objec
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `lightrft launch kubernetes`, without the options of the run."""
-    parser = Parser(
-        "launch kubernetes",
+    parser = launcher_parser(
+        "kubernetes",
         DESCRIPTION,
-        usage="lightrft launch kubernetes --print --image IMAGE [OPTIONS] -- [OPTIONS OF lightrft "
-        "train]",
+        required="--image IMAGE ",
+        grace_seconds=60,
+        grace="Seconds between asking a pod to end and ending it.",
     )
-    parser.add_argument("--print", action="store_true", help="Print the manifest (the only way).")
     parser.add_argument("--image", required=True, help="Container image with lightrft in it.")
-    for flag, default, text in (
-        ("--nodes", 1, "Nodes."),
-        ("--gpus_per_node", 8, "GPUs of a node, one process each."),
-        ("--cpus_per_task", 8, "CPU cores of a process."),
-        ("--grace_seconds", 60, "Seconds between asking a pod to end and ending it."),
-    ):
-        add_number(parser, flag, text, default=default)
     for flag, text, preset in (
-        ("--job_name", "Default: lightrft.", "lightrft"),
         ("--namespace", "Default: kubectl's.", None),
         ("--memory", "Memory of a pod. Default: 256Gi.", "256Gi"),
         ("--shared_memory", "Of that, /dev/shm at most. Default: 16Gi.", "16Gi"),

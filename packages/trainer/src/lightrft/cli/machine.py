@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightrft.config import TrainConfig
+from lightrft.config.registry import LOGGERS
 from lightrft.engines.factory import resolve_engine_type
 from lightrft.models.weight_files import count_model
 
@@ -86,6 +87,13 @@ def package_problems(config: TrainConfig) -> list[str]:
         (
             config.lora_rank > 0, "peft", "--lora_rank",
             "install lightrft-trainer[lora], or leave it out",
+        ),
+        *(
+            (
+                name in config.loggers, name, f"--loggers {name}",
+                f"install it (scripts/trackers.txt has the versions), or leave {name} out",
+            )
+            for name in LOGGERS if LOGGERS.is_built_in(name)
         ),
     ]  # fmt: skip
     return [

@@ -3,7 +3,7 @@
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 from lightrft.config import TrainConfig
 from lightrft.config.rules import PROMPT_SLOT
@@ -33,6 +33,15 @@ class PromptTokenizer(Protocol):
         ...
 
 
+@runtime_checkable
+class RowTokenizer(Protocol):
+    """A tokenizer that shows rows different tools."""
+
+    def for_row(self, columns: Mapping[str, object]) -> PromptTokenizer:
+        """The tokenizer of one row; a DataError where the row names none."""
+        ...
+
+
 def check_tokenizer(tokenizer: PromptTokenizer, config: TrainConfig) -> None:
     """Raise a DataError if the chat template is asked for and the tokenizer has none."""
     if config.apply_chat_template and not tokenizer.chat_template:
@@ -54,19 +63,24 @@ def render(row: Row, tokenizer: PromptTokenizer, config: TrainConfig) -> str:
 
 
 def messages_of(row: Row, config: TrainConfig) -> str | list[dict[str, object]]:
-    """The prompt of one row: a text, or with the chat template its messages; errors as `render`."""
-    content = _column(row, config.input_key)
-    if isinstance(content, str):
-        text, template = content, config.input_template
-        if template is not None:
-            text = PROMPT_SLOT.sub(lambda _: content, template, count=1)
-        if not text.strip():
-            raise DataError(f"{row.location}: the prompt {config.input_key!r} is empty")
-        if not config.apply_chat_template:
-            return text
-        messages: list[dict[str, object]] = [{"role": "user", "content": text}]
-    else:
-        messages = _messages(row, content, config)
+    """The prompt of one row: a text, or with the chat template its messages; errors as `render`.
+
+    A row without one gets a user's message without text where an environment's reset may give it.
+    """
+    messages: list[dict[str, object]] = [{"role": "user", "content": ""}]
+    if config.environment is None or not _has_no_prompt(row, config.input_key):
+        content = _column(row, config.input_key)
+        if not isinstance(content, str):
+            messages = _messages(row, content, config)
+        else:
+            text, template = content, config.input_template
+            if template is not None:
+                text = PROMPT_SLOT.sub(lambda _: content, template, count=1)
+            if not text.strip():
+                raise DataError(f"{row.location}: the prompt {config.input_key!r} is empty")
+            if not config.apply_chat_template:
+                return text
+            messages[0]["content"] = text
     if config.system_prompt is not None:
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
     return messages
@@ -109,12 +123,24 @@ def label_of(row: Row, config: TrainConfig) -> str | None:
 def _column(row: Row, name: str) -> object:
     if name in row.columns:
         return row.columns[name]
-    nearest = difflib.get_close_matches(name, list(row.columns), n=1)
-    guesses = nearest or [column for column in INPUT_KEYS if column in row.columns]
+    guesses = _likely_keys(row, name)
     hint = f"; set --input_key {guesses[0]}" if guesses else "; set --input_key to one of them"
     raise DataError(
         f"{row.location}: no column {name!r}, found {', '.join(map(repr, row.columns))}{hint}"
     )
+
+
+def _has_no_prompt(row: Row, name: str) -> bool:
+    """Whether neither the column has one nor any other that may be meant."""
+    if name in row.columns:
+        return row.columns[name] is None
+    return not _likely_keys(row, name)
+
+
+def _likely_keys(row: Row, name: str) -> list[str]:
+    """Columns that may be meant by a name of none, the likeliest first."""
+    nearest = difflib.get_close_matches(name, list(row.columns), n=1)
+    return nearest or [column for column in INPUT_KEYS if column in row.columns]
 
 
 def _messages(row: Row, content: object, config: TrainConfig) -> list[dict[str, object]]:
@@ -149,6 +175,11 @@ def _messages(row: Row, content: object, config: TrainConfig) -> list[dict[str, 
 
 
 def _chat(row: Row, tokenizer: PromptTokenizer, messages: list[dict[str, object]]) -> str:
+    if isinstance(tokenizer, RowTokenizer):
+        try:
+            tokenizer = tokenizer.for_row(row.columns)
+        except DataError as error:
+            raise DataError(f"{row.location}: {error}") from error
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as err:  # a template is a program of the model's author; it may raise anything

@@ -73,7 +73,16 @@ class PromptEncoder:
             token_types=None if types is None else tuple(found[types][0].tolist()),
             tensors=tensors,
             kinds=frozenset(kinds),
+            images=tuple(images),
+            videos=tuple(videos),
+            sizes=self._sizes(),
         )
+
+    def _sizes(self) -> dict[str, dict[str, object]]:
+        """Of the families whose images keep their sizes, within bounds that options move."""
+        if not self.family.has_axes:
+            return {}
+        return {"images_kwargs": {"size": dict(self.processor.image_processor.size)}}
 
     def kept(
         self, text: str, *, images: Sequence[ImageSource] = (), videos: Sequence[VideoSource] = ()

@@ -95,7 +95,25 @@ def _axes_of_prompt(trunk: "PreTrainedModel", prompt: EncodedPrompt) -> Tensor:
         mm_token_type_ids=torch.tensor([prompt.token_types]),
         **grids,
     )
-    return cast("Tensor", places)[:, 0].cpu()
+    return _behind_media(cast("Tensor", places)[:, 0].cpu(), prompt.token_types or ())
+
+
+def _behind_media(places: Tensor, types: Sequence[int]) -> Tensor:
+    """Text after a medium begins behind it on every axis.
+
+    transformers 5.19 puts text behind the height and width of a video alone, where a long one
+    lasts further; Qwen's own code, which the checkpoints were trained with, and vLLM do not.
+
+    Args:
+        places: [3, tokens].
+        types: Of each token; 0 is text.
+    """
+    places = places.clone()
+    for i in range(1, len(types)):
+        if types[i] == 0 and types[i - 1] != 0:
+            missing = places[:, :i].max() + 1 - places[:, i].min()
+            places[:, i:] += missing.clamp(min=0)
+    return places
 
 
 def pad_right(rows: Sequence[Tensor], width: int) -> Tensor:

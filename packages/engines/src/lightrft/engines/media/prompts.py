@@ -1,10 +1,12 @@
 """A prompt with images and videos as a model reads it, and the media of a batch of rows."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from torch import Tensor
+
+from lightrft.engines.media.sources import ImageSource, VideoSource
 
 MediumKind = Literal["image", "video"]
 
@@ -21,6 +23,8 @@ class EncodedPrompt:
         tensors: Inputs of the model by name, of the media of this prompt only, in order of
             appearance.
         kinds: Media that it has.
+        images, videos: What it was encoded from, for engines with a processor of their own.
+        sizes: Arguments that make such a processor scale images in the same way.
     """
 
     token_ids: tuple[int, ...]
@@ -28,6 +32,9 @@ class EncodedPrompt:
     token_types: tuple[int, ...] | None
     tensors: Mapping[str, Tensor]
     kinds: frozenset[MediumKind]
+    images: tuple[ImageSource, ...] = ()
+    videos: tuple[VideoSource, ...] = ()
+    sizes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     @property
     def num_images(self) -> int:

@@ -42,7 +42,7 @@ class ImageSource:
 
     name: str
     path: Path | None = None
-    content: bytes | None = None
+    content: bytes | None = field(default=None, repr=False)
 
     def read(self) -> bytes:
         """Its encoded bytes.

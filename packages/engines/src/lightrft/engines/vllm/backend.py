@@ -15,6 +15,7 @@ from torch import nn
 from lightrft.engines.process_state import environment, preserved_process_state, require_functions
 from lightrft.engines.requests import Limits
 from lightrft.engines.types import EngineConfig
+from lightrft.engines.vllm.media import name_tower
 from lightrft.engines.vllm.options import engine_arguments
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -31,6 +32,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "vllm": (
         "LLM.collective_rpc",
         "LLM.enqueue",
+        "LLM.reset_mm_cache",
         "LLM.reset_prefix_cache",
         "LLM.sleep",
         "LLM.wake_up",
@@ -55,6 +57,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
         "get_tp_group",
     ),
     "vllm.model_executor.layers.vocab_parallel_embedding": ("VocabParallelEmbedding",),
+    "vllm.model_executor.models.utils": ("WeightsMapper.map_name",),
 }
 KNOWN_VERSIONS = "0.32.0"
 
@@ -122,13 +125,16 @@ def choose_executor(tensor_parallel_size: int) -> str:
     return "uni"
 
 
-def start_backend(config: EngineConfig, model_path: str, limits: Limits) -> Backend:
+def start_backend(
+    config: EngineConfig, model_path: str, limits: Limits, *, model_type: str = ""
+) -> Backend:
     """Starts vLLM with the random states and threads of this process left as they are.
 
     Args:
         config: What to start; without a model path, a model with dummy weights.
         model_path: Directory of the model.
         limits: Vocabulary and longest prompt plus completion.
+        model_type: Of the model's configuration.
     """
     is_on_cpu = prepare_environment()
     owns_process_group = not dist.is_initialized()
@@ -153,6 +159,7 @@ def start_backend(config: EngineConfig, model_path: str, limits: Limits) -> Back
             is_on_cpu=is_on_cpu,
             executor=executor,
         )
+        name_tower(model_type)
         try:
             with _names_of_this_job(executor):
                 return _start(arguments, owns_process_group=owns_process_group)

@@ -3,9 +3,12 @@
 import gc
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 
 from lightrft.engines.base import FinishedRows, RolloutEngine
+from lightrft.engines.media.families import placeholder_ids
+from lightrft.engines.media.prompts import EncodedPrompt
 from lightrft.engines.model_shape import ModelShape, model_configs, model_directory, model_shape
 from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.raw_completions import FinishedJob, Job, first_job, stream_in_parts
@@ -19,12 +22,14 @@ from lightrft.engines.vllm.backend import (
     stop_backend,
 )
 from lightrft.engines.vllm.layout import LayoutReader
+from lightrft.engines.vllm.media import check_prompt, forbid_tokens, native_prompt
 from lightrft.engines.vllm.sampling import (
     NativeAnswer,
     native_params,
     raw_completions_of,
     scoring_params,
 )
+from lightrft.engines.vllm.watch import watched_layers
 from lightrft.engines.vllm.weights import VLLMWeights
 
 
@@ -42,6 +47,7 @@ class VLLMEngine(RolloutEngine):
 
     name = "vllm"
     streams = True
+    reads_media = True
     _weights: VLLMWeights
 
     sleeps_on_request_only = True
@@ -52,7 +58,11 @@ class VLLMEngine(RolloutEngine):
         self._read_limits(hf_config, generation_config)
         self._has_tokenizer = bool(config.model_path) and has_tokenizer(config.model_path)
         with model_directory(config.model_path, hf_config, architecture) as path:
-            self._backend: Backend | None = start_backend(config, path, self._limits)
+            self._backend: Backend | None = start_backend(
+                config, path, self._limits, model_type=hf_config.model_type
+            )
+        if self._limits.reads_media:
+            forbid_tokens(self._backend.model, placeholder_ids(hf_config))
         self._weights = self._read_weights(model_shape(hf_config, architecture))
         if not config.model_path and module is not None:
             self._take_over(module)
@@ -100,7 +110,7 @@ class VLLMEngine(RolloutEngine):
     def _stream(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:
         def run(jobs: Sequence[Job], *, with_stops: bool) -> Iterator[list[FinishedJob]]:
             natives = [native_params(job, params, stop_ids, with_stops=with_stops) for job in jobs]
-            for answers in self._run([job.prompt for job in jobs], natives):
+            for answers in self._run(jobs, natives):
                 yield [(i, raw_completions_of(jobs[i], out.outputs)) for i, out in answers]
 
         stop_ids = self._stop_ids(params)
@@ -111,9 +121,9 @@ class VLLMEngine(RolloutEngine):
         yield from stream_in_parts(run, jobs, rows, params, decoder, next_part=1)
 
     def _run(
-        self, prompts: Sequence[tuple[int, ...]], natives: Sequence[object]
+        self, jobs: Sequence[Job], natives: Sequence[object]
     ) -> Iterator[list[tuple[int, NativeAnswer]]]:
-        """Answers of vLLM as they come, each with the index of its prompt, in batches.
+        """Answers of vLLM as they come, each with the index of its job, in batches.
 
         Nothing is left queued, whether the caller stops early or vLLM fails.
         """
@@ -124,7 +134,7 @@ class VLLMEngine(RolloutEngine):
         try:
             with preserved_process_state():
                 llm.enqueue(  # type: ignore[attr-defined]
-                    [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+                    [native_prompt(job) for job in jobs],
                     sampling_params=list(natives),
                     use_tqdm=False,
                 )
@@ -133,8 +143,11 @@ class VLLMEngine(RolloutEngine):
                 with preserved_process_state():
                     while not answers and engine.has_unfinished_requests():
                         answers = [answer for answer in engine.step() if answer.finished]
-                if answers:
-                    yield [(int(answer.request_id) - first, answer) for answer in answers]
+                found = [(int(answer.request_id) - first, answer) for answer in answers]
+                for index, answer in found:
+                    check_prompt(answer.prompt_token_ids, jobs[index])
+                if found:
+                    yield found
         finally:
             left = list(engine.output_processor.request_states)
             if left:
@@ -145,14 +158,26 @@ class VLLMEngine(RolloutEngine):
         self.check_usable()
         if not token_ids:
             return []
-        parts = self._run([tuple(token_ids)], [scoring_params()])
+        parts = self._run([Job(tuple(token_ids), 1, 0)], [scoring_params()])
         (answer,) = [answer for part in parts for _, answer in part]
         entries = zip(token_ids[1:], answer.prompt_logprobs[1:], strict=True)
         return [0.0, *(float(entry[token].logprob) for token, entry in entries)]
 
+    def layer_outputs(
+        self, token_ids: Sequence[int], media: EncodedPrompt | None
+    ) -> dict[str, torch.Tensor] | None:
+        """Hidden states of one sequence, if vLLM runs its layers one by one."""
+        self.reset_caches()
+        with watched_layers(self._started.model) as found:
+            list(self._run([Job(tuple(token_ids), 1, 0, media=media)], [scoring_params()]))
+        return {name: torch.cat(calls) for name, calls in found.items()} or None
+
     def _release_memory(self, level: int, awake: Sequence[str]) -> None:
         """On a GPU; elsewhere vLLM keeps its memory and only the state changes."""
-        self._started.llm.sleep(level=level)  # type: ignore[attr-defined]
+        llm = self._started.llm
+        # Features of images lie outside of what vLLM releases.
+        llm.llm_engine.reset_encoder_cache()  # type: ignore[attr-defined]
+        llm.sleep(level=level)  # type: ignore[attr-defined]
 
     def _resume_memory(self, tags: Sequence[str]) -> None:
         self._started.llm.wake_up(tags=list(tags))  # type: ignore[attr-defined]
@@ -160,7 +185,7 @@ class VLLMEngine(RolloutEngine):
             clear_caches(self._started.caches)
 
     def _drop_caches(self) -> None:
-        """Drops vLLM's prefix and encoder caches.
+        """Drops vLLM's prefix and encoder caches, and the pixels it keeps.
 
         Raises:
             RuntimeError: vLLM refused because requests are running.
@@ -169,6 +194,8 @@ class VLLMEngine(RolloutEngine):
         if not llm.reset_prefix_cache():  # type: ignore[attr-defined]
             raise RuntimeError("vLLM did not reset its prefix cache; requests must be finished")
         llm.llm_engine.reset_encoder_cache()  # type: ignore[attr-defined]
+        # Pixels, which no weights have touched: only to free them.
+        llm.reset_mm_cache()  # type: ignore[attr-defined]
 
     def check_usable(self) -> None:
         """Raises unless the engine is awake and holds a complete set of weights."""

@@ -1,7 +1,7 @@
 """Where each checkpoint parameter lies inside vLLM's fused, padded and sharded tensors."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,7 +82,8 @@ class LayoutReader:
         """The layout of every parameter.
 
         Raises:
-            ValueError: vLLM's model has no tensor for some of them.
+            ValueError: vLLM's model has no tensor for some of them, or a module that none of them
+                is loaded into.
         """
         targets = {
             name: self._target(name) for name in self._shape.shapes if name not in self._shape.tied
@@ -94,6 +95,7 @@ class LayoutReader:
                 f"{missing[0]}); this architecture needs engine_type='hf'"
             )
         found = {name: target for name, target in targets.items() if target is not None}
+        self._check_filled(found.values())
         groups: dict[str, list[str]] = {}
         for name, (module_name, _) in found.items():
             groups.setdefault(module_name, []).append(name)
@@ -117,6 +119,25 @@ class LayoutReader:
             manifest.append(entry)
         modules = {name: target[0] for name, target in found.items()}
         return Layout(tuple(manifest), places, modules)
+
+    def _check_filled(self, targets: Iterable[tuple[str, str]]) -> None:
+        """Raises unless every module is written by an update.
+
+        What else a module holds beside checkpoint tensors, scales for example, vLLM derives from
+        them.
+        """
+        filled = {id(self._tensor(target)) for target in targets}
+        empty = []
+        for name, module in self._modules.items():
+            own = dict(module.named_parameters(recurse=False))
+            if own and not any(id(tensor) in filled for tensor in own.values()):
+                empty.append(f"{name}.{next(iter(own))}")
+        if empty:
+            raise ValueError(
+                f"no checkpoint parameter is loaded into {len(empty)} modules of vLLM's model "
+                f"(first: {empty[0]}), which would keep old weights; this architecture needs "
+                "engine_type='hf'"
+            )
 
     def _parameter(
         self, name: str, target: tuple[str, str], members: Sequence[str]
@@ -240,8 +261,15 @@ def _is_head(module: nn.Module) -> bool:
 
 
 def _packed_modules(model: nn.Module) -> Mapping[str, list[str]]:
-    """Fused module of vLLM -> the checkpoint's modules, in their order."""
-    return dict(getattr(model, "packed_modules_mapping", {}))
+    """Fused module of vLLM -> the checkpoint's modules, in their order.
+
+    The model's own word wins over that of its parts: not every vision-language model names what its
+    language model fuses.
+    """
+    found: dict[str, list[str]] = {}
+    for part in model.modules():
+        found = {**getattr(part, "packed_modules_mapping", {}), **found}
+    return found
 
 
 def _name_map(model: nn.Module):  # type: ignore[no-untyped-def]  # noqa: ANN202

@@ -23,6 +23,7 @@ class NativeAnswer(Protocol):
 
     request_id: str
     finished: bool
+    prompt_token_ids: Sequence[int]
     outputs: Sequence[NativeCompletion]
     # None at the first token.
     prompt_logprobs: Sequence[Mapping[int, NativeLogprob]]

@@ -159,6 +159,23 @@ def apply_units(module: nn.Module, plan: ShardingPlan) -> None:
         fully_shard(block, **options)  # type: ignore[call-overload]
     # The root is resharded too: its parameters are then shards whenever no forward pass runs.
     fully_shard(module, **options)  # type: ignore[call-overload]
+    module.register_forward_hook(_forget_pass)
+
+
+def _forget_pass(module: nn.Module, *_: object) -> None:
+    """Drops FSDP2's list of the units that ran, if no gradient will ask for it.
+
+    The list is for the next backward pass and cleared by it; that of a reference or reward model,
+    which has none, would grow with every pass.
+    """
+    if torch.is_grad_enabled():
+        return
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            state = unit._get_fsdp_state()
+            state._comm_ctx.post_forward_order.clear()
+            if state._fsdp_param_group is not None:
+                state._fsdp_param_group._post_forward_indices.clear()
 
 
 def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:

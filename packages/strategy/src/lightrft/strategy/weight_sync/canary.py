@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from lightrft.engines.base import RolloutEngine, StaleEngineError
-from lightrft.engines.types import GenerationRequest, SamplingParams
+from lightrft.engines.media.prompts import EncodedPrompt, RowMedia
+from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.strategy.config import StrategyConfig
-from lightrft.strategy.distributed.collectives import gather_objects, group_rank
+from lightrft.strategy.distributed.collectives import Group, gather_objects, group_rank
 from lightrft.strategy.distributed.sequence_parallel import SharesSequences
 from lightrft.strategy.fsdp2.source import reshard_modules
 from lightrft.strategy.weight_sync.accounting import WeightSyncError
@@ -47,6 +48,7 @@ CANARY_LIMITS: dict[torch.dtype, CanaryLimits] = {
     torch.bfloat16: CanaryLimits(mean=0.15, largest=5.0),
 }
 QUANTISED_LIMITS = CanaryLimits(mean=0.5, largest=10.0)
+_MEDIA_TOKENS = 4
 _ONE_GREEDY_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
@@ -59,11 +61,16 @@ class Canary:
         score: The trainer's logprobs of a sequence at temperature 1, entry 0 being 0. Every rank
             calls it, since a sharded model's forward is a collective.
         limits: Largest differences allowed.
+        media: A prompt with media that an engine has completed before the update: features that it
+            kept of older weights are found. None before there was one.
+        num_media_tokens: How many tokens the engine continues it by.
     """
 
     token_ids: tuple[int, ...]
-    score: Callable[[Sequence[int]], list[float]]
+    score: Callable[[Sequence[int], EncodedPrompt | None], list[float]]
     limits: CanaryLimits
+    media: EncodedPrompt | None = None
+    num_media_tokens: int = 0
 
 
 def ask_engine(engine: RolloutEngine, canary: Canary) -> tuple[tuple[int, ...], list[float]]:
@@ -99,11 +106,31 @@ def ask_engine(engine: RolloutEngine, canary: Canary) -> tuple[tuple[int, ...], 
     return token_ids, logprobs
 
 
-def check_answer(canary: Canary, expected: Sequence[float], logprobs: Sequence[float]) -> float:
+def ask_about_media(engine: RolloutEngine, media: EncodedPrompt, num_tokens: int) -> Completion:
+    """Lets an engine continue a prompt with media.
+
+    Raises:
+        WeightSyncError: The engine itself says that its caches are out of date.
+    """
+    try:
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        return engine.generate([GenerationRequest((), encoded=media)], params)[0]
+    except StaleEngineError as err:
+        raise WeightSyncError("caches", str(err)) from err
+
+
+def check_answer(
+    canary: Canary,
+    expected: Sequence[float],
+    logprobs: Sequence[float],
+    *,
+    what: str = "the canary prompt",
+) -> float:
     """Compares an engine's logprobs with the trainer's.
 
     Args:
         canary: The prompt.
+        what: Names the prompt in errors.
         expected: The trainer's logprobs of the prompt and the token after it.
         logprobs: The engine's.
 
@@ -120,7 +147,7 @@ def check_answer(canary: Canary, expected: Sequence[float], logprobs: Sequence[f
     if not is_near:
         raise WeightSyncError(
             "canary",
-            "trainer and engine score the canary prompt differently: logprobs differ by "
+            f"trainer and engine score {what} differently: logprobs differ by "
             f"{mean:.3g} in the mean and {max(differences):.3g} at most, expected at most "
             f"{limits.mean:g} and {limits.largest:g}. The engine holds what was read from the "
             "trainer, so it was read from the wrong place or under wrong names, or the two compute "
@@ -148,6 +175,7 @@ def actor_canary(
     dtypes: Iterable[torch.dtype],
     max_length: int | None,
     device: torch.device,
+    media: EncodedPrompt | None = None,
 ) -> Canary | None:
     """The canary of an actor.
 
@@ -157,6 +185,7 @@ def actor_canary(
         dtypes: The dtypes in which either side computes; the coarsest sets the limit.
         max_length: Longest sequence of the engine, or None for the model's own limit.
         device: Where the actor computes.
+        media: A prompt with media, the same on every rank; left out if the actor takes none.
 
     Returns:
         None if the module has no transformers language model, hence no vocabulary.
@@ -172,17 +201,34 @@ def actor_canary(
     token_ids = canary_token_ids(text_config.vocab_size, max(1, min(CANARY_LENGTH, longest - 1)))
     is_bare = root is module
 
-    def score(sequence: Sequence[int]) -> list[float]:
+    def score(sequence: Sequence[int], media: EncodedPrompt | None = None) -> list[float]:
         group = module.sequence_group if isinstance(module, SharesSequences) else None
         if group is None:
-            return score_with_actor(actor, sequence, device=device, is_bare=is_bare)
+            return score_with_actor(actor, sequence, device=device, is_bare=is_bare, media=media)
         # Ranks that share their batches score the sequences of all of them, one after the other.
         sequences = gather_objects(tuple(sequence), group)
-        scores = [score_with_actor(actor, each, device=device) for each in sequences]
+        scores = [score_with_actor(actor, each, device=device, media=media) for each in sequences]
         return scores[group_rank(group)]
 
+    room = 0 if media is None or is_bare else longest - len(media.token_ids)
     found = [CANARY_LIMITS.get(dtype, QUANTISED_LIMITS) for dtype in dtypes]
-    return Canary(token_ids, score, max(found, key=lambda limits: limits.mean))
+    return Canary(
+        token_ids,
+        score,
+        max(found, key=lambda limits: limits.mean),
+        media if room > 0 else None,
+        min(room, _MEDIA_TOKENS),
+    )
+
+
+def media_seen(engine: RolloutEngine, world: Group) -> EncodedPrompt | None:
+    """A prompt with media that the engine of some rank has completed; collective, one for all."""
+    holders = gather_objects(engine.computes_model and engine.seen_media is not None, world)
+    if not any(holders):
+        return None
+    is_first = group_rank(world) == holders.index(True)
+    found = gather_objects(engine.seen_media if is_first else None, world)
+    return next(media for media in found if media is not None)
 
 
 def compute_dtypes(
@@ -197,7 +243,12 @@ def compute_dtypes(
 
 
 def score_with_actor(
-    actor: nn.Module, token_ids: Sequence[int], *, device: torch.device, is_bare: bool = False
+    actor: nn.Module,
+    token_ids: Sequence[int],
+    *,
+    device: torch.device,
+    is_bare: bool = False,
+    media: EncodedPrompt | None = None,
 ) -> list[float]:
     """The trainer's logprobs of a sequence at temperature 1, without gradients or dropout.
 
@@ -207,6 +258,7 @@ def score_with_actor(
         token_ids: The sequence.
         device: Where the actor computes.
         is_bare: The actor is a bare transformers model, which returns logits.
+        media: The prompt that the sequence begins with, if it has images.
 
     Returns:
         One fp32 logprob a token; entry 0 is 0.
@@ -222,7 +274,8 @@ def score_with_actor(
                 logprobs = logits[0, :-1].float().log_softmax(-1)
                 scores = logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1)
                 return [0.0, *scores.tolist()]
-            values: list[float] = actor(tokens, mask).logprobs[0].float().tolist()
+            images = {} if media is None else {"media": RowMedia((media,), media.kinds)}
+            values: list[float] = actor(tokens, mask, **images).logprobs[0].float().tolist()
             return values
     finally:
         for module, mode in modes:

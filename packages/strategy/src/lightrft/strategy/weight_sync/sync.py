@@ -15,7 +15,7 @@ from lightrft.strategy.weight_sync.accounting import (
     match_parameters,
     parameters_to_send,
 )
-from lightrft.strategy.weight_sync.canary import Canary, ask_engine, check_answer
+from lightrft.strategy.weight_sync.canary import Canary, ask_about_media, ask_engine, check_answer
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource
 from lightrft.strategy.weight_sync.transfer import (
     Transfer,
@@ -289,10 +289,29 @@ class WeightSync:
 
         filler = (*canary.token_ids, canary.token_ids[0])
         token_ids, logprobs = transfer.attempt(ask) or (filler, None)
-        expected = canary.score(token_ids)
+        expected = canary.score(token_ids, None)
+        difference = self._score_media(canary, transfer)
         if logprobs is None:
             return None
-        return transfer.attempt(lambda: check_answer(canary, expected, logprobs))
+        found = transfer.attempt(lambda: check_answer(canary, expected, logprobs))
+        return found if found is None or difference is None else max(found, difference)
+
+    def _score_media(self, canary: Canary, transfer: Transfer) -> float | None:
+        """Compares what the engine says about media; None if the canary has none."""
+        media = canary.media
+        if media is None:
+            return None
+        answer = transfer.attempt(
+            lambda: ask_about_media(self.engine, media, canary.num_media_tokens)
+        )
+        tokens = (media.token_ids[-1],) if answer is None else answer.output_token_ids
+        expected = canary.score((*media.token_ids, *tokens), media)[-len(tokens) :]
+        if answer is None:
+            return None
+        what = "a prompt with images or videos"
+        return transfer.attempt(
+            lambda: check_answer(canary, expected, answer.output_logprobs, what=what)
+        )
 
     def _conclude(
         self, previous_version: int, error: WeightSyncError | None, replica_hash: int

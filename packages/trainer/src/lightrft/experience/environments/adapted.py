@@ -7,6 +7,9 @@ from typing import ClassVar
 
 from lightrft.rewards.worker import ReportedError
 
+# Of the rows' environments, where `--environment` names a dict of them; TRL's word.
+KIND_COLUMN = "environment"
+
 
 class EpisodeLostError(ReportedError):
     """The state of an episode is gone; nothing it answers from here on counts."""

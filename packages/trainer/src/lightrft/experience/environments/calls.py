@@ -6,7 +6,7 @@ import ast
 import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -46,13 +46,26 @@ class ParsingTokenizer(Protocol):
     chat_template: str | None
 
 
-# Text of a turn without its stop token, and whether it was ended by one -> its calls.
-Parser = Callable[[str, bool], list[ToolCall]]
+class Parser(Protocol):
+    """A format of calls."""
+
+    def __call__(self, text: str, is_ended: bool, before: str = "", /) -> list[ToolCall]:
+        """The calls in a turn.
+
+        Args:
+            text: Without its stop token.
+            is_ended: It has one.
+            before: The text that it continues, which may have begun to think for it.
+
+        Raises:
+            MalformedCallError: It opens a call, and there is no valid one.
+        """
+        ...
 
 
-def hermes_calls(text: str, is_ended: bool) -> list[ToolCall]:
+def hermes_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, repeatable (Hermes, Qwen)."""
-    pieces = _spoken(text).split("<tool_call>")[1:]
+    pieces = _spoken(text, before).split("<tool_call>")[1:]
     calls = []
     for index, piece in enumerate(pieces):
         body, closing, _ = piece.partition("</tool_call>")
@@ -63,27 +76,27 @@ def hermes_calls(text: str, is_ended: bool) -> list[ToolCall]:
     return calls
 
 
-def llama_calls(text: str, is_ended: bool) -> list[ToolCall]:
+def llama_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
     """`{"name": ..., "parameters": {...}}`, several joined by `;` (Llama 3)."""
     del is_ended
-    spoken = _spoken(text).replace("<|python_tag|>", "").strip()
+    spoken = _spoken(text, before).replace("<|python_tag|>", "").strip()
     if not re.match(r'\{\s*"(name|type)"', spoken):
         return []
     decoder, calls = json.JSONDecoder(), []
     while spoken:
         try:
             value, end = decoder.raw_decode(spoken)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise MalformedCallError(f"a call is no JSON object: {error}") from error
         calls.append(_from_value(value, ("parameters", "arguments")))
         spoken = spoken[end:].lstrip("; \n")
     return calls
 
 
-def pythonic_calls(text: str, is_ended: bool) -> list[ToolCall]:
+def pythonic_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
     """`[f(x=1), g(s='a')]`, literals only (Llama 4, Olmo)."""
     del is_ended
-    spoken = _spoken(text).strip()
+    spoken = _spoken(text, before).strip()
     if not re.match(r"\[\s*[A-Za-z_][\w.]*\(", spoken):
         return []
     try:
@@ -104,9 +117,9 @@ def pythonic_calls(text: str, is_ended: bool) -> list[ToolCall]:
         raise MalformedCallError(f"calls must be a list of f(name=literal): {error}") from error
 
 
-def whole_turn(text: str, is_ended: bool) -> list[ToolCall]:
+def whole_turn(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
     """All that is said, for environments that answer turns instead of calls."""
-    del is_ended
+    del is_ended, before
     return [ToolCall(TURN_TOOL, {"action": text})]
 
 
@@ -119,7 +132,7 @@ def choose_parser(name: str, tokenizer: ParsingTokenizer, schemas: Sequence[Sche
     """The parser of an option.
 
     Args:
-        name: "auto" takes the tokenizer's own schema of responses where it has one, else what its
+        name: "auto" takes the tokenizer's own response template where it has one, else what its
             chat template writes; or a name in `PARSERS`.
         tokenizer: Of the model.
         schemas: Of the tools.
@@ -129,7 +142,7 @@ def choose_parser(name: str, tokenizer: ParsingTokenizer, schemas: Sequence[Sche
     """
     if name != "auto":
         return PARSERS[name]
-    if _response_format(tokenizer):
+    if vars(tokenizer).get("response_template") is not None:
         return _template_parser(tokenizer, schemas)
     template = tokenizer.chat_template or ""
     if "<tool_call>" in template:
@@ -137,7 +150,7 @@ def choose_parser(name: str, tokenizer: ParsingTokenizer, schemas: Sequence[Sche
     if "python_tag" in template or '"parameters": ' in template:
         return llama_calls
     raise ConfigError(
-        "tool_parser auto: the tokenizer has no response schema, and its chat template writes no "
+        "tool_parser auto: the tokenizer has no response template, and its chat template writes no "
         f"known format of calls; give --tool_parser: {', '.join(PARSERS)}"
     )
 
@@ -165,7 +178,13 @@ def check_call(call: ToolCall, schemas: Mapping[str, Schema]) -> Arguments:
                 if names
             )
         )
-    return {n: _cast(call.name, n, value, known[n]) for n, value in call.arguments.items()}
+    found = {n: _cast(call.name, n, value, known[n]) for n, value in call.arguments.items()}
+    try:
+        # They go to another process and into files.
+        json.dumps(found, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MalformedCallError(f"{call.name}: the arguments are no JSON: {error}") from error
+    return found
 
 
 def _cast(tool: str, name: str, value: object, schema: Mapping[str, object]) -> object:
@@ -174,7 +193,7 @@ def _cast(tool: str, name: str, value: object, schema: Mapping[str, object]) -> 
     if not names or (schema.get("nullable") and value is None):
         return value
     if isinstance(value, str) and "string" not in names:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
     for known in names:
         is_bool = isinstance(value, bool)
@@ -185,18 +204,19 @@ def _cast(tool: str, name: str, value: object, schema: Mapping[str, object]) -> 
     )
 
 
-def _spoken(text: str) -> str:
+def _spoken(text: str, before: str) -> str:
     """What is said outside of thinking; thinking that never ends is all thinking."""
+    if before.rstrip().endswith("<think>"):  # some templates open it
+        text = f"<think>{text}"
     return _THINKING.sub("", text).partition("<think>")[0]
 
 
 def _from_json(body: str, names: Sequence[str]) -> ToolCall:
     try:
-        return _from_value(json.loads(body), names)
-    except ValueError as error:
-        if isinstance(error, MalformedCallError):
-            raise
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
         raise MalformedCallError(f"a call is no JSON object: {error}") from error
+    return _from_value(value, names)
 
 
 def _from_value(value: object, names: Sequence[str]) -> ToolCall:
@@ -214,19 +234,17 @@ def _has_positional(item: ast.expr) -> bool:
     return False
 
 
-def _response_format(tokenizer: object) -> bool:
-    names = ("response_template", "response_schema")
-    return any(vars(tokenizer).get(name) is not None for name in names)
-
-
 def _template_parser(tokenizer: object, schemas: Sequence[Schema]) -> Parser:
-    def parse(text: str, is_ended: bool) -> list[ToolCall]:
+    tools = list(schemas)
+
+    def parse(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
         del is_ended
         try:
-            message = tokenizer.parse_response(text, tools=list(schemas))  # type: ignore[attr-defined]
-        except (ValueError, TypeError) as error:
-            raise MalformedCallError(f"the response cannot be read: {error}") from error
-        calls = [dict(call["function"]) for call in message.get("tool_calls") or ()]
+            message = tokenizer.parse_response(text, prefix=before, tools=tools)  # type: ignore[attr-defined]
+            calls = [call["function"] for call in message.get("tool_calls") or ()]
+        except Exception as error:  # of a program of the model's author, on what a model says
+            told = next(iter(str(error).splitlines()), type(error).__name__)
+            raise MalformedCallError(f"the calls cannot be read: {told}") from error
         return [_from_value(call, ("arguments",)) for call in calls]
 
     return parse

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
 from lightrft.experience.environments.calls import ToolCall
+from lightrft.experience.environments.kinds import Kind
 from lightrft.experience.environments.pool import EpisodeError, Host
 from lightrft.experience.types import AnsweredCall, Conversation, Rollout, Segment
 
@@ -22,6 +23,7 @@ class Episode:
         request_id: Of all its requests.
         group_id, sample_id: As in `Rollout`.
         row: What `reset` gets.
+        kind: Its environment.
     """
 
     number: int
@@ -30,6 +32,7 @@ class Episode:
     group_id: int
     sample_id: int
     row: dict[str, object]
+    kind: Kind
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)

@@ -1,8 +1,9 @@
 """Environments and tools as they live in a worker process: many episodes, one call at a time.
 
-The author's interface is TRL's: a class with `reset(**row) -> str | None`, further public methods
-as tools, and optionally `get_reward()`; other makes come through adapters. Runs in the worker;
-imports the standard library, and transformers once for the schemas.
+The author's interface is TRL's: a class with `reset(**row)`, further public methods as tools, and
+optionally `get_reward()`; a function that makes one; or a dict of them, of which each row names
+one. Other makes come through adapters. Runs in the worker; imports the standard library, and
+transformers once for the schemas.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ from typing import cast
 
 from lightrft.config import ConfigError
 from lightrft.config.registry import ENVIRONMENT_KINDS, load_reference, split_kind, split_reference
-from lightrft.experience.environments.adapted import Adapted, EpisodeLostError
+from lightrft.experience.environments.adapted import KIND_COLUMN, Adapted, EpisodeLostError
 from lightrft.rewards.worker import ReportedError
 
 NOT_TOOLS = ("reset", "get_reward")
 Tool = Callable[..., object]
+Factory = Callable[[], object]
 
 
 class HostedEnvironments:
     """The handler of a worker: resets, calls, rewards.
 
     Args:
-        environment: Import string of a class, or None for stateless tools alone.
+        environment: Import string of a class, of a function that makes an environment or of a dict
+            of such by name; None for stateless tools alone.
         tools: Import strings of functions.
         max_characters: Longest answer that is sent; the rest is cut, and said to be.
         describes: Say what there is; one worker of several does.
@@ -42,7 +45,7 @@ class HostedEnvironments:
         self._pid = os.getpid()
         self._describes = describes
         self._max_characters = max_characters
-        self._class = None if environment is None else _environment_class(environment)
+        self._factories = {} if environment is None else _factories(environment)
         self._tools: dict[str, Tool] = {}
         for text in tools:
             tool = _load(text, "tool")
@@ -52,39 +55,35 @@ class HostedEnvironments:
         self._episodes: dict[str, object] = {}
 
     def describe(self) -> object:
-        """Name, schemas of the tools, and what the class has."""
+        """Of each environment by its name: schemas of its tools, and what its class has."""
         if not self._describes:
             return None
-        methods: dict[str, Tool] = {}
-        if self._class is not None:
-            instance = self._class()
-            methods = {name: getattr(instance, name) for name in tool_names(self._class)}
+        kinds: Mapping[str, Factory | None] = self._factories or {"": None}
+        return {name: self._described(name, make) for name, make in kinds.items()}
+
+    def _described(self, name: str, make: Factory | None) -> object:
+        instance = None if make is None else make()
+        cls = None if make is None else type(instance)
+        reset = getattr(cls, "reset", None)
+        if cls is not None and not inspect.isfunction(reset):
+            raise ReportedError(_not_a_class(f"{name or 'environment'}: class {cls.__name__}"))
+        own = cls if cls is not None and issubclass(cls, Adapted) else None
+        methods = {} if cls is None else {n: getattr(instance, n) for n in tool_names(cls)}
         twice = sorted(set(methods) & set(self._tools))
         if twice:
             raise ReportedError(f"tools must differ: {twice[0]!r} is a method and a function")
-        reset = () if self._class is None else inspect.signature(self._class.reset).parameters
+        if own is not None and own.answers_turns and self._tools:
+            raise ReportedError(f"{own.__name__} answers whole turns: it takes no tools beside it")
+        shown = self._tools if own is not None else {**methods, **self._tools}
+        schemas = [] if own is None else own.schemas()
         return {
-            "name": None if self._class is None else self._class.__name__,
-            "schemas": self._schemas(methods),
-            "has_reward": self._class is not None and hasattr(self._class, "get_reward"),
-            "takes_seed": "seed" in reset,
-            "answers_turns": self._answers_turns(),
+            "name": None if cls is None else cls.__name__,
+            "schemas": [*schemas, *(_schema(n, tool) for n, tool in shown.items())],
+            "has_reward": hasattr(cls, "get_reward"),
+            "takes_seed": reset is not None and "seed" in inspect.signature(reset).parameters,
+            "answers_turns": own is not None and own.answers_turns,
             "stateless": sorted(self._tools),
         }
-
-    def _schemas(self, methods: Mapping[str, Tool]) -> list[object]:
-        own = _adapted(self._class)
-        shown = {} if own else methods
-        found: list[object] = [] if own is None else own.schemas()
-        return [*found, *(_schema(n, tool) for n, tool in {**shown, **self._tools}.items())]
-
-    def _answers_turns(self) -> bool:
-        own = _adapted(self._class)
-        if own is None or not own.answers_turns:
-            return False
-        if self._tools:
-            raise ReportedError(f"{own.__name__} answers whole turns: it takes no tools beside it")
-        return True
 
     def __call__(self, request: object) -> object:
         """One operation on one episode."""
@@ -102,19 +101,16 @@ class HostedEnvironments:
         return None
 
     def _reset(self, episode: str, row: dict[str, object]) -> str | None:
-        if self._class is None:
+        if not self._factories:
             return None
-        environment = self._class()
+        # Where a row chooses, its environment does not get the choice, as in TRL.
+        kind = "" if "" in self._factories else str(row.pop(KIND_COLUMN))
+        environment = self._factories[kind]()
         self._episodes[episode] = environment
-        told = environment.reset(**row)
+        told = cast("Tool", environment.reset)(**row)  # type: ignore[attr-defined]
         if inspect.isawaitable(told):
             told = asyncio.run(_wait(told))
-        if told is not None and not isinstance(told, str):
-            raise ReportedError(
-                f"{self._class.__name__}.reset must return a string or None: got "
-                f"{type(told).__name__} (media in observations are not supported)"
-            )
-        return told
+        return _as_told(told, type(environment).__name__)
 
     def _call(self, episode: str, name: str, arguments: dict[str, object]) -> dict[str, str]:
         tool = self._tools.get(name)
@@ -197,22 +193,44 @@ def _load(text: str, kind: str) -> object:
         raise ReportedError(str(error)) from error
 
 
-def _adapted(cls: type[object] | None) -> type[Adapted] | None:
-    return cls if cls is not None and issubclass(cls, Adapted) else None
-
-
-def _environment_class(text: str):  # type: ignore[no-untyped-def]  # noqa: ANN202 - any class
+def _factories(text: str) -> dict[str, Factory]:
+    """What makes environments, by the names that rows have for them; "" where there is one."""
     kind, rest = split_kind(text)
     if kind is not None:
-        adapt = cast("Callable[[str], object]", ENVIRONMENT_KINDS.load(kind))
-        return adapt(rest)
+        adapt = cast("Callable[[str], Factory]", ENVIRONMENT_KINDS.load(kind))
+        return {"": adapt(rest)}
     found = _load(text, "environment")
-    if not inspect.isclass(found) or not inspect.isfunction(getattr(found, "reset", None)):
-        raise ReportedError(
-            f"environment {text}: expected a class with reset(**row), further public methods as "
-            "tools, and optionally get_reward()"
-        )
-    return found
+    named = found if isinstance(found, Mapping) and found else {"": found}
+    for name, make in named.items():
+        is_named = isinstance(name, str) and bool(name) == (named is found)
+        if not callable(make) or not is_named:
+            raise ReportedError(_not_a_class(f"environment {text} {name}".rstrip()))
+    return dict(named)
+
+
+def _not_a_class(what: str) -> str:
+    return (
+        f"{what}: expected a class with reset(**row), further public methods as tools, and "
+        "optionally get_reward(); a function that makes one, or a dict of such by name"
+    )
+
+
+def _as_told(result: object, name: str) -> str | None:
+    """What `reset` returned as text: None, a string, or blocks of content that are text."""
+    if result is None or isinstance(result, str):
+        return result
+    texts = []
+    for block in result if isinstance(result, (list, tuple)) else [result]:
+        text = block.get("text") if isinstance(block, Mapping) else block
+        if not isinstance(text, str):
+            own = type(block).__name__
+            kind = block.get("type", own) if isinstance(block, Mapping) else own
+            raise ReportedError(
+                f"{name}.reset must return a string, blocks of type text or None: got {kind!r} "
+                "(environments speak text only)"
+            )
+        texts.append(text)
+    return "".join(texts)
 
 
 def _schema(name: str, tool: Tool) -> object:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +48,18 @@ class EnvironmentSpec:
     takes_seed: bool
     answers_turns: bool = False
     stateless: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, described: Mapping[str, object]) -> Self:
+        """As the worker describes it."""
+        return cls(
+            cast("str | None", described["name"]),
+            tuple(cast("list[dict[str, object]]", described["schemas"])),
+            bool(described["has_reward"]),
+            bool(described["takes_seed"]),
+            bool(described["answers_turns"]),
+            frozenset(cast("list[str]", described["stateless"])),
+        )
 
     @property
     def functions(self) -> dict[str, dict[str, object]]:
@@ -118,7 +130,7 @@ class EnvironmentPool:
         config: Its options `environment`, `tools`, `environment_workers`.
 
     Attributes:
-        spec: What the author's class and tools are.
+        specs: What the author's class and tools are; of several classes, by their names.
 
     Raises:
         ConfigError: The class or a tool cannot be loaded, or is not what it must be.
@@ -142,18 +154,11 @@ class EnvironmentPool:
         describing = replace(task, arguments=(*task.arguments[:-1], True))
         self._hosts = [Host(describing), *(Host(task) for _ in range(count - 1))]
         try:
-            described = cast("dict[str, object]", self._hosts[0].start())
+            described = cast("dict[str, dict[str, object]]", self._hosts[0].start())
         except WorkerFailedError as error:
             raise ConfigError(f"environment or tools: {error}") from error
         self._hosts[0].restart_with(task)
-        self.spec = EnvironmentSpec(
-            cast("str | None", described["name"]),
-            tuple(cast("list[dict[str, object]]", described["schemas"])),
-            bool(described["has_reward"]),
-            bool(described["takes_seed"]),
-            bool(described["answers_turns"]),
-            frozenset(cast("list[str]", described["stateless"])),
-        )
+        self.specs = {name: EnvironmentSpec.of(spec) for name, spec in described.items()}
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix="environment") for _ in self._hosts
         ]

@@ -17,15 +17,10 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import hash_context
 from lightrft.engines.raw_completions import request_seed
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
-from lightrft.experience.environments.calls import (
-    MalformedCallError,
-    ToolCall,
-    check_call,
-    choose_parser,
-    whole_turn,
-)
+from lightrft.experience.environments.calls import MalformedCallError, ToolCall, check_call
 from lightrft.experience.environments.episode import Episode
 from lightrft.experience.environments.journal import JOURNAL_FOLDER, Journal, journal_path
+from lightrft.experience.environments.kinds import Kinds
 from lightrft.experience.environments.observations import Observations
 from lightrft.experience.environments.play import TURN_STEP, ChangedAnswerError, Play
 from lightrft.experience.environments.pool import EnvironmentPool, EpisodeError, Host
@@ -37,42 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Work = Callable[[Episode, Host], None]
-
-
-class ToolTokenizer:
-    """A tokenizer whose chat template shows the tools.
-
-    Args:
-        tokenizer: Of the model.
-        schemas: Of the tools.
-    """
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, object]]
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._schemas = list(schemas) or None
-        self.chat_template = cast("str | None", tokenizer.chat_template)
-
-    def __call__(
-        self, text: list[str], *, add_special_tokens: bool
-    ) -> Mapping[str, list[list[int]]]:
-        """Token ids under the key `input_ids`."""
-        found: Mapping[str, list[list[int]]] = self._tokenizer(
-            text, add_special_tokens=add_special_tokens
-        )
-        return found
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, object]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> object:
-        """The rendered conversation with the tools."""
-        return self._tokenizer.apply_chat_template(
-            conversation,
-            tools=self._schemas,
-            tokenize=tokenize,
-            add_generation_prompt=add_generation_prompt,
-        )
 
 
 class Environments:
@@ -102,16 +61,10 @@ class Environments:
         self._tokenizer = tokenizer
         self._folder = None if folder is None else folder / JOURNAL_FOLDER
         self._pool = pool or EnvironmentPool(config)
-        self.spec = self._pool.spec
-        self.prompt_tokenizer = ToolTokenizer(tokenizer, self.spec.schemas)
         self.special_ids = forging_ids(tokenizer)
-        self._functions = self.spec.functions
         try:
-            self._parse = (
-                whole_turn
-                if self.spec.answers_turns
-                else choose_parser(config.tool_parser, tokenizer, self.spec.schemas)
-            )
+            self._kinds = Kinds(self._pool.specs, tokenizer, config.tool_parser)
+            self.prompt_tokenizer, self.spec = self._kinds.tokenizer, self._kinds.whole
             self._suffix = TurnSuffix(
                 cast("ChatTokenizer", tokenizer),
                 tools=self.spec.schemas,
@@ -133,7 +86,7 @@ class Environments:
     @property
     def tool_names(self) -> tuple[str, ...]:
         """Of the tools, sorted."""
-        return tuple(sorted(self._functions))
+        return tuple(sorted(self.spec.functions))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -241,10 +194,11 @@ class Environments:
     ) -> list[Episode]:
         episodes: list[Episode] = []
         for prompt, request_id, group_id in zip(prompts, request_ids, group_ids, strict=True):
+            kind = self._kinds.of(prompt.row)
             for index in range(params.n):
                 own = request_id * params.n + index
                 row = dict(prompt.row)
-                if self.spec.takes_seed:
+                if kind.spec.takes_seed:
                     row.setdefault("seed", request_seed(params.seed, own, 0) % 2**31)
                 episodes.append(
                     Episode(
@@ -254,6 +208,7 @@ class Environments:
                         group_id=group_id,
                         sample_id=group_id * params.n + index,
                         row=row,
+                        kind=kind,
                     )
                 )
         return episodes
@@ -338,25 +293,28 @@ class Environments:
 
         problem = self._each(play, play.episodes, reset)
         for episode in play.episodes:
-            if episode.told and episode.failure is None:
+            if episode.failure is None:
                 try:
-                    episode.prompt = self._with_text(episode.prompt, episode.told)
+                    episode.prompt = self._with_text(episode, episode.told or "")
                 except EpisodeError as error:
                     problem = self._failed(play, episode, error) or problem
         return problem
 
-    def _with_text(self, prompt: Prompt, told: str) -> Prompt:
+    def _with_text(self, episode: Episode, told: str) -> Prompt:
         """The prompt with a text at the end of its last user message."""
+        prompt, tokenizer = episode.prompt, episode.kind.tokenizer
         messages = [dict(message) for message in prompt.messages]
         last = max(i for i, message in enumerate(messages) if message["role"] == "user")
         messages[last]["content"] = f"{messages[last]['content']}{told}"
+        if not messages[last]["content"]:
+            raise EpisodeError("the row has no prompt, and reset gave none")
+        if not told:
+            return prompt
         text = cast(
             "str",
-            self.prompt_tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            ),
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True),
         )
-        ids = tuple(self.prompt_tokenizer([text], add_special_tokens=False)["input_ids"][0])
+        ids = tuple(tokenizer([text], add_special_tokens=False)["input_ids"][0])
         if len(ids) > self._config.prompt_max_len:
             raise EpisodeError(
                 f"the prompt has {len(ids)} tokens with what reset added, more than prompt_max_len "
@@ -409,7 +367,7 @@ class Environments:
         """
         turn = episode.last
         episode.pending.clear()
-        calls, problem = ([], None) if turn is None else self._calls(turn)
+        calls, problem = ([], None) if turn is None else self._calls(episode, turn)
         may_follow = self.spec.answers_turns or self._may_follow(episode, max(1, len(calls)))
         if not (calls or problem) or not may_follow:
             episode.is_open = False
@@ -466,13 +424,14 @@ class Environments:
         episode.add_observation(found.token_ids, found.text_spans)
         play.journal.observation(episode)
 
-    def _calls(self, turn: Completion) -> tuple[list[ToolCall], str | None]:
+    def _calls(self, episode: Episode, turn: Completion) -> tuple[list[ToolCall], str | None]:
         """The calls in a turn, or what is wrong with them."""
         is_ended = turn.finish_reason == "stop"
         ids = turn.output_token_ids[:-1] if is_ended else turn.output_token_ids
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        before = self._tokenizer.decode(turn.prompt_token_ids, skip_special_tokens=False)
         try:
-            return self._parse(str(text), is_ended), None
+            return episode.kind.parse(str(text), is_ended, str(before)), None
         except MalformedCallError as error:
             return [], str(error)
 
@@ -481,7 +440,7 @@ class Environments:
     ) -> AnsweredCall:
         """One call and its answer; never an exception of the tool."""
         try:
-            arguments = check_call(call, self._functions)
+            arguments = check_call(call, episode.kind.functions)
         except MalformedCallError as error:
             return AnsweredCall("", {}, "malformed", as_error(str(error)))
         limit = self._config.max_tool_calls
@@ -519,7 +478,7 @@ class Environments:
 
     def _reward(self, episode: Episode, host: Host) -> RewardResult:
         key, seconds = str(episode.number), self._config.tool_timeout_seconds
-        if not self.spec.has_reward:
+        if not episode.kind.spec.has_reward:
             return RewardResult(0.0)
         episode.host_on(host, seconds=seconds, stateless=self.spec.stateless)
         answer = host.ask("reward", key, seconds=seconds)
@@ -527,7 +486,7 @@ class Environments:
         if answer is None:
             raise EpisodeError("get_reward returned None")
         total, parts = cast("tuple[float, dict[str, float]]", answer)
-        return RewardResult(total, {str(self.spec.name): total, **parts})
+        return RewardResult(total, {str(episode.kind.spec.name): total, **parts})
 
 
 def forging_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -550,4 +509,5 @@ def forging_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 def as_error(text: str) -> str:
     """An answer that says what was wrong."""
-    return json.dumps({"error": text}, ensure_ascii=False)
+    told = json.dumps({"error": text}, ensure_ascii=False)
+    return told.encode("utf-8", "replace").decode()  # halves of surrogate pairs

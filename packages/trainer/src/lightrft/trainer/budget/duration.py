@@ -20,25 +20,42 @@ class Constant:
         value: In its unit.
         meaning: With the unit.
         is_measured: From a run of this project; else an assumption.
+        compare: What others report of it.
     """
 
     value: float
     meaning: str
     is_measured: bool = False
+    compare: str = ""
+
+    @property
+    def source(self) -> str:
+        """Where it is from."""
+        kind = "measured" if self.is_measured else "assumed"
+        return f"{kind}; {self.compare}" if self.compare else kind
 
 
 # Replace an assumption by what `doctor --gpu` or a run reports (`mfu`, seconds of phases).
 CONSTANTS = {
-    "train_efficiency": Constant(0.40, "share of the peak in forward and backward passes"),
+    "train_efficiency": Constant(
+        0.40, "share of the peak in forward and backward passes",
+        compare="0.38 to 0.43 for Llama 3 405B on H100 (arXiv:2407.21783, table 4)",
+    ),
     "score_efficiency": Constant(0.50, "share of the peak in forward passes"),
     "decode_bandwidth_share": Constant(0.60, "share of the memory's bandwidth while decoding"),
     "decode_step_seconds": Constant(0.004, "s a decoding step takes beside reading memory"),
     "mean_length_share": Constant(0.5, "mean response over generate_max_len"),
-    "link_share": Constant(0.70, "share of a link's bandwidth in collectives"),
-    "node_gb_per_second": Constant(50.0, "GB/s of a GPU to other nodes (400 Gb/s)"),
+    "link_share": Constant(
+        0.70, "share of a link's bandwidth in collectives",
+        compare="about 200 of 300 GB/s on 8 A100 with NVLink (NVIDIA/nccl-tests issue 149)",
+    ),
+    "node_gb_per_second": Constant(
+        50.0, "GB/s of a GPU to other nodes",
+        compare="400 Gb/s is a ConnectX-7 for each GPU, as in DGX H100; DGX A100 has half",
+    ),
     "collective_seconds": Constant(30e-6, "s a collective waits for each doubling of ranks"),
     "overlap": Constant(0.8, "share of FSDP2's transfers hidden behind computation"),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from lightrft.trainer.budget.duration import (
     scale,
     where_it_stops_paying,
 )
-from lightrft.trainer.budget.machines import GB, Gpu
+from lightrft.trainer.budget.machines import GB, GPUS, Gpu
 from lightrft.trainer.budget.memory import RESERVE, MemoryPlan, Phase, plan_memory
 from lightrft.trainer.budget.setup import Setup
 
@@ -75,6 +75,7 @@ def full_report(setup: Setup, gpu: Gpu | None) -> tuple[str, bool]:
             f"Constants: {sum(c.is_measured for c in CONSTANTS.values())} of {len(CONSTANTS)} are "
             "measured; the others are assumptions (docs/scaling.md)."
         )
+        lines.append(f"GPU: NVIDIA {gpu.source}.")
     return "\n".join(lines), advice.plan.fits
 
 
@@ -95,8 +96,19 @@ def constants_table() -> str:
     """The numbers of the model of time, as Markdown."""
     lines = ["| constant | value | meaning | from |", "|---|---:|---|---|"]
     for name, found in CONSTANTS.items():
-        source = "measured" if found.is_measured else "assumed"
-        lines.append(f"| `{name}` | {found.value:g} | {found.meaning} | {source} |")
+        lines.append(f"| `{name}` | {found.value:g} | {found.meaning} | {found.source} |")
+    return "\n".join(lines)
+
+
+def gpus_table() -> str:
+    """The presets and their sources, as Markdown."""
+    lines = ["| `--gpu` | GB | dense TFLOPS | GB/s | GB/s in a node | from |"]
+    lines.append("|---|---:|---:|---:|---:|---|")
+    for name, gpu in GPUS.items():
+        lines.append(
+            f"| `{name}` | {gpu.memory_bytes / GB:g} | {gpu.tflops:g} | "
+            f"{gpu.memory_gb_per_second:g} | {gpu.link_gb_per_second:g} | NVIDIA {gpu.source} |"
+        )
     return "\n".join(lines)
 
 

@@ -21,19 +21,23 @@ class Chart:
 
     Args:
         title: Of the chart.
-        kind: "lines", or "stack" for bars of several parts, which all have the same steps.
+        kind: "lines", "runs" for one line a run, or "stack" for bars of several parts, which all
+            have the same steps.
         series: Points by name, steps ascending; None is a gap.
         unit: Of the values, where their metrics do not say it.
+        metric: What the series are values of, where their names are not metrics.
     """
 
     title: str
-    kind: Literal["lines", "stack"]
+    kind: Literal["lines", "runs", "stack"]
     series: Mapping[str, Sequence[Point]]
     unit: str = ""
+    metric: str = ""
 
     def as_json(self) -> dict[str, object]:
         """What the page's script draws; `bounds` are the limits of health near the values."""
-        rows = [row for name in self.series if (row := metric_row(name)) is not None]
+        names = [self.metric] if self.metric else self.series
+        rows = [row for name in names if (row := metric_row(name)) is not None]
         units = {row.unit for row in rows}
         limits = {limit for row in rows for limit in (row.low, row.high) if limit is not None}
         values = [
@@ -50,7 +54,7 @@ class Chart:
 
     def _series(self, name: str) -> dict[str, object]:
         points = self.series[name]
-        if self.kind == "lines":
+        if self.kind != "stack":
             points = downsample(points, MAX_BUCKETS)
         else:
             points = points[:: max(1, len(points) // MAX_BUCKETS)]

@@ -23,7 +23,7 @@ from lightrft.trainer.runs.files import (
     read_json,
 )
 
-Status = Literal["finished", "running", "paused", "stopped"]
+Status = Literal["finished", "running", "paused", "interrupted", "stopped"]
 # Values beyond are drawn as gaps: no axis can show them beside others.
 LARGEST = 1e30
 QUIET_SECONDS = 300.0
@@ -32,6 +32,7 @@ EVENT_WORDS = {
     "started": "started",
     "resumed": "continued after step {step}",
     "stopped": "stopped by a signal after step {step}, with a checkpoint",
+    "interrupted": "interrupted (Ctrl-C) after step {step}",
     "finished": "finished after step {step}",
 }
 
@@ -66,8 +67,8 @@ class RunData:
 
     Args:
         name: Of its folder.
-        status: `paused` was stopped by a signal; `stopped` has written nothing for long and has
-            no summary.
+        status: `paused` was stopped by a signal, `interrupted` by Ctrl-C; `stopped` has written
+            nothing for long and has no summary.
         quiet_seconds: Since something was written.
         metrics: By step, ascending; a number that is missing or not finite is None.
         hashes: Hash of the engine's weights by step.
@@ -133,10 +134,11 @@ def read_run(folder: Path, *, now: float | None = None) -> RunData:
     last_step = max(metrics, default=0)
     world_size = start.get("world_size", summary.get("world_size"))
     events = [_event(step, entry) for step, entry in JsonLines(folder / EVENTS_FILE)]
-    is_paused = bool(events) and events[-1].name == "stopped"
+    ended: dict[str, Status] = {"stopped": "paused", "interrupted": "interrupted"}
+    status = ended.get(events[-1].name) if events else None
     return RunData(
         name=folder.resolve().name,
-        status="paused" if is_paused else _status(summary, last_step, quiet, durations),
+        status=status or _status(summary, last_step, quiet, durations),
         quiet_seconds=quiet,
         metrics=metrics,
         hashes=hashes,

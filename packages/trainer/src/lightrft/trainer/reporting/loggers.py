@@ -39,13 +39,15 @@ class MetricsLogger(Protocol):
 
 
 def own_loggers(config: TrainConfig) -> list[MetricsLogger]:
-    """The user's loggers: each `CLASS(config)` of the option `loggers`.
+    """The user's loggers: each `CLASS(config)` of the option `loggers` that is no tracker's name.
 
     Raises:
         ConfigError: One cannot be loaded or built, or lacks `log` or `close`.
     """
     made = []
     for name in config.loggers:
+        if LOGGERS.is_built_in(name):
+            continue
         build = LOGGERS.load(name)
         try:
             logger = cast("Callable[[TrainConfig], MetricsLogger]", build)(config)

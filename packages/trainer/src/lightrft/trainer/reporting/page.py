@@ -1,19 +1,22 @@
 """One self-contained HTML page about a run, which opens from disk without a network."""
 
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightrft.config.toml import write_whole
 from lightrft.trainer.reporting.charts import Chart, format_number, packed_library
 from lightrft.trainer.reporting.inputs import RunData, read_run
 from lightrft.trainer.reporting.metric_table import METRICS, STAGES, MetricRow, metric_row
-from lightrft.trainer.reporting.sample_page import QUANTITIES, choose_samples, choose_tokens
+from lightrft.trainer.reporting.sample_page import QUANTITIES, Choice, choose_samples, choose_tokens
 from lightrft.trainer.runs.files import CONFIG_FILE, REPORT_FILE
 from lightrft.trainer.training.alarms import run_verdict
 
 TEMPLATE = "report.html.jinja"
 SCRIPT = "report.js"
 MAX_ALARMS = 12
+# Of the way from the lowest to the highest reward of a run.
+SOLVED_SHARE = 0.95
 CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward", ("reward", "eval/reward")),
     ("Spread of the rewards", ("reward_std",)),
@@ -33,6 +36,7 @@ STATUS_WORDS = {
     "finished": "finished",
     "running": "running",
     "paused": "stopped with a checkpoint: the same command continues",
+    "interrupted": "interrupted by Ctrl-C: the same command continues",
     "stopped": "crashed or killed: no summary.json",
 }
 
@@ -55,32 +59,32 @@ def write_report(folder: Path, *, now: float | None = None) -> Path:
     return path
 
 
-def render_report(folder: Path, *, now: float | None = None) -> str:
-    """The HTML text of the report on the run in `folder`; see `write_report`."""
-    import jinja2
+def render_report(folder: Path, *, now: float | None = None, version: str = "") -> str:
+    """The HTML text of the report on the run in `folder`; see `write_report`.
 
+    Args:
+        folder: Of the run.
+        now: As for `write_report`.
+        version: Of the run's files, for a page that follows them; "" for one that stays as it is.
+    """
     run, tokens = read_run(folder, now=now), choose_tokens(folder)
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"duration": format_seconds, "number": format_number}
-    template, script = (
-        Path(__file__).with_name(name).read_text("utf-8") for name in (TEMPLATE, SCRIPT)
-    )
     stages = {name: run.points(f"{name}_seconds") for name in STAGES}
     totals = {name: sum(value or 0.0 for _, value in points) for name, points in stages.items()}
     curves = _curves(run)
     charts = [*curves, Chart("Seconds of a step, by stage", "stack", stages, "s")]
     names = {name for row in run.metrics.values() for name in row}
-    return environment.from_string(template).render(
+    return fill_template(
+        TEMPLATE,
+        charts,
+        version=version,
         run=run,
         status=STATUS_WORDS[run.status],
-        facts=_facts(run),
+        facts=run_facts(run),
         alarms=find_alarms(run),
+        solved=solved_sentence(run),
         curves=curves,
         totals=totals,
         metric_names=sorted(names - {"engine_hash", "global_step"}),
-        metric_row=metric_row,
         samples=choose_samples(folder),
         tokens=tokens,
         quantities={
@@ -89,11 +93,41 @@ def render_report(folder: Path, *, now: float | None = None) -> str:
             if any(name in sample for samples in tokens.steps.values() for sample in samples)
         },
         config_path=folder / CONFIG_FILE,
+    )
+
+
+def fill_template(
+    name: str, charts: Sequence[Chart], *, version: str = "", **values: object
+) -> str:
+    """A page with charts.
+
+    Args:
+        name: Of the template.
+        charts: In the order of the numbers in it.
+        version: As for `render_report`.
+        **values: Of the template; of `tokens` the steps go to the script.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"duration": format_seconds, "number": format_number}
+    tokens = values.get("tokens")
+    has_points = any(points for chart in charts for points in chart.series.values())
+    return environment.get_template(name).render(
+        **values,
+        metric_row=metric_row,
+        version=version,
         # Scripts run only with this number, so that no text of a model can become one.
         nonce=secrets.token_urlsafe(16),
-        library=packed_library() if run.metrics else None,
-        script=script,
-        page_data={"charts": [chart.as_json() for chart in charts], "tokens": tokens.steps},
+        library=packed_library() if has_points else None,
+        script=Path(__file__).with_name(SCRIPT).read_text("utf-8"),
+        page_data={
+            "charts": [chart.as_json() for chart in charts],
+            "tokens": tokens.steps if isinstance(tokens, Choice) else {},
+        },
     )
 
 
@@ -101,11 +135,14 @@ def find_alarms(run: RunData) -> list[str]:
     """Sentences about the steps in which a metric left its healthy range."""
     options = {option.name: option.value for option in run.options}
     sentences = []
+    solved = solved_steps(run)
     for row in METRICS.values():
         if row.name == "constant_group_share" and options.get("n_samples_per_prompt") == "1":
             continue  # a single response always equals itself
         points = run.points(row.name)
         bad = [step for step, value in points if value is None or not _is_healthy(row, value)]
+        if row.name == "constant_group_share":
+            bad = [step for step in bad if step not in solved]
         if bad:
             worst = [value for step, value in points if value is not None and step in set(bad)]
             extreme = f", up to {format_number(max(worst))}" if worst and row.low is None else ""
@@ -115,11 +152,36 @@ def find_alarms(run: RunData) -> list[str]:
     return sentences[:MAX_ALARMS]
 
 
+def solved_steps(run: RunData) -> set[int]:
+    """Steps in which nearly all responses got the best reward that any response ever got."""
+    best, worst = (
+        [value for _, value in run.points(f"reward_{end}") if value is not None]
+        for end in ("max", "min")
+    )
+    if not best or not worst or max(best) <= min(worst):
+        return set()
+    enough = max(best) - (1 - SOLVED_SHARE) * (max(best) - min(worst))
+    return {step for step, value in run.points("reward") if value is not None and value >= enough}
+
+
+def solved_sentence(run: RunData) -> str:
+    """What there is to say where a run has nothing left to learn; "" elsewhere."""
+    shares = dict(run.points("constant_group_share"))
+    limit = METRICS["constant_group_share"].high or 1.0
+    steps = sorted(step for step in solved_steps(run) if (shares.get(step) or 0.0) > limit)
+    if not steps:
+        return ""
+    return (
+        f"Solved: in {len(steps)} of {len(run.metrics)} steps, first in step {steps[0]}, nearly "
+        "all responses had the best reward, so that little was left to learn from these prompts."
+    )
+
+
 def _is_healthy(row: MetricRow, value: float) -> bool:
     return (row.low is None or value >= row.low) and (row.high is None or value <= row.high)
 
 
-def _facts(run: RunData) -> list[tuple[str, str]]:
+def run_facts(run: RunData) -> list[tuple[str, str]]:
     """Name and text of the lines at the head of the page."""
     facts = [("steps", str(run.last_step)), ("time in steps", format_seconds(run.seconds))]
     if run.status != "finished":

@@ -28,6 +28,9 @@
     return typeof window.Plotly === "object";
   }
 
+  // Runs of a comparison are dashed once the colours are used up.
+  const dashOf = (kind, index) => ((kind === "runs" ? index >= 6 : index % 2) ? "dash" : "solid");
+
   function traces(plot) {
     const colour = (index) => style(`--c${index % 6}`);
     return plot.series.map((series, index) => {
@@ -40,7 +43,7 @@
         ...base,
         type: "scatter",
         mode: isSparse ? "lines+markers" : "lines",
-        line: { color: colour(index), width: 1.8, dash: index % 2 ? "dash" : "solid" },
+        line: { color: colour(index), width: 1.8, dash: dashOf(plot.kind, index) },
         marker: { size: 4, color: colour(index) },
         connectgaps: series.y.every((value) => value !== null),
       };
@@ -175,8 +178,51 @@
     draw();
   }
 
+  // ---- a page that follows its run ----
+
+  const KEPT = "lightrft-report";
+  const lists = () => [...document.querySelectorAll("details")];
+
+  function remember() {
+    const selects = [...document.querySelectorAll("select")].map((select) => [select.id, select.value]);
+    const kept = { scroll: scrollY, open: lists().map((item) => item.open), selects };
+    try { sessionStorage.setItem(KEPT, JSON.stringify(kept)); } catch { /* storage is switched off */ }
+  }
+
+  function restore() {
+    let kept = null;
+    try { kept = JSON.parse(sessionStorage.getItem(KEPT)); sessionStorage.removeItem(KEPT); } catch { /* as above */ }
+    if (!kept) return;
+    // More lists than before: the samples have moved, and what was open is elsewhere.
+    const found = lists();
+    if (kept.open.length === found.length) found.forEach((item, index) => { item.open = kept.open[index]; });
+    for (const [id, value] of kept.selects) {
+      const select = document.getElementById(id);
+      if (!select || ![...select.options].some((option) => option.value === value)) continue;
+      select.value = value;
+      select.dispatchEvent(new Event("change"));
+    }
+    scrollTo(0, kept.scroll);
+  }
+
+  async function follow(version) {
+    for (;;) {
+      await new Promise((done) => setTimeout(done, 2000));
+      const found = await fetch("/version").then((answer) => answer.text(), () => version);
+      if (found === version) continue;
+      remember();
+      location.reload();
+      return;
+    }
+  }
+
   showTokens();
   loadLibrary()
     .then((isLoaded) => (isLoaded ? drawCharts() : undefined))
-    .then(() => { document.documentElement.dataset.drawn = "true"; });
+    .then(() => {
+      const { version } = document.documentElement.dataset;
+      if (version) restore();
+      document.documentElement.dataset.drawn = "true";
+      if (version) follow(version);
+    });
 })();

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from lightrft.trainer.reporting.charts import format_number
 from lightrft.trainer.reporting.thumbnails import shown_thumbnails
@@ -39,18 +40,21 @@ class Choice:
         steps: Samples by step, newest first.
         num_steps: Steps in the file.
         num_unreadable: Lines left out.
+        telling_step: The step of `steps` to look at first: where rewards differ most, or else the
+            newest; None without steps.
     """
 
     steps: Mapping[int, Sequence[Sample]]
     num_steps: int
     num_unreadable: int
+    telling_step: int | None = None
 
 
 def choose_samples(folder: Path) -> Choice:
-    """Samples of up to 24 steps, lowest reward first, the last step always among them."""
+    """Samples of up to 24 steps, lowest reward first, the last and the telling step among them."""
     return _choose(
         JsonLines(folder / SAMPLES_FILE),
-        lambda entries: [_as_text(entry) for entry in sorted(entries, key=_reward)],
+        lambda entries: _counted([_as_text(entry) for entry in sorted(entries, key=_reward)]),
         lambda samples: len(html.escape(json.dumps(samples, ensure_ascii=False)).encode()),
         max_steps=24,
         max_samples=8,
@@ -59,7 +63,7 @@ def choose_samples(folder: Path) -> Choice:
 
 
 def choose_tokens(folder: Path) -> Choice:
-    """Samples of up to 12 steps token by token, the last step always among them."""
+    """Samples of up to 12 steps token by token, the last and the telling step among them."""
     return _choose(
         JsonLines(folder / TRAJECTORIES_FILE),
         lambda entries: [found for entry in entries if (found := token_sample(entry)) is not None],
@@ -127,27 +131,55 @@ def _choose(
 
     The file is read twice, line by line: it may be larger than memory.
     """
-    steps = sorted({step for step, _ in lines})
+    spreads = _reward_spreads(lines, max_samples)
+    steps = sorted(spreads)
     num_shown = min(len(steps), max_steps)
     places = [(len(steps) - 1) * i // max(num_shown - 1, 1) for i in range(num_shown)]
-    entries: dict[int, list[dict[str, object]]] = {steps[place]: [] for place in reversed(places)}
+    telling = max(steps, key=lambda step: (spreads[step], step), default=None)
+    chosen = {steps[place] for place in places} | ({telling} if telling is not None else set())
+    entries: dict[int, list[dict[str, object]]] = {step: [] for step in sorted(chosen)[::-1]}
     for step, entry in lines:
         if step in entries and len(entries[step]) < max_samples:
             entries[step].append(entry)
     shown: dict[int, list[Sample]] = {}
-    for step, found in entries.items():
-        samples = convert(found)
+    for step in sorted(entries, key=lambda step: (step != telling, -step)):
+        samples = convert(entries[step])
         budget -= num_bytes(samples)
         if budget < 0:
             break
         if samples:
             shown[step] = samples
-    return Choice(shown, len(steps), lines.num_unreadable)
+    shown = dict(sorted(shown.items(), reverse=True))
+    first = telling if telling in shown else next(iter(shown), None)
+    return Choice(shown, len(steps), lines.num_unreadable, first)
+
+
+def _reward_spreads(lines: JsonLines, max_samples: int) -> dict[int, float]:
+    """By step, how far apart the rewards of the samples are that a page may show."""
+    rewards: dict[int, list[float]] = {}
+    for step, entry in lines:
+        found = rewards.setdefault(step, [])
+        if len(found) < max_samples:
+            found.append(_reward(entry))
+    return {step: max(found) - min(found) for step, found in rewards.items()}
+
+
+def _counted(samples: Sequence[Sample]) -> list[Sample]:
+    """Equal samples as one, with their number."""
+    found: list[Sample] = []
+    for sample in samples:
+        like = next((other for other in found if other == sample | {"count": other["count"]}), None)
+        if like is None:
+            found.append(sample | {"count": 1})
+        else:
+            like["count"] = cast("int", like["count"]) + 1
+    return found
 
 
 def _reward(entry: Mapping[str, object]) -> float:
     value = entry.get("reward")
-    return float(value) if isinstance(value, int | float) else 0.0
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return float(cast("float", value)) if is_number else 0.0
 
 
 def _as_text(entry: Mapping[str, object]) -> Sample:

@@ -49,10 +49,18 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def write_event(folder: Path, event: str, *, step: int, details: Mapping[str, object]) -> None:
-    """Appends what happened to a run (started, resumed, stopped, finished) to its events."""
+    """Appends what happened to a run (started, resumed, stopped, interrupted, finished)."""
     entry = {"unix_seconds": time.time(), "event": event, "step": step, **details}
     with (folder / EVENTS_FILE).open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+
+def note_interruption(folder: Path) -> None:
+    """Tells the events of a run that has begun and not ended that Ctrl-C ended it."""
+    events = [entry.get("event") for _, entry in JsonLines(folder / EVENTS_FILE)]
+    if events and events[-1] != "finished":
+        step = max((step for step, _ in JsonLines(folder / METRICS_FILE)), default=0)
+        write_event(folder, "interrupted", step=step, details={})
 
 
 def set_aside(folder: Path, checkpoints: Path) -> Path:

@@ -1,0 +1,100 @@
+"""Prompts with images and videos in vLLM's form, and what vLLM made of them."""
+
+import importlib
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lightrft.engines.raw_completions import Job
+
+
+def native_prompt(job: Job) -> dict[str, object]:
+    """What vLLM is given for one job: media with one placeholder each, which it expands itself.
+
+    Raises:
+        ValueError: The prompt was encoded without its media at hand.
+        MediaError: A medium cannot be read.
+    """
+    media = job.media
+    if media is None:
+        return {"prompt_token_ids": list(job.prompt)}
+    if not media.images and not media.videos:
+        raise ValueError(
+            "the vllm engine has a processor of its own and needs the media themselves: got an "
+            "encoded prompt without images and videos; make it with PromptEncoder"
+        )
+    data: dict[str, object] = {}
+    names: dict[str, object] = {}
+    if media.images:
+        data["image"] = [image.decode() for image in media.images]
+        names["image"] = [f"{image.digest}{media.sizes or ''}" for image in media.images]
+    if media.videos:
+        clips = [video.decode() for video in media.videos]
+        data["video"] = [(frames, {**facts, "do_sample_frames": False}) for frames, facts in clips]
+        names["video"] = [video.digest for video in media.videos]
+    sampled = job.prompt[len(media.token_ids) :]
+    request: dict[str, object] = {
+        "prompt_token_ids": [*media.request_token_ids, *sampled],
+        "multi_modal_data": data,
+        # By these vLLM finds what it knows of a medium: another picture needs another name.
+        "multi_modal_uuids": names,
+    }
+    if media.sizes:
+        request["mm_processor_kwargs"] = dict(media.sizes)
+    return request
+
+
+def check_prompt(found: Sequence[int], job: Job) -> None:
+    """Raises a ValueError unless vLLM read the prompt as the model's processor does."""
+    if job.media is None or tuple(found) == job.prompt:
+        return
+    pairs = zip(found, job.prompt, strict=False)
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(found), len(job.prompt)))
+    raise ValueError(
+        f"vLLM reads a prompt with {len(job.media.images)} images and {len(job.media.videos)} "
+        f"videos as {len(found)} tokens and the model's processor as {len(job.prompt)}: they "
+        f"differ first at token {first}, {list(found[first : first + 4])} and "
+        f"{list(job.prompt[first : first + 4])}; expected the same token ids, so sizes or rules "
+        "of the two processors differ: train this model with engine_type hf"
+    )
+
+
+# Families whose towers lie one level deeper in vLLM 0.32 than in transformers 5.19, with module and
+# class of vLLM.
+_TOWERS = {
+    "gemma3": ("gemma3_mm", "Gemma3ForConditionalGeneration"),
+    "llava": ("llava", "LlavaForConditionalGeneration"),
+    "llava_onevision": ("llava_onevision", "LlavaOnevisionForConditionalGeneration"),
+}
+_OWN_LEVEL = re.compile(r"\bvision_tower\.(?!vision_model\.)")
+
+
+def name_tower(model_type: str) -> None:
+    """Tells vLLM's model where the weights of its tower lie, on disk and in updates."""
+    if model_type not in _TOWERS:
+        return
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    module_name, class_name = _TOWERS[model_type]
+    home = importlib.import_module(f"vllm.model_executor.models.{module_name}")
+    model = vars(home)[class_name]
+    if _OWN_LEVEL not in model.hf_to_vllm_mapper.orig_to_new_regex:
+        model.hf_to_vllm_mapper |= WeightsMapper(
+            orig_to_new_regex={_OWN_LEVEL: "vision_tower.vision_model."}
+        )
+
+
+def forbid_tokens(model: nn.Module, token_ids: Sequence[int]) -> None:
+    """Gives tokens the logit -inf wherever vLLM samples or scores with a model."""
+    forbidden = torch.tensor(token_ids, dtype=torch.int64)
+    compute = model.compute_logits
+
+    def compute_logits(*args: object, **options: object) -> torch.Tensor | None:
+        logits: torch.Tensor | None = compute(*args, **options)  # type: ignore[operator]
+        if logits is None:  # of a rank that samples nothing
+            return None
+        return logits.index_fill_(-1, forbidden.to(logits.device), float("-inf"))
+
+    model.compute_logits = compute_logits  # type: ignore[assignment]

@@ -1,0 +1,186 @@
+"""The real vLLM on prompts with images and videos, against the trainer's own scores, in fp32."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.engines.media_contract import CHECKS
+from tests.engines.media_requests import logprob_error, requests_of, video_prompt
+from tests.models.vision.tiny_world import encoded_prompts, image, prompt, tiny
+
+from lightrft.engines import EngineConfig, SamplingParams, build_engine
+from lightrft.engines.media.families import placeholder_ids
+from lightrft.kernels import hash_tensor
+from lightrft.models.actor import Actor
+from lightrft.models.loading import save_pretrained
+from lightrft.strategy.weight_sync.accounting import WeightSyncError
+from lightrft.strategy.weight_sync.canary import actor_canary, media_seen
+from lightrft.strategy.weight_sync.parameter_source import module_parameter_source
+from lightrft.strategy.weight_sync.sync import WeightSync
+
+pytestmark = pytest.mark.vllm
+
+EXACT = [
+    "tiny-qwen2.5-vl",
+    pytest.param("tiny-qwen3-vl", marks=pytest.mark.slow),
+    pytest.param("tiny-internvl", marks=pytest.mark.slow),
+]
+SAMPLED = SamplingParams(max_tokens=9, n=2, seed=4)
+
+
+class World:
+    """A started engine, and the trainer's model with the same weights."""
+
+    def __init__(self, preset, directory):
+        self.model, self.encoder = tiny(preset)
+        save_pretrained(self.model, None, directory)
+        self.encoder.processor.save_pretrained(directory)
+        self.engine = build_engine(EngineConfig("vllm", str(directory), max_model_len=256))
+        self.actor = Actor(self.model)
+        self.prompts = encoded_prompts(self.encoder)
+
+    def sync(self, **options):
+        """Sends the trainer's weights and compares hashes and canaries."""
+        canary = actor_canary(
+            self.actor, self.actor, dtypes=(torch.float32,), max_length=256,
+            device=torch.device("cpu"), media=media_seen(self.engine, None),
+        )  # fmt: skip
+        sync = WeightSync(self.engine, **options)
+        return sync.sync(module_parameter_source(self.actor), canary=canary)
+
+    def perturb(self, part, seed, scale=0.05):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in part.parameters():
+                parameter += scale * torch.randn(parameter.shape, generator=generator)
+
+    @property
+    def tower(self):
+        return getattr(self.model.base_model, self.encoder.family.towers[0])
+
+    def error(self, prompts, params=SAMPLED):
+        """Largest difference of logprobs, and what was sampled."""
+        completions = self.engine.generate(requests_of(prompts), params)
+        return logprob_error(self.actor, self.encoder, prompts, completions, params.n), completions
+
+
+@pytest.fixture(scope="module", params=EXACT)
+def world(request, tmp_path_factory):
+    found = World(request.param, tmp_path_factory.mktemp("checkpoint"))
+    yield found
+    found.engine.close()
+
+
+def test_rows_with_and_without_images_score_as_the_trainer_scores_them(world):
+    error, completions = world.error(world.prompts)
+    assert error < 1e-5
+    ids = [p if isinstance(p, tuple) else p.token_ids for p in world.prompts]
+    assert [c.prompt_token_ids for c in completions] == [row for row in ids for _ in range(2)]
+    forbidden = placeholder_ids(world.model.config)
+    assert forbidden
+    assert not {token for c in completions for token in c.output_token_ids} & set(forbidden)
+    turned = (*world.prompts[:2], world.encoder.encode(
+        prompt(world.encoder, "Which one is it?", 2), images=[image(112, 56, 3), image(56, 84, 2)]
+    ))  # fmt: skip
+    # The comparison sees another picture.
+    assert logprob_error(world.actor, world.encoder, turned, completions, 2) > 1e-2
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_media(check, world):
+    check(world.engine, world.encoder, world.prompts)
+
+
+def test_a_minimum_continues_behind_the_pictures(world):
+    params = SamplingParams(max_tokens=8, min_tokens=6, n=2, seed=1)
+    error, _ = world.error(world.prompts[::2], params)
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("num_frames", [2, 8])
+def test_videos_score_as_the_trainer_scores_them(world, num_frames):
+    prompts = [video_prompt(world.encoder, num_frames=num_frames)]
+    if not world.encoder.family.has_axes:
+        # InternVL: other marks stand for frames in vLLM than in its processor.
+        with pytest.raises(ValueError, match="0 images and 1 videos .* they differ first at"):
+            world.error(prompts)
+        return
+    assert world.error(prompts)[0] < 1e-5
+
+
+def test_an_update_reaches_pictures_that_were_seen_before(world, monkeypatch):
+    world.sync()
+    assert world.error(world.prompts)[0] < 1e-5
+    world.perturb(world.tower, 1)
+    report = world.sync()
+    assert report.canary_difference < 1e-4
+    assert world.error(world.prompts)[0] < 1e-5
+    readable = {p.name for p in world.engine.parameter_manifest() if p.verifiable}
+    held = dict(world.actor.model.named_parameters())
+    assert world.engine.hash_parameters() == {name: hash_tensor(held[name]) for name in readable}
+    # Features of the picture that an encoder cache keeps of older weights are found.
+    world.perturb(world.tower, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.engine.native.llm_engine, "reset_encoder_cache", lambda: None)
+        with pytest.raises(WeightSyncError, match="score a prompt with images"):
+            world.sync()
+    world.sync()
+    assert world.error(world.prompts)[0] < 1e-5
+
+
+def test_a_frozen_tower_stays_in_the_engine(world):
+    for parameter in world.tower.parameters():
+        parameter.requires_grad_(False)
+    canaries = []
+    sync = WeightSync(world.engine)
+    for seed in (3, 4):
+        world.perturb(world.model.base_model.language_model, seed, 0.01)
+        canaries.append(sync.sync(module_parameter_source(world.actor)))
+    assert canaries[0].num_resident_bytes == 0
+    tower_bytes = sum(4 * parameter.numel() for parameter in world.tower.parameters())
+    assert canaries[1].num_resident_bytes == tower_bytes
+    assert world.error(world.prompts)[0] < 1e-5
+
+
+def test_a_policy_that_wants_placeholders_samples_none(world):
+    forbidden = list(placeholder_ids(world.model.config))
+    head = world.model.get_output_embeddings().weight
+    with torch.no_grad():
+        before = head[forbidden].clone()
+        head[forbidden] *= 30
+    world.sync()
+    error, completions = world.error(world.prompts, SamplingParams(max_tokens=24, n=4, seed=7))
+    assert error < 1e-4
+    assert not {t for c in completions for t in c.output_token_ids} & set(forbidden)
+    assert world.engine.score(world.prompts[1])[0] == 0
+    with torch.no_grad():
+        head[forbidden] = before
+    world.sync()
+
+
+def test_prompts_that_vllm_reads_otherwise_are_refused(world):
+    first = world.prompts[0]
+    expanded = replace(first, request_token_ids=first.token_ids)
+    with pytest.raises(ValueError, match=r"vLLM reads a prompt with 1 images .* they differ first"):
+        world.error([expanded])
+    with pytest.raises(ValueError, match="without images and videos"):
+        world.error([replace(first, images=())])
+    assert world.error(world.prompts)[0] < 1e-5
+
+
+def test_large_pictures_are_scaled_as_the_processor_scales_them(world):
+    size = world.encoder.processor.image_processor.size
+    large, text = image(448, 448, 5), prompt(world.encoder, "How many?", 1)
+    assert world.error([world.encoder.encode(text, images=[large])])[0] < 1e-5
+    if not world.encoder.family.has_axes:
+        return
+    try:
+        limits = {"shortest_edge": 56 * 56, "longest_edge": 84 * 84}
+        world.encoder.processor.image_processor.size = limits
+        smaller = world.encoder.encode(text, images=[large])
+    finally:
+        world.encoder.processor.image_processor.size = size
+    # The sizes travel with the prompt; without them the engine's own processor is another one.
+    assert world.error([smaller])[0] < 1e-5
+    with pytest.raises(ValueError, match="sizes or rules of the two processors differ"):
+        world.error([replace(smaller, sizes={})])

@@ -1,0 +1,121 @@
+"""A reward or a tool that fails on one of two ranks while both sample ends both, with the cause."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from contextlib import redirect_stderr
+from dataclasses import replace
+
+import pytest
+
+from lightrft.cli.errors import ExitCode, run_guarded
+from lightrft.strategy.testing import run_multiprocess
+
+pytestmark = pytest.mark.multiprocess
+
+# Tokens of the samples of each prompt: the first of rank 1 ends long before all others.
+LENGTHS = (24, 2, 24, 24)
+WAIT_SECONDS = 60.0
+REWARD = """
+from pathlib import Path
+
+
+def score(responses):
+    if min(map(len, responses)) <= 2:
+        Path(__file__).with_suffix(".failed").touch()
+        raise ValueError("no score for short ones")
+    return [float(len(text)) for text in responses]
+"""
+
+
+HANGS = """
+import time
+from pathlib import Path
+
+
+class Hangs:
+    def reset(self, *, prompt, **row):
+        if prompt[-1]["content"].endswith("ee"):
+            Path(__file__).with_suffix(".failed").touch()
+            time.sleep(600)
+
+    def get_reward(self):
+        return 1.0
+"""
+
+
+def told_by(values):
+    """Exit code and what is told of it."""
+    from lightrft.config import TrainConfig
+    from lightrft.trainer.runs.assembly import run_training
+
+    with redirect_stderr(io.StringIO()) as told:
+        code = run_guarded("lightrft", lambda: run_training(TrainConfig(**values)) and 0)
+    return int(code), told.getvalue()
+
+
+def train(rank, world_size, values, hanging, failed):
+    """Of each run what is told and the seconds since its failure; the engine's groups before it."""
+    from lightrft.engines.hf.engine import HFEngine
+    from lightrft.strategy.distributed.process_groups import start_process_group
+
+    start_process_group(None)  # of both runs
+    episodes = (*told_by(hanging), time.time() - failed[1].stat().st_mtime)
+    submit, stream, seen = HFEngine.submit, HFEngine._stream, []
+
+    def submit_bounded(self, requests, params):
+        is_training = params.n == 2
+        bounded = [replace(r, max_tokens=LENGTHS[r.request_id]) for r in requests if is_training]
+        submit(self, bounded or requests, params)
+
+    def stream_until_it_failed(self, rows, params):
+        """The engine of rank 1 gives its short samples, and no others before the failure."""
+        for part in stream(self, rows, params):
+            yield part
+            if rank == 1 and params.n == 2 and not seen:
+                ends = time.monotonic() + WAIT_SECONDS
+                while not failed[0].exists() and time.monotonic() < ends:
+                    time.sleep(0.01)
+                seen.append((len(part), failed[0].exists()))
+
+    HFEngine.submit, HFEngine._stream = submit_bounded, stream_until_it_failed
+    return episodes, (*told_by(values), time.time() - failed[0].stat().st_mtime), seen
+
+
+@pytest.mark.timeout(300)
+def test_both_ranks_end_with_the_code_of_rewards(tmp_path, tiny_model):
+    rows = [json.dumps({"prompt": f"say {'aeiou'[i % 5] * (1 + i)}"}) for i in range(4)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    (tmp_path / "reward.py").write_text(REWARD)
+    values = {
+        "pretrain": str(tiny_model), "prompt_data": str(tmp_path / "train.jsonl"),
+        "input_key": "prompt", "reward_fn": (f"{tmp_path / 'reward.py'}:score",), "fsdp": True,
+        "bf16": False, "engine_type": "hf", "output_dir": str(tmp_path / "run"),
+        "rollout_batch_size": 4, "n_samples_per_prompt": 2, "train_batch_size": 8,
+        "micro_train_batch_size": 2, "generate_max_len": 32, "prompt_max_len": 32,
+        "init_kl_coef": 0.0, "max_steps": 1,
+    }  # fmt: skip
+    (tmp_path / "hangs.py").write_text(HANGS)
+    hanging = {
+        **values, "reward_fn": (), "environment": f"{tmp_path / 'hangs.py'}:Hangs",
+        "apply_chat_template": True, "tool_parser": "hermes", "tool_timeout_seconds": 3.0,
+        "environment_workers": 1, "output_dir": str(tmp_path / "hanging"), "prompt_max_len": 64,
+    }  # fmt: skip
+    failed = tuple(tmp_path / name for name in ("reward.failed", "hangs.failed"))
+    ranks = run_multiprocess(train, 2, timeout_seconds=240, args=(values, hanging, failed))
+    causes = (
+        "for prompt 1: reset did not return within 3 s",
+        "ValueError: no score for short ones",
+    )
+    for rank, (*runs, seen) in enumerate(ranks):
+        for (code, told, seconds), cause in zip(runs, causes, strict=True):
+            assert code == ExitCode.REWARD == 5, told
+            assert f"lightrft[{rank}]: " in told
+            assert cause in told
+            assert seconds < WAIT_SECONDS
+        # One group of two was given, and its reward had failed before the next one came.
+        assert seen == ([(2, True)] if rank == 1 else [])
+    assert "rank 1 could not score its samples: " in ranks[0][1][1]
+    assert any(f"rank {r}: the environment failed" in ranks[1 - r][0][1] for r in range(2))
