@@ -102,7 +102,7 @@ def test_videos_score_as_the_trainer_scores_them(world, num_frames):
     prompts = [video_prompt(world.encoder, num_frames=num_frames)]
     if not world.encoder.family.has_axes:
         # InternVL: other marks stand for frames in vLLM than in its processor.
-        with pytest.raises(ValueError, match="0 images and 1 videos .* they differ first at"):
+        with pytest.raises(ValueError, match=r"0 images and 1 videos .* they differ first at"):
             world.error(prompts)
         return
     assert world.error(prompts)[0] < 1e-5
