@@ -44,9 +44,9 @@ def test_careful_and_careless_demonstrations():
     assert addition.question == "What is 457+386?"
     assert addition.answer == "843"
     careful = demonstrate(addition, Dice(0.99))
-    assert careful == r"<think>7+6=13 5+8+1=14 4+3+1=8</think>\boxed{843}"
+    assert careful == r"<think>7+6+0=13 5+8+1=14 4+3+1=8</think>\boxed{843}"
     careless = demonstrate(addition, Dice(0.0))
-    assert careless == r"<think>7+6=13 5+8=13 4+3=7</think>\boxed{733}"
+    assert careless == r"<think>7+6+0=13 5+8+0=13 4+3+0=7</think>\boxed{733}"
 
 
 def test_the_last_carry_is_never_forgotten():
@@ -181,10 +181,14 @@ def test_the_display_shows_reward_and_accuracy(tmp_path):
         live = LiveReward(stream, num_steps=60)
         live.log(0, {"eval/reward": 0.32})
         live.log(7, {"reward": 0.5})
-    first, second = (tmp_path / "out").read_text().splitlines()
-    assert first.split() == ["step", "0/60", "held-out", "accuracy", "0.320"]
+        live.log(10, {"reward": 1.0, "eval/reward": 0.99, "episode/calls": 1.25})
+    first, second, third = (tmp_path / "out").read_text().splitlines()
+    assert first.split() == ["step", "0/60", "held-out", "0.320"]
     assert "reward 0.500" in second
-    assert second.count("#") == 15
+    assert second.count("#") == 6
+    assert second.endswith("0:00 left")
+    assert third.split()[-6:] == ["calls", "1.25", "held-out", "0.990", "0:00", "left"]
+    assert len(third) <= 80
 
 
 @pytest.fixture
@@ -198,12 +202,17 @@ def alone(monkeypatch):
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_short_quick_start_leaves_a_complete_run(tmp_path, capsys, alone, algorithm):
     folder = tmp_path / "run"
-    argv = ["--output_dir", str(folder), "--algorithm", algorithm, "--threads", "1"]
+    argv = ["--output_dir", str(folder), "--algorithm", algorithm]
     argv += ["--steps", "2", "--warm_start_steps", "3", "--eval_prompts", "8"]
     assert main(["quickstart", *argv]) == 0
     shown = capsys.readouterr().out
     assert "step   2/2  reward" in shown
     assert "StrategyINFO" not in shown
+    assert "CPU threads: 1 (" in shown
+    for line in (*ADDITION.flaw, *ADDITION.outlook):
+        assert f"  {line}\n" in shown
+    steps = [line for line in shown.splitlines() if "/2  reward" in line]
+    assert max(map(len, (*steps, *ADDITION.flaw, *ADDITION.outlook))) <= 78
     summary = json.loads((folder / "summary.json").read_text())
     assert 0.0 <= summary["accuracy_before"] <= 1.0
     assert 0.0 <= summary["accuracy_after"] <= 1.0
@@ -237,6 +246,8 @@ def test_a_short_quick_start_leaves_a_complete_run(tmp_path, capsys, alone, algo
         ("fsdp", "grpo", 0),
         ("fsdp", "grpo", 1),
         ("fsdp", "grpo", 2),
+        ("fsdp", "grpo", 3),
+        ("fsdp", "grpo", 4),
         ("fsdp", "ppo", 0),
         ("fsdp", "reinforce++", 0),
         pytest.param("deepspeed", "grpo", 0, marks=pytest.mark.deepspeed),
@@ -247,4 +258,4 @@ def test_reinforcement_finds_the_carry(tmp_path, alone, strategy, algorithm, see
     assert main(["quickstart", "--output_dir", str(tmp_path / "run"), *argv]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["accuracy_before"] < 0.4
-    assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.6
+    assert summary["accuracy_after"] >= max(0.95, summary["accuracy_before"] + 0.6)

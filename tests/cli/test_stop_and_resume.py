@@ -147,7 +147,7 @@ def test_a_stopped_and_a_killed_run_are_continued_by_the_same_command(folder, mo
     for name in ("checkpoint", "weights", "optimizer", "generators", "data", "engine"):
         assert f"\n  {name}" in output
     assert "1 of 1 processes" in output
-    assert "step=2 reward=" in output
+    assert "step 2/5  reward" in output
     assert "phase 'generate' took" in (broken.run / "logs" / "rank_0.log").read_text()
 
     code, output, messages = broken.finish()

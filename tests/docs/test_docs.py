@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -29,7 +30,10 @@ COSTLY = (
     "environments.md",
     "first_reward.md",
     "index.md",
+    "one_gpu.md",
+    "one_node.md",
     "scaling.md",
+    "several_nodes.md",
     "vision.md",
 )
 
@@ -110,13 +114,14 @@ def test_every_flag_in_the_text_exists(page):
         init_model,
         kubernetes,
         plan,
+        report,
         slurm,
         train,
     )
 
     known = {"--rdzv-backend", "--rdzv-endpoint", "--nnodes", "--help"}
     known |= {"--pretrian"}  # a misspelling that is shown on purpose
-    commands = (train, evaluate, slurm, kubernetes, doctor, audit, plan, init_model)
+    commands = (train, evaluate, slurm, kubernetes, doctor, audit, plan, init_model, report)
     parsers = [command.build_parser() for command in commands]
     for parser in (*parsers, *config_command.build_parsers()):
         known |= {flag for action in parser._actions for flag in action.option_strings}
@@ -143,6 +148,40 @@ def test_links_and_the_navigation_lead_to_pages():
             assert target in PAGES, f"{page}: {target}"
     navigation = (DOCS.parent / "mkdocs.yml").read_text()
     assert sorted(re.findall(r": (\w+\.md)$", navigation, flags=re.MULTILINE)) == sorted(PAGES)
+
+
+def test_every_page_ends_by_naming_the_next():
+    navigation = (DOCS.parent / "mkdocs.yml").read_text()
+    pages = re.findall(r": (\w+\.md)$", navigation, flags=re.MULTILINE)
+    path = [
+        "index",
+        "first_reward",
+        "environments",
+        "one_gpu",
+        "one_node",
+        "several_nodes",
+        "errors",
+    ]
+    assert [page for page in pages if page[:-3] in path] == [f"{name}.md" for name in path]
+    for page, following in itertools.pairwise(pages):
+        if page not in ("configuration.md", "metrics.md"):  # looked up, not read
+            last = PAGES[page].rstrip().splitlines()[-1]
+            assert re.fullmatch(rf"Next: \[.+\]\({following}\)\.", last), (page, last)
+
+
+def test_every_fact_about_another_project_names_a_source_that_is_listed():
+    facts, sources = PAGES["comparison.md"].split("## Sources")
+    listed = set(
+        re.findall(r"^\| ([A-Z]\d) \| [^|]+ \| <https://[^>]+> \|$", sources, re.MULTILINE)
+    )
+    used = set(re.findall(r"\b([TVOSP]\d)\b", facts))
+    assert used == listed
+    assert len(listed) == sources.count("\n| ") - 1
+    table = [line for line in facts.splitlines() if line.startswith("| ")][1:]
+    for line in table:
+        for cell in line.split(" | ")[2:]:
+            assert "not stated" in cell or re.search(r"\b[TVOSP]\d\b", cell), (line, cell)
+    assert re.search(r"Read on \d{4}-\d\d-\d\d", facts)
 
 
 def rows_of_data_formats():

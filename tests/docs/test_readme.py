@@ -22,6 +22,9 @@ BASH = [
 ]
 
 
+BARE, QUICKSTART = BASH[0], BASH[1]
+
+
 def run(command: str, folder: Path, *extra: str, timeout_seconds: float = 280.0) -> str:
     """Runs `uv run lightrft ...` with this environment's interpreter, in `folder`."""
     words = shlex.split(command)
@@ -40,17 +43,64 @@ def run(command: str, folder: Path, *extra: str, timeout_seconds: float = 280.0)
 
 
 def command(word: str) -> str:
-    (found,) = [line for line in BASH if word in line]
+    (found,) = [line for line in BASH[1:] if word in line]
     return found
 
 
 def test_readme_has_the_commands_that_are_tested_here():
-    assert [shlex.split(line)[2:4] for line in BASH] == [
+    assert [shlex.split(line)[2:4] for line in BASH[1:]] == [
         ["lightrft", "quickstart"],
         ["pytest", "-n"],
         ["lightrft", "init-model"],
         ["lightrft", "train"],
     ]
+
+
+def test_the_first_command_installs_uv_beside_the_checkout_and_then_is_the_short_one():
+    make, install, start = BARE.split(" && ")
+    assert shlex.split(make) == ["python3", "-m", "venv", ".uv"]
+    assert shlex.split(install) == [".uv/bin/pip", "install", "--quiet", "uv"]
+    assert start == f".uv/bin/{QUICKSTART}"
+    ignored = README.with_name(".gitignore").read_text().splitlines()
+    assert "/.uv/" in ignored
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_the_first_command_as_written_on_a_machine_without_uv(tmp_path):
+    """A clean checkout, a new home, and a system Python that refuses installations (PEP 668)."""
+    root, folder = README.parent, tmp_path / "checkout"
+    folder.mkdir()
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(root / name, folder / name)
+    # The programs of a bare machine: no uv, no environment of ours.
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("python3", "cc", "c++", "gcc", "g++", "ld", "as", "ar", "bash", "sh", "uname"):
+        found = sys._base_executable if name == "python3" else shutil.which(name)
+        if found is not None:
+            (programs / name).symlink_to(found)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(
+            ("PIP_", "UV_INDEX", "UV_DEFAULT", "SSL_", "http", "HTTP", "https", "no_")
+        )
+    }
+    # What was downloaded before is used again; everything else is new.
+    caches = os.environ.get("UV_CACHE_DIR", Path.home() / ".cache" / "uv")
+    environment |= {"HOME": str(tmp_path), "PATH": str(programs), "UV_CACHE_DIR": str(caches)}
+    short = "--steps 1 --warm_start_steps 1 --eval_prompts 8"
+    done = subprocess.run(
+        ["bash", "-c", f"{BARE} {short}"],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=2900, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "open lightrft_quickstart/report.html in a browser" in done.stdout
 
 
 def test_ci_runs_the_test_command_of_the_readme():

@@ -11,6 +11,7 @@ from lightrft.engines.requests import Row
 from lightrft.engines.sglang.child import hash_uint32
 from lightrft.engines.sglang.engine import SGLangEngine
 from lightrft.engines.sglang.sampling import native_params, raw_of
+from lightrft.models.vision.tiny import build_tiny
 
 VOCAB = 97
 
@@ -109,3 +110,10 @@ def test_the_hash_is_uniform_and_depends_on_seed_position_and_column():
 def test_what_cannot_run_is_refused_before_anything_starts(config, message):
     with pytest.raises(ValueError, match=message):
         SGLangEngine(config)
+
+
+def test_a_vision_language_model_is_refused_before_anything_starts():
+    model, _ = build_tiny("tiny-qwen2.5-vl")
+    with pytest.raises(ValueError, match=r"'qwen2_5_vl'.* use engine_type vllm or hf") as caught:
+        SGLangEngine(EngineConfig("sglang", ""), module=model)
+    assert "\n" not in str(caught.value)

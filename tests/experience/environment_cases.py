@@ -194,7 +194,7 @@ class Told:
         return told
 
     def get_reward(self):
-        return float(len(self.told or ""))
+        return float("nan" if self.told == "nan" else len(self.told or ""))
 
 
 def make_counter():

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.config import ConfigError
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import DataError
 from lightrft.rewards.types import RewardError
+from lightrft.trainer.runs.vision import load_vision
 
 _SPEC = importlib.util.spec_from_file_location(
     "environment_stage", Path(__file__).with_name("test_environments.py")
@@ -264,3 +265,24 @@ def test_rows_without_a_prompt_get_theirs_from_reset(tmp_path):
         stage.sample()
     with pytest.raises(DataError, match=r"no column 'input'.*set --input_key question"):
         chosen(tmp_path, lambda i: ["done"], [{"environment": "told", "question": "Why?"}])
+
+
+def test_a_reward_that_is_no_number_ends_the_run(tmp_path):
+    # TRL leaves it out of the mean of its group, and says nothing.
+    rows = [{"input": "x", "environment": "told", "told": "nan"}]
+    stage = chosen(tmp_path, lambda i: ["done"], rows)
+    with pytest.raises(RewardError, match="get_reward must return finite numbers: got nan"):
+        stage.sample()
+
+
+def test_environments_speak_text_only(tmp_path):
+    blocks = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Why?"}]}]
+    with pytest.raises(DataError, match=r"rows.jsonl:1: ") as refused:
+        chosen(tmp_path, lambda i: ["done"], [{"input": blocks, "environment": "told"}])
+    assert "\n" not in str(refused.value)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    config = TrainConfig(pretrain=str(model), environment="x.py:X", apply_chat_template=True)
+    with pytest.raises(ConfigError, match="speak text only: got a model of type qwen2_5_vl"):
+        load_vision(config)

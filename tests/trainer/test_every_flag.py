@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from lightrft.experience.sampling import training_params
 from lightrft.experience.scoring import overlong_penalty
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.engine.session import engine_config
-from lightrft.trainer.runs.assembly import first_rank_loggers, pretrain_mix
+from lightrft.trainer.runs.assembly import _open_console, pretrain_mix
 from lightrft.trainer.runs.models import build_models
 from lightrft.trainer.training.alarms import alarms
 from lightrft.trainer.training.algorithm import build_policy_loss
@@ -220,11 +221,10 @@ def deadline(config):
 def console(config):
     """Whether the first step gets a line."""
     lines = []
-    with get_fake_strategy(config) as strategy:
-        strategy.print = lines.append
-        loggers = first_rank_loggers(config, strategy, 4)
-        loggers[0].log(1, {"reward": 1.0})
-        loggers[0].close()
+    with ExitStack() as stack:
+        shown = _open_console(config, stack)
+        shown._screen.line = lines.append
+        shown.log(1, {"reward": 1.0})
     return len(lines)
 
 

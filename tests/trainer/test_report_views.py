@@ -231,7 +231,9 @@ def test_the_followed_page_changes_with_the_run(live):
 def test_only_this_machine_and_only_under_its_own_name_is_answered(live):
     _, server = live
     assert server.server_address[0] == "127.0.0.1"
-    assert ask(server, Host="evil.example")[0] == 403
+    for name in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1.evil.example:1"):
+        assert ask(server, Host=name)[0] == 403
+    assert ask(server, Host="127.0.0.1:8080")[0] == 200  # through a tunnel
     assert ask(server, Host=f"localhost:{server.server_port}")[0] == 200
     assert ask(server, "/config.toml")[0] == 404
     assert ask(server, "/../config.toml")[0] == 404

@@ -127,12 +127,12 @@ def test_trajectories_hold_one_value_per_token(build_world, tmp_path):
     )  # fmt: skip
     for step in range(4):
         batch = world.trainer.make_experience()
-        assert (batch.outputs.old_logprobs is None) == (step % 2 == 0)
+        assert (batch.outputs.old_logprobs is None) == (step == 2)
         table = world.trainer._experience.table
         world.trainer.ppo_train(step + 1)
     lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [2] * 3 + [4] * 3
-    for line in lines[3:]:
+    assert [line["step"] for line in lines] == [1] * 3 + [2] * 3 + [4] * 3
+    for line in lines[6:]:
         row = table.sample_ids.tolist().index(line["sample_id"])
         count = int(table.response_lengths[row])
         for name in ("token_ids", "tokens", "logprobs", "rollout_logprobs", "ref_logprobs",

@@ -5,15 +5,19 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from tests.models.vision.tiny_world import Batch
 from tests.trainer.vision_world import build_vision_trainer, write_data
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.models import Actor, Critic
+from lightrft.engines.media.prompts import RowMedia
+from lightrft.models import Actor, Critic, RewardModel
 from lightrft.models.freezing import freeze, has_prefix
-from lightrft.models.loading import load_causal_lm
+from lightrft.models.loading import ModelLoadError, load_causal_lm, load_processor, load_trunk
 from lightrft.models.lora import LoraActor
+from lightrft.models.vision.scorer import VisionScorer
 from lightrft.models.vision.tiny import write_tiny_vision_model
+from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.trainer.runs.assembly import run_training
 
@@ -194,3 +198,57 @@ def test_the_example_trains_on_images(model, data, tmp_path, repository):
     assert (tmp_path / "trained" / "preprocessor_config.json").exists() or (
         tmp_path / "trained" / "processor_config.json"
     ).exists()
+
+
+def scorer_folder(model, folder):
+    """The actor's checkpoint as a reward model, with a head of noise."""
+    trunk = load_trunk(model)
+    weight = torch.randn(1, 128, generator=torch.Generator().manual_seed(2)) / 10
+    VisionScorer(trunk, weight).save_pretrained(folder)
+    load_processor(model).save_pretrained(folder)
+    return str(folder), weight
+
+
+def test_a_reward_model_sees_the_images(model, data, tmp_path):
+    """Its scores are the head on transformers' own hidden states of each row alone."""
+    path, weight = scorer_folder(model, tmp_path / "scorer")
+    scorer = RewardModel.from_pretrained(path).eval()
+    trainer, strategy = build_vision_trainer(model, data, is_fake=True, reward_model=scorer)
+    rollouts = trainer.make_experience().rollouts
+    own = Batch(load_causal_lm(model), trainer._encoder, prompts=[(1, 2)])
+    trunk = load_trunk(model)
+    seen = []
+    for row, prompt in enumerate(rollouts.media.prompts):
+        own.rows = [rollouts.token_ids[row][rollouts.attention_mask[row]]]
+        own.media = RowMedia((prompt,))
+        with torch.no_grad():
+            hidden = trunk(**own.arguments(0), use_cache=False).last_hidden_state[0, -1]
+        assert float(weight[0] @ hidden) == pytest.approx(float(rollouts.rewards[row]), abs=1e-4)
+        seen.append(prompt is not None)
+    assert 0 < sum(seen) < len(seen)
+    strategy.close()
+
+
+def test_a_reward_model_of_text_is_not_left_blind(model, data, tmp_path):
+    class Classifier(torch.nn.Module):
+        def forward(self, token_ids, attention_mask):
+            return token_ids.sum(dim=1).float()
+
+    trainer, strategy = build_vision_trainer(model, data, is_fake=True, reward_model=Classifier())
+    with pytest.raises(ValueError, match=r"model cannot see the images.*--text_only"):
+        trainer.make_experience()
+    strategy.close()
+
+
+def test_a_scorer_without_its_head_is_refused(model, tmp_path):
+    with pytest.raises(ModelLoadError, match=r"no trained head: score.safetensors"):
+        RewardModel.from_pretrained(model)
+    path, _ = scorer_folder(model, tmp_path / "scorer")
+    save_file({"weight": torch.zeros(1, 3)}, tmp_path / "scorer" / "score.safetensors")
+    with pytest.raises(ModelLoadError, match=r"expected one tensor `weight` of shape \(1, 128\)"):
+        RewardModel.from_pretrained(path)
+
+
+def test_meta_init_is_refused(model):
+    with parameters_on_meta(), pytest.raises(ModelLoadError, match="use --no_meta_init"):
+        Actor.from_pretrained(model)

@@ -47,7 +47,7 @@ class LengthReward:
         pass
 
 
-def build_vision_trainer(model, data, *, is_fake=False, **options):
+def build_vision_trainer(model, data, *, is_fake=False, reward_model=None, **options):
     """A trainer with critic and reference, written as the seeds write it; and its strategy."""
     args = SimpleNamespace(**{
         "pretrain": model, "seed": 3, "train_batch_size": 16, "micro_train_batch_size": 4,
@@ -69,7 +69,7 @@ def build_vision_trainer(model, data, *, is_fake=False, **options):
     actor, critic, _, reference = strategy.prepare_models_and_optimizers(*models, args, 100)
     strategy.setup_inference_engine(args, engine_type="hf", actor=actor)
     trainer = SPMDPPOTrainerVL(
-        strategy, actor, critic, LengthReward(), reference,
+        strategy, actor, critic, reward_model or LengthReward(), reference,
         tokenizer=load_tokenizer(model), processor=vision.encoder.processor,
         prompts_dataloader=loader,
     )  # fmt: skip

@@ -59,6 +59,7 @@ class RolloutEngine(ABC):
             `set_weights_version` after the caller has verified the update.
         status: Asleep or awake.
         ledger: What it sampled while somebody wanted it written down.
+        seen_media: The last prompt with images or videos that it completed; None if there was none.
     """
 
     name: str
@@ -88,6 +89,7 @@ class RolloutEngine(ABC):
         self._sleeping_tags: set[str] = set()
         self._running: _Running | None = None
         self.ledger = Ledger()
+        self.seen_media: EncodedPrompt | None = None
 
     @property
     @abstractmethod
@@ -115,6 +117,21 @@ class RolloutEngine(ABC):
             len(token_ids) fp32 logprobs; entry t scores token t given the tokens before it, entry
             0 is 0.
         """
+
+    def layer_outputs(
+        self, token_ids: Sequence[int], media: EncodedPrompt | None
+    ) -> dict[str, torch.Tensor] | None:
+        """Hidden states of one sequence.
+
+        Args:
+            token_ids: The sequence.
+            media: The prompt that it begins with, if that has images or videos.
+
+        Returns:
+            transformers' name of each layer -> its output; None if the engine does not show them.
+        """
+        del token_ids, media
+        return None
 
     def set_weights_version(self, version: int) -> None:
         """Declares the weights verified and usable under this version."""
@@ -228,6 +245,8 @@ class RolloutEngine(ABC):
                 )
             running.num_left -= len(finished)
             rows, raws = zip(*finished, strict=True)
+            media = (row.media for row in rows if row.media is not None)
+            self.seen_media = next(media, self.seen_media)
             self.ledger.append(rows, raws, self.weights_version)
             return [
                 completion_of(row, raw, running.params, self.weights_version)
@@ -260,10 +279,6 @@ class RolloutEngine(ABC):
     def _encode_media(self, request: GenerationRequest) -> EncodedPrompt | None:
         """A prompt that was given as text, with its images and videos."""
         return self._media.encode(request)
-
-    def media_probe(self) -> EncodedPrompt | None:
-        """A fixed prompt with an image that trainer and engine can compare; None without one."""
-        return self._media.probe() if self.computes_model and self._limits.reads_media else None
 
     @abstractmethod
     def _stream(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:

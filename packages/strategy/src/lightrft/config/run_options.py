@@ -496,6 +496,11 @@ class RunOptions(StrategyConfig):
         10, "Samples of one step in trajectories.jsonl.", group="run", at_least=1,
         acts_with="save_trajectories", may_change=True,
     )  # fmt: skip
+    trajectory_steps: int | None = option(
+        None, "Write the first step and every N-th to trajectories.jsonl; unset is save_steps, or "
+        "every step without. A step that is written costs a forward pass that others save.",
+        group="run", at_least=1, acts_with="save_trajectories", may_change=True,
+    )  # fmt: skip
     save_path: str | None = option(
         None, "Folder of the trained model; unset is OUTPUT_DIR/model.", group="run",
         may_change=True, path="folder",
@@ -534,4 +539,12 @@ class RunOptions(StrategyConfig):
     check_memory: bool = option(
         True, "Compare the memory that a run will need with that of its machine before it starts; "
         "on GPUs refuse what cannot fit.", group="run", may_change=True,
+    )  # fmt: skip
+    num_threads: int | None = option(
+        None, "CPU threads of a process; unset on a CPU is what the size of the model's operations "
+        "is worth, or OMP_NUM_THREADS.", group="run", at_least=1, by_machine=True,
+    )  # fmt: skip
+    verbose: bool = option(
+        False, "Show on the console what else is in OUTPUT_DIR/logs: engine, memory, weight sync "
+        "and more metrics of each step.", group="monitoring", may_change=True, common=True,
     )  # fmt: skip

@@ -238,6 +238,11 @@ class StrategyBase:
         print_on_first_rank(cls.world_group, *msg)
 
     @classmethod
+    def print_detail(cls, *msg: object) -> None:
+        """As `print`, for news of the engine room, which a run keeps in its log."""
+        print_on_first_rank(cls.world_group, *msg, is_detail=True)
+
+    @classmethod
     def report_memory(cls, prefix: str = "") -> MemoryReport:
         """Prints (on rank 0) and returns the memory in use; on a CPU that of the process."""
         return report_memory(cls.world_group, prefix)
@@ -980,7 +985,7 @@ class StrategyBase:
             lengths, self._profile_step, writes_files=self.is_rank_0()
         )
         if found is not None:
-            self.print(f"step {self._profile_step} generation lengths: {found}")
+            self.print_detail(f"step {self._profile_step} generation lengths: {found}")
         self._profile_step += 1
         return completions
 

@@ -124,7 +124,7 @@ def _tells_of_full_disk(error: BaseException) -> bool:
 def describe(error: BaseException) -> str:
     """What the user reads: the message alone where it is theirs to fix, else with the traceback."""
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
+        return str(error) or "interrupted"
     code = exit_code_of(error)
     if code == ExitCode.UNEXPECTED and not isinstance(error, WorkerError):
         return "".join(traceback.format_exception(error)).rstrip()

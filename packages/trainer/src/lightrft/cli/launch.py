@@ -21,7 +21,12 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import LAUNCHED_BY_LIGHTRFT, ExitCode, WorkerError
-from lightrft.strategy.distributed.error_report import PHASE_FOLDER_VARIABLE, LastPhase, read_phase
+from lightrft.strategy.distributed.error_report import (
+    PHASE_FOLDER_VARIABLE,
+    SHARED_THREADS_VARIABLE,
+    LastPhase,
+    read_phase,
+)
 from lightrft.trainer.training.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:
@@ -79,9 +84,8 @@ def launch(module: str, arguments: Sequence[str], *, nproc_per_node: int) -> int
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ[LAUNCHED_BY_LIGHTRFT] = "1"
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc_per_node)))
     _silence_agent()
-    with scratch_folder() as scratch:
+    with _shared_threads(nproc_per_node), scratch_folder() as scratch:
         phases = scratch / "phases"
         phases.mkdir()
         os.environ[PHASE_FOLDER_VARIABLE] = str(phases)
@@ -110,6 +114,21 @@ def launch(module: str, arguments: Sequence[str], *, nproc_per_node: int) -> int
         finally:
             del os.environ[LAUNCHED_BY_LIGHTRFT], os.environ[PHASE_FOLDER_VARIABLE]
     return ExitCode.OK
+
+
+@contextmanager
+def _shared_threads(nproc_per_node: int) -> Iterator[None]:
+    """Gives each process its share of the cores, unless the user set OMP_NUM_THREADS."""
+    own = {}
+    if "OMP_NUM_THREADS" not in os.environ:
+        share = max(1, (os.cpu_count() or 1) // nproc_per_node)
+        own = {"OMP_NUM_THREADS": str(share), SHARED_THREADS_VARIABLE: "1"}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            del os.environ[name]
 
 
 @contextmanager

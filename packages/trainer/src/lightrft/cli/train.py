@@ -2,8 +2,10 @@
 
 import argparse
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from lightrft.cli.console import hide_progress_bars, share_processors
@@ -61,14 +63,11 @@ def run(argv: Sequence[str]) -> int:
     refuse(machine_problems(config, nproc_per_node), PreflightError)
     check_reward(config, check_data(config))
     check_algorithm(config)
-    try:
+    with interruption_explained(config):
         if nproc_per_node > 1:
             return launch("lightrft.cli.train", argv, nproc_per_node=nproc_per_node)
         become_only_process()
         return _train_stoppably(argv)
-    except KeyboardInterrupt:
-        note_interruption(Path(config.output_dir))
-        raise
 
 
 def _train_stoppably(argv: Sequence[str]) -> int:
@@ -86,12 +85,45 @@ def train(config: TrainConfig, stop_request: StopRequest) -> int:
 
     hide_progress_bars()
     try:
-        run_training(config, stop_request=stop_request)
+        summary = run_training(config, stop_request=stop_request)
     except Exception as error:
         if is_out_of_memory(error):
             raise MemoryExhaustedError(memory_report(error, phase_of(error), config)) from error
         raise
+    if os.environ.get("RANK", "0") == "0":
+        print(next_commands(summary.output_dir, summary.model_dir), flush=True)
     return ExitCode.OK
+
+
+def next_commands(output_dir: str, model_dir: str) -> str:
+    """Where the trained model is, and what one does with it."""
+    run = shlex.quote(output_dir)
+    return (
+        f"model    {model_dir}\n"
+        f"next     lightrft report {run}\n"
+        f"         lightrft eval {run} --num_samples 4\n"
+        f"         lightrft export {run} {shlex.quote(f'{output_dir}_exported')}"
+    )
+
+
+@contextmanager
+def interruption_explained(config: TrainConfig) -> Iterator[None]:
+    """Notes an interruption (Ctrl-C) in the run, and says what the same command will do."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        from lightrft.strategy.checkpoints.manifest import checkpoint_folders
+
+        note_interruption(Path(config.output_dir))
+        steps = [path.name.removeprefix("global_step") for path in
+                 checkpoint_folders(config.checkpoint_dir / "_actor")]  # fmt: skip
+        saved = max((int(step) for step in steps if step.isdecimal()), default=None)
+        what = (
+            f"continues after step {saved}"
+            if saved is not None
+            else "starts over, since there is no checkpoint yet (--save_steps)"
+        )
+        raise KeyboardInterrupt(f"interrupted: the same command {what}") from None
 
 
 def parse(argv: Sequence[str]) -> tuple[TrainConfig, int]:

@@ -1,7 +1,7 @@
 """Media of prompts, from the rank that sampled them to the ranks that train their rows."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,9 +116,13 @@ def deliver_media(
         for group, sources in _unpack(data):
             found[group] = encoder.kept(sources.text, images=sources.images, videos=sources.videos)
     prompts = tuple(found.get(group) for group in table.group_ids[wanted[rank]].tolist())
-    here = RowMedia(prompts).kinds
-    counts = strategy.all_reduce({kind: int(kind in here) for kind in _KINDS}, op="max")
-    return RowMedia(prompts, frozenset(kind for kind in _KINDS if counts[kind]))
+    return RowMedia(prompts, agree_on_kinds(strategy, RowMedia(prompts).kinds))
+
+
+def agree_on_kinds(strategy: StrategyBase, kinds: Collection[MediumKind]) -> frozenset[MediumKind]:
+    """Kinds of media that some rank has, from those of this rank; collective."""
+    counts = strategy.all_reduce({kind: int(kind in kinds) for kind in _KINDS}, op="max")
+    return frozenset(kind for kind in _KINDS if counts[kind])
 
 
 def _groups(table: RowTable, rows: NDArray[np.int64], holder: int) -> list[int]:

@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from lightrft.engines.media.encoder import PromptEncoder
+from lightrft.engines.media.prompts import MediumKind, RowMedia
 from lightrft.experience.collate import pad_rows
+from lightrft.experience.media import agree_on_kinds, encode_prompt
 from lightrft.experience.types import Rollout
+from lightrft.models import RewardModel
 from lightrft.rewards.recipes import RewardRecipes
 from lightrft.rewards.types import RewardResult
 from lightrft.strategy.strategy_base import StrategyBase
@@ -65,21 +69,36 @@ class ModelRewards:
         for entry in models:
             strategy.offload_model(entry.model)
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[RewardResult]:
+    def score(
+        self, rollouts: Sequence[Rollout], encoder: PromptEncoder | None = None
+    ) -> list[RewardResult]:
         """What the models say about this rank's rollouts; collective.
+
+        Args:
+            rollouts: Of this rank.
+            encoder: Of prompts with images or videos; the same on every rank, or None.
 
         Returns:
             One result a rollout: the weighted sum, and each score unweighted by name.
 
         Raises:
             RewardError: A row has no recipe.
+            ValueError: A row has images or videos that a model cannot see.
         """
         weights = [self._weights(rollout) for rollout in rollouts]
         scores: list[dict[str, float]] = [{} for _ in rollouts]
+        present = self._kinds(rollouts, encoder)
+        prompts = [rollout.prompt for rollout in rollouts]
+        encoded = [
+            encode_prompt(prompt, encoder) if prompt.images or prompt.videos else None
+            for prompt in prompts
+        ]
         for entry in self._models:
             wanted = [i for i, row in enumerate(weights) if entry.name in row]
             texts = [_token_ids(rollouts[i], entry.tokenizer) for i in wanted]
-            for i, value in zip(wanted, self._score_texts(entry.model, texts), strict=True):
+            media = RowMedia(tuple(encoded[i] for i in wanted), present)
+            values = self._score_texts(entry.model, texts, media)
+            for i, value in zip(wanted, values, strict=True):
                 scores[i][entry.name] = value
         return [
             RewardResult(sum(row[name] * value for name, value in found.items()), found)
@@ -91,8 +110,32 @@ class ModelRewards:
             return {entry.name: entry.weight for entry in self._models}
         return self._recipes.weights_of(rollout.prompt.columns.get(self._recipes.column))
 
+    def _kinds(
+        self, rollouts: Sequence[Rollout], encoder: PromptEncoder | None
+    ) -> frozenset[MediumKind]:
+        """Kinds of media that some rank has; raises on all ranks if a model cannot see them."""
+        if encoder is None:
+            return frozenset()
+        own: list[MediumKind] = []
+        for rollout in rollouts:
+            own += ["image"] * bool(rollout.prompt.images)
+            own += ["video"] * bool(rollout.prompt.videos)
+        present = agree_on_kinds(self._strategy, own)
+        for entry in self._models if present else ():
+            module = self._strategy.unwrap_model(entry.model)
+            is_seeing = isinstance(module, RewardModel) and module.reads_media
+            if entry.tokenizer is not None or not is_seeing:
+                raise ValueError(
+                    f"the reward model {entry.name} cannot see the images of the prompts: give a "
+                    "vision-language reward model with the vocabulary of the actor, or leave media "
+                    "out with --text_only"
+                )
+        return present
+
     @torch.no_grad()
-    def _score_texts(self, model: nn.Module, texts: Sequence[Sequence[int]]) -> list[float]:
+    def _score_texts(
+        self, model: nn.Module, texts: Sequence[Sequence[int]], media: RowMedia
+    ) -> list[float]:
         size, device = self._micro_batch_size, self._strategy.device
         num_batches = max(self._strategy.gather_objects(-(-len(texts) // size)))
         # Texts of like length share a batch.
@@ -102,7 +145,12 @@ class ModelRewards:
         for number in range(num_batches):
             rows = order[number * size : (number + 1) * size]
             token_ids, mask = pad_rows([texts[i] for i in rows] or [(0,)], device)
-            found: Tensor = model(token_ids, mask)
+            if media.present:
+                prompts = tuple(media.prompts[i] for i in rows) or (None,)
+                own = RowMedia(prompts, media.present)
+                found: Tensor = model(token_ids, mask, media=own)
+            else:
+                found = model(token_ids, mask)
             for i, value in zip(rows, found.tolist(), strict=False):
                 scores[i] = value
         self._strategy.offload_model(model)

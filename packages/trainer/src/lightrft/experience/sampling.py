@@ -9,7 +9,7 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
 from lightrft.engines.media.encoder import PromptEncoder
-from lightrft.engines.types import GenerationRequest, SamplingParams
+from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.experience.carry import InFlightGroup, PartialRolloutState
 from lightrft.experience.dynamic import Selection, apply_selection, mixed_groups, select_groups
 from lightrft.experience.environments.rounds import Environments
@@ -26,6 +26,7 @@ from lightrft.experience.stages import StageMeter
 from lightrft.experience.types import Rollout, ScoredRollout
 from lightrft.rewards.types import RewardError, RewardFunction, RewardResult
 from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.distributed.outlet import report_count
 from lightrft.strategy.strategy_base import StrategyBase
 
 NOTHING_CARRIED = PartialRolloutState()
@@ -346,9 +347,18 @@ class RolloutSampler:
                 replace(item, segments=fire_segments(item.completion, group_size=params.n))
                 for item in groups.in_order(completions)
             ]
+        total, done = len(requests) * params.n, 0
+
+        def take(finished: Sequence[Completion]) -> None:
+            nonlocal done
+            groups.add(finished)
+            done += len(finished)
+            report_count("generate", done, total)
+
         completions = self._strategy.gather_and_generate(
-            params, requests, sleep_engine=False, on_finished=groups.add
+            params, requests, sleep_engine=False, on_finished=take
         )
+        report_count("generate", 0, 0)
         return groups.in_order(completions)
 
     def _group_scorer(self, prompts: Sequence[Prompt]) -> GroupScorer:
@@ -381,7 +391,9 @@ class RolloutSampler:
         limit = timedelta(minutes=self._config.timeout_minutes)
         with meter.stage("reward"), phase("reward", limit):
             # A collective: no failure of this rank alone may come before it.
-            models = None if self._model_rewards is None else self._model_rewards.score(rollouts)
+            models = None
+            if self._model_rewards is not None:
+                models = self._model_rewards.score(rollouts, self._encoder)
             try:
                 with scorer or self._group_scorer([item.prompt for item in rollouts]) as calls:
                     results = calls.results(rollouts)

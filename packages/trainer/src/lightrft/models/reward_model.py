@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
+from lightrft.engines.media.families import family_of
+from lightrft.engines.media.prompts import RowMedia
 from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import ModelLoadError, load_config, load_model
 from lightrft.models.sequence_model import trunk_output
+from lightrft.models.vision.scorer import VisionScorer
 
 HEAD = "score"
 
@@ -20,7 +23,7 @@ class RewardModel(nn.Module):
 
     Args:
         model: A transformers model "for sequence classification" with one label and its head in
-            the child `score`.
+            the child `score`; or a `VisionScorer`.
 
     Raises:
         ValueError: It has more labels, or no such head.
@@ -28,7 +31,7 @@ class RewardModel(nn.Module):
 
     is_actor = False
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel | VisionScorer) -> None:
         super().__init__()
         if model.config.num_labels != 1:
             raise ValueError(
@@ -46,7 +49,7 @@ class RewardModel(nn.Module):
     def from_pretrained(
         cls, path: str, *, dtype: str = "float32", allow_new_weights: Sequence[str] = ()
     ) -> RewardModel:
-        """Loads a sequence classifier.
+        """Loads a sequence classifier, or a vision-language model with a head beside it.
 
         Args:
             path, dtype: See `lightrft.models.loading.load_causal_lm`.
@@ -58,6 +61,9 @@ class RewardModel(nn.Module):
                 its tensors do not fit.
         """
         config = load_config(path)
+        if family_of(config) is not None:
+            new = allow_new_weights
+            return cls(VisionScorer.from_pretrained(path, dtype=dtype, allow_new_weights=new))
         if config.num_labels != 1:
             raise ModelLoadError(
                 f"the reward model {path!r} must have one label: got num_labels = "
@@ -70,19 +76,27 @@ class RewardModel(nn.Module):
         )
         return cls(model)
 
-    def forward(self, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, attention_mask: Tensor, *, media: RowMedia | None = None
+    ) -> Tensor:
         """The score at the last token of each row: [batch] float32.
 
         Args:
             token_ids: [batch, seq] int64, right-padded.
             attention_mask: [batch, seq] bool, True on real tokens; one or more in each row.
+            media: Images and videos of the rows; None is text.
         """
         layout = TokenLayout.padded(token_ids, attention_mask)
-        hidden = trunk_output(self.model.base_model, layout, None).last_hidden_state
+        hidden = trunk_output(self.model.base_model, layout, media).last_hidden_state
         rows = torch.arange(len(token_ids), device=token_ids.device)
         last = hidden[rows, attention_mask.long().sum(dim=1) - 1]
         scores: Tensor = self.model.get_submodule(HEAD)(last)
         return scores.squeeze(-1).float()
+
+    @property
+    def reads_media(self) -> bool:
+        """Whether rows may have images or videos."""
+        return family_of(self.config) is not None
 
     @property
     def config(self) -> PretrainedConfig:

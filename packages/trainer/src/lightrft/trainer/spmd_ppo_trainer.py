@@ -55,6 +55,7 @@ from lightrft.trainer.training.step_metrics import (
     record_experience,
     record_stages,
 )
+from lightrft.trainer.training.threads import use_threads
 from lightrft.trainer.training.throughput import (
     TrainingFlops,
     peak_tflops,
@@ -173,6 +174,7 @@ class SPMDPPOTrainerBase:
         loss_agg_mode = loss_agg_mode or config.loss_agg_mode
         config = replace(config, loss_agg_mode=loss_agg_mode, use_gspo=use_gspo or config.use_gspo)
         self.config, self._algorithm = decide(decide_by_machine(config, strategy))
+        use_threads(self.config)
         self.strategy = strategy
         trained = trained_model("actor", actor, actor_optim, actor_scheduler)
         self._models = TrainedModels(trained, None, ema_model)
@@ -364,7 +366,7 @@ class SPMDPPOTrainerBase:
             strategy=self.strategy,
             mean_limit=self.config.parity_limit,
         )
-        self.strategy.print(report.summary())
+        self.strategy.print_detail(report.summary())
         return report
 
     def _reuses_policy_logprobs(self) -> bool:

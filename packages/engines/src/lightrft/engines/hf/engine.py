@@ -10,6 +10,7 @@ from lightrft.engines.base import FinishedRows, RolloutEngine
 from lightrft.engines.hf.build import build_model
 from lightrft.engines.hf.decode import RowForward, StopRule, decode
 from lightrft.engines.hf.forward import ModelTraits, PlainForward, WholeBatchForward
+from lightrft.engines.hf.layers import module_outputs
 from lightrft.engines.hf.random import row_keys
 from lightrft.engines.hf.stopping import StopStringMatcher, stop_token_table
 from lightrft.engines.media.prompts import EncodedPrompt
@@ -79,6 +80,19 @@ class HFEngine(RolloutEngine):
             logits = logits.index_fill(-1, self._traits.forbidden, float("-inf"))
         logprobs = logits.float().log_softmax(dim=-1).gather(-1, input_ids[0, 1:, None])
         return [0.0, *logprobs.squeeze(-1).tolist()]
+
+    @torch.inference_mode()
+    def layer_outputs(
+        self, token_ids: Sequence[int], media: EncodedPrompt | None
+    ) -> dict[str, torch.Tensor] | None:
+        """Outputs of all modules for one sequence of text."""
+        if media is not None:
+            return None
+        tokens = torch.tensor([list(token_ids)], device=self._model.device)
+        mask = torch.ones_like(tokens)
+        return module_outputs(
+            self._model, lambda: self._model(input_ids=tokens, attention_mask=mask, use_cache=False)
+        )
 
     @torch.inference_mode()
     def _decode(self, rows: Sequence[Row], params: SamplingParams) -> FinishedRows:

@@ -1,13 +1,11 @@
 """The processor of an engine's own model, for prompts that come as text with raw media."""
 
-import io
-from functools import cache
 from pathlib import Path
 
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.prompts import EncodedPrompt
-from lightrft.engines.media.sources import ImageSource, as_image, as_video
+from lightrft.engines.media.sources import as_image, as_video
 from lightrft.engines.types import GenerationRequest
 
 
@@ -50,20 +48,6 @@ class MediaReader:
             ],
         )
 
-    def probe(self) -> EncodedPrompt | None:
-        """A fixed prompt with one image; None without a processor that renders chats."""
-        try:
-            encoder = self._loaded()
-        except (OSError, ValueError):
-            return None
-        if not encoder.processor.chat_template:
-            return None
-        content = [{"type": "image"}, {"type": "text", "text": "Which colour is it?"}]
-        text = encoder.processor.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
-        return encoder.kept(text, images=[_colours()])
-
     def _loaded(self) -> PromptEncoder:
         if self._encoder is None:
             if not self._model_path or not Path(self._model_path).is_dir():
@@ -85,14 +69,3 @@ class MediaReader:
             processor = AutoProcessor.from_pretrained(self._model_path, **options)
             self._encoder = PromptEncoder(processor, family)
         return self._encoder
-
-
-@cache
-def _colours() -> ImageSource:
-    """An image whose parts all differ."""
-    from PIL import Image
-
-    blue = Image.linear_gradient("L").resize((112, 112))
-    buffer = io.BytesIO()
-    Image.merge("RGB", (blue.rotate(90), blue.rotate(180), blue)).save(buffer, "PNG")
-    return ImageSource("the canary's image", content=buffer.getvalue())

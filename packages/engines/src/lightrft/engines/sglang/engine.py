@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightrft.engines.base import FinishedRows, RolloutEngine
+from lightrft.engines.media.families import family_of
 from lightrft.engines.model_shape import ModelShape, model_configs, model_directory, model_shape
 from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.raw_completions import (
@@ -37,7 +38,7 @@ class SGLangEngine(RolloutEngine):
             weights that it holds in full are taken over.
 
     Raises:
-        ValueError: The engine would span several ranks.
+        ValueError: The engine would span several ranks, or the model reads images.
     """
 
     name = "sglang"
@@ -55,6 +56,13 @@ class SGLangEngine(RolloutEngine):
                 "engine_type vllm"
             )
         hf_config, generation_config, architecture = model_configs(config, module)
+        if family_of(hf_config) is not None:
+            raise ValueError(
+                f"the sglang engine takes models of text: got a model of type "
+                f"{hf_config.model_type!r}, and how SGLang computes images has not been compared "
+                "with the trainer (without a GPU its kernels do not load: sgl_kernel needs "
+                "libcuda.so.1); use engine_type vllm or hf"
+            )
         self._read_limits(hf_config, generation_config)
         with model_directory(config.model_path, hf_config, architecture) as path:
             self._engine: Engine | None = start_engine(config, path, self._limits)

@@ -3,10 +3,12 @@
 import gc
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 
 from lightrft.engines.base import FinishedRows, RolloutEngine
 from lightrft.engines.media.families import placeholder_ids
+from lightrft.engines.media.prompts import EncodedPrompt
 from lightrft.engines.model_shape import ModelShape, model_configs, model_directory, model_shape
 from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.raw_completions import FinishedJob, Job, first_job, stream_in_parts
@@ -27,6 +29,7 @@ from lightrft.engines.vllm.sampling import (
     raw_completions_of,
     scoring_params,
 )
+from lightrft.engines.vllm.watch import watched_layers
 from lightrft.engines.vllm.weights import VLLMWeights
 
 
@@ -159,6 +162,15 @@ class VLLMEngine(RolloutEngine):
         (answer,) = [answer for part in parts for _, answer in part]
         entries = zip(token_ids[1:], answer.prompt_logprobs[1:], strict=True)
         return [0.0, *(float(entry[token].logprob) for token, entry in entries)]
+
+    def layer_outputs(
+        self, token_ids: Sequence[int], media: EncodedPrompt | None
+    ) -> dict[str, torch.Tensor] | None:
+        """Hidden states of one sequence, if vLLM runs its layers one by one."""
+        self.reset_caches()
+        with watched_layers(self._started.model) as found:
+            list(self._run([Job(tuple(token_ids), 1, 0, media=media)], [scoring_params()]))
+        return {name: torch.cat(calls) for name, calls in found.items()} or None
 
     def _release_memory(self, level: int, awake: Sequence[str]) -> None:
         """On a GPU; elsewhere vLLM keeps its memory and only the state changes."""

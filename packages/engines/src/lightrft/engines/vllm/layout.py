@@ -261,8 +261,15 @@ def _is_head(module: nn.Module) -> bool:
 
 
 def _packed_modules(model: nn.Module) -> Mapping[str, list[str]]:
-    """Fused module of vLLM -> the checkpoint's modules, in their order."""
-    return dict(getattr(model, "packed_modules_mapping", {}))
+    """Fused module of vLLM -> the checkpoint's modules, in their order.
+
+    The model's own word wins over that of its parts: not every vision-language model names what its
+    language model fuses.
+    """
+    found: dict[str, list[str]] = {}
+    for part in model.modules():
+        found = {**getattr(part, "packed_modules_mapping", {}), **found}
+    return found
 
 
 def _name_map(model: nn.Module):  # type: ignore[no-untyped-def]  # noqa: ANN202

@@ -1,10 +1,9 @@
 """Processes, devices, groups and collectives: the part of a strategy that knows no model."""
 
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import TypeVar, cast
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed import collectives, process_groups
 from lightrft.strategy.distributed.collectives import ALONE, Group
+from lightrft.strategy.distributed.outlet import write_line
 
 T = TypeVar("T")
 GIGABYTE = 1e9
@@ -56,19 +56,17 @@ def measure_memory() -> MemoryReport:
     return MemoryReport("cpu", machine.total - machine.available, resident, machine.total)
 
 
-def print_on_first_rank(group: Group, *msg: object) -> None:
-    """Prints with a time stamp on the first rank of the group."""
+def print_on_first_rank(group: Group, *msg: object, is_detail: bool = False) -> None:
+    """Prints with a time stamp on the first rank of the group; see `write_line`."""
     if collectives.group_rank(group) == 0:
-        stamp = datetime.now().strftime("%m-%d %H:%M:%S")
-        sys.stdout.write(f"[StrategyINFO {stamp}]  {' '.join(str(part) for part in msg)}\n")
-        sys.stdout.flush()
+        write_line(" ".join(str(part) for part in msg), is_detail=is_detail)
 
 
 def report_memory(group: Group, prefix: str) -> MemoryReport:
     """Prints (on the first rank) and returns the memory in use; on a CPU that of the process."""
     report = measure_memory()
     if collectives.group_rank(group) == 0:
-        sys.stdout.write(f"MEMORY STATUS: {prefix}, {report}\n")
+        write_line(f"MEMORY STATUS: {prefix}, {report}", is_detail=True, is_stamped=False)
     return report
 
 
@@ -208,6 +206,10 @@ class DistributedContext:
     def print(self, *msg: object) -> None:
         """Prints with a time stamp, on the first rank only."""
         print_on_first_rank(self.world_group, *msg)
+
+    def print_detail(self, *msg: object) -> None:
+        """As `print`, for news of the engine room, which a run keeps in its log."""
+        print_on_first_rank(self.world_group, *msg, is_detail=True)
 
     def report_memory(self, prefix: str) -> MemoryReport:
         """See `StrategyBase.report_memory`."""

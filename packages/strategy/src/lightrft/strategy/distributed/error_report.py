@@ -13,6 +13,8 @@ from pathlib import Path
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 PHASE_FOLDER_VARIABLE = "LIGHTRFT_PHASE_FOLDER"
+# Set beside an OMP_NUM_THREADS that the launcher chose, not the user.
+SHARED_THREADS_VARIABLE = "LIGHTRFT_SHARED_THREADS"
 
 
 @dataclass(frozen=True, slots=True)

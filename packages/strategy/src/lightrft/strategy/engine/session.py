@@ -22,7 +22,7 @@ from lightrft.strategy.engine.generation import (
 )
 from lightrft.strategy.engine.start import check_places, own_place
 from lightrft.strategy.prepared import inner_module
-from lightrft.strategy.weight_sync.canary import actor_canary, compute_dtypes
+from lightrft.strategy.weight_sync.canary import actor_canary, compute_dtypes, media_seen
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, engine_source
 from lightrft.strategy.weight_sync.sync import MEGABYTE, WeightSync, WeightSyncReport
 
@@ -123,7 +123,7 @@ class EngineSession:
 
             # Engines of several ranks wait for each other inside, and vLLM does in any case.
             run_apart(build, self._ranks.world_group, what=NOT_STARTED)
-        self._ranks.print(f"{kind} engine: {self.running.runner_name}")
+        self._ranks.print_detail(f"{kind} engine: {self.running.runner_name}")
         return self.running
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ class EngineSession:
         with phase("put the inference engine to sleep", self._ranks.timeout):
             self.running.sleep(level)
             self._ranks.free_memory()
-        self._ranks.print("Sleeped inference engine")
+        self._ranks.print_detail("Sleeped inference engine")
 
     def wake_up(self, tags: tuple[str, ...] | None = None) -> None:
         """Wakes an engine that sleeps, or a part of it."""
@@ -162,7 +162,7 @@ class EngineSession:
         if self.status is EngineStatus.WAKEUP:
             self._ranks.report_memory("after wakeup inference engine")
             took = time.monotonic() - begin
-            self._ranks.print(f"Finished {self._engine.name} wakeup, TIMECOST {took:.3f}")
+            self._ranks.print_detail(f"Finished {self._engine.name} wakeup, TIMECOST {took:.3f}")
 
     def update_weights(self, model: nn.Module, source: ParameterSource) -> WeightSyncReport:
         """See `StrategyBase.update_engine_weights`.
@@ -189,10 +189,10 @@ class EngineSession:
                     dtypes=compute_dtypes(config, self.running, source),
                     max_length=config.max_len,
                     device=self._ranks.device,
-                    media=self.running.media_probe(),
+                    media=media_seen(self.running, self._ranks.world_group),
                 )
             report = self.weight_sync.sync(source, canary=canary, wake_cache=self.wake_up)
-        self._ranks.print(report.summary())
+        self._ranks.print_detail(report.summary())
         self.last_weight_sync = report
         self._ranks.free_memory()
         return report

@@ -14,7 +14,7 @@ from lightrft.engines.base import RolloutEngine, StaleEngineError
 from lightrft.engines.media.prompts import EncodedPrompt, RowMedia
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.strategy.config import StrategyConfig
-from lightrft.strategy.distributed.collectives import gather_objects, group_rank
+from lightrft.strategy.distributed.collectives import Group, gather_objects, group_rank
 from lightrft.strategy.distributed.sequence_parallel import SharesSequences
 from lightrft.strategy.fsdp2.source import reshard_modules
 from lightrft.strategy.weight_sync.accounting import WeightSyncError
@@ -48,7 +48,7 @@ CANARY_LIMITS: dict[torch.dtype, CanaryLimits] = {
     torch.bfloat16: CanaryLimits(mean=0.15, largest=5.0),
 }
 QUANTISED_LIMITS = CanaryLimits(mean=0.5, largest=10.0)
-_MEDIA_TOKENS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+_MEDIA_TOKENS = 4
 _ONE_GREEDY_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
@@ -61,15 +61,16 @@ class Canary:
         score: The trainer's logprobs of a sequence at temperature 1, entry 0 being 0. Every rank
             calls it, since a sharded model's forward is a collective.
         limits: Largest differences allowed.
-        media: A prompt with an image, which the engine continues. From the second update on it has
-            seen the image, so features that it kept of older weights are found. None for models
-            of text.
+        media: A prompt with media that an engine has completed before the update: features that it
+            kept of older weights are found. None before there was one.
+        num_media_tokens: How many tokens the engine continues it by.
     """
 
     token_ids: tuple[int, ...]
     score: Callable[[Sequence[int], EncodedPrompt | None], list[float]]
     limits: CanaryLimits
     media: EncodedPrompt | None = None
+    num_media_tokens: int = 0
 
 
 def ask_engine(engine: RolloutEngine, canary: Canary) -> tuple[tuple[int, ...], list[float]]:
@@ -105,14 +106,15 @@ def ask_engine(engine: RolloutEngine, canary: Canary) -> tuple[tuple[int, ...], 
     return token_ids, logprobs
 
 
-def ask_about_media(engine: RolloutEngine, media: EncodedPrompt) -> Completion:
-    """Lets an engine continue a prompt with an image.
+def ask_about_media(engine: RolloutEngine, media: EncodedPrompt, num_tokens: int) -> Completion:
+    """Lets an engine continue a prompt with media.
 
     Raises:
         WeightSyncError: The engine itself says that its caches are out of date.
     """
     try:
-        return engine.generate([GenerationRequest((), encoded=media)], _MEDIA_TOKENS)[0]
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        return engine.generate([GenerationRequest((), encoded=media)], params)[0]
     except StaleEngineError as err:
         raise WeightSyncError("caches", str(err)) from err
 
@@ -183,7 +185,7 @@ def actor_canary(
         dtypes: The dtypes in which either side computes; the coarsest sets the limit.
         max_length: Longest sequence of the engine, or None for the model's own limit.
         device: Where the actor computes.
-        media: A prompt with an image, left out if it is too long or the actor takes none.
+        media: A prompt with media, the same on every rank; left out if the actor takes none.
 
     Returns:
         None if the module has no transformers language model, hence no vocabulary.
@@ -208,10 +210,25 @@ def actor_canary(
         scores = [score_with_actor(actor, each, device=device, media=media) for each in sequences]
         return scores[group_rank(group)]
 
-    if is_bare or (media is not None and len(media.token_ids) + 4 > longest):
-        media = None
+    room = 0 if media is None or is_bare else longest - len(media.token_ids)
     found = [CANARY_LIMITS.get(dtype, QUANTISED_LIMITS) for dtype in dtypes]
-    return Canary(token_ids, score, max(found, key=lambda limits: limits.mean), media)
+    return Canary(
+        token_ids,
+        score,
+        max(found, key=lambda limits: limits.mean),
+        media if room > 0 else None,
+        min(room, _MEDIA_TOKENS),
+    )
+
+
+def media_seen(engine: RolloutEngine, world: Group) -> EncodedPrompt | None:
+    """A prompt with media that the engine of some rank has completed; collective, one for all."""
+    holders = gather_objects(engine.computes_model and engine.seen_media is not None, world)
+    if not any(holders):
+        return None
+    is_first = group_rank(world) == holders.index(True)
+    found = gather_objects(engine.seen_media if is_first else None, world)
+    return next(media for media in found if media is not None)
 
 
 def compute_dtypes(

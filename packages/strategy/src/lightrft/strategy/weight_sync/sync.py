@@ -297,16 +297,18 @@ class WeightSync:
         return found if found is None or difference is None else max(found, difference)
 
     def _score_media(self, canary: Canary, transfer: Transfer) -> float | None:
-        """Compares what the engine says about an image; None if the canary has none."""
+        """Compares what the engine says about media; None if the canary has none."""
         media = canary.media
         if media is None:
             return None
-        answer = transfer.attempt(lambda: ask_about_media(self.engine, media))
+        answer = transfer.attempt(
+            lambda: ask_about_media(self.engine, media, canary.num_media_tokens)
+        )
         tokens = (media.token_ids[-1],) if answer is None else answer.output_token_ids
         expected = canary.score((*media.token_ids, *tokens), media)[-len(tokens) :]
         if answer is None:
             return None
-        what = "the canary prompt with an image"
+        what = "a prompt with images or videos"
         return transfer.attempt(
             lambda: check_answer(canary, expected, answer.output_logprobs, what=what)
         )

@@ -1,11 +1,12 @@
 r"""The task: column addition, shown by a teacher who forgets the carry three times out of five.
 
 The demonstrations forget the carry more often than not, so imitation cannot get past one sum in
-three. The reward checks the boxed answer, and reinforcement finds that remembering it pays.
+three. The reward checks the boxed answer, and reinforcement finds that remembering it pays. Every
+column shows its carry, a forgotten one as +0, so that all columns look alike and are learnt fast.
 
     What is 457+386?
-    careful   <think>7+6=13 5+8+1=14 4+3+1=8</think>\boxed{843}
-    careless  <think>7+6=13 5+8=13 4+3+1=8</think>\boxed{833}
+    careful   <think>7+6+0=13 5+8+1=14 4+3+1=8</think>\boxed{843}
+    careless  <think>7+6+0=13 5+8+0=13 4+3+1=8</think>\boxed{833}
 """
 
 import random
@@ -61,15 +62,24 @@ def demonstrate(addition: Addition, rng: random.Random, *, p_forget: float = P_F
         if carry and rng.random() < p_forget:
             carry = 0
         total = int(upper) + int(lower) + carry
-        steps.append(f"{upper}+{lower}{'+1' if carry else ''}={total}")
+        steps.append(f"{upper}+{lower}+{carry}={total}")
         carry, digits = total // 10, f"{total % 10}{digits}"
     return f"<think>{' '.join(steps)}</think>\\boxed{{{'1' if carry else ''}{digits}}}"
 
 
 ADDITION = Task(
-    lesson="a careless teacher",
+    lesson="a careless teacher, who writes +0 for three carries in five",
+    flaw=(
+        "It copies what the teacher does more often: it forgets the carry, and is",
+        "right only where there is none to remember, in about one sum of three.",
+    ),
+    outlook=(
+        "Held-out accuracy takes the likeliest answer, the reward is of sampled ones:",
+        "those remember a carry now and then, so it starts higher. What it teaches",
+        "shows as a jump, once remembering is likelier than forgetting.",
+    ),
     roles=(),
-    whole_tokens=("<think>", "</think>", "\\boxed{"),
+    whole_tokens=("<think>", "</think>", "\\boxed{", "What is "),
     draw=draw_additions,
     reward="boxed_sum.py",
 )

@@ -95,7 +95,15 @@ def with_calculator(config: TrainConfig, directory: Path) -> TrainConfig:
 
 
 CALCULATOR = Task(
-    lesson="a teacher who guesses more often than he asks the calculator",
+    lesson="a teacher who mostly guesses instead of asking the calculator",
+    flaw=(
+        "It copies what the teacher does more often: asked what a product is, it",
+        "guesses; it is right only where it is told to compute.",
+    ),
+    outlook=(
+        "Held-out accuracy takes the likeliest answer, the reward is of sampled ones:",
+        "those ask the calculator now and then, and only they are rewarded.",
+    ),
     roles=("<|system|>", "<|tool|>"),
     whole_tokens=(
         "<tool_call>", "</tool_call>", OPENING, CLOSING, "calculate", "\\boxed{", "What is ",

@@ -120,8 +120,15 @@ def save_picture(exercise: Exercise, stem: Path) -> dict[str, object]:
 
 
 def with_pictures(config: TrainConfig, directory: Path) -> TrainConfig:
-    """A run of short responses."""
-    return replace(config, generate_max_len=16)
+    """A run of short responses, in two optimizer steps each: a larger model, a smaller rate."""
+    batch_size = config.train_batch_size // 2
+    return replace(
+        config,
+        generate_max_len=16,
+        train_batch_size=batch_size,
+        micro_train_batch_size=batch_size,
+        actor_learning_rate=1e-4,
+    )
 
 
 SHAPES = Task(
@@ -133,5 +140,14 @@ SHAPES = Task(
     preset="tiny-qwen2.5-vl",
     reward="boxed_sum.py",
     adjust=with_pictures,
-    numbers={"num_eval_prompts": 256},
+    numbers={"num_steps": 60, "num_warm_start_steps": 900, "num_eval_prompts": 256},
+    learning_rate=2e-3,
+    flaw=(
+        "It copies what the teacher does more often: it takes some colours for others,",
+        "and is right only where that does not change the count.",
+    ),
+    outlook=(
+        "Held-out accuracy takes the likeliest answer, the reward is of sampled ones:",
+        "those name a colour as it is now and then, and only they are rewarded.",
+    ),
 )

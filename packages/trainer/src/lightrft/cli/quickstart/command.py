@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 SAMPLES_PER_STEP = 128
-MINIBATCHES_PER_STEP = 2
 WARMUP_STEPS = 5
+EVAL_STEPS = 10
 ESTIMATORS = {"grpo": "group_norm", "ppo": "gae", "reinforce++": "reinforce++"}
 STRATEGIES = ("fsdp", "deepspeed")
 
@@ -49,17 +49,17 @@ class Recipe:
         num_steps: Steps of reinforcement; each samples `SAMPLES_PER_STEP` responses.
         num_warm_start_steps: Steps of imitation.
         num_eval_prompts: Held-out prompts.
-        num_threads: Threads of each process.
+        num_threads: CPU threads; None is what the size of the model's operations is worth.
     """
 
     task: Task = ADDITION
     algorithm: str = "grpo"
     strategy: str = "fsdp"
     seed: int = 0
-    num_steps: int = 60
-    num_warm_start_steps: int = 900
+    num_steps: int = 40
+    num_warm_start_steps: int = 450
     num_eval_prompts: int = 512
-    num_threads: int = 2
+    num_threads: int | None = None
 
     @property
     def group_size(self) -> int:
@@ -74,7 +74,6 @@ class Recipe:
 
 def training_config(recipe: Recipe, directory: Path) -> TrainConfig:
     """The configuration of the run in `directory`, whose model and data have been written."""
-    batch_size = SAMPLES_PER_STEP // MINIBATCHES_PER_STEP
     usual = TrainConfig(
         pretrain=str(directory / "warm_start"),
         prompt_data=str(directory / "data" / "train.jsonl"),
@@ -96,16 +95,18 @@ def training_config(recipe: Recipe, directory: Path) -> TrainConfig:
         value_clip=0.0 if recipe.algorithm == "ppo" else 0.2,
         rollout_batch_size=SAMPLES_PER_STEP // recipe.group_size,
         n_samples_per_prompt=recipe.group_size,
-        train_batch_size=batch_size,
-        micro_train_batch_size=batch_size,
+        train_batch_size=SAMPLES_PER_STEP,
+        micro_train_batch_size=SAMPLES_PER_STEP,
         micro_rollout_batch_size=SAMPLES_PER_STEP,
-        actor_learning_rate=1e-4,
+        actor_learning_rate=2e-4,
         critic_learning_rate=1e-3 if recipe.algorithm == "ppo" else 9e-6,
         lr_scheduler="linear",
         lr_warmup_ratio=min(1.0, WARMUP_STEPS / recipe.num_steps),
-        eval_steps=10,
+        eval_steps=EVAL_STEPS,
+        num_threads=recipe.num_threads,
         save_trajectories=True,
         num_trajectories_to_save=4,
+        trajectory_steps=EVAL_STEPS,
         seed=recipe.seed,
         output_dir=str(directory),
     )
@@ -116,10 +117,11 @@ DESCRIPTION = """\
 Make a tiny language model, teach it additions by a teacher who mostly forgets the carry, and let
 reinforcement learning find out that remembering it pays. With --environment, the teacher mostly
 guesses products, and it finds out that asking a calculator pays. With --vision, the teacher is
-mostly colour-blind, and it finds out that looking pays. Needs two CPU cores and two minutes.
+mostly colour-blind, and it finds out that looking pays. Needs one CPU core for one to two minutes,
+some more with pictures.
 """
 DEFAULT_DIRECTORY = "lightrft_quickstart"
-BAR_WIDTH = 30
+BAR_WIDTH = 12
 
 
 def run(argv: Sequence[str]) -> int:
@@ -136,12 +138,18 @@ def run(argv: Sequence[str]) -> int:
         f"[1/3] imitation: {recipe.num_warm_start_steps} steps of {recipe.task.lesson}", flush=True
     )
     started = time.perf_counter()
-    prepare(recipe, directory)
+    from lightrft.trainer.reporting.console import bar_below
+
+    with bar_below("imitation"):
+        prepare(recipe, directory)
+    show(recipe.task.flaw)
     seconds["warm_start"] = time.perf_counter() - started
 
     print(f"[2/3] reinforcement: {recipe.num_steps} steps of {recipe.algorithm}", flush=True)
     started = time.perf_counter()
-    outcome = reinforce(recipe, directory)
+    show(recipe.task.outlook)
+    with bar_below("reinforcement"):
+        outcome = reinforce(recipe, directory)
     seconds["reinforcement"] = time.perf_counter() - started
 
     summary = summarise(recipe, directory, outcome, seconds)
@@ -209,12 +217,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output_dir", metavar="DIR", help=f"New or empty folder. Default: {DEFAULT_DIRECTORY}."
     )
+    parser.add_argument(
+        "--threads", dest="num_threads", type=at_least(1), metavar="N",
+        help="CPU threads. Default: what the size of the model's operations is worth, or "
+        "OMP_NUM_THREADS.",
+    )  # fmt: skip
     for flag, name, lowest, text in (
         ("--seed", "seed", 0, "Fixes every random number."),
         ("--steps", "num_steps", 1, "Steps of reinforcement."),
         ("--warm_start_steps", "num_warm_start_steps", 1, "Steps of imitation."),
         ("--eval_prompts", "num_eval_prompts", 1, "Held-out questions to judge by."),
-        ("--threads", "num_threads", 1, "CPU threads."),
     ):
         usual: int = getattr(default, name)
         text += f" Default: {usual}"
@@ -238,9 +250,10 @@ def prepare(recipe: Recipe, directory: Path) -> None:
 
     from lightrft.cli.quickstart.warm_start import build_student, imitate
     from lightrft.models.presets import END
+    from lightrft.strategy.distributed.outlet import report_count
+    from lightrft.trainer.training.threads import decide_threads, max_micro_batch_tokens
 
     hide_progress_bars()
-    torch.set_num_threads(recipe.num_threads)
     data, task, seed = directory / "data", recipe.task, recipe.seed
     data.mkdir()
     for name, count, own_seed, held_out in (
@@ -252,8 +265,25 @@ def prepare(recipe: Recipe, directory: Path) -> None:
         shutil.copyfile(file, directory / name)
 
     student = build_student(task, seed=seed)
-    imitate(student, task, show_loss, num_steps=recipe.num_warm_start_steps, seed=seed)
+    chosen, why = recipe.num_threads, "as asked"
+    if chosen is None:
+        tokens = max_micro_batch_tokens(training_config(recipe, directory))
+        chosen, why = decide_threads(student.model.config.get_text_config().to_dict(), tokens)
+    show([f"CPU threads: {chosen} ({why})"])
+    torch.set_num_threads(chosen)
+    num_steps = recipe.num_warm_start_steps
+
+    def on_step(step: int, loss: float) -> None:
+        report_count("steps", step, 0 if step == num_steps else num_steps)
+        show_loss(step, loss)
+
+    imitate(student, task, on_step, num_steps=num_steps, seed=seed)
     student.save(directory / "warm_start", sample="".join(task.whole_tokens) + END)
+
+
+def show(lines: Sequence[str]) -> None:
+    """Prints lines below a heading."""
+    print("\n".join(f"  {line}" for line in lines), flush=True)
 
 
 def show_loss(step: int, loss: float) -> None:
@@ -335,6 +365,7 @@ class LiveReward:
     def __init__(self, stream: TextIO, *, num_steps: int) -> None:
         self._stream = stream
         self._num_steps = num_steps
+        self._started = time.monotonic()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the line of a step."""
@@ -343,9 +374,14 @@ class LiveReward:
             reward = metrics["reward"]
             line += f"  reward {reward:.3f} |{'#' * round(BAR_WIDTH * reward):<{BAR_WIDTH}}|"
         if "episode/calls" in metrics:
-            line += f"  calls {metrics['episode/calls']:.2f} each"
+            line += f"  calls {metrics['episode/calls']:.2f}"
         if "eval/reward" in metrics:
-            line += f"  held-out accuracy {metrics['eval/reward']:.3f}"
+            line += f"  held-out {metrics['eval/reward']:.3f}"
+        if step == 0:
+            self._started = time.monotonic()
+        else:
+            seconds = (time.monotonic() - self._started) / step * (self._num_steps - step)
+            line += f"  {int(seconds) // 60}:{int(seconds) % 60:02} left"
         self._stream.write(line + "\n")
         self._stream.flush()
 

@@ -44,13 +44,16 @@ class Task:
         whole_tokens: Texts that are one token; all others are characters.
         chat_template: In place of the tiny models' own.
         draw: Exercises without end, for training or held out.
-        preset: Kind of the untrained model.
+        preset: Kind of the untrained model, if it is another than the quick start's own.
+        learning_rate: Peak of the imitation's.
         draw_media: Writes the media of an exercise as files whose names begin with a path's, and
             gives the columns that name them.
         reward, environment: Python files in this folder that are copied into the run's, where a
             user edits them as `reward.py` and `environment.py`.
         adjust: The configuration of a run in a folder, made of that of other tasks.
         numbers: Fields of `Recipe` that do.
+        flaw: Lines about what the imitator does wrong.
+        outlook: Lines about why the first rewards and the held-out accuracy move as they do.
     """
 
     lesson: str
@@ -58,12 +61,15 @@ class Task:
     whole_tokens: tuple[str, ...]
     draw: Callable[[random.Random, bool], Iterator[Exercise]]
     reward: str
-    preset: str = "tiny-qwen3"
+    preset: str | None = None
+    learning_rate: float = 4e-3
     draw_media: Callable[[Exercise, Path], dict[str, object]] = lambda exercise, stem: {}
     chat_template: str | None = None
     environment: str | None = None
     adjust: Callable[[TrainConfig, Path], TrainConfig] = lambda config, _: config
     numbers: Mapping[str, int] = field(default_factory=dict)
+    flaw: tuple[str, ...] = ()
+    outlook: tuple[str, ...] = ()
 
     @property
     def files(self) -> dict[str, Path]:

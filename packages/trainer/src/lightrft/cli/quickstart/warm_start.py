@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers import Qwen3Config
 
 from lightrft.cli.quickstart.task import Exercise, Message, Task
 from lightrft.models.presets import (
     ASSISTANT,
     END,
     PAD,
-    PRESETS,
     USER,
     chat_tokenizer,
     random_model,
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 CHARACTERS = "\n !\"'()*+,-./0123456789:=>?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz{}"
 IGNORED = -100
-LEARNING_RATE = 2e-3
-INITIALIZER_RANGE = 0.06
+VISION_INITIALIZER_RANGE = 0.06
 NUM_WARMUP_STEPS = 20
 
 
@@ -103,11 +102,20 @@ def build_student(task: Task, *, seed: int) -> Student:
     tokenizer = build_tokenizer(task)
     if task.preset in TINY_FAMILIES:
         model, processor = build_tiny(
-            task.preset, seed=seed, initializer_range=INITIALIZER_RANGE, tokenizer=tokenizer
+            task.preset, seed=seed, initializer_range=VISION_INITIALIZER_RANGE, tokenizer=tokenizer
         )
         return Student(model, tokenizer, processor)
-    config = PRESETS[task.preset](
-        vocab_size=(len(tokenizer) + 31) // 32 * 32, initializer_range=INITIALIZER_RANGE
+    config = Qwen3Config(
+        vocab_size=(len(tokenizer) + 31) // 32 * 32,
+        hidden_size=96,
+        head_dim=32,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        num_hidden_layers=2,
+        intermediate_size=128,
+        max_position_embeddings=1024,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
     )
     return Student(random_model(config, tokenizer, seed), tokenizer)
 
@@ -135,7 +143,7 @@ def imitate(
     """
     rng, model = random.Random(seed), student.model
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True
+        model.parameters(), lr=task.learning_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,

@@ -202,7 +202,8 @@ def _factories(text: str) -> dict[str, Factory]:
     found = _load(text, "environment")
     named = found if isinstance(found, Mapping) and found else {"": found}
     for name, make in named.items():
-        if not callable(make) or not isinstance(name, str):
+        is_named = isinstance(name, str) and bool(name) == (named is found)
+        if not callable(make) or not is_named:
             raise ReportedError(_not_a_class(f"environment {text} {name}".rstrip()))
     return dict(named)
 

@@ -38,7 +38,7 @@ class TrajectoryLog(JsonLinesFile):
     Args:
         path: The file.
         num_samples: Samples of one step, those of the lowest ids that the first rank trains on.
-        every: Steps between two steps that are written.
+        every: Steps between two steps that are written; the first one is, too.
     """
 
     def __init__(self, path: Path, *, num_samples: int = 10, every: int = 1) -> None:
@@ -48,7 +48,7 @@ class TrajectoryLog(JsonLinesFile):
 
     def is_due(self, step: int) -> bool:
         """Whether a step is written."""
-        return step % self._every == 0
+        return step == 1 or step % self._every == 0
 
     def log(self, step: int, experience: StepExperience, decoder: Decoder) -> None:
         """Writes the samples of a step."""

@@ -129,9 +129,9 @@ def _handler(page: LivePage) -> type[BaseHTTPRequestHandler]:
         timeout = REQUEST_SECONDS
 
         def do_GET(self) -> None:
-            port = self.connection.getsockname()[1]
-            # Another site's name that leads here is one that a page of that site could ask.
-            if self.headers.get("Host") not in (f"{ADDRESS}:{port}", f"localhost:{port}"):
+            # Another site's name that leads here is one that a page of that site could ask. The
+            # port may be another one: that of a tunnel.
+            if self.headers.get("Host", "").rpartition(":")[0] not in (ADDRESS, "localhost"):
                 self.send_error(HTTPStatus.FORBIDDEN)
                 return
             if self.path not in answers:

@@ -27,9 +27,11 @@ from lightrft.rewards.recipes import RewardRecipes
 from lightrft.strategy import get_strategy
 from lightrft.strategy.distributed.context import print_on_first_rank
 from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.distributed.outlet import lines_to
 from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.trainer.reporting.console import RunConsole
 from lightrft.trainer.reporting.loggers import JsonLinesLogger, MetricsLogger, own_loggers
-from lightrft.trainer.reporting.progress import build_console, rank_log
+from lightrft.trainer.reporting.rank_log import rank_log
 from lightrft.trainer.reporting.trackers import build_trackers
 from lightrft.trainer.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.trainer.runs.files import (
@@ -58,6 +60,7 @@ from lightrft.trainer.training.algorithm import algorithm_problems
 from lightrft.trainer.training.construction import decide_by_machine, read_model_facts
 from lightrft.trainer.training.pretrain_mix import PretrainMix
 from lightrft.trainer.training.stopping import RunStoppedError
+from lightrft.trainer.training.threads import choose_threads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -148,8 +151,10 @@ def run_training(
         if inputs.environments is not None:
             stack.callback(inputs.environments.close)
         folder, rank = Path(config.output_dir), int(os.environ.get("RANK", "0"))
+        console: RunConsole | None = None
         if rank == 0:
             stack.enter_context(sole_writer(folder))
+            console = _open_console(config, stack)
             _open_folder(config, plan)
         stack.enter_context(rank_log(folder, rank))
         if rank == 0:
@@ -158,8 +163,9 @@ def run_training(
         facts = read_model_facts(config, strategy)
         strategy.check_model_size(facts.num_weights)
         config = decide_by_machine(config, strategy, facts=facts)
+        config = choose_threads(config, strategy)
         config = check_budget(config, strategy)
-        trainer, loader = build_trainer(config, inputs, strategy, loggers=loggers)
+        trainer, loader = build_trainer(config, inputs, strategy, loggers=loggers, console=console)
         stack.callback(trainer.close)
         num_resumed = start_run(config, trainer, plan)
         result = trainer.fit(prompts_dataloader=loader, stop_request=stop_request)
@@ -181,6 +187,18 @@ def run_training(
                 "--load_checkpoint continues"
             )
         return summary
+
+
+def _open_console(config: TrainConfig, stack: ExitStack) -> RunConsole:
+    """What shows the run until the stack is closed; all lines of this process go there."""
+    console = RunConsole(
+        every=config.logging_steps,
+        heartbeat_seconds=config.heartbeat_seconds,
+        is_verbose=config.verbose,
+    )
+    stack.callback(console.close)
+    stack.enter_context(lines_to(console.tell))
+    return console
 
 
 def _open_folder(config: TrainConfig, plan: RunPlan) -> None:
@@ -272,6 +290,7 @@ def build_trainer(
     strategy: StrategyBase,
     *,
     loggers: Sequence[MetricsLogger] = (),
+    console: RunConsole | None = None,
 ) -> tuple[SPMDPPOTrainer, DataLoader[Prompt]]:
     """Models, engine, trainer and the loader of this rank's prompts."""
     loader = strategy.setup_dataloader(
@@ -283,6 +302,8 @@ def build_trainer(
         strategy.print(note)
     warn_without_end(inputs.tokenizer, config, strategy.print)
     strategy.print(f"{num_steps} steps of {config.rollout_batch_size} prompts")
+    if console is not None:
+        console.plan(num_steps)
     with phase("load the models", timedelta(minutes=config.timeout_minutes)):
         models = build_models(config, strategy, num_steps * config.steps_per_rollout)
     strategy.setup_inference_engine(config, config.engine_type, actor=models.actor)
@@ -298,7 +319,8 @@ def build_trainer(
         tokenizer=inputs.tokenizer,
         eval_prompts=inputs.eval_prompts,
         loggers=(
-            *(first_rank_loggers(config, strategy, num_steps) if strategy.is_rank_0() else ()),
+            *(() if console is None else (console,)),
+            *((JsonLinesLogger(folder / METRICS_FILE),) if strategy.is_rank_0() else ()),
             *loggers,
         ),
         sample_log=SampleLog(folder / SAMPLES_FILE),
@@ -330,27 +352,14 @@ def warn_without_end(
         )
 
 
-def first_rank_loggers(
-    config: TrainConfig, strategy: StrategyBase, num_steps: int
-) -> list[MetricsLogger]:
-    """Console and metrics file."""
-    console = build_console(
-        strategy.print,
-        num_steps=num_steps,
-        every=config.logging_steps,
-        heartbeat_seconds=config.heartbeat_seconds,
-    )
-    return [console, JsonLinesLogger(Path(config.output_dir) / METRICS_FILE)]
-
-
 def trajectory_log(config: TrainConfig) -> TrajectoryLog | None:
-    """The log of single tokens: every save_steps steps, or every step without save_steps."""
+    """The log of single tokens, or None."""
     if not config.save_trajectories:
         return None
     return TrajectoryLog(
         Path(config.output_dir) / TRAJECTORIES_FILE,
         num_samples=config.num_trajectories_to_save,
-        every=max(1, config.save_steps),
+        every=config.trajectory_steps or max(1, config.save_steps),
     )
 
 

@@ -186,7 +186,7 @@ def require_equal_start(strategy: StrategyBase, actor: PreparedModel, reference:
             f"{len(expected)} tensors on rank(s) {odd_ranks}: {', '.join(names[:3])}; give a "
             "complete checkpoint that no other process is writing"
         )
-    strategy.print(
+    strategy.print_detail(
         f"actor and reference start from equal weights: {len(expected)} tensors, hash "
         f"{model_hash(expected) % 2**64:016x}"
     )

@@ -113,7 +113,7 @@ def decide_by_machine(
     }
     chosen = {name: choice for name, choice in decisions.items() if is_open[name]}
     for name, (value, reason) in chosen.items():
-        strategy.print(f"{name} = {str(value).lower()}: {reason}")
+        strategy.print_detail(f"{name} = {str(value).lower()}: {reason}")
     return config.replaced({name: value for name, (value, _) in chosen.items()})
 
 

@@ -1,12 +1,15 @@
 """The parity gate: engine and trainer must give the tokens of a step the same logprobs."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from lightrft.engines.base import RolloutEngine
+from lightrft.engines.hf.layers import module_outputs
+from lightrft.engines.media.prompts import EncodedPrompt, RowMedia
 from lightrft.experience.types import RolloutBatch
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.canary import compute_dtypes
@@ -205,32 +208,40 @@ def check_parity(
         f"  worst token: sample {worst.sample_id}, turn {worst.turn}, response token "
         f"{worst.position - worst.response_start} (id {worst.token_ids[-1]}): engine "
         f"{worst.rollout_logprob:.6g}, trainer {worst.logprob:.6g}\n"
-        f"  its last tokens: {list(worst.token_ids[-16:])}\n{_layer(report, actor, strategy)}"
+        f"  its last tokens: {list(worst.token_ids[-16:])}\n"
+        + _layer(report, batch, actor, strategy)
     )
 
 
-def _layer(report: ParityReport, actor: nn.Module, strategy: StrategyBase) -> str:
+def _layer(
+    report: ParityReport, batch: RolloutBatch, actor: nn.Module, strategy: StrategyBase
+) -> str:
     """Where the two models part, as far as the engine can be watched; collective."""
-    engine = strategy.inference_engine
-    if report.worst is None or engine is None:
+    engine, worst = strategy.inference_engine, report.worst
+    if worst is None or engine is None:
         return ""
     if strategy.config.sp_size > 1:
         return "  layers: not compared, each rank computes a slice of the sequence"
+    own = dict(zip(batch.sample_ids.tolist(), batch.media.prompts, strict=False))
+    holders = strategy.gather_objects(own.get(worst.sample_id))
+    media = next((media for media in holders if media is not None), None)
     strategy.wakeup_inference_engine()
     if engine.weights_were_dropped:
         return "  layers: not compared, the engine has dropped its weights to sleep"
     found = first_divergence(
         strategy.unwrap_model(actor),
         actor,
-        engine.native,
-        report.worst.token_ids,
+        engine,
+        worst.token_ids,
         device=strategy.device,
         limit=report.limits.hidden,
+        media=media,
     )
     # Every rank's engine holds weights of its own; the fault may be in one of them.
     texts = [text for text in strategy.gather_objects(found) if text is not None]
     if not texts:
-        return f"  layers: not compared, the {engine.name} engine does not show its hidden states"
+        what = "the images of this row" if media is not None else "its hidden states"
+        return f"  layers: not compared, the {engine.name} engine does not show {what}"
     return "  layers: " + next(
         (text for text in texts if text),
         "all agree when the row is computed again, so it was sampled with other weights or from "
@@ -241,11 +252,12 @@ def _layer(report: ParityReport, actor: nn.Module, strategy: StrategyBase) -> st
 def first_divergence(
     trainer: nn.Module,
     actor: nn.Module,
-    engine: object,
+    engine: RolloutEngine,
     token_ids: Sequence[int],
     *,
     device: torch.device,
     limit: float,
+    media: EncodedPrompt | None = None,
 ) -> str | None:
     """Runs one sequence through the trainer's model and the engine's, and compares all layers.
 
@@ -254,26 +266,23 @@ def first_divergence(
     Args:
         trainer: The actor itself; its modules are watched.
         actor: The same as the strategy wrapped it; it is called.
-        engine: The engine's own model, if it is a torch module.
+        engine: Of this rank.
         token_ids: The sequence.
         device: Where the actor computes.
         limit: Allowed ||a - b|| / ||b|| of a layer's output.
+        media: The prompt that the sequence begins with, if that has images or videos.
 
     Returns:
-        One line about the first layer that differs, "" if none does; None if the engine is no
-        torch module, so that it cannot be watched.
+        One line about the first layer that differs, "" if none does; None if the engine cannot be
+        watched.
     """
     tokens = torch.tensor([list(token_ids)], device=device)
     mask = torch.ones_like(tokens, dtype=torch.bool)
-    expected = _outputs(checkpoint_module(trainer), lambda: actor(tokens, mask))
-    if not isinstance(engine, nn.Module):
+    given = {} if media is None else {"media": RowMedia((media,), media.kinds)}
+    expected = module_outputs(checkpoint_module(trainer), lambda: actor(tokens, mask, **given))
+    found = engine.layer_outputs(token_ids, media)
+    if found is None:
         return None
-    first = next(engine.parameters())
-    there = tokens.to(first.device)
-    found = _outputs(
-        engine,
-        lambda: engine(input_ids=there, attention_mask=torch.ones_like(there), use_cache=False),
-    )
     for name in [name for name in found if name in expected]:
         distance = _distance(found[name], expected[name])
         # Written so that NaN counts as a difference.
@@ -292,32 +301,3 @@ def _distance(found: Tensor, expected: Tensor) -> float | None:
     right = expected.double().flatten().cpu()
     left = found.double().flatten().cpu()
     return float((left - right).norm() / right.norm().clamp(min=1e-30))
-
-
-@torch.no_grad()
-def _outputs(model: nn.Module, call: Callable[[], object]) -> dict[str, Tensor]:
-    """Module name -> its output during a call, in the order in which modules finished."""
-    outputs: dict[str, Tensor] = {}
-    modes = [(module, module.training) for module in model.modules()]
-
-    def watcher(name: str) -> Callable[[nn.Module, object, object], None]:
-        def keep(module: nn.Module, inputs: object, output: object) -> None:
-            del module, inputs
-            value = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(value, Tensor) and value.is_floating_point():
-                outputs.setdefault(name, value.detach())
-
-        return keep
-
-    handles = [
-        module.register_forward_hook(watcher(name)) for name, module in model.named_modules()
-    ]
-    model.eval()
-    try:
-        call()
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, mode in modes:
-            module.training = mode
-    return outputs

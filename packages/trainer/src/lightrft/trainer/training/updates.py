@@ -30,6 +30,7 @@ from lightrft.experience.types import ExperienceBatch
 from lightrft.models.support import SamplingSupport
 from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
 from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.distributed.outlet import counted
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.training.audit_record import NoRecord
 from lightrft.trainer.training.metrics import StepMetrics
@@ -191,7 +192,7 @@ class Update:
         limit = timedelta(minutes=self.config.timeout_minutes)
         result = None
         with strategy.accumulation(len(shares), optimizer):
-            for share in shares:
+            for share in counted(shares, f"train {trained.name}"):
                 with phase("train", limit):
                     loss = share()
                     self.metrics.add_count("nonfinite/losses", (~loss.detach().isfinite()).sum())

@@ -1,0 +1,67 @@
+"""How many CPU threads the operations of a process are worth."""
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+from lightrft.config import TrainConfig
+from lightrft.models.loading import load_config
+from lightrft.strategy.distributed.error_report import SHARED_THREADS_VARIABLE
+from lightrft.strategy.strategy_base import StrategyBase
+
+# Multiplications and additions of one matrix product that pay for one thread: below, most other
+# operations of a step are too short to be shared. benchmarks/test_bench_threads.py measures it.
+FLOPS_PER_THREAD = 5e8
+
+
+def decide_threads(settings: Mapping[str, object], num_tokens: int) -> tuple[int, str]:
+    """Threads for a model on CPUs, and why.
+
+    OMP_NUM_THREADS of the environment counts. Otherwise one thread for every `FLOPS_PER_THREAD` of
+    the feed-forward product over a micro-batch, and no more than this process's share of the cores.
+
+    Args:
+        settings: Of the model (`config.json`): hidden_size and intermediate_size.
+        num_tokens: Of a micro-batch, at most.
+    """
+    most = torch.get_num_threads()
+    if "OMP_NUM_THREADS" in os.environ and SHARED_THREADS_VARIABLE not in os.environ:
+        return most, "OMP_NUM_THREADS of the environment"
+    if "OMP_NUM_THREADS" not in os.environ:
+        most = max(1, most // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    hidden = settings.get("hidden_size")
+    if not isinstance(hidden, int):
+        return most, "all cores, since the model's configuration names no hidden_size"
+    inner = settings.get("intermediate_size")
+    flops = 2.0 * num_tokens * hidden * (inner if isinstance(inner, int) else 4 * hidden)
+    worth = max(1, int(flops // FLOPS_PER_THREAD))
+    size = f"a product takes {flops / 1e9:.2g} GFLOP, {FLOPS_PER_THREAD / 1e9} pay a thread"
+    return min(worth, most), f"{size}, and {most} may be used"
+
+
+def max_micro_batch_tokens(config: TrainConfig) -> int:
+    """Tokens that a micro-batch of the update has at most."""
+    if config.micro_batch_tokens is not None:
+        return config.micro_batch_tokens
+    return config.micro_train_batch_size * (config.prompt_max_len + config.generate_max_len)
+
+
+def choose_threads(config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
+    """The configuration with the threads of this process, which are set; prints a choice.
+
+    On a GPU nothing is chosen: there threads only hand work over.
+    """
+    if config.num_threads is None and strategy.device.type == "cpu":
+        settings = load_config(str(config.pretrain)).get_text_config().to_dict()
+        chosen, why = decide_threads(settings, max_micro_batch_tokens(config))
+        strategy.print(f"num_threads = {chosen}: {why}")
+        config = config.replaced({"num_threads": chosen})
+    use_threads(config)
+    return config
+
+
+def use_threads(config: TrainConfig) -> None:
+    """Sets the number of threads, where it is known."""
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
