@@ -236,7 +236,8 @@ def test_any_manifest_is_read_or_refused_by_one_kind_of_error(content):
 
 
 @pytest.mark.slow
-def test_hostile_command_lines_end_with_a_documented_code(tmp_path, monkeypatch):
+@pytest.mark.parametrize("part", range(5))
+def test_hostile_command_lines_end_with_a_documented_code(tmp_path, monkeypatch, part):
     """Whole command lines in process, with a run that would start refused."""
     from lightrft.cli import train as train_command
     from lightrft.cli.main import main
@@ -252,8 +253,8 @@ def test_hostile_command_lines_end_with_a_documented_code(tmp_path, monkeypatch)
     Path("d.jsonl").write_text('{"input": "a", "label": "1"}\n')
     before = dict(os.environ)
 
-    @settings(FUZZ, max_examples=10 * NUM_EXAMPLES)
-    @given(st.sampled_from(OPTIONS), TEXTS)
+    @settings(FUZZ, max_examples=2 * NUM_EXAMPLES)
+    @given(st.sampled_from(OPTIONS[part::5]), TEXTS)
     def check(name, text):
         os.environ.clear()
         os.environ.update(before)

@@ -185,7 +185,7 @@ def test_the_display_shows_reward_and_accuracy(tmp_path):
     first, second, third = (tmp_path / "out").read_text().splitlines()
     assert first.split() == ["step", "0/60", "held-out", "0.320"]
     assert "reward 0.500" in second
-    assert second.count("#") == 6
+    assert second.count("#") == 5
     assert second.endswith("0:00 left")
     assert third.split()[-6:] == ["calls", "1.25", "held-out", "0.990", "0:00", "left"]
     assert len(third) <= 80

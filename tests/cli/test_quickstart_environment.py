@@ -62,7 +62,7 @@ def alone(monkeypatch):
 def schemas():
     path = CALCULATOR.files["environment.py"]
     hosted = HostedEnvironments(f"{path}:Calculator", (), 1000, True)
-    return hosted.describe()["schemas"]
+    return hosted.describe()[""]["schemas"]
 
 
 def test_the_teacher_asks_or_guesses():

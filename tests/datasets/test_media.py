@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import zlib
 
 import numpy as np
 import pytest
@@ -129,8 +130,47 @@ BAD = {
         "fps must be a number above 0",
     ),
     "frames alone": ({"videos": "a.png"}, "has no frame rate"),
+    "animated bomb": (
+        {"videos": "many.png"},
+        r"many\.png has 5000 frames of 8 x 8 pixels: expected at most 4096 frames",
+    ),
+    "bomb of frames": (
+        {"videos": [{"frames": ["large.png"] * 6, "fps": 2}]},
+        "has 6 frames of 600000000 pixels in all: expected at most 500000000",
+    ),
+    "bomb of text": ({"images": "text_bomb.png"}, r"text_bomb\.png is (no|a damaged) image"),
+    "film in an object": ({"videos": [{"path": "a.mp4"}]}, r"no file .*a\.mp4"),
     "film": ({"videos": "a.mp4"}, "needs a video decoder"),
 }
+
+
+def claiming(side):
+    """A PNG of eight pixels a side whose header claims more."""
+    content = bytearray(encoded(Image.new("1", (8, 8))))
+    content[16:24] = 2 * side.to_bytes(4, "big")
+    content[29:33] = zlib.crc32(bytes(content[12:29])).to_bytes(4, "big")
+    return bytes(content)
+
+
+def claiming_frames(count):
+    """An animated PNG of two frames whose header claims more."""
+    buffer = io.BytesIO()
+    frames = [Image.new("L", (8, 8), shade) for shade in (0, 9)]
+    frames[0].save(buffer, "PNG", save_all=True, append_images=frames[1:], duration=40)
+    content = bytearray(buffer.getvalue())
+    place = content.index(b"acTL")
+    content[place + 4 : place + 8] = count.to_bytes(4, "big")
+    checked = zlib.crc32(bytes(content[place : place + 12]))
+    content[place + 12 : place + 16] = checked.to_bytes(4, "big")
+    return bytes(content)
+
+
+def with_text(size):
+    """A PNG with a compressed comment of so many bytes."""
+    body = b"zTXtcomment\0\0" + zlib.compress(bytes(size))
+    chunk = (len(body) - 4).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big")
+    content = encoded(picture())
+    return content[:33] + chunk + content[33:]
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -139,14 +179,10 @@ def test_what_cannot_be_read_is_one_line(name, tmp_path, reader):
     picture().save(tmp_path / "a.png")
     (tmp_path / "text.png").write_text("hello")
     (tmp_path / "cut.jpg").write_bytes(encoded(picture(), "JPEG")[:700])
-    header = encoded(Image.new("1", (8, 8)))
-    size = (20000).to_bytes(4, "big")
-    bomb = bytearray(header)
-    bomb[16:24] = size + size
-    import zlib
-
-    bomb[29:33] = zlib.crc32(bytes(bomb[12:29])).to_bytes(4, "big")
-    (tmp_path / "bomb.png").write_bytes(bytes(bomb))
+    (tmp_path / "bomb.png").write_bytes(claiming(20000))
+    (tmp_path / "large.png").write_bytes(claiming(10000))
+    (tmp_path / "text_bomb.png").write_bytes(with_text(20_000_000))
+    (tmp_path / "many.png").write_bytes(claiming_frames(5000))
     with pytest.raises(DataError, match=message) as caught:
         load(tmp_path, [{"input": "?", **row}], reader, limit_mm_image_per_prompt=1)
     assert "\n" not in str(caught.value)

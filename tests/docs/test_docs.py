@@ -118,10 +118,13 @@ def test_every_flag_in_the_text_exists(page):
         slurm,
         train,
     )
+    from lightrft.cli.quickstart import command as quickstart
 
     known = {"--rdzv-backend", "--rdzv-endpoint", "--nnodes", "--help"}
     known |= {"--pretrian"}  # a misspelling that is shown on purpose
-    commands = (train, evaluate, slurm, kubernetes, doctor, audit, plan, init_model, report)
+    commands = (
+        train, evaluate, slurm, kubernetes, doctor, audit, plan, init_model, report, quickstart,
+    )  # fmt: skip
     parsers = [command.build_parser() for command in commands]
     for parser in (*parsers, *config_command.build_parsers()):
         known |= {flag for action in parser._actions for flag in action.option_strings}
@@ -156,6 +159,7 @@ def test_every_page_ends_by_naming_the_next():
     path = [
         "index",
         "first_reward",
+        "real_model",
         "environments",
         "one_gpu",
         "one_node",

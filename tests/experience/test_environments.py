@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from lightrft.experience.environments.rounds import Environments
 from lightrft.experience.evidence import take_evidence
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.experience.sampling import RolloutSampler, training_params
-from lightrft.rewards.build import CombinedReward
+from lightrft.rewards.build import CombinedReward, build_reward
 from lightrft.rewards.types import RewardError
 from lightrft.strategy import get_fake_strategy
 
@@ -359,6 +360,45 @@ def test_the_sampler_adds_the_reward_of_the_environment(stage):
     _, table = sampler.sample_all(played.prompts, training_params(played.config))
     assert table.rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
     assert played.engine.ledger.take() == []  # evaluations are not trained on
+
+
+TELLS = """
+from pathlib import Path
+
+def tells(responses, *, folder):
+    for text in responses:
+        Path(folder, text.split()[-1]).touch()
+    return [float(len(text)) for text in responses]
+"""
+
+
+def test_groups_are_scored_while_other_episodes_go_on(stage, tmp_path):
+    (tmp_path / "r.py").write_text(TELLS)
+    times, seen = {}, []
+
+    def script(request_id):
+        # The second prompt goes on once the first one, which ends in its first turn, is scored.
+        times[request_id] = times.get(request_id, 0) + 1
+        if request_id < 2:
+            return [f"end{request_id}"]
+        if times[request_id] == 2:
+            ends = time.monotonic() + 60
+            while not (tmp_path / "end1").exists() and time.monotonic() < ends:
+                time.sleep(0.01)
+            seen.append((tmp_path / "end1").exists())
+        return [call("guess", number=7), "end"]
+
+    rows = [{"input": f"Find it {i}.", "target": 7} for i in range(2)]
+    played = stage(script, rows=rows, reward_args={"folder": str(tmp_path)})
+    with build_reward([f"{tmp_path / 'r.py'}:tells"], config=played.config) as reward:
+        sampler = RolloutSampler(
+            played.strategy, reward, None, decoder=played.tokenizer, config=played.config,
+            environments=played.environments,
+        )  # fmt: skip
+        samples = sampler.collect(played.prompts, first_request_id=0, step=1)
+    assert seen == [True, True]
+    longer = float(len(call("guess", number=7)) + len("\nend"))
+    assert samples.table.rewards.tolist() == [4.0, 4.0, longer + 1.0, longer + 1.0]
 
 
 def test_public_functions_of_the_class_are_tools():

@@ -6,6 +6,7 @@ Arguments: a JSON list of cases; prints a JSON list of what was seen.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib.util
 import json
 import sys
@@ -125,6 +126,8 @@ def loss_of(output, layout):
 
 
 def trace(case):
+    gc.collect()  # what the case before this one left
+    others = live_bytes.LiveBytes("cuda").total
     layout, num_scored = fake_layout(case)
     kept = 0
     actor = build(case)
@@ -151,7 +154,7 @@ def trace(case):
                 peak = live.peak - before
                 optimizer.step()
     return {
-        "kept": kept, "peak": peak, "resting": before, "foreign": sorted(live.foreign),
+        "kept": kept, "peak": peak, "resting": before - others, "foreign": sorted(live.foreign),
         "scored": num_scored, "largest": {str(k): n for k, n in live.largest.items() if k > 1e7},
     }  # fmt: skip
 

@@ -40,7 +40,7 @@ def test_every_tensor_is_dequantised(gguf_file, smollm2):
         expected = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(value.shape)
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             expected = halves(expected, 9 if "q_proj" in name else 3)
-        torch.testing.assert_close(value, torch.from_numpy(expected), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(value, torch.tensor(expected), rtol=1e-6, atol=1e-7)
 
 
 def test_the_tokenizer_is_that_of_the_vocabulary(gguf_file, smollm2):

@@ -311,16 +311,17 @@ class RolloutSampler:
         The engine stays awake: the caller lets it sleep after the last of several generations.
         """
         request_ids = [first_request_id + position for position in positions]
-        if self._environments is not None:
-            with meter.stage("rollout"):
-                rollouts, results = self._environments.sample(
-                    self._strategy, prompts, request_ids, params, group_ids=positions, step=step,
-                    batch=batch,
-                )  # fmt: skip
-            return self._score(
-                rollouts, meter, shapes_rewards=shapes_rewards, environment_results=results
-            )
         with self._group_scorer(prompts) as scorer:
+            if self._environments is not None:
+                with meter.stage("rollout"):
+                    rollouts, results = self._environments.sample(
+                        self._strategy, prompts, request_ids, params, group_ids=positions,
+                        step=step, batch=batch, on_group=scorer.add,
+                    )  # fmt: skip
+                return self._score(
+                    rollouts, meter, shapes_rewards=shapes_rewards, scorer=scorer,
+                    environment_results=results,
+                )  # fmt: skip
             groups = RolloutGroups(
                 prompts, request_ids, group_ids=positions, group_size=params.n,
                 decoder=self._decoder, on_group=scorer.add,

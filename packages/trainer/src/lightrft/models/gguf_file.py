@@ -26,6 +26,8 @@ SAMPLES = ("What is 23+45?\n\n  7 8", " Hello é ü\tdon't  stop 12345\n", "\\bo
 # llama.cpp's llm_tokenizer_bpe); transformers splits them as GPT-2 does, by which a space before
 # a number belongs to it.
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
+# Architectures whose size of a head transformers does not read from the file.
+_DEFAULT_HEAD_SIZE = ("qwen3",)
 # Which tokens end a response: the end of the text, of a turn, of a message.
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _MAX_LISTED_NAMES = 3
@@ -134,9 +136,10 @@ def complete_tokenizer(
 
 
 def _complete_config(config: PretrainedConfig, fields: dict[str, object]) -> None:
-    """Sets the size of a head, which transformers leaves at its default for some architectures."""
-    head_size = fields.get(f"{fields['general.architecture']}.attention.key_length")
-    if head_size is not None and "head_dim" in config.to_dict():
+    """Sets the size of a head where transformers leaves it at its default."""
+    architecture = fields["general.architecture"]
+    head_size = fields.get(f"{architecture}.attention.key_length")
+    if head_size is not None and architecture in _DEFAULT_HEAD_SIZE:
         config.head_dim = head_size
 
 

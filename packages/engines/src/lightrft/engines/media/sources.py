@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # A photograph of 100 megapixels takes 300 MB once it is decoded.
 MAX_PIXELS = 100_000_000
+# All frames of a video together: 1.5 GB once they are decoded.
+MAX_VIDEO_PIXELS = 500_000_000
 MAX_BYTES = 256 * 1024 * 1024
 MAX_FRAMES = 4096
 ANIMATED_SUFFIXES = (".gif", ".webp", ".png")
@@ -109,6 +111,12 @@ class VideoSource:
         Raises:
             MediaError: A frame cannot be read, sizes differ, or the frame rate is not known.
         """
+        total = sum(width * height for width, height in (frame.size() for frame in self.frames))
+        if total > MAX_VIDEO_PIXELS:
+            raise MediaError(
+                f"{self.name} has {len(self.frames)} frames of {total} pixels in all: expected at "
+                f"most {MAX_VIDEO_PIXELS}; leave frames out or scale them down"
+            )
         images, fps = [frame.decode() for frame in self.frames], self.fps
         if len(self.frames) == 1:
             images, own_fps = _animation(self.frames[0])

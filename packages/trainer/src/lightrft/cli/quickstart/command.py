@@ -121,7 +121,7 @@ mostly colour-blind, and it finds out that looking pays. Needs one CPU core for 
 some more with pictures.
 """
 DEFAULT_DIRECTORY = "lightrft_quickstart"
-BAR_WIDTH = 12
+BAR_WIDTH = 10
 
 
 def run(argv: Sequence[str]) -> int:

@@ -44,7 +44,7 @@ class Task:
         whole_tokens: Texts that are one token; all others are characters.
         chat_template: In place of the tiny models' own.
         draw: Exercises without end, for training or held out.
-        preset: Kind of the untrained model, if it is another than the quick start's own.
+        preset: Of the untrained model, where it reads images.
         learning_rate: Peak of the imitation's.
         draw_media: Writes the media of an exercise as files whose names begin with a path's, and
             gives the columns that name them.

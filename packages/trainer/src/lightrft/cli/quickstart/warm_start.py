@@ -25,7 +25,7 @@ from lightrft.models.presets import (
     random_model,
     save_checked,
 )
-from lightrft.models.vision.tiny import TINY_FAMILIES, build_tiny, save_vision_model
+from lightrft.models.vision.tiny import build_tiny, save_vision_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,7 +100,7 @@ def build_student(task: Task, *, seed: int) -> Student:
     mistakes that no reward can repair.
     """
     tokenizer = build_tokenizer(task)
-    if task.preset is not None and task.preset in TINY_FAMILIES:
+    if task.preset is not None:
         model, processor = build_tiny(
             task.preset, seed=seed, initializer_range=VISION_INITIALIZER_RANGE, tokenizer=tokenizer
         )

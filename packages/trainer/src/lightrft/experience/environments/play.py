@@ -11,6 +11,7 @@ from lightrft.engines.types import Completion, SamplingParams
 from lightrft.experience.environments.episode import Episode
 from lightrft.experience.environments.journal import Journal, RecordedTurn
 from lightrft.experience.environments.pool import EpisodeError
+from lightrft.experience.types import Rollout
 from lightrft.strategy.strategy_base import StrategyBase
 
 # Between the ids of the requests of an episode: every turn draws under an id of its own.
@@ -31,6 +32,7 @@ class Play:
         journal: Of this rank.
         busy: What hosts do, by number of the episode.
         notes: For the console.
+        given: Groups that `finished_groups` has given.
     """
 
     strategy: StrategyBase
@@ -39,11 +41,22 @@ class Play:
     journal: Journal
     busy: dict[int, Future[EpisodeError | None]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    given: set[int] = field(default_factory=set)
 
     @property
     def one_turn(self) -> SamplingParams:
         """Of one sample."""
         return replace(self.params, n=1)
+
+    def finished_groups(self) -> list[list[Rollout]]:
+        """The groups whose last episode has ended since the last time."""
+        groups: dict[int, list[Episode]] = {}
+        for episode in self.episodes:
+            if episode.group_id not in self.given:
+                groups.setdefault(episode.group_id, []).append(episode)
+        finished = [group for group in groups.values() if not any(e.is_open for e in group)]
+        self.given.update(group[0].group_id for group in finished)
+        return [[episode.as_rollout() for episode in group] for group in finished]
 
     def start_over(self, episode: Episode, error: ChangedAnswerError) -> None:
         """Forgets an episode but its prompt, and says so."""

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Work = Callable[[Episode, Host], None]
+# More than a chat template writes before a turn, where it may begin to think for the model.
+HEADER_TOKENS = 64
 
 
 class Environments:
@@ -117,6 +119,7 @@ class Environments:
         group_ids: Sequence[int],
         step: int | None = None,
         batch: int = 0,
+        on_group: Callable[[list[Rollout]], None] | None = None,
     ) -> tuple[list[Rollout], list[RewardResult | None]]:
         """Whole episodes of this rank's prompts, `params.n` of each; collective.
 
@@ -131,6 +134,7 @@ class Environments:
             group_ids: Of each prompt.
             step: Of the run, for the journal; None writes none.
             batch: Of prompts within the step, with dynamic sampling.
+            on_group: Called with the responses to a prompt when the last of them has ended.
 
         Returns:
             The responses, prompt after prompt, and the reward of each by its environment; None
@@ -154,6 +158,9 @@ class Environments:
                 journal.leave(num_rounds)
                 problem = self._round(play, num_rounds)
                 num_rounds += 1
+                if on_group is not None:
+                    for group in play.finished_groups():
+                        on_group(group)
             journal.leave(num_rounds)
             results = self._finish(play)
         finally:
@@ -429,7 +436,8 @@ class Environments:
         is_ended = turn.finish_reason == "stop"
         ids = turn.output_token_ids[:-1] if is_ended else turn.output_token_ids
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        before = self._tokenizer.decode(turn.prompt_token_ids, skip_special_tokens=False)
+        header = turn.prompt_token_ids[-HEADER_TOKENS:]
+        before = self._tokenizer.decode(header, skip_special_tokens=False)
         try:
             return episode.kind.parse(str(text), is_ended, str(before)), None
         except MalformedCallError as error:

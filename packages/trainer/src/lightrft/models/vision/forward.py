@@ -141,7 +141,7 @@ def _with_dummies(
         for kind in kinds:
             inputs = family.dummy(trunk.config, kind)
             features = _features(trunk, kind, {k: v.to(output.device) for k, v in inputs.items()})
-            for leaf in _floats(features):
+            for leaf in _floats(_used(features)):
                 output = output + 0.0 * leaf.sum().to(output.dtype)
         return output
 
@@ -154,6 +154,16 @@ def _features(trunk: "PreTrainedModel", kind: MediumKind, inputs: Mapping[str, T
     typed = {k: v.to(dtype) if v is pixels else v for k, v in inputs.items()}
     get = trunk.get_image_features if kind == "image" else trunk.get_video_features
     return get(**typed, return_dict=True)
+
+
+def _used(features: object) -> object:
+    """What a model takes of the features: other outputs of a tower get no gradient in a real pass.
+
+    ZeRO-3 counts the outputs of a module that the backward pass reaches, and ranks have to agree.
+    """
+    if isinstance(features, Mapping) and features.get("pooler_output") is not None:
+        return [features.get(name) for name in ("pooler_output", "deepstack_features")]
+    return features
 
 
 def _floats(found: object) -> Iterator[Tensor]:
