@@ -6,9 +6,11 @@ import pytest
 from tests.trainer.vision_world import write_data
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.models.vision.tiny import write_tiny_vision_model
+from lightrft.engines.media.sources import ImageSource
+from lightrft.models.vision.tiny import TINY_FAMILIES, write_tiny_vision_model
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.trainer.runs.assembly import run_training
+from lightrft.trainer.runs.vision import load_vision
 
 COMPARED = ("reward", "policy_loss", "grad_norm", "entropy", "logprob_diff_mean")
 
@@ -127,3 +129,28 @@ def test_an_audit_of_images_is_refused(data, models, tmp_path):
     config = config_of(data, models("tiny-qwen2.5-vl"), tmp_path, audit_every=1)
     with pytest.raises(ConfigError, match="leave audit_every out"):
         run_training(config)
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen2-vl", "tiny-qwen2.5-vl", "tiny-qwen3-vl"])
+def test_limits_of_pixels_scale_images_of_a_saved_processor(preset, models, data, tmp_path):
+    image = ImageSource("a photograph", path=data / "0_0.png")
+    text = TINY_FAMILIES[preset].image
+
+    def num_tokens(**limits):
+        vision = load_vision(config_of(data, models(preset), tmp_path, **limits))
+        encoded = vision.encoder.encode(text, images=[image])
+        assert (
+            encoded.sizes["images_kwargs"]["size"].items()
+            >= {
+                "longest_edge": limits.get("max_pixels", 112 * 112),
+                "shortest_edge": limits.get("min_pixels", 56 * 56),
+            }.items()
+        )
+        return len(encoded.token_ids)
+
+    assert num_tokens(max_pixels=56 * 56) < num_tokens() < num_tokens(min_pixels=112 * 112)
+
+
+def test_limits_of_pixels_are_refused_where_sizes_are_fixed(models, data, tmp_path):
+    with pytest.raises(ConfigError, match="are of the Qwen-VL families: Gemma3Processor"):
+        load_vision(config_of(data, models("tiny-gemma3"), tmp_path, max_pixels=56 * 56))

@@ -20,7 +20,7 @@ from lightrft.engines.raw_completions import (
     stream_in_parts,
 )
 from lightrft.engines.requests import Row
-from lightrft.engines.sglang.backend import Engine, generate_native, start_engine
+from lightrft.engines.sglang.backend import KNOWN_VERSIONS, Engine, generate_native, start_engine
 from lightrft.engines.sglang.sampling import native_params, raw_of
 from lightrft.engines.sglang.weights import SGLangWeights
 from lightrft.engines.types import EngineConfig, EngineParameter, EngineStatus, SamplingParams
@@ -59,9 +59,9 @@ class SGLangEngine(RolloutEngine):
         if family_of(hf_config) is not None:
             raise ValueError(
                 f"the sglang engine takes models of text: got a model of type "
-                f"{hf_config.model_type!r}, and how SGLang computes images has not been compared "
-                "with the trainer (without a GPU its kernels do not load: sgl_kernel needs "
-                "libcuda.so.1); use engine_type vllm or hf"
+                f"{hf_config.model_type!r}, whose images could not be compared with the trainer's "
+                f"(without a GPU, SGLang {KNOWN_VERSIONS} registers no processor for them: its "
+                "kernel fused_sigmoid_mul_cpu is missing); use engine_type vllm or hf"
             )
         self._read_limits(hf_config, generation_config)
         with model_directory(config.model_path, hf_config, architecture) as path:

@@ -22,7 +22,7 @@ from lightrft.engines.vllm.backend import (
     stop_backend,
 )
 from lightrft.engines.vllm.layout import LayoutReader
-from lightrft.engines.vllm.media import check_prompt, forbid_tokens, native_prompt
+from lightrft.engines.vllm.media import check_prompt, forbid_tokens, may_lack, native_prompt
 from lightrft.engines.vllm.sampling import (
     NativeAnswer,
     native_params,
@@ -63,11 +63,13 @@ class VLLMEngine(RolloutEngine):
             )
         if self._limits.reads_media:
             forbid_tokens(self._backend.model, placeholder_ids(hf_config))
-        self._weights = self._read_weights(model_shape(hf_config, architecture))
+        self._weights = self._read_weights(
+            model_shape(hf_config, architecture), may_lack(hf_config.model_type)
+        )
         if not config.model_path and module is not None:
             self._take_over(module)
 
-    def _read_weights(self, shape: ModelShape) -> VLLMWeights:
+    def _read_weights(self, shape: ModelShape, lacking: str) -> VLLMWeights:
         from vllm.distributed.parallel_state import get_tp_group
 
         group = get_tp_group()
@@ -77,6 +79,7 @@ class VLLMEngine(RolloutEngine):
             tp_rank=group.rank_in_group,
             tp_size=group.world_size,
             default_dtype=self._dtype,
+            may_lack=lacking,
         ).read()
         weights = VLLMWeights(self._started, layout, self.name)
         if not self._config.model_path or self._config.options.get("load_format") == "dummy":

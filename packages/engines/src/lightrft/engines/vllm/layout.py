@@ -43,7 +43,8 @@ class Layout:
     Args:
         manifest: All parameters.
         places: By checkpoint name.
-        modules: vLLM's module that each is loaded into, by checkpoint name; without tied ones.
+        modules: vLLM's module that each is loaded into, by checkpoint name; without tied ones and
+            those that it does not compute with.
     """
 
     manifest: tuple[EngineParameter, ...]
@@ -59,6 +60,8 @@ class LayoutReader:
         shape: The checkpoint's parameters.
         tp_rank, tp_size: This rank in its tensor-parallel group.
         default_dtype: dtype of parameters that vLLM stores in a quantised form.
+        may_lack: Beginning of the names of parameters that vLLM may leave out, because the model
+            computes nothing with them; none if empty.
     """
 
     def __init__(
@@ -69,12 +72,14 @@ class LayoutReader:
         tp_rank: int,
         tp_size: int,
         default_dtype: torch.dtype,
+        may_lack: str = "",
     ) -> None:
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._shape = shape
         self._tp_rank = tp_rank
         self._tp_size = tp_size
         self._default_dtype = default_dtype
+        self._may_lack = may_lack
         self._packed = _packed_modules(model)
         self._map_name = _name_map(model)
 
@@ -88,7 +93,9 @@ class LayoutReader:
         targets = {
             name: self._target(name) for name in self._shape.shapes if name not in self._shape.tied
         }
-        missing = [name for name, target in targets.items() if target is None]
+        lacking = {name for name, target in targets.items() if target is None}
+        unused = {n for n in lacking if self._may_lack and n.startswith(self._may_lack)}
+        missing = [name for name in targets if name in lacking - unused]
         if missing:
             raise ValueError(
                 f"vLLM's model has no tensor for {len(missing)} checkpoint parameters (first: "
@@ -110,7 +117,9 @@ class LayoutReader:
         manifest = []
         for name, full_shape in self._shape.shapes.items():
             owner = self._shape.tied.get(name)
-            if owner is None:
+            if name in unused:
+                entry = EngineParameter(name, full_shape, self._default_dtype, verifiable=False)
+            elif owner is None:
                 entry = replace(parameters[name], verifiable=name in places)
             else:
                 entry = EngineParameter(

@@ -68,6 +68,8 @@ _TOWERS = {
     "llava": ("llava", "LlavaForConditionalGeneration"),
     "llava_onevision": ("llava_onevision", "LlavaOnevisionForConditionalGeneration"),
 }
+# These take features of an earlier layer; vLLM leaves the rest of the tower out.
+_CUT_TOWERS = ("llava", "llava_onevision")
 _OWN_LEVEL = re.compile(r"\bvision_tower\.(?!vision_model\.)")
 
 
@@ -84,6 +86,11 @@ def name_tower(model_type: str) -> None:
         model.hf_to_vllm_mapper |= WeightsMapper(
             orig_to_new_regex={_OWN_LEVEL: "vision_tower.vision_model."}
         )
+
+
+def may_lack(model_type: str) -> str:
+    """Beginning of the names of parameters that vLLM's model need not have; "" for none."""
+    return "model.vision_tower." if model_type in _CUT_TOWERS else ""
 
 
 def forbid_tokens(model: nn.Module, token_ids: Sequence[int]) -> None:

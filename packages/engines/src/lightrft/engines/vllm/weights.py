@@ -42,6 +42,7 @@ class VLLMWeights(AssembledWeights):
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        tensors = {name: tensor for name, tensor in tensors.items() if name in self._layout.modules}
         with set_current_vllm_config(self._backend.vllm_config):
             if not self._is_updating:
                 self._is_updating = True

@@ -308,7 +308,7 @@ TINY_FAMILIES: Mapping[str, TinyFamily] = {
             "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
             "image_token": "<image_soft_token>",
         },
-        words=("\n\n", "\n\n\n", "\n\n\n\n"),
+        words=("\n", "\n\n", "\n\n\n", "\n\n\n\n"),
     ),
     "tiny-llava": TinyFamily(("<image>",), _llava, "<image>"),
     "tiny-llava-onevision": TinyFamily(

@@ -40,7 +40,7 @@ def limit_pixels(processor: ProcessorMixin, config: TrainConfig) -> None:
     wanted = {name: value for name, value in given.items() if value is not None}
     if not wanted:
         return
-    size = processor.image_processor.size
+    size = dict(processor.image_processor.size)
     if set(size) != {"longest_edge", "shortest_edge"} or "Qwen" not in type(processor).__name__:
         raise ConfigError(
             f"max_pixels and min_pixels are of the Qwen-VL families: {type(processor).__name__} "
