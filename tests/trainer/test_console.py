@@ -158,8 +158,10 @@ def test_a_terminal_shows_lines_and_below_them_a_bar(terminal, monkeypatch, widt
     report_count("train actor", 0, 0)
     console.log(2, METRICS)
     console.close()
+    # What follows shows that the bar is gone and all before has been read.
+    terminal.write("the end\n")
     terminal.flush()
-    wait_for(lambda: "step 2/4" in terminal.seen())
+    wait_for(lambda: "the end" in terminal.seen())
     screen = Screen(width)
     screen.feed(terminal.seen())
     assert screen.wrapped == []
@@ -169,8 +171,9 @@ def test_a_terminal_shows_lines_and_below_them_a_bar(terminal, monkeypatch, widt
         "step 0/4    ",
         "step 1/4  re",
         "step 2/4  re",
+        "the end",
     ]
-    assert rows[-1].endswith("left")
+    assert rows[-2].endswith("left")
 
 
 def test_the_screen_of_these_tests_notices_a_line_that_does_not_fit():
