@@ -1,13 +1,10 @@
 """Images and videos of data rows: every form, every mistake in one line."""
 
 import base64
-import io
 import json
-import zlib
 
-import numpy as np
 import pytest
-from PIL import Image
+from tests.datasets.media_files import encoded, picture, write_bad_media
 from tests.models.vision.tiny_world import tiny
 
 from lightrft.config import TrainConfig
@@ -18,17 +15,6 @@ from lightrft.engines.media.sources import as_image, as_video
 from lightrft.models.presets import byte_level_tokenizer
 
 CONFIG = TrainConfig(apply_chat_template=True, prompt_max_len=400)
-
-
-def picture(width=84, height=84, seed=0):
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
-
-
-def encoded(image, kind="PNG"):
-    buffer = io.BytesIO()
-    image.save(buffer, kind)
-    return buffer.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -144,45 +130,10 @@ BAD = {
 }
 
 
-def claiming(side):
-    """A PNG of eight pixels a side whose header claims more."""
-    content = bytearray(encoded(Image.new("1", (8, 8))))
-    content[16:24] = 2 * side.to_bytes(4, "big")
-    content[29:33] = zlib.crc32(bytes(content[12:29])).to_bytes(4, "big")
-    return bytes(content)
-
-
-def claiming_frames(count):
-    """An animated PNG of two frames whose header claims more."""
-    buffer = io.BytesIO()
-    frames = [Image.new("L", (8, 8), shade) for shade in (0, 9)]
-    frames[0].save(buffer, "PNG", save_all=True, append_images=frames[1:], duration=40)
-    content = bytearray(buffer.getvalue())
-    place = content.index(b"acTL")
-    content[place + 4 : place + 8] = count.to_bytes(4, "big")
-    checked = zlib.crc32(bytes(content[place : place + 12]))
-    content[place + 12 : place + 16] = checked.to_bytes(4, "big")
-    return bytes(content)
-
-
-def with_text(size):
-    """A PNG with a compressed comment of so many bytes."""
-    body = b"zTXtcomment\0\0" + zlib.compress(bytes(size))
-    chunk = (len(body) - 4).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big")
-    content = encoded(picture())
-    return content[:33] + chunk + content[33:]
-
-
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_read_is_one_line(name, tmp_path, reader):
     row, message = BAD[name]
-    picture().save(tmp_path / "a.png")
-    (tmp_path / "text.png").write_text("hello")
-    (tmp_path / "cut.jpg").write_bytes(encoded(picture(), "JPEG")[:700])
-    (tmp_path / "bomb.png").write_bytes(claiming(20000))
-    (tmp_path / "large.png").write_bytes(claiming(10000))
-    (tmp_path / "text_bomb.png").write_bytes(with_text(20_000_000))
-    (tmp_path / "many.png").write_bytes(claiming_frames(5000))
+    write_bad_media(tmp_path)
     with pytest.raises(DataError, match=message) as caught:
         load(tmp_path, [{"input": "?", **row}], reader, limit_mm_image_per_prompt=1)
     assert "\n" not in str(caught.value)

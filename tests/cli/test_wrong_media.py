@@ -1,0 +1,74 @@
+"""What is wrong with images and videos ends a run in one line, before any model is built."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.datasets.media_files import write_bad_media
+
+from lightrft.cli.main import main
+from lightrft.models.presets import write_tiny_model
+from lightrft.models.vision.tiny import write_tiny_vision_model
+from lightrft.trainer.runs import assembly
+
+DATA = 4
+CHAT = ("--apply_chat_template",)
+# Kind of the model, the row, further options, and what the message names.
+WRONG = {
+    "missing file": ("vision", {"images": "none.png"}, CHAT, ":2: image 1: no file"),
+    "cut off": ("vision", {"images": "cut.jpg"}, CHAT, "cut.jpg is a damaged image"),
+    "bomb": ("vision", {"images": "bomb.png"}, CHAT, "bomb.png"),
+    "marks": ("vision", {"input": "<image><image>", "images": "a.png"}, CHAT, "names 2 images"),
+    "video without a rate": (
+        "vision", {"videos": [{"frames": ["a.png", "a.png"]}]}, CHAT, "fps must be",
+    ),
+    "model of text": ("text", {"images": "a.png"}, (), "--text_only"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    write_tiny_model(folder / "text", "tiny-qwen3", seed=0)
+    write_tiny_vision_model(folder / "vision", "tiny-qwen2.5-vl", seed=0)
+    return folder
+
+
+def start(folder, models, kind, row, options):
+    write_bad_media(folder)
+    rows = [{"input": "?"}, {"input": "?", **row}, *({"input": "?"} for _ in range(16))]
+    (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "reward.py").write_text("def f(responses):\n    return [0.0 for _ in responses]\n")
+    return main(
+        ["train", "--fsdp", "--pretrain", str(models / kind), "--prompt_data", "train.jsonl",
+         "--reward_fn", "reward.py:f", "--engine_type", "hf", "--output_dir", "run",
+         "--rollout_batch_size", "16", "--prompt_max_len", "400", "--generate_max_len", "8", *options]
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def refuse(config):
+        raise AssertionError("a strategy was made")
+
+    monkeypatch.setattr(assembly, "get_strategy", refuse)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_command_with_bad_media_ends_before_any_model(folder, models, capsys, name):
+    kind, row, options, expected = WRONG[name]
+    assert start(folder, models, kind, row, options) == DATA
+    text = capsys.readouterr().err
+    assert expected in text
+    assert len(text.splitlines()) == 1
+    assert "Traceback" not in text
+    assert not (folder / "run" / "metrics.jsonl").exists()
+
+
+def test_good_media_reach_the_strategy(folder, models, capsys):
+    assert start(folder, models, "vision", {"images": "a.png"}, CHAT) == 1
+    assert "a strategy was made" in capsys.readouterr().err
