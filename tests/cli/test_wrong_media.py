@@ -43,7 +43,8 @@ def start(folder, models, kind, row, options):
     return main(
         ["train", "--fsdp", "--pretrain", str(models / kind), "--prompt_data", "train.jsonl",
          "--reward_fn", "reward.py:f", "--engine_type", "hf", "--output_dir", "run",
-         "--rollout_batch_size", "16", "--prompt_max_len", "400", "--generate_max_len", "8", *options]
+         "--rollout_batch_size", "16", "--prompt_max_len", "400", "--generate_max_len", "8",
+         *options]
     )  # fmt: skip
 
 
