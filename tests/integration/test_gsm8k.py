@@ -90,7 +90,7 @@ def test_three_steps_on_real_questions(engine, backend, placement, tiny_model, t
     if engine == "hf":
         command += ["--eval_data", test_data / "gsm8k" / "test.jsonl", "--max_eval_samples", 6]
         command += ["--save_steps", 1]
-    output = run_lightrft(*command, "--max_steps", 3, timeout_seconds=timeout_seconds)
+    output = run_lightrft(*command, "--max_steps", 3, "--verbose", timeout_seconds=timeout_seconds)
     # The gate compared the first step, and raises above 1e-4 in the mean.
     assert "parity: engine and trainer logprobs of " in output
     steps, rows = steps_of(run)

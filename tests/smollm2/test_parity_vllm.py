@@ -30,7 +30,7 @@ def test_two_steps_pass_the_parity_gate(precision, smollm2, tmp_path):
         "--rollout_batch_size", 2, "--n_samples_per_prompt", 4, "--train_batch_size", 8,
         "--micro_train_batch_size", 4, "--micro_rollout_batch_size", 4,
         "--actor_learning_rate", 1e-5, "--lr_warmup_ratio", 0, "--parity_check_steps", 1,
-        "--max_steps", 2, "--num_episodes", 2, "--output_dir", run,
+        "--max_steps", 2, "--num_episodes", 2, "--verbose", "--output_dir", run,
     ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "lightrft.cli.main", *map(str, command)],
