@@ -12,6 +12,7 @@ from itertools import islice
 
 import pytest
 import torch
+from tests.cli.dice import Dice
 
 from lightrft.cli.main import main
 from lightrft.cli.quickstart.addition import ADDITION, Addition, demonstrate, draw_additions
@@ -25,18 +26,6 @@ from lightrft.cli.quickstart.command import (
 )
 from lightrft.cli.quickstart.task import HELD_OUT_SHARE, is_held_out, write_exercises
 from lightrft.trainer.reporting.metric_table import metric_row
-
-ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-class Dice:
-    """A random generator whose `random()` always gives the same number."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def random(self):
-        return self.value
 
 
 def test_careful_and_careless_demonstrations():
@@ -189,14 +178,6 @@ def test_the_display_shows_reward_and_accuracy(tmp_path):
     assert second.endswith("0:00 left")
     assert third.split()[-6:] == ["calls", "1.25", "held-out", "0.990", "0:00", "left"]
     assert len(third) <= 80
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """What the run sets in the environment is undone afterwards."""
-    for name in ENVIRONMENT:
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])

@@ -9,6 +9,7 @@ from itertools import islice
 
 import pytest
 import torch
+from tests.cli.dice import Dice
 
 from lightrft.cli.main import main
 from lightrft.cli.quickstart.boxed_sum import score
@@ -22,7 +23,6 @@ from lightrft.experience.environments.calls import ToolCall, choose_parser
 from lightrft.experience.environments.hosted import HostedEnvironments
 from lightrft.experience.environments.rounds import forging_ids
 
-PROCESS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NOISE = """
 import random
 
@@ -39,24 +39,6 @@ class Calculator:
         \"\"\"
         return self.random.randint(160_000, 998_001)
 """
-
-
-class Dice:
-    """A random generator whose `random()` always gives the same number."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def random(self):
-        return self.value
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """What the run sets in the environment is undone afterwards."""
-    for name in PROCESS:
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
 
 
 def schemas():

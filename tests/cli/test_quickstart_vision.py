@@ -8,6 +8,7 @@ from itertools import islice
 
 import pytest
 import torch
+from tests.cli.dice import Dice
 
 from lightrft.cli.main import main
 from lightrft.cli.quickstart.boxed_sum import score
@@ -18,27 +19,8 @@ from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.sources import as_image
 
-PROCESS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Who always gives the best single answer without looking is right this often, on the held-out ones.
 CHANCE = 0.43
-
-
-class Dice:
-    """A random generator whose `random()` always gives the same number."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def random(self):
-        return self.value
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """What the run sets in the environment is undone afterwards."""
-    for name in PROCESS:
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
 
 
 def test_the_teacher_is_keen_or_colour_blind():

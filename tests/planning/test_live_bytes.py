@@ -41,7 +41,7 @@ def predict(sizes, options, forgets=()):
 
 def measure(sizes, options):
     # On this model a step is small against a rank's start.
-    return run_multiprocess(two_ranks.measure, 2, timeout_seconds=580, args=(sizes, options))[0]
+    return run_multiprocess(two_ranks.measure, 2, timeout_seconds=250, args=(sizes, options))[0]
 
 
 def check(predicted, found):
@@ -61,7 +61,6 @@ def compare(sizes, options):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(600)
 def test_fsdp2_holds_what_the_plan_says():
     compare(two_ranks.SIZES, STRATEGIES["fsdp2"])
 
@@ -69,7 +68,6 @@ def test_fsdp2_holds_what_the_plan_says():
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_holds_what_the_plan_says(name, bf16):
@@ -80,7 +78,6 @@ def test_every_strategy_holds_what_the_plan_says(name, bf16):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "change", [{"hidden": 512}, {"rows": 4, "seq": 256}, {"rows": 8, "seq": 256}]
 )
@@ -92,14 +89,13 @@ def test_the_plan_follows_a_wider_model_and_a_larger_batch(name, change):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
-@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_resident_memory_grows_as_the_plan_says(name):
     # Large enough that tensors are nearly all of what a process gains.
     sizes = {**two_ranks.SIZES, "hidden": 512, "rows": 2, "seq": 128, "vocab": 16000}
     options = STRATEGIES[name]
     arguments = (sizes, options)
-    found = run_multiprocess(two_ranks.measure_resident, 2, timeout_seconds=580, args=arguments)[0]
+    found = run_multiprocess(two_ranks.measure_resident, 2, timeout_seconds=280, args=arguments)[0]
     tensors = measure(sizes, options)["peak"]
     peak = predict(sizes, options)[1]
     assert tensors >= 0.8 * found["resident"]
