@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
+PROCESS_GROUP = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -40,6 +44,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in reasons.items():
             if reason is not None and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A command in this process names its process group; later tests start without one.
+
+    Around the test's fixtures of every scope, which a fixture of a function would not be.
+    """
+    before = {name: os.environ.pop(name, None) for name in PROCESS_GROUP}
+    try:
+        return (yield)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def pytest_collection_finish() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
@@ -51,15 +50,6 @@ def folder(tmp_path_factory):
     rows = [json.dumps({"input": f"Say {n}.", "label": str(n)}) + "\n" for n in range(8)]
     (path / "prompts.jsonl").write_text("".join(rows))
     return path
-
-
-@pytest.fixture(autouse=True)
-def own_environment():
-    """A run in this process names its process group of one in the environment."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def train(folder, name, *flags):

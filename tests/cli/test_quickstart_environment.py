@@ -150,7 +150,7 @@ def test_the_recipe_is_a_legal_configuration_without_unused_options(tmp_path):
     assert config.max_turns >= 2
 
 
-def test_a_short_run_holds_conversations(tmp_path, capsys, alone):
+def test_a_short_run_holds_conversations(tmp_path, capsys):
     folder = tmp_path / "run"
     argv = ["--environment", "--output_dir", str(folder), "--threads", "1"]
     argv += ["--steps", "2", "--warm_start_steps", "40", "--eval_prompts", "8"]
@@ -188,7 +188,7 @@ def test_asking_the_calculator_is_learnt(tmp_path, alone, seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_a_calculator_that_answers_noise_teaches_nothing(tmp_path, alone):
+def test_a_calculator_that_answers_noise_teaches_nothing(tmp_path):
     recipe = Recipe(task=CALCULATOR, num_threads=1, **CALCULATOR.numbers)
     prepare(recipe, tmp_path)
     (tmp_path / "environment.py").write_text(NOISE)

@@ -106,7 +106,7 @@ def test_environment_and_vision_are_two_tasks(tmp_path, capsys):
     assert "choose one" in capsys.readouterr().err
 
 
-def test_a_short_run_shows_its_pictures(tmp_path, capsys, alone):
+def test_a_short_run_shows_its_pictures(tmp_path, capsys):
     folder = tmp_path / "run"
     argv = ["--vision", "--output_dir", str(folder), "--threads", "1"]
     argv += ["--steps", "2", "--warm_start_steps", "2", "--eval_prompts", "8"]
@@ -149,7 +149,7 @@ def test_looking_is_learnt(tmp_path, alone, seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_pictures_of_other_rows_teach_nothing(tmp_path, alone):
+def test_pictures_of_other_rows_teach_nothing(tmp_path):
     recipe = Recipe(task=SHAPES, **SHAPES.numbers)
     prepare(recipe, tmp_path)
     for name in ("train.jsonl", "eval.jsonl"):

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.multiprocess
 
 def report(rank, world_size, factor):
     assert os.environ["RANK"] == os.environ["LOCAL_RANK"] == str(rank)
-    assert os.environ["WORLD_SIZE"] == str(world_size)
+    assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == str(world_size)
     assert os.environ["OMP_NUM_THREADS"] == "1"
     return rank * factor
 
@@ -31,7 +31,8 @@ def die(rank, world_size):
     os._exit(9)
 
 
-def test_results_come_by_rank():
+def test_results_come_by_rank(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # of another process group
     assert run_multiprocess(report, 2, args=(10,)) == [0, 10]
 
 

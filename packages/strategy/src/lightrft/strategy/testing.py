@@ -125,6 +125,7 @@ def _launcher_environment(world_size: int) -> dict[str, str]:
     return {
         **os.environ,
         "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(find_free_port()),
         "OMP_NUM_THREADS": "1",
@@ -140,8 +141,9 @@ def run_multiprocess(
 ) -> list[object]:
     """Runs `fn(rank, world_size, *args)` in `world_size` new processes.
 
-    Each gets the caller's environment with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
-    and OMP_NUM_THREADS=1, as from torchrun. The function starts the process group itself.
+    Each gets the caller's environment with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+    MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS=1, as from torchrun. The function starts the
+    process group itself.
 
     Args:
         fn: A function at the top level of a file.
