@@ -72,12 +72,14 @@ def run_fake(place: str, folder: str) -> None:
 
 
 def run_vllm(place: str, folder: str) -> None:
+    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from lightrft.strategy import get_strategy
 
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32,
              "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 128}  # fmt: skip
+    torch.manual_seed(0)  # the same weights on both ranks
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, max_position_embeddings=64))
     settings = {**SETTINGS, "engine_tp_size": 2, "max_len": 32, "engine_args": {"block_size": 32}}
     with get_strategy(settings) as strategy:

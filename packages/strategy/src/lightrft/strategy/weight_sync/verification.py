@@ -156,15 +156,16 @@ def agree(error: WeightSyncError | None, world: Group = None, *, source_hash: in
     failure = None if error is None else (error.check, str(error))
     names = () if error is None else error.names[:MAX_LISTED_NAMES]
     reports = gather_objects((failure, names, source_hash), world)
-    if error is not None:
-        raise error
-    for rank, (failed, failed_names, _) in enumerate(reports):
-        if failed is not None:
-            raise WeightSyncError(failed[0], f"on rank {rank}: {failed[1]}", failed_names)
+    # First, since an engine made of several replicas fails its own checks too.
     odd_ranks = [rank for rank, entry in enumerate(reports) if entry[2] != reports[0][2]]
     if odd_ranks:
         raise WeightSyncError(
             "hash",
             f"rank(s) {odd_ranks} hold other weights than rank 0, although every rank must hold "
             "the same; the trainer's replicas have diverged",
-        )
+        ) from error
+    if error is not None:
+        raise error
+    for rank, (failed, failed_names, _) in enumerate(reports):
+        if failed is not None:
+            raise WeightSyncError(failed[0], f"on rank {rank}: {failed[1]}", failed_names)
