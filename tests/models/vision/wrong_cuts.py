@@ -72,32 +72,12 @@ def positions_from_zero(trunk, own):
 
 def inner_features_whole(trunk, own):
     """Features of inner layers are not cut."""
-
-    def restore(given):
-        return {"deepstack_visual_embeds": kept[-1]}
-
-    kept = []
-
-    def keep(given):
-        kept.append(given["deepstack_visual_embeds"])
-        return {}
-
-    return _around(trunk, own, keep, restore)
+    return _inner_features(trunk, own, lambda features, inside: features)
 
 
 def inner_features_first(trunk, own):
     """Every rank takes the first features of inner layers."""
-    kept = []
-
-    def keep(given):
-        kept.append(given["deepstack_visual_embeds"])
-        return {}
-
-    def restore(given):
-        inside = int(given["visual_pos_masks"].sum())
-        return {"deepstack_visual_embeds": [x[:inside] for x in kept[-1]]}
-
-    return _around(trunk, own, keep, restore)
+    return _inner_features(trunk, own, lambda features, inside: features[:inside])
 
 
 def inner_features_dropped(trunk, own):
@@ -116,7 +96,20 @@ def _then_right(trunk, own, change):
 
 
 @contextmanager
-def _around(trunk, own, keep, restore):
+def _inner_features(trunk, own, take):
+    """Gives each inner layer what `take` makes of all its features and the number of its own."""
+    kept = []
+
+    def keep(given):
+        kept.append(given["deepstack_visual_embeds"])
+        return {}
+
+    def restore(given):
+        if kept[-1] is None:  # rows of text
+            return {}
+        inside = int(given["visual_pos_masks"].sum())
+        return {"deepstack_visual_embeds": [take(each, inside) for each in kept[-1]]}
+
     module = language_model(trunk)
     with before(module, keep), right_cut(trunk, own), before(module, restore):
         yield
