@@ -236,7 +236,7 @@ def test_what_reset_says_stands_at_the_end_of_the_question(tmp_path, told, expec
 @pytest.mark.parametrize(
     ("told", "reason"),
     [
-        ([{"type": "image", "image": "x.png"}], "got 'image' .environments speak text only."),
+        ([{"type": "image", "image": "x.png"}], "an image, and the model reads text only"),
         ([" a", 3], "got 'int'"),
         ({"a": 1}, "got 'dict'"),
     ],
