@@ -181,7 +181,7 @@ def test_the_display_shows_reward_and_accuracy(tmp_path):
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_a_short_quick_start_leaves_a_complete_run(tmp_path, capsys, alone, algorithm):
+def test_a_short_quick_start_leaves_a_complete_run(tmp_path, capsys, algorithm):
     folder = tmp_path / "run"
     argv = ["--output_dir", str(folder), "--algorithm", algorithm]
     argv += ["--steps", "2", "--warm_start_steps", "3", "--eval_prompts", "8"]
@@ -234,7 +234,7 @@ def test_a_short_quick_start_leaves_a_complete_run(tmp_path, capsys, alone, algo
         pytest.param("deepspeed", "grpo", 0, marks=pytest.mark.deepspeed),
     ],
 )
-def test_reinforcement_finds_the_carry(tmp_path, alone, strategy, algorithm, seed):
+def test_reinforcement_finds_the_carry(tmp_path, strategy, algorithm, seed):
     argv = ["--strategy", strategy, "--algorithm", algorithm, "--seed", str(seed)]
     assert main(["quickstart", "--output_dir", str(tmp_path / "run"), *argv]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

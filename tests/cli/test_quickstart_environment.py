@@ -178,7 +178,7 @@ def run_to_the_end(folder, *, seed):
 @pytest.mark.parametrize(
     "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )
-def test_asking_the_calculator_is_learnt(tmp_path, alone, seed):
+def test_asking_the_calculator_is_learnt(tmp_path, seed):
     summary = run_to_the_end(tmp_path / "run", seed=seed)
     assert summary["accuracy_before"] < 0.45
     assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.5

@@ -135,7 +135,7 @@ def shuffled(folder, name):
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_looking_is_learnt(tmp_path, alone, seed):
+def test_looking_is_learnt(tmp_path, seed):
     folder = tmp_path / "run"
     argv = ["--vision", "--seed", str(seed), "--output_dir", str(folder)]
     assert main(["quickstart", *argv]) == 0

@@ -332,13 +332,15 @@ def fault_on_one_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
             actor.model.model.norm.weight[3] += 1
     # A replica that diverged: its own engine holds exactly its weights.
     expect_failure(start(HFEngine), module_parameter_source(actor))
+    # What an engine shared by the replicas then holds is told second.
+    expect_failure(start(FlipsOneBitEngine), module_parameter_source(actor))
     return found
 
 
 @pytest.mark.multiprocess
 def test_a_fault_on_one_rank_ends_the_sync_on_all() -> None:
     first, second = run_multiprocess(fault_on_one_rank, 2, timeout_seconds=240)
-    checks = ["transfer", "hash", "accounting", "hash"]
+    checks = ["transfer", "hash", "accounting", "hash", "hash"]
     assert [check for check, _ in first] == checks
     assert [check for check, _ in second] == checks
     assert all("on rank 1" in message for _, message in first[:3])
@@ -346,3 +348,4 @@ def test_a_fault_on_one_rank_ends_the_sync_on_all() -> None:
     assert O_PROJ in first[1][1]
     assert O_PROJ in first[2][1]
     assert "rank(s) [1] hold other weights than rank 0" in first[3][1] == second[3][1]
+    assert first[3] == first[4] == second[4]

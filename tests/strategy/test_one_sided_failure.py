@@ -72,28 +72,33 @@ def run_fake(place: str, folder: str) -> None:
 
 
 def run_vllm(place: str, folder: str) -> None:
+    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from lightrft.strategy import get_strategy
 
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32,
              "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 128}  # fmt: skip
+    torch.manual_seed(0)  # the same weights on both ranks
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, max_position_embeddings=64))
     settings = {**SETTINGS, "engine_tp_size": 2, "max_len": 32, "engine_args": {"block_size": 32}}
     with get_strategy(settings) as strategy:
         from vllm.v1.worker.cpu_worker import CPUWorker
 
         name = {"memory": "determine_available_memory", "load": "load_model",
-                "generate": "execute_model"}[place]  # fmt: skip
+                "canary": "execute_model", "generate": "execute_model"}[place]  # fmt: skip
         original = getattr(CPUWorker, name)
+        is_faulty = place != "generate"
 
         def faulty(self, *args, **kwargs):
-            fail_if_faulty(folder)
+            if is_faulty:
+                fail_if_faulty(folder)
             return original(self, *args, **kwargs)
 
         setattr(CPUWorker, name, faulty)
         strategy.setup_inference_engine(None, "vllm", model)
         strategy.update_engine_weights(model)
+        is_faulty = True
         strategy.gather_and_generate({"max_tokens": 2}, [[1, 2]])
 
 
@@ -132,7 +137,8 @@ def check(engine: str, place: str, folder: Path) -> None:
     shown = f"{texts[0][-3000:]}\n--- rank 1\n{texts[1][-3000:]}"
     assert codes == [1, 1], shown
     assert took <= LIMIT_SECONDS, shown
-    what = "generation failed" if place == "generate" else "the engine did not start"
+    told = {"generate": "generation failed", "canary": "the weight sync failed"}
+    what = told.get(place, "the engine did not start")
     assert f"{what} on rank 1: MemoryError: {CAUSE}" in texts[0], shown
     assert f"MemoryError: {CAUSE}" in texts[1], shown
     assert "on rank 1 of 2" in texts[1], shown
@@ -197,6 +203,7 @@ def test_all_ranks_end_with_the_cause_when_one_fails_in_its_engine(place, tmp_pa
 @pytest.mark.multiprocess
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("place", ["memory", pytest.param("load", marks=pytest.mark.slow),
+                                   pytest.param("canary", marks=pytest.mark.slow),
                                    pytest.param("generate", marks=pytest.mark.slow)])  # fmt: skip
 def test_all_ranks_end_when_one_fails_inside_vllms_collectives(place, tmp_path):
     check("vllm", place, tmp_path)

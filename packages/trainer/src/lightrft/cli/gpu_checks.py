@@ -236,7 +236,8 @@ def run_probe(probe: EngineProbe, engine_type: str, *, hidden: int, layers: int)
     with tempfile.TemporaryDirectory() as folder, get_strategy(settings) as strategy:
         write_random_model(Path(folder), hidden=hidden, layers=layers)
         strategy.config.pretrain = folder
-        actor = strategy.prepare_model(Actor.from_pretrained(folder), is_training=False)
+        # Weights that are not trained would not be sent a second time.
+        actor = strategy.prepare_model(Actor.from_pretrained(folder), is_training=True)
         engine = strategy.setup_inference_engine(None, engine_type, actor)
         strategy.update_engine_weights(actor)
         probe.report = strategy.last_weight_sync

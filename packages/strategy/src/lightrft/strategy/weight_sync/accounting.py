@@ -7,7 +7,7 @@ from typing import Literal
 from lightrft.engines.types import EngineParameter
 from lightrft.strategy.weight_sync.parameter_source import SourceParameter
 
-Check = Literal["accounting", "hash", "canary", "caches", "transfer"]
+Check = Literal["accounting", "hash", "canary", "caches", "transfer", "peer"]
 MAX_LISTED_NAMES = 8
 
 
@@ -17,7 +17,7 @@ class WeightSyncError(RuntimeError):
     Attributes:
         check: What found it: "accounting" (names and shapes, before anything was sent), "transfer"
             (the engine refused a tensor), "hash" (final storage), "canary" (logprobs of a fixed
-            prompt) or "caches" (activations of earlier weights).
+            prompt), "caches" (activations of earlier weights) or "peer" (another rank).
         names: Checkpoint names of the parameters concerned; empty where no one is to blame.
     """
 

@@ -261,7 +261,7 @@ def score_with_actor(
         media: The prompt that the sequence begins with, if it has images.
 
     Returns:
-        One fp32 logprob a token; entry 0 is 0.
+        One fp32 logprob a token; 0 for the first one and for those of a prompt with images.
     """
     modes = [(module, module.training) for module in actor.modules()]
     tokens = torch.tensor([list(token_ids)], device=device)
@@ -274,8 +274,13 @@ def score_with_actor(
                 logprobs = logits[0, :-1].float().log_softmax(-1)
                 scores = logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1)
                 return [0.0, *scores.tolist()]
-            images = {} if media is None else {"media": RowMedia((media,), media.kinds)}
-            values: list[float] = actor(tokens, mask, **images).logprobs[0].float().tolist()
+            options: dict[str, object] = {}
+            if media is not None:
+                # Placeholders may lie outside of the head's vocabulary (Mllama): none is scored.
+                scored = mask.bool()
+                scored[:, : len(media.token_ids)] = False
+                options = {"media": RowMedia((media,), media.kinds), "scored_mask": scored}
+            values: list[float] = actor(tokens, mask, **options).logprobs[0].float().tolist()
             return values
     finally:
         for module, mode in modes:

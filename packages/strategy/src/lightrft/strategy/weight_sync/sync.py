@@ -5,10 +5,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from lightrft.engines.base import RolloutEngine
 from lightrft.kernels import BucketLayout, TensorSpec
 from lightrft.strategy.distributed.collectives import Group
+from lightrft.strategy.distributed.one_sided import run_apart
 from lightrft.strategy.weight_sync.accounting import (
     PlannedParameter,
     WeightSyncError,
@@ -24,12 +26,14 @@ from lightrft.strategy.weight_sync.transfer import (
     share_weights,
 )
 from lightrft.strategy.weight_sync.verification import (
+    PEER_FAILED,
     agree,
     check_hashes,
     model_hash,
     source_hashes,
 )
 
+T = TypeVar("T")
 MEGABYTE = 2**20
 
 
@@ -159,6 +163,9 @@ class WeightSync:
         self._send(transfer, pairs, sent, source)
         if wake_cache is not None:
             transfer.attempt(wake_cache, even_after_error=True)
+        if self.engine.runs_on_every_rank:
+            # Hashing and scoring are collectives of such an engine: no rank may stay away alone.
+            transfer.attempt(lambda: agree(transfer.error, self.world), even_after_error=True)
         verify_start_time = time.perf_counter()
         engine_hashes: dict[str, int] = {}
         shared: frozenset[str] = frozenset()
@@ -168,7 +175,7 @@ class WeightSync:
                 find_shared = partial(self.engine.shared_names, full_shards(pairs))
                 shared = transfer.attempt(find_shared) or shared
             compare = partial(self._compare_hashes, pairs, hashes, transfer.handed_hashes, shared)
-            engine_hashes = transfer.attempt(compare) or {}
+            engine_hashes = transfer.attempt(lambda: self._inside(compare)) or {}
             if canary is not None and self.engine.computes_model:
                 difference = self._score_canary(canary, transfer)
         self._conclude(previous_version, transfer.error, replica_hash)
@@ -236,9 +243,6 @@ class WeightSync:
             load_buckets(self.engine, self._plan(sent), by_name, source, transfer)
             transfer.attempt(self.engine.finish_weight_update, even_after_error=True)
         transfer.attempt(self.engine.reset_caches, even_after_error=True)
-        if self.engine.runs_on_every_rank:
-            # Hashing and scoring are collectives of such an engine: no rank may stay away alone.
-            transfer.attempt(lambda: agree(transfer.error, self.world), even_after_error=True)
 
     def _plan(self, sent: Sequence[PlannedParameter]) -> BucketLayout:
         specs = tuple(
@@ -278,6 +282,23 @@ class WeightSync:
         check_hashes(hashes, found)
         return found
 
+    def _inside(self, step: Callable[[], T]) -> T:
+        """Runs what may be a collective of the engine; no rank is left alone in it.
+
+        Raises:
+            WeightSyncError: Another rank failed. A rank that fails raises its own error.
+        """
+        if not self.engine.runs_on_every_rank:
+            return step()
+        results: list[T] = []
+        try:
+            run_apart(lambda: results.append(step()), self.world, what="the weight sync failed")
+        except RuntimeError as told:
+            if results:
+                raise WeightSyncError(PEER_FAILED, str(told)) from told
+            raise
+        return results[0]
+
     def _score_canary(self, canary: Canary, transfer: Transfer) -> float | None:
         """Lets engine and trainer score the prompt; every rank runs the trainer's forward."""
 
@@ -288,7 +309,7 @@ class WeightSync:
             return ask_engine(self.engine, canary)
 
         filler = (*canary.token_ids, canary.token_ids[0])
-        token_ids, logprobs = transfer.attempt(ask) or (filler, None)
+        token_ids, logprobs = transfer.attempt(lambda: self._inside(ask)) or (filler, None)
         expected = canary.score(token_ids, None)
         difference = self._score_media(canary, transfer)
         if logprobs is None:
@@ -301,9 +322,8 @@ class WeightSync:
         media = canary.media
         if media is None:
             return None
-        answer = transfer.attempt(
-            lambda: ask_about_media(self.engine, media, canary.num_media_tokens)
-        )
+        ask = partial(ask_about_media, self.engine, media, canary.num_media_tokens)
+        answer = transfer.attempt(lambda: self._inside(ask))
         tokens = (media.token_ids[-1],) if answer is None else answer.output_token_ids
         expected = canary.score((*media.token_ids, *tokens), media)[-len(tokens) :]
         if answer is None:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from lightrft.strategy.weight_sync.parameter_source import (
     local_rank_in,
 )
 
+PEER_FAILED: Final = "peer"
+"""Check of an error that only says that another rank has one."""
 _MASK = 2**64 - 1
 
 
@@ -155,16 +158,21 @@ def agree(error: WeightSyncError | None, world: Group = None, *, source_hash: in
     """
     failure = None if error is None else (error.check, str(error))
     names = () if error is None else error.names[:MAX_LISTED_NAMES]
-    reports = gather_objects((failure, names, source_hash), world)
-    if error is not None:
-        raise error
-    for rank, (failed, failed_names, _) in enumerate(reports):
-        if failed is not None:
-            raise WeightSyncError(failed[0], f"on rank {rank}: {failed[1]}", failed_names)
+    try:
+        reports = gather_objects((failure, names, source_hash), world)
+    except RuntimeError as lost:
+        # Ranks that were stuck in the engine have ended.
+        raise lost if error is None else error from lost
+    # First, since an engine made of several replicas fails its own checks too.
     odd_ranks = [rank for rank, entry in enumerate(reports) if entry[2] != reports[0][2]]
     if odd_ranks:
         raise WeightSyncError(
             "hash",
             f"rank(s) {odd_ranks} hold other weights than rank 0, although every rank must hold "
             "the same; the trainer's replicas have diverged",
-        )
+        ) from error
+    if error is not None and error.check != PEER_FAILED:
+        raise error
+    for rank, (failed, failed_names, _) in enumerate(reports):
+        if failed is not None and failed[0] != PEER_FAILED:
+            raise WeightSyncError(failed[0], f"on rank {rank}: {failed[1]}", failed_names)
