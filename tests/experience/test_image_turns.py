@@ -297,11 +297,15 @@ def test_a_conversation_of_skyrl_gyms_make_shows_images(tmp_path):
     ("shows", "reason"),
     [
         ("{folder}/large.png", "more than --max_observation_tokens 16: raise"),
+        ("{folder}/long.png", "an answer's images cannot be shown: absolute aspect ratio"),
+        ("{folder}/torn.png", "torn.png is a damaged image"),
         ("nowhere.png", "image in block 1: no file nowhere.png"),
     ],
 )
 def test_an_image_that_cannot_be_shown_fails_its_episode(shows, reason, calls, tmp_path):
     squares(1, (112, 112)).save(tmp_path / "large.png")
+    squares(1, (601, 2)).save(tmp_path / "long.png")
+    (tmp_path / "torn.png").write_bytes((tmp_path / "large.png").read_bytes()[:-999])
     columns = {"shows": shows.format(folder=tmp_path)}
     stage = Stage(tmp_path, "tiny-qwen2.5-vl", columns=columns, max_observation_tokens=16)
     with pytest.raises(RewardError, match=reason):

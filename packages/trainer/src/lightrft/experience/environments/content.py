@@ -44,7 +44,7 @@ def as_parts(result: object) -> Parts:
         elif _is_image(block):
             try:
                 image = as_image(block, name=f"image in block {number}", folder=Path())
-                image.size()
+                image.decode()  # here, where a damaged one fails its episode alone
             except MediaError as error:
                 raise ContentError(str(error)) from error
             found.append(image)

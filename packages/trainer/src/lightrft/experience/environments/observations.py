@@ -18,8 +18,8 @@ MIN_OBSERVATION_TOKENS = 8
 CUT = "[cut]"
 
 
-class ImageTooLargeError(ValueError):
-    """An image does not fit into an observation; the message says what to do."""
+class ImageRefusedError(ValueError):
+    """Images of an answer cannot be shown to the model; the message says why."""
 
 
 class Observations:
@@ -55,13 +55,17 @@ class Observations:
             answers: To its calls.
 
         Raises:
-            ImageTooLargeError: Images of an answer alone have more than `max_observation_tokens`.
+            ImageRefusedError: Images of an answer alone have more than `max_observation_tokens`, or
+                the model's processor or template refuses them.
         """
         contents = [(each,) if isinstance(each, str) else each for each in answers]
-        sizes = [self._image_tokens(turn, each) for each in contents]
+        try:
+            sizes = [self._image_tokens(turn, each) for each in contents]
+        except (ValueError, TypeError, IndexError) as error:
+            raise ImageRefusedError(f"an answer's images cannot be shown: {error}") from error
         limit = self._config.max_observation_tokens
         if max(sizes) > limit:
-            raise ImageTooLargeError(
+            raise ImageRefusedError(
                 f"the images of an answer have {max(sizes)} tokens, more than "
                 f"--max_observation_tokens {limit}: raise it, or answer with smaller images"
             )

@@ -25,7 +25,7 @@ from lightrft.experience.environments.content import Parts, from_json
 from lightrft.experience.environments.episode import Episode
 from lightrft.experience.environments.journal import JOURNAL_FOLDER, Journal, journal_path
 from lightrft.experience.environments.kinds import Kinds, ToolTokenizer
-from lightrft.experience.environments.observations import ImageTooLargeError, Observations
+from lightrft.experience.environments.observations import ImageRefusedError, Observations
 from lightrft.experience.environments.play import TURN_STEP, ChangedAnswerError, Play
 from lightrft.experience.environments.pool import EnvironmentPool, EpisodeError, Host
 from lightrft.experience.media import encode_prompt, encode_row
@@ -274,7 +274,7 @@ class Environments:
                 elif episode.is_answered:
                     try:
                         self._observe(play, episode)
-                    except ImageTooLargeError as error:
+                    except ImageRefusedError as error:
                         problem = self._failed(play, episode, EpisodeError(str(error)))
                         first = first or problem
             if play.busy and must_wait():
