@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lightrft.config import TrainConfig
-from lightrft.trainer.budget.activations import head_bytes, trunk_bytes
-from lightrft.trainer.budget.backends import resting, train_peak
+from lightrft.trainer.budget.activations import trunk_bytes
+from lightrft.trainer.budget.backends import moments, resting
 from lightrft.trainer.budget.model_size import SHAPES, ModelSize
 from lightrft.trainer.budget.setup import Setup
 
@@ -49,11 +49,12 @@ def predicted(setup, forgets=()):
     kept = [term for term in resting(setup, setup.actor) if term.name not in forgets]
     states = sum(term.num_bytes for term in kept)
     scored = setup.scored_tokens(config.micro_train_batch_size)
-    inside = head_bytes(setup, setup.actor, scored, is_training=True)
     visible = setup.compute_bytes * scored * setup.actor.size.hidden
-    terms = train_peak(setup, setup.actor)
-    unseen = sum(inside - visible for term in terms if term.name == "output layer")
-    return states, sum(term.num_bytes for term in terms) - unseen
+    seen = [
+        sum(visible if term.name == "output layer" else term.num_bytes for term in terms)
+        for terms in moments(setup, setup.actor)
+    ]
+    return states, max(seen)
 
 
 def variants(name, layers):

@@ -1,5 +1,6 @@
 """The trainer of vision-language models on rows with and without images."""
 
+import json
 import subprocess
 import sys
 
@@ -7,15 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.models.vision.tiny_world import Batch
-from tests.trainer.vision_world import build_vision_trainer, write_data
+from tests.trainer.vision_world import build_vision_trainer, scorer_folder, write_data
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines.media.prompts import RowMedia
 from lightrft.models import Actor, Critic, RewardModel
 from lightrft.models.freezing import freeze, has_prefix
-from lightrft.models.loading import ModelLoadError, load_causal_lm, load_processor, load_trunk
+from lightrft.models.loading import ModelLoadError, load_causal_lm, load_trunk
 from lightrft.models.lora import LoraActor
-from lightrft.models.vision.scorer import VisionScorer
 from lightrft.models.vision.tiny import write_tiny_vision_model
 from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.testing import run_multiprocess
@@ -123,26 +123,53 @@ def test_three_steps_on_every_backend(backend, model, data):
     check_steps(results[0])
 
 
-@pytest.mark.parametrize("is_frozen", [True, False])
-def test_a_frozen_tower_stays_and_is_accounted_for(is_frozen, model, data, tmp_path):
-    options = {"lora_rank": 4, "target_modules": ("all-linear",)} if not is_frozen else {}
+def train_frozen(rank, world_size, model, data, folder, options):
+    """Whether the run learned, and the model that it leaves."""
     config = TrainConfig().replaced({
         "pretrain": model, "prompt_data": str(data / "train.jsonl"), "apply_chat_template": True,
         "reward_fn": (f"{data / 'reward.py'}:reward",), "prompt_max_len": 400,
         "generate_max_len": 5, "rollout_batch_size": 4, "n_samples_per_prompt": 4,
         "train_batch_size": 16, "max_steps": 2, "actor_learning_rate": 1e-3, "fsdp": True,
         "engine_type": "hf", "freeze_prefix": ("visual",), "gradient_checkpointing": True,
-        "output_dir": str(tmp_path / "run"), **options,
+        "output_dir": str(folder / "run"), **options,
     })  # fmt: skip
-    summary = run_training(config)
-    assert summary.verdict.startswith("learned")
-    before, after = (load_file(f"{path}/model.safetensors") for path in (model, config.model_dir))
+    return run_training(config).verdict, config.model_dir
+
+
+def check_frozen(model, trained, folder):
+    """The tower is as it was, the rest moved, and the engine followed it."""
+    verdict, path = trained
+    assert verdict.startswith("learned")
+    before, after = (load_file(f"{each}/model.safetensors") for each in (model, path))
     assert before.keys() == after.keys()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved
     assert not any("visual" in name for name in moved)
-    log = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert '"weights_version": 2' in log
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    assert [step["weights_version"] for step in steps] == [1, 2]
+    # The second step was sampled after a sync that left the tower out.
+    assert all(step["logprob_diff_max"] < 1e-4 for step in steps)
+    return moved
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_frozen_tower_stays_and_is_accounted_for(is_frozen, model, data, tmp_path):
+    options = {"lora_rank": 4, "target_modules": ("all-linear",)} if not is_frozen else {}
+    check_frozen(model, train_frozen(0, 1, model, data, tmp_path, options), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_frozen_tower_stays_on_two_ranks(model, data, tmp_path):
+    """Both ranks hold a part of every tensor, and the file has the parts of both."""
+    args = (model, data, tmp_path, {"packing_samples": True, "micro_train_batch_size": 1})
+    trained = run_multiprocess(train_frozen, 2, timeout_seconds=280, args=args)
+    assert trained[0] == trained[1]
+    moved = check_frozen(model, trained[0], tmp_path)
+    assert moved == {
+        name for name in load_file(f"{model}/model.safetensors") if "visual" not in name
+    }
 
 
 @pytest.mark.parametrize("kind", [Actor, Critic])
@@ -198,15 +225,6 @@ def test_the_example_trains_on_images(model, data, tmp_path, repository):
     assert (tmp_path / "trained" / "preprocessor_config.json").exists() or (
         tmp_path / "trained" / "processor_config.json"
     ).exists()
-
-
-def scorer_folder(model, folder):
-    """The actor's checkpoint as a reward model, with a head of noise."""
-    trunk = load_trunk(model)
-    weight = torch.randn(1, 128, generator=torch.Generator().manual_seed(2)) / 10
-    VisionScorer(trunk, weight).save_pretrained(folder)
-    load_processor(model).save_pretrained(folder)
-    return str(folder), weight
 
 
 def test_a_reward_model_sees_the_images(model, data, tmp_path):

@@ -3,10 +3,12 @@
 import json
 
 import pytest
-from tests.trainer.vision_world import write_data
+from tests.models.vision import wrong_cuts
+from tests.trainer.vision_world import scorer_folder, write_data
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines.media.sources import ImageSource
+from lightrft.models.vision import forward
 from lightrft.models.vision.tiny import TINY_FAMILIES, write_tiny_vision_model
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.trainer.runs.assembly import run_training
@@ -55,8 +57,10 @@ def config_of(data, model, output, **options):
     )
 
 
-def train(rank, world_size, data, model, output, options):
+def train(rank, world_size, data, model, output, options, cut):
     """Metrics of both steps."""
+    if cut is not None:
+        forward._cut_tokens = cut
     config = config_of(data, model, output, **options)
     summary = run_training(config)
     lines = (output / "metrics.jsonl").read_text().splitlines() if rank == 0 else []
@@ -64,9 +68,9 @@ def train(rank, world_size, data, model, output, options):
     return summary.verdict, [{name: step[name] for name in COMPARED} for step in steps]
 
 
-def metrics(data, model, output, *, world_size=1, **options):
+def metrics(data, model, output, *, world_size=1, cut=None, **options):
     results = run_multiprocess(
-        train, world_size, timeout_seconds=280, args=(data, model, output, options)
+        train, world_size, timeout_seconds=280, args=(data, model, output, options, cut)
     )
     verdict, steps = results[0]
     assert verdict.startswith("learned")
@@ -113,6 +117,29 @@ def test_every_strategy_takes_the_same_step(preset, cell, data, models, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("preset", "cut"),
+    [
+        ("tiny-qwen2.5-vl", wrong_cuts.first_features),
+        ("tiny-qwen3-vl", wrong_cuts.inner_features_first),
+    ],
+)
+def test_a_wrong_cut_of_shared_rows_is_seen(preset, cut, data, models, tmp_path):
+    """By the engine's checks, which end the run, and without them by this comparison."""
+    model, cell = models(preset), CELLS["sequence parallel"]
+    with pytest.raises(RuntimeError, match=r"different logprobs for the same|weight sync failed"):
+        metrics(data, model, tmp_path / "checked", cut=cut, **cell)
+    unchecked = {"verify_weight_sync": False, "parity_check_steps": -1}
+    expected = metrics(data, model, tmp_path / "one", **unchecked)
+    found = metrics(data, model, tmp_path / "other", cut=cut, **cell, **unchecked)
+    with pytest.raises(AssertionError):
+        assert_same_steps(found, expected)
+    assert found[0]["grad_norm"] != pytest.approx(expected[0]["grad_norm"], rel=1e-3)
+    assert found[0]["logprob_diff_mean"] > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("preset", ["tiny-internvl", "tiny-llava", "tiny-llava-onevision",
                                     "tiny-smolvlm", "tiny-mllama", "tiny-qwen2-vl"])  # fmt: skip
 def test_every_family_takes_the_same_step_on_two_ranks(preset, data, models, tmp_path):
@@ -122,6 +149,19 @@ def test_every_family_takes_the_same_step_on_two_ranks(preset, data, models, tmp
         data, model, tmp_path / "two", world_size=2, fsdp=True, micro_train_batch_size=2,
         packing_samples=preset != "tiny-mllama",
     )  # fmt: skip
+    assert_same_steps(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_reward_model_says_the_same_on_two_ranks(data, models, tmp_path):
+    model = models("tiny-qwen2.5-vl")
+    path, _ = scorer_folder(model, tmp_path / "scorer")
+    options = {"reward_fn": (), "reward_pretrain": (path,)}
+    expected = metrics(data, model, tmp_path / "one", **options)
+    found = metrics(
+        data, model, tmp_path / "two", world_size=2, fsdp=True, micro_train_batch_size=2, **options
+    )
     assert_same_steps(found, expected)
 
 

@@ -4,11 +4,14 @@ import json
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 from PIL import Image
 
 from lightrft.config import TrainConfig
 from lightrft.datasets import collate_prompts, load_prompts
 from lightrft.models import Actor, Critic, load_tokenizer
+from lightrft.models.loading import load_processor, load_trunk
+from lightrft.models.vision.scorer import VisionScorer
 from lightrft.rewards.types import RewardResult
 from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.trainer.runs.vision import load_vision
@@ -32,6 +35,15 @@ def write_data(folder):
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "reward.py").write_text(REWARD)
     return folder
+
+
+def scorer_folder(model, folder):
+    """The actor's checkpoint as a reward model, with a head of noise."""
+    trunk = load_trunk(model)
+    weight = torch.randn(1, 128, generator=torch.Generator().manual_seed(2)) / 10
+    VisionScorer(trunk, weight).save_pretrained(folder)
+    load_processor(model).save_pretrained(folder)
+    return str(folder), weight
 
 
 class LengthReward:

@@ -82,10 +82,11 @@ def forward_peak(setup: Setup, model: Model, num_rows: int) -> Iterator[Term]:
 
 def train_peak(setup: Setup, model: Model) -> list[Term]:
     """What an update adds to `resting`, at its largest moment."""
-    return max(_moments(setup, model), key=lambda terms: sum(t.num_bytes for t in terms))
+    return max(moments(setup, model), key=lambda terms: sum(t.num_bytes for t in terms))
 
 
-def _moments(setup: Setup, model: Model) -> Iterator[list[Term]]:
+def moments(setup: Setup, model: Model) -> Iterator[list[Term]]:
+    """What an update adds to `resting` at each moment that may be its largest."""
     rows, c = setup.config.micro_train_batch_size, setup.compute_bytes
     tokens, scored = setup.micro_tokens(rows), setup.scored_tokens(rows)
     trunk = trunk_bytes(model, tokens, c)
@@ -93,8 +94,8 @@ def _moments(setup: Setup, model: Model) -> Iterator[list[Term]]:
     head = Term("output layer", head_bytes(setup, model, scored, is_training=True))
     passing = Term("backward pass of a layer", block_bytes(model, tokens, c))
     one_layer = trunk / max(1, model.size.num_layers)
-    moments = _fsdp_moments if setup.config.fsdp else _zero_moments
-    yield from moments(setup, model, kept, head, passing, one_layer)
+    of_backend = _fsdp_moments if setup.config.fsdp else _zero_moments
+    yield from of_backend(setup, model, kept, head, passing, one_layer)
 
 
 def _fsdp_moments(
