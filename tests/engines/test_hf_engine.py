@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GenerationConfig,
     MambaConfig,
@@ -421,3 +422,32 @@ def test_on_a_gpu_weights_move_to_the_host_and_back(tiny_model):
     assert {p.device.type for p in engine.native.parameters()} == {"cuda"}
     assert engine.hash_parameters() == hashes
     assert engine.generate(prompts(5, 2, 9), params) == before
+
+
+class Products(TorchDispatchMode):
+    """Batched products, which a head makes of states that are not in one piece."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.bmm.default:
+            self.shapes.append(tuple(out.shape))
+        return out
+
+
+@pytest.mark.parametrize("lengths", [(6, 6, 6), (2, 7, 4)])
+def test_all_rows_share_one_product_of_the_output_layer(tiny_model, lengths):
+    model = tiny_model("qwen3")
+    vocab = model.config.vocab_size
+    engine = HFEngine(CONFIG, module=model)
+    with Products() as found:
+        engine.generate(prompts(*lengths), SamplingParams(max_tokens=3))
+    assert not [shape for shape in found.shapes if shape[-1] == vocab]
+    # Positive control: what transformers' own forward does with weights that need no gradient.
+    model.requires_grad_(False)
+    with Products() as found, torch.no_grad():
+        model(torch.ones(3, 6, dtype=torch.int64), logits_to_keep=1)
+    assert [shape for shape in found.shapes if shape[-1] == vocab] == [(3, 1, vocab)]

@@ -1,5 +1,6 @@
 """The trainer of vision-language models on rows with and without images."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -73,6 +74,13 @@ def weights_of(strategy, model):
     return {name: value.detach().clone() for name, value in module.named_parameters()}
 
 
+def stored_bytes(prompts):
+    """Of the storages that hold the media of some samples."""
+    tensors = [t for prompt in prompts if prompt is not None for t in prompt.tensors.values()]
+    stores = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(stores.values())
+
+
 def test_three_steps_move_text_and_tower_of_all_models(model, data):
     trainer, strategy = build_vision_trainer(model, data, is_fake=True)
     before = weights_of(strategy, trainer.actor), weights_of(strategy, trainer.critic)
@@ -92,16 +100,12 @@ def test_three_steps_move_text_and_tower_of_all_models(model, data):
         held = {id(prompt): prompt for prompt in media if prompt is not None}
         with_media = {group for group, prompt in zip(groups, media, strict=True) if prompt}
         assert len(held) == len(with_media) == 2
-        stores = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for prompt in media
-            if prompt is not None
-            for tensor in prompt.tensors.values()
-        }
         by_prompt = sum(prompt.num_bytes for prompt in held.values())
         by_sample = sum(prompt.num_bytes for prompt in media if prompt is not None)
-        assert sum(stores.values()) <= by_prompt
+        assert stored_bytes(media) <= by_prompt
         assert by_sample == 4 * by_prompt
+        # Positive control: a copy for each sample.
+        assert stored_bytes(map(copy.deepcopy, media)) >= by_sample
     strategy.close()
 
 

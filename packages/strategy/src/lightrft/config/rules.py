@@ -61,6 +61,7 @@ RULES: tuple[Rule, ...] = (
     lambda c: c.input_template is not None and not PROMPT_SLOT.search(c.input_template) and (
         f"input_template: got {c.input_template!r}, expected a text with {{}} where the prompt goes"
     ),
+    lambda c: "" in c.stop and "stop: got an empty text, which would end every response",
     lambda c: c.system_prompt is not None and not c.apply_chat_template and (
         "system_prompt is part of the chat template: add apply_chat_template"
     ),

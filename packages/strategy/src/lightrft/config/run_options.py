@@ -182,6 +182,10 @@ class RunOptions(StrategyConfig):
         -1, "Sample from the k most likely tokens; -1 keeps all.", group="rollout", at_least=-1,
         commands=("eval",),
     )  # fmt: skip
+    stop: tuple[str, ...] = option(
+        (), "Texts that end a response, beside the model's own end; they stay in it.",
+        group="rollout", commands=("eval",),
+    )  # fmt: skip
     use_fire: bool = option(
         False, "Draw the first token at first_token_temperature (FIRE).", group="rollout",
     )  # fmt: skip

@@ -40,6 +40,7 @@ def training_params(config: TrainConfig) -> SamplingParams:
         top_k=config.top_k,
         max_tokens=config.generate_max_len,
         n=config.n_samples_per_prompt,
+        stop=config.stop,
         seed=config.seed,
     )
 

@@ -55,7 +55,18 @@ def build_model(config: EngineConfig, module: nn.Module | None) -> tuple[PreTrai
     use_attention(model, None if attention is None else str(attention))
     model.requires_grad_(False)
     model.eval()
+    head = model.get_output_embeddings()
+    if head is not None:
+        head.register_forward_pre_hook(_in_one_piece)
     return model.to(device), unwritten
+
+
+def _in_one_piece(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Of the last positions' states, a slice, torch would make one product for each row.
+
+    On a CPU each then reads the whole weight, in bfloat16 even copies it.
+    """
+    return (inputs[0].contiguous(), *inputs[1:])
 
 
 def _device(config: EngineConfig, module: nn.Module | None) -> torch.device:

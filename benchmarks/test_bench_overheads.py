@@ -1,0 +1,269 @@
+"""What the loop costs beside the model: start, a step's own time, the verified sync, the decoder.
+
+    uv run pytest benchmarks/test_bench_overheads.py -s --timeout 3000
+
+Sides take turns in one run, and each ratio is held against the one in ratios.toml: more than a
+fifth worse fails. `.ci/slow overheads` runs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import tomllib
+from argparse import Namespace
+from contextlib import contextmanager
+from pathlib import Path
+
+import harness
+import pytest
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+pytestmark = pytest.mark.slow
+
+RATIOS = Path(__file__).parent / "ratios.toml"
+TOLERANCE = 1.2
+BASE_IMPORTS = {
+    "import torch, transformers": "import torch, transformers",
+    "with the model classes": (
+        "import torch, torch.distributed.fsdp\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM"
+    ),
+}
+# `lightrft train` up to the point where it would load the model.
+START = """
+import sys
+from lightrft.cli.main import main
+from lightrft.trainer.runs import assembly
+assembly.run_training = lambda config, **_: sys.exit(0)
+main(sys.argv[1:])
+"""
+SIZES = {
+    "10M": {"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 7,
+            "num_attention_heads": 5, "num_key_value_heads": 5, "vocab_size": 4096},
+    "135M": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+             "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def hold(name: str, value: float) -> None:
+    """Compares a ratio with the committed one."""
+    entry = tomllib.loads(RATIOS.read_text())[name]
+    print(f"\n{name}: {value:.3f} (committed: {entry['ratio']})")
+    if entry["better"] == "lower":
+        assert value <= entry["ratio"] * TOLERANCE, name
+    else:
+        assert value >= entry["ratio"] / TOLERANCE, name
+
+
+def build_model(size: str):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **SIZES[size], max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def processor_seconds_of(*words: str) -> float:
+    """CPU time of a Python process."""
+
+    def spent() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    begin = spent()
+    done = subprocess.run([sys.executable, "-c", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return spent() - begin
+
+
+def test_the_start_of_a_run_costs_little_more_than_its_imports(tmp_path):
+    from lightrft.models.presets import write_tiny_model
+
+    write_tiny_model(tmp_path / "model", "tiny-qwen2", seed=0)
+    (tmp_path / "rows.jsonl").write_text('{"input": "a", "label": "1"}\n')
+    command = (
+        START, "train", "--fsdp", "--engine_type", "hf", "--pretrain", str(tmp_path / "model"),
+        "--prompt_data", str(tmp_path / "rows.jsonl"), "--reward_fn", "gsm8k",
+        "--output_dir", str(tmp_path / "run"),
+    )  # fmt: skip
+    sides = {**{name: (code,) for name, code in BASE_IMPORTS.items()}, "start": command}
+    rounds = {name: [] for name in sides}
+    for _ in range(harness.MIN_ROUNDS):
+        for name, words in sides.items():
+            rounds[name].append(processor_seconds_of(*words))
+    found = {name: statistics.median(seconds) for name, seconds in rounds.items()}
+    print("\nCPU seconds:", {name: round(seconds, 2) for name, seconds in found.items()})
+    hold("start_over_imports", found["start"] / found["import torch, transformers"])
+    hold("start_over_model_imports", found["start"] / found["with the model classes"])
+
+
+class Clock:
+    """Seconds inside of some functions; calls inside of others count once."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._depth = 0
+        self._begin = 0.0
+
+    def enter(self, *_: object) -> None:
+        if self._depth == 0:
+            self._begin = time.perf_counter()
+        self._depth += 1
+
+    def leave(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.seconds += time.perf_counter() - self._begin
+
+    def around(self, function):
+        @functools.wraps(function)
+        def timed(*args, **kwargs):
+            self.enter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.leave()
+
+        return timed
+
+
+@contextmanager
+def model_time(trainer, monkeypatch):
+    """A clock of forward and backward passes, optimizer steps and the engine's generation."""
+    from lightrft.models import Actor
+
+    clock = Clock()
+    monkeypatch.setattr(Actor, "forward", clock.around(Actor.forward))
+    monkeypatch.setattr(torch.Tensor, "backward", clock.around(torch.Tensor.backward))
+    engine = type(trainer.strategy.session.running)
+    monkeypatch.setattr(engine, "generate", clock.around(engine.generate))
+    monkeypatch.setattr(engine, "poll", clock.around(engine.poll))
+    hooks = [
+        register_optimizer_step_pre_hook(clock.enter),
+        register_optimizer_step_post_hook(clock.leave),
+    ]
+    yield clock
+    for hook in hooks:
+        hook.remove()
+
+
+def build_trainer(model, num_prompts: int, group_size: int, prompt_tokens: int, new_tokens: int):
+    """A trainer with the embedded engine, and prompts."""
+    import test_bench_step as step
+
+    from lightrft.datasets.types import Prompt
+    from lightrft.models import Actor
+    from lightrft.strategy import get_fake_strategy
+    from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
+
+    samples = num_prompts * group_size
+    args = Namespace(
+        seed=0, max_norm=1.0, bf16=False, train_batch_size=samples, micro_train_batch_size=4,
+        micro_rollout_batch_size=samples, rollout_batch_size=num_prompts,
+        n_samples_per_prompt=group_size, generate_max_len=new_tokens, prompt_max_len=prompt_tokens,
+        actor_learning_rate=1e-5, lr_warmup_ratio=0.0, lr_scheduler="constant", init_kl_coef=0.0,
+        engine_type="hf", advantage_estimator="group_norm", pretrain=None, plot_every=-1,
+    )  # fmt: skip
+    strategy = get_fake_strategy(args)
+    actor, *_ = strategy.prepare_models_and_optimizers(Actor(model), None, None, None, args, 1000)
+    strategy.setup_inference_engine(args, engine_type="hf", actor=actor)
+    trainer = SPMDPPOTrainer(
+        strategy, actor, None, step.EvenWords(), tokenizer=step.build_tokenizer(), loggers=[]
+    )
+    words = torch.randint(3, step.VOCAB, (num_prompts, prompt_tokens)).tolist()
+    rows = [Prompt(i, " ".join(f"w{t}" for t in ids), tuple(ids)) for i, ids in enumerate(words)]
+    return trainer, rows
+
+
+def test_the_loop_and_the_verified_sync_cost_little_of_a_step_of_135m(monkeypatch):
+    trainer, rows = build_trainer(build_model("135M"), 2, 8, 64, 32)
+    own, sync = [], []
+    with model_time(trainer, monkeypatch) as clock:
+        for index in range(harness.MIN_ROUNDS + 1):
+            clock.seconds, begin = 0.0, time.perf_counter()
+            trainer.make_experience(rows)
+            metrics = trainer.ppo_train(index + 1)
+            took = time.perf_counter() - begin
+            moved = metrics["weight_sync_seconds"]
+            own.append((took - clock.seconds - moved) / took)
+            sync.append(moved / took)
+    print(f"\nlast step: {took:.2f} s, in the model {clock.seconds:.2f} s, sync {moved:.3f} s")
+    hold("loop_share_of_a_step", statistics.median(own[1:]))
+    hold("sync_share_of_a_step", statistics.median(sync[1:]))
+
+
+class Lengths:
+    """Ends each row of `model.generate` at its own length."""
+
+    def __init__(self, prompt_tokens: int, lengths: list[int]) -> None:
+        self._ends = torch.tensor(lengths) + prompt_tokens
+
+    def __call__(self, token_ids, scores, **_):
+        return token_ids.shape[1] >= self._ends
+
+
+def decoders(size: str, lengths: list[int], prompt_tokens: int = 32):
+    """The embedded engine and transformers' generate on the same requests."""
+    from transformers import GenerationConfig, StoppingCriteriaList
+
+    from lightrft.engines.types import GenerationRequest, SamplingParams
+
+    model = build_model(size)
+    trainer, _ = build_trainer(model, 1, 4, prompt_tokens, max(lengths))
+    engine = trainer.strategy.session.running
+    trainer.strategy.session.wake_up()
+    prompts = torch.randint(3, SIZES[size]["vocab_size"], (len(lengths), prompt_tokens))
+    requests = [
+        GenerationRequest(tuple(ids), request_id=i, max_tokens=lengths[i])
+        for i, ids in enumerate(prompts.tolist())
+    ]
+    params = SamplingParams(max_tokens=max(lengths), ignore_eos=True)
+    config = GenerationConfig(
+        do_sample=True, max_new_tokens=max(lengths), pad_token_id=0, eos_token_id=None, top_k=0
+    )
+    ends = StoppingCriteriaList([Lengths(prompt_tokens, lengths)])
+
+    def ours():
+        done = engine.generate(requests, params)
+        assert [len(each.output_token_ids) for each in done] == lengths
+
+    def generate():
+        with torch.no_grad():
+            model.generate(
+                prompts, attention_mask=torch.ones_like(prompts), generation_config=config,
+                stopping_criteria=ends,
+            )  # fmt: skip
+
+    return {"hf engine": ours, "generate": generate}
+
+
+@pytest.mark.parametrize("spread", ["even", "uneven"])
+@pytest.mark.parametrize(("size", "num_rows", "longest"), [("10M", 32, 96), ("135M", 16, 48)])
+def test_the_embedded_engine_against_generate(size, num_rows, longest, spread):
+    shares = [1.0] * num_rows if spread == "even" else [
+        # One row in eight takes all its tokens, half of them an eighth or less.
+        1.0 if row % 8 == 0 else (row % 8) / 16 for row in range(num_rows)
+    ]  # fmt: skip
+    lengths = [max(1, round(longest * share)) for share in shares]
+    timings = harness.interleave(decoders(size, lengths), torch.device("cpu"), 30.0)
+    for name, timing in timings.items():
+        print(f"\n{size}, {spread}, {name}: {sum(lengths) / timing.median:.0f} tokens/s")
+    ratio = timings["generate"].median / timings["hf engine"].median
+    hold(f"engine_speed_{size}_{spread}", ratio)
