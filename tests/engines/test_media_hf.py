@@ -6,6 +6,8 @@ import pytest
 from tests.engines.media_requests import logprob_error, requests_of, video_prompt
 from tests.models.vision.tiny_world import Batch, image, prompt, tiny
 
+from lightrft.datasets.media import VisionPrompts
+from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.media.families import placeholder_ids
 from lightrft.engines.media.sources import MediaError
@@ -82,3 +84,30 @@ def test_videos_score_as_the_trainer_scores_them(preset):
     }
     other = [replace(prompts[0], tensors=turned), prompts[1]]
     assert logprob_error(actor, encoder, other, completions) > 1e-3
+
+
+@pytest.mark.parametrize("preset", [name for name in TINY_FAMILIES if name != "tiny-mllama"])
+def test_a_turn_after_an_answer_with_images_scores_as_the_trainer_scores_it(preset):
+    """Of every family, behind a prompt with a video where it reads those."""
+    model, encoder = tiny(preset)
+    engine = HFEngine(EngineConfig("hf", ""), module=model)
+    start = encoder.encode(prompt(encoder, "What?", 1), images=[image(84, 56, 9)])
+    if encoder.family.reads_videos:
+        start = video_prompt(encoder)
+    (said,) = engine.generate(requests_of([start]), SamplingParams(max_tokens=6, seed=1))
+    turn = (*said.prompt_token_ids, *said.output_token_ids)
+    suffix = TurnSuffix(VisionPrompts(encoder), encoder=encoder)
+    answer = ("see ", image(56, 84, 5), " or ", image(112, 84, 6))
+    found = suffix.after(said.output_token_ids, [answer])
+    later = [replace(each, start=each.start + len(turn)) for each in found.later]
+    row = (*turn, *found.token_ids)
+    media = encoder.row(row, start, later)
+    prompts = [media.continued(row[len(media.token_ids) :])]
+    params = SamplingParams(max_tokens=6, seed=4, n=2)
+    completions = engine.generate(requests_of(prompts), params)
+    assert [c.prompt_token_ids for c in completions] == [row, row]
+    actor = Actor(model)
+    assert logprob_error(actor, encoder, prompts, completions, n=2) < 1e-5
+    pixels = media.tensors["pixel_values"]
+    other = [replace(prompts[0], tensors={**media.tensors, "pixel_values": -pixels})]
+    assert logprob_error(actor, encoder, other, completions, n=2) > 1e-3

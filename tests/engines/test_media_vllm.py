@@ -8,6 +8,8 @@ from tests.engines.media_contract import CHECKS
 from tests.engines.media_requests import logprob_error, requests_of, video_prompt
 from tests.models.vision.tiny_world import encoded_prompts, image, prompt, tiny
 
+from lightrft.datasets.media import VisionPrompts
+from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines import EngineConfig, SamplingParams, build_engine
 from lightrft.engines.media.families import placeholder_ids
 from lightrft.kernels import hash_tensor
@@ -69,6 +71,30 @@ def world(request, tmp_path_factory):
     found = World(request.param, tmp_path_factory.mktemp("checkpoint"))
     yield found
     found.engine.close()
+
+
+def test_a_turn_after_an_answer_with_images_scores_as_the_trainer_scores_it(world):
+    """The same ids are sampled on, with the images of the prompt and two that stand behind it."""
+    first, plain = world.prompts[:2]
+    completions = world.engine.generate(requests_of([first, plain]), replace(SAMPLED, n=1))
+    suffix = TurnSuffix(VisionPrompts(world.encoder), encoder=world.encoder)
+    rows = []
+    for start, said in zip((first, None), completions, strict=True):
+        turn = (*said.prompt_token_ids, *said.output_token_ids)
+        answer = ("see ", image(56, 84, 5), " or ", image(112, 84, 6), "?")
+        found = suffix.after(said.output_token_ids, [answer])
+        later = [replace(each, start=each.start + len(turn)) for each in found.later]
+        row = (*turn, *found.token_ids)
+        media = world.encoder.row(row, start, later)
+        rows.append(media.continued(row[len(media.token_ids) :]))
+        assert rows[-1].token_ids == row
+    error, completions = world.error(rows)
+    assert error < 1e-5
+    assert [c.prompt_token_ids for c in completions] == [r.token_ids for r in rows for _ in "12"]
+    exchanged = [replace(row, images=row.images[::-1]) for row in rows]
+    with pytest.raises(ValueError, match="vLLM reads a prompt with") as refused:
+        world.error(exchanged)
+    assert "\n" not in str(refused.value)
 
 
 def test_rows_with_and_without_images_score_as_the_trainer_scores_them(world):

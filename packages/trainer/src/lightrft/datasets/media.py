@@ -7,7 +7,7 @@ from typing import cast
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row
-from lightrft.datasets.render import messages_of
+from lightrft.datasets.render import PromptTokenizer, RowTokenizer, messages_of
 from lightrft.datasets.types import DataError, Prompt
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.sources import ImageSource, MediaError, VideoSource, as_image, as_video
@@ -93,34 +93,51 @@ class VisionPrompts:
 
     Args:
         encoder: Of the model.
+        chat: Renders in its place, for environments whose tools prompts show.
     """
 
-    def __init__(self, encoder: PromptEncoder) -> None:
+    def __init__(self, encoder: PromptEncoder, chat: RowTokenizer | None = None) -> None:
         self.encoder = encoder
+        self._chat = chat
         processor = encoder.processor
         self.chat_template: str | None = (
             processor.chat_template or processor.tokenizer.chat_template
         )
+        self.all_special_ids: list[int] = processor.tokenizer.all_special_ids
 
     def __call__(
-        self, text: list[str], *, add_special_tokens: bool
+        self, text: str | list[str], *, add_special_tokens: bool, split_special_tokens: bool = False
     ) -> Mapping[str, list[list[int]]]:
         """Token ids of texts without media."""
         found: Mapping[str, list[list[int]]] = self.encoder.processor.tokenizer(
-            text, add_special_tokens=add_special_tokens
+            text, add_special_tokens=add_special_tokens, split_special_tokens=split_special_tokens
         )
         return found
 
+    def convert_ids_to_tokens(self, ids: int) -> str:
+        """The text of a special token."""
+        return str(self.encoder.processor.tokenizer.convert_ids_to_tokens(ids))
+
     def apply_chat_template(
-        self, conversation: list[dict[str, object]], *, tokenize: bool, add_generation_prompt: bool
+        self,
+        conversation: list[dict[str, object]],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        tools: list[dict[str, object]] | None = None,
     ) -> object:
-        """The rendered conversation, by the processor's template."""
+        """The rendered conversation, by the processor's template, which reads contents as parts."""
         return self.encoder.processor.apply_chat_template(
-            conversation,
+            [{**message, "content": as_parts(message["content"])} for message in conversation],
             chat_template=self.chat_template,
+            tools=tools,
             tokenize=tokenize,
             add_generation_prompt=add_generation_prompt,
         )
+
+    def for_row(self, columns: Mapping[str, object]) -> PromptTokenizer:
+        """What renders one row."""
+        return self if self._chat is None else self._chat.for_row(columns)
 
     def prompt(self, row: Row, prompt: Prompt, config: TrainConfig) -> Prompt:
         """A row's prompt as the model reads it.
@@ -138,7 +155,8 @@ class VisionPrompts:
             text = content
         else:
             chat = with_media(content, media, row.location)
-            text = str(self.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+            shown = self.for_row(row.columns)
+            text = str(shown.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
         try:
             encoded = self.encoder.encode(text, images=media.images, videos=media.videos)
         except MediaError as error:
@@ -188,6 +206,13 @@ def with_media(
 
 def _as_parts(message: Mapping[str, object]) -> list[dict[str, object]]:
     return cast("list[dict[str, object]]", message["content"])
+
+
+def as_parts(content: object) -> list[dict[str, object]]:
+    """The content of a message as parts; the text of one without parts stays as it is."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return list(cast("Sequence[dict[str, object]]", content))
 
 
 def _parts(content: object) -> list[dict[str, object]]:

@@ -8,7 +8,13 @@ from torch.utils.data import Dataset
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row, read_rows
-from lightrft.datasets.media import VisionPrompts, check_no_media, media_of
+from lightrft.datasets.media import (
+    RowMediaSources,
+    VisionPrompts,
+    check_no_media,
+    media_of,
+    with_media,
+)
 from lightrft.datasets.mixture import read_sources
 from lightrft.datasets.render import (
     PromptTokenizer,
@@ -232,28 +238,29 @@ def build_prompts(
         prompt = replace(prompt, images=own.images, videos=own.videos)
         if vision is not None and not own.is_empty:
             prompt = vision.prompt(row, prompt, config)
-        prompts.append(_with_messages(prompt, row, config) if config.has_episodes else prompt)
+        prompts.append(_with_messages(prompt, row, own, config) if config.has_episodes else prompt)
     return prompts
 
 
-def _with_messages(prompt: Prompt, row: Row, config: TrainConfig) -> Prompt:
+def _with_messages(prompt: Prompt, row: Row, media: RowMediaSources, config: TrainConfig) -> Prompt:
     """The prompt with what its environment needs.
 
     Raises:
-        DataError: No message is the user's, or one has media.
+        DataError: No message is the user's, or contents are not what they must be.
     """
-    if prompt.images or prompt.videos:
-        raise DataError(
-            f"{row.location}: environments speak text only, and the row has images or videos"
-        )
     messages = messages_of(row, config)
-    chat = () if isinstance(messages, str) else tuple(messages)
+    chat = [] if isinstance(messages, str) else messages
+    if chat and not media.is_empty:
+        chat = with_media(chat, media, row.location)
     has_user = any(message["role"] == "user" for message in chat)
-    if not has_user or any(not isinstance(message["content"], str) for message in chat):
+    is_text = all(isinstance(message["content"], str) for message in chat)
+    if not has_user or (media.is_empty and not is_text):
         raise DataError(
-            f"{row.location}: an environment needs a user's message, and contents that are text"
+            f"{row.location}: an environment needs a user's message, and contents that are text "
+            "where the row has no images"
         )
-    return replace(prompt, messages=chat, row={**row.columns, "prompt": [dict(m) for m in chat]})
+    row_columns = {**row.columns, "prompt": [dict(message) for message in chat]}
+    return replace(prompt, messages=tuple(chat), row=row_columns)
 
 
 def _check_label_key(rows: Sequence[Row], config: TrainConfig) -> None:

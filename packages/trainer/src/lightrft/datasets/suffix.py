@@ -3,7 +3,8 @@
 What was sampled is never rendered again: templates strip thinking, move system messages and join
 differently. One conversation is rendered whose assistant turn holds a random word; what follows
 the end of that turn is what follows every turn. The text of an observation is encoded so that none
-of it can become a special token, or a tool could speak as somebody else.
+of it can become a special token, or a tool could speak as somebody else. Images stand where the
+template puts them; only its own pieces of text are read by the processor that expands their places.
 """
 
 from __future__ import annotations
@@ -11,10 +12,20 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, Protocol, cast
+
+from lightrft.engines.media.encoder import PromptEncoder
+from lightrft.engines.media.prompts import LaterImages
+from lightrft.engines.media.sources import ImageSource
 
 Role = Literal["tool", "user"]
 Message = dict[str, object]
+# An answer: its texts and images in order.
+Content = tuple[str | ImageSource, ...]
+# Of each answer, which of its parts are texts.
+Shape = tuple[tuple[bool, ...], ...]
+_TEXT: Shape = ((True,),)
 # Ids of nine letters and digits are what Mistral's templates take.
 CALL_ID = "call00000"
 
@@ -58,10 +69,12 @@ class Observation:
     Args:
         token_ids: Its ids.
         text_spans: [start, stop) of those that are text from outside.
+        later: Images in it; they start at places of `token_ids`.
     """
 
     token_ids: tuple[int, ...]
     text_spans: tuple[tuple[int, int], ...]
+    later: tuple[LaterImages, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +108,7 @@ class TurnSuffix:
         tools: Schemas of the tools that prompts show.
         has_system: Whether prompts begin with a system message.
         is_conversation: Observations are what a user says next, not results of calls.
+        encoder: Of a model that reads images; None for one of text.
 
     Attributes:
         verdict: What the probe found.
@@ -110,8 +124,9 @@ class TurnSuffix:
         tools: Sequence[dict[str, object]] = (),
         has_system: bool = False,
         is_conversation: bool = False,
+        encoder: PromptEncoder | None = None,
     ) -> None:
-        self._is_conversation = is_conversation
+        self._is_conversation, self._encoder = is_conversation, encoder
         if not tokenizer.chat_template:
             raise TemplateRefusedError(
                 "environments need a chat template, and the tokenizer has none: give "
@@ -122,32 +137,43 @@ class TurnSuffix:
         self._mark = f"Q{secrets.token_hex(8)}Z"
         self._end = self._end_of_turn()
         self._end_text = "" if self._end is None else tokenizer.convert_ids_to_tokens(self._end)
-        self._frames: dict[int, tuple[str, ...]] = {}
+        self._frames: dict[Shape, tuple[str, ...]] = {}
         role = self._find_role()
         self.verdict = TemplateVerdict(
             role, self._end, self._shows_tools(tools), self._differences(role, tools, has_system)
         )
 
-    def after(self, turn: Sequence[int], texts: Sequence[str]) -> Observation:
+    def after(self, turn: Sequence[int], answers: Sequence[str | Content]) -> Observation:
         """What is appended to a sampled turn: its missing end, the observations, the next header.
 
         Args:
             turn: Sampled ids, ended by a stop token.
-            texts: Results of the calls in it, in their order.
+            answers: Results of the calls in it, in their order.
         """
-        frame = self._frame(len(texts))
+        contents = [(each,) if isinstance(each, str) else each for each in answers]
+        shape = tuple(tuple(isinstance(part, str) for part in each) for each in contents)
+        frame = self._frame(shape)
+        texts = [part for part in chain(*contents) if isinstance(part, str)]
+        images = [part for part in chain(*contents) if not isinstance(part, str)]
         last = turn[-1] if turn else None
         found = [] if self._end is None or self._end == last else [self._end]
-        header = self._as_template(frame[0])
-        # Without an end of turns, the stop token that was sampled is the next turn's first.
-        found += header[1:] if self._end is None and header[:1] == [last] else header
-        spans = []
-        for index, piece in enumerate(frame[1:]):
-            start = len(found)
-            found += self._as_text(self._shown(frame, texts, index))
-            spans.append((start, len(found)))
-            found += self._as_template(piece)
-        return Observation(tuple(found), tuple(spans))
+        spans: list[tuple[int, int]] = []
+        later: list[LaterImages] = []
+        for index, piece in enumerate(frame):
+            if index:
+                start = len(found)
+                found += self._as_text(self._shown(frame, shape, texts, index - 1))
+                spans.append((start, len(found)))
+            own = tuple(images[: self._num_places(piece)])
+            del images[: len(own)]
+            ids = self._as_template(piece, own)
+            # Without an end of turns, the stop token that was sampled is the next turn's first.
+            is_there = index == 0 and self._end is None and ids[:1] == [last]
+            if own:
+                skipped, text = int(self._end is not None) + is_there, self._end_text + piece
+                later.append(LaterImages(len(found), skipped, text, own))
+            found += ids[1:] if is_there else ids
+        return Observation(tuple(found), tuple(spans), tuple(later))
 
     def _render(self, messages: list[Message], **options: object) -> str:
         given: dict[str, object] = {"tools": None, "add_generation_prompt": True, **options}
@@ -178,8 +204,8 @@ class TurnSuffix:
             forms = forms[-1:]
         for self._role, self._arguments_are_text in forms:
             try:
-                self._frame(1)
-                self._frame(2)
+                for shape in (_TEXT, _TEXT * 2, *([((True, False),)] if self._encoder else [])):
+                    self._frame(shape)
             except TemplateRefusedError as error:
                 self._frames.clear()
                 reasons.append(str(error))
@@ -187,15 +213,15 @@ class TurnSuffix:
                 return self._role
         raise _refused("; ".join(dict.fromkeys(reasons)))
 
-    def _frame(self, num_texts: int) -> tuple[str, ...]:
-        """The pieces of the suffix around observations: num_texts + 1 strings."""
-        if num_texts not in self._frames:
-            self._frames[num_texts] = self._make_frame(num_texts)
-        return self._frames[num_texts]
+    def _frame(self, shape: Shape) -> tuple[str, ...]:
+        """The pieces of the suffix around the texts of observations, one more than texts."""
+        if shape not in self._frames:
+            self._frames[shape] = self._make_frame(shape)
+        return self._frames[shape]
 
-    def _make_frame(self, num_texts: int) -> tuple[str, ...]:
-        marks = [f"{self._mark}x{index}x" for index in range(num_texts)]
-        rest, pieces = self._rest(marks), []
+    def _make_frame(self, shape: Shape) -> tuple[str, ...]:
+        marks = self._marks(shape)
+        rest, pieces = self._rest(shape, marks), []
         for mark in marks:
             before, found, rest = rest.partition(mark)
             if not found or mark in rest:
@@ -203,11 +229,23 @@ class TurnSuffix:
                     f"a message of role {self._role} is dropped, moved or repeated"
                 )
             pieces.append(before)
-        return (*pieces, rest)
+        frame = (*pieces, rest)
+        num_images = sum(not is_text for is_text in chain(*shape))
+        if sum(map(self._num_places, frame)) != num_images:
+            raise TemplateRefusedError(
+                f"an image in a message of role {self._role} is dropped or repeated"
+            )
+        return frame
 
-    def _rest(self, texts: Sequence[str]) -> str:
+    def _marks(self, shape: Shape) -> list[str]:
+        return [f"{self._mark}x{index}x" for index in range(sum(chain(*shape)))]
+
+    def _num_places(self, piece: str) -> int:
+        return 0 if self._encoder is None else self._encoder.num_places(piece)
+
+    def _rest(self, shape: Shape, texts: Sequence[str]) -> str:
         """What follows the end of the marked assistant turn when these texts answer it."""
-        messages = [_user("question"), self._answered_turn(), *self._results(texts)]
+        messages = [_user("question"), self._answered_turn(), *self._results(shape, texts)]
         try:
             rendered = self._render(messages)
         except Exception as error:  # a template is a program of the model's author
@@ -238,25 +276,38 @@ class TurnSuffix:
         call = {"id": CALL_ID, "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
 
-    def _results(self, texts: Sequence[str]) -> list[Message]:
+    def _results(self, shape: Shape, texts: Sequence[str]) -> list[Message]:
+        """Messages with the answers: as text where they are, else as parts."""
+        given = iter(texts)
+        contents: list[list[Message]] = [
+            [_text(next(given)) if is_text else {"type": "image"} for is_text in each]
+            for each in shape
+        ]
         if self._role == "user":
-            frame = "{}" if self._is_conversation else "<tool_response>\n{}\n</tool_response>"
-            return [_user("\n".join(frame.format(text) for text in texts))]
+            before, after = "<tool_response>\n", "\n</tool_response>"
+            if self._is_conversation:
+                before = after = ""
+            parts = [
+                part
+                for number, own in enumerate(contents)
+                for part in (_text("\n" * bool(number) + before), *own, _text(after))
+            ]
+            return [_user(_joined(parts))]
         return [
-            {"role": "tool", "name": "function", "tool_call_id": CALL_ID, "content": text}
-            for text in texts
+            {"role": "tool", "name": "function", "tool_call_id": CALL_ID, "content": _joined(own)}
+            for own in contents
         ]
 
-    def _shown(self, frame: tuple[str, ...], texts: Sequence[str], index: int) -> str:
-        """An observation as the template writes it (trimmed, as JSON ...); else as it is."""
-        marks = [f"{self._mark}x{i}x" for i in range(len(texts))]
+    def _shown(self, frame: tuple[str, ...], shape: Shape, texts: Sequence[str], index: int) -> str:
+        """A text as the template writes it (trimmed, as JSON ...); else as it is."""
+        marks = self._marks(shape)
         marks[index] = texts[index]
         before = "".join(p + m for p, m in zip(frame[:index], marks[:index], strict=True))
         before += frame[index]
         pairs = zip(marks[index + 1 :], frame[index + 2 :], strict=True)
         after = frame[index + 1] + "".join(m + p for m, p in pairs)
         try:
-            rest = self._rest(marks)
+            rest = self._rest(shape, marks)
         except TemplateRefusedError:
             return texts[index]
         fits = len(rest) >= len(before) + len(after)
@@ -270,9 +321,13 @@ class TurnSuffix:
         places = [place for name in names if (place := text.find(name)) >= 0]
         return min(places, default=None)
 
-    def _as_template(self, text: str) -> list[int]:
+    def _as_template(self, text: str, images: tuple[ImageSource, ...]) -> list[int]:
         """Ids of a piece of the template, as they are in the middle of a conversation."""
-        ids = self._tokenizer(self._end_text + text, add_special_tokens=False)["input_ids"]
+        whole = self._end_text + text
+        if self._encoder is not None and images:
+            ids = list(self._encoder.kept(whole, images=images).token_ids)
+        else:
+            ids = self._tokenizer(whole, add_special_tokens=False)["input_ids"]
         # Some tokenizers put a space before the first word of a text, but not after the anchor.
         return ids if self._end is None else ids[1:]
 
@@ -307,7 +362,7 @@ class TurnSuffix:
         try:
             prompt = self._render(opening, tools=shown)
             text = self._mark + "y"
-            whole = self._render([*opening, self._answered_turn(), *self._results(["ok"])],
+            whole = self._render([*opening, self._answered_turn(), *self._results(_TEXT, ["ok"])],
                                  tools=shown)  # fmt: skip
         except Exception as error:  # a template is a program of the model's author
             raise _refused(f"it fails on a prompt like those of the data: {error}") from error
@@ -334,8 +389,19 @@ def _after_last(text: str, mark: str) -> str | None:
     return None if place < 0 else text[place + len(mark) :]
 
 
-def _user(content: str) -> Message:
+def _user(content: object) -> Message:
     return {"role": "user", "content": content}
+
+
+def _text(text: str) -> Message:
+    return {"type": "text", "text": text}
+
+
+def _joined(parts: Sequence[Message]) -> object:
+    """Parts as one text if all of them are."""
+    if all("text" in part for part in parts):
+        return "".join(str(part["text"]) for part in parts)
+    return [part for part in parts if part.get("text") != ""]
 
 
 def _assistant(content: str) -> Message:

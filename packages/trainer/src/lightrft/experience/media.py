@@ -3,6 +3,7 @@
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,11 +11,11 @@ from numpy.typing import NDArray
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import PromptEncoder
-from lightrft.engines.media.prompts import EncodedPrompt, MediumKind, RowMedia
+from lightrft.engines.media.prompts import EncodedPrompt, LaterImages, MediumKind, RowMedia
 from lightrft.engines.media.sources import ImageSource, VideoSource
 from lightrft.engines.types import GenerationRequest, MultiModalInputs
 from lightrft.experience.exchange import RowTable
-from lightrft.experience.types import ScoredRollout
+from lightrft.experience.types import Rollout, ScoredRollout
 from lightrft.strategy.strategy_base import StrategyBase
 
 _KINDS: tuple[MediumKind, ...] = ("image", "video")
@@ -56,6 +57,19 @@ def encode_prompt(prompt: Prompt, encoder: PromptEncoder | None) -> EncodedPromp
     return encoder.kept(prompt.text, images=prompt.images, videos=prompt.videos)
 
 
+def encode_row(rollout: Rollout, encoder: PromptEncoder | None) -> EncodedPrompt | None:
+    """A row as far as it has media, those of its observations included; None without media.
+
+    Raises:
+        ConfigError: There are media and no encoder.
+    """
+    prompt = rollout.prompt
+    start = encode_prompt(prompt, encoder) if prompt.images or prompt.videos else None
+    if encoder is None or not rollout.later:
+        return start
+    return encoder.row(rollout.token_ids, start, rollout.later)
+
+
 def check_media(prompts: Sequence[Prompt], config: TrainConfig) -> None:
     """Raises a ConfigError if prompts have media and an option cannot be used with them."""
     has_media = [prompt.id for prompt in prompts if prompt.images or prompt.videos]
@@ -71,11 +85,35 @@ def check_media(prompts: Sequence[Prompt], config: TrainConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """What a prompt is encoded from."""
+    """What a row is encoded from; the rows of a prompt share it if none has images of its own.
+
+    Args:
+        text, images, videos: Of the prompt.
+        later: Images behind it.
+        token_ids: Of the row, as far as `later` goes.
+    """
 
     text: str
     images: tuple[ImageSource, ...]
     videos: tuple[VideoSource, ...]
+    later: tuple[LaterImages, ...] = ()
+    token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> Self | None:
+        """Of a row; None without media."""
+        prompt = rollout.prompt
+        if not (prompt.images or prompt.videos or rollout.later):
+            return None
+        ids = rollout.token_ids if rollout.later else ()
+        return cls(prompt.text, prompt.images, prompt.videos, rollout.later, ids)
+
+    def encode(self, encoder: PromptEncoder) -> EncodedPrompt | None:
+        """The row up to its last medium."""
+        start = None
+        if self.images or self.videos:
+            start = encoder.kept(self.text, images=self.images, videos=self.videos)
+        return encoder.row(self.token_ids, start, self.later)
 
 
 def deliver_media(
@@ -88,7 +126,8 @@ def deliver_media(
     """The media of the rows that this rank wants; collective.
 
     Original bytes travel, once for each prompt and rank, and pixels are made where rows are
-    trained; the rows of a prompt share them.
+    trained; the rows of a prompt share them. Rows of environments travel each for itself, since
+    each may show its own images.
 
     Args:
         table: The rows of all ranks.
@@ -97,26 +136,30 @@ def deliver_media(
         strategy: Brings bytes from rank to rank.
         encoder: Of the model.
     """
-    rank = strategy.get_rank()
-    own = {
-        item.rollout.group_id: item.rollout.prompt
-        for item in scored
-        if item.rollout.prompt.images or item.rollout.prompt.videos
-    }
+    rank, own = strategy.get_rank(), dict[int, _Sources]()
+    keys: dict[int, int] = {}
+    for rollout in (item.rollout for item in scored):
+        sources = _Sources.of(rollout)
+        if sources is not None:
+            is_alone = rollout.conversation is not None
+            key = _key_of_row(rollout.sample_id) if is_alone else rollout.group_id
+            keys[rollout.sample_id], own[key] = key, sources
     parts = [
-        b"" if receiver == rank else _pack(own, _groups(table, rows, rank))
+        b"" if receiver == rank else _pack(own, _held(table, rows, rank, keys))
         for receiver, rows in enumerate(wanted)
     ]
-    found: dict[int, EncodedPrompt] = {
-        group: encode_prompt(own[group], encoder)
-        for group in _groups(table, wanted[rank], rank)
-        if group in own
-    }
+    found = {key: own[key].encode(encoder) for key in _held(table, wanted[rank], rank, keys)}
     for data in strategy.exchange_bytes(parts):
-        for group, sources in _unpack(data):
-            found[group] = encoder.kept(sources.text, images=sources.images, videos=sources.videos)
-    prompts = tuple(found.get(group) for group in table.group_ids[wanted[rank]].tolist())
+        found |= {key: sources.encode(encoder) for key, sources in _unpack(data)}
+    rows = wanted[rank]
+    pairs = zip(table.sample_ids[rows].tolist(), table.group_ids[rows].tolist(), strict=True)
+    prompts = tuple(found.get(_key_of_row(sample), found.get(group)) for sample, group in pairs)
     return RowMedia(prompts, agree_on_kinds(strategy, RowMedia(prompts).kinds))
+
+
+def _key_of_row(sample_id: int) -> int:
+    """Of a row that shares nothing; groups have their own ids as keys."""
+    return -1 - sample_id
 
 
 def agree_on_kinds(strategy: StrategyBase, kinds: Collection[MediumKind]) -> frozenset[MediumKind]:
@@ -125,51 +168,68 @@ def agree_on_kinds(strategy: StrategyBase, kinds: Collection[MediumKind]) -> fro
     return frozenset(kind for kind in _KINDS if counts[kind])
 
 
-def _groups(table: RowTable, rows: NDArray[np.int64], holder: int) -> list[int]:
-    """Groups of some rows whose samples a rank holds, each once."""
-    held = rows[table.holders[rows] == holder]
-    return list(dict.fromkeys(table.group_ids[held].tolist()))
+def _held(
+    table: RowTable, rows: NDArray[np.int64], holder: int, keys: Mapping[int, int]
+) -> list[int]:
+    """Keys of those rows with media that a rank holds, each once."""
+    held = table.sample_ids[rows[table.holders[rows] == holder]].tolist()
+    return list(dict.fromkeys(keys[sample] for sample in held if sample in keys))
 
 
-def _pack(prompts: Mapping[int, Prompt], groups: Sequence[int]) -> bytes:
-    """A line of JSON with all lengths, then the bytes of all media one after the other."""
-    blobs: list[bytes] = []
+def _pack(own: Mapping[int, _Sources], keys: Sequence[int]) -> bytes:
+    """A line of JSON with all lengths, then the bytes of all media, each once, and of all ids."""
+    blobs: dict[str, bytes] = {}
 
     def stored(source: ImageSource) -> list[object]:
-        blobs.append(source.read())
-        return [source.name, len(blobs[-1])]
+        blobs.setdefault(source.digest, source.read())
+        return [source.name, source.digest]
 
     header = [
         {
-            "group": group,
-            "text": prompts[group].text,
-            "images": [stored(image) for image in prompts[group].images],
+            "key": key,
+            "text": own[key].text,
+            "images": [stored(image) for image in own[key].images],
             "videos": [
                 [video.name, video.fps, [stored(frame) for frame in video.frames]]
-                for video in prompts[group].videos
+                for video in own[key].videos
             ],
+            "later": [
+                [each.start, each.num_skipped, each.text, [stored(image) for image in each.images]]
+                for each in own[key].later
+            ],
+            "num_ids": len(own[key].token_ids),
         }
-        for group in groups
-        if group in prompts
+        for key in keys
     ]
-    return json.dumps(header).encode() + b"\n" + b"".join(blobs) if header else b""
+    sizes = [[digest, len(blob)] for digest, blob in blobs.items()]
+    ids = [np.array(own[key].token_ids, dtype=np.int32).tobytes() for key in keys]
+    head = json.dumps({"rows": header, "blobs": sizes}).encode()
+    return b"".join((head, b"\n", *blobs.values(), *ids)) if header else b""
 
 
 def _unpack(data: bytes) -> Iterable[tuple[int, _Sources]]:
     if not data:
         return
-    header, _, rest = data.partition(b"\n")
-    place = 0
-
-    def source(name: str, length: int) -> ImageSource:
-        nonlocal place
+    line, _, rest = data.partition(b"\n")
+    header, place = json.loads(line), 0
+    blobs: dict[str, bytes] = {}
+    for digest, length in header["blobs"]:
+        blobs[digest] = rest[place : place + length]
         place += length
-        return ImageSource(name, content=rest[place - length : place])
 
-    for item in json.loads(header):
-        images = tuple(source(name, length) for name, length in item["images"])
-        videos = tuple(
-            VideoSource(name, tuple(source(*frame) for frame in frames), fps)
-            for name, fps, frames in item["videos"]
+    def images(listed: Iterable[tuple[str, str]]) -> tuple[ImageSource, ...]:
+        return tuple(ImageSource(name, content=blobs[digest]) for name, digest in listed)
+
+    for item in header["rows"]:
+        ids = np.frombuffer(rest, np.int32, item["num_ids"], place)
+        place += ids.nbytes
+        yield (
+            int(item["key"]),
+            _Sources(
+                str(item["text"]),
+                images(item["images"]),
+                tuple(VideoSource(name, images(own), fps) for name, fps, own in item["videos"]),
+                tuple(LaterImages(a, b, text, images(own)) for a, b, text, own in item["later"]),
+                tuple(ids.tolist()),
+            ),
         )
-        yield int(item["group"]), _Sources(str(item["text"]), images, videos)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.prompts import MediumKind, RowMedia
 from lightrft.experience.collate import pad_rows
-from lightrft.experience.media import agree_on_kinds, encode_prompt
+from lightrft.experience.media import agree_on_kinds, encode_row
 from lightrft.experience.types import Rollout
 from lightrft.models import RewardModel
 from lightrft.rewards.recipes import RewardRecipes
@@ -88,11 +88,7 @@ class ModelRewards:
         weights = [self._weights(rollout) for rollout in rollouts]
         scores: list[dict[str, float]] = [{} for _ in rollouts]
         present = self._kinds(rollouts, encoder)
-        prompts = [rollout.prompt for rollout in rollouts]
-        encoded = [
-            encode_prompt(prompt, encoder) if prompt.images or prompt.videos else None
-            for prompt in prompts
-        ]
+        encoded = [encode_row(rollout, encoder) for rollout in rollouts]
         for entry in self._models:
             wanted = [i for i, row in enumerate(weights) if entry.name in row]
             texts = [_token_ids(rollouts[i], entry.tokenizer) for i in wanted]
@@ -118,7 +114,7 @@ class ModelRewards:
             return frozenset()
         own: list[MediumKind] = []
         for rollout in rollouts:
-            own += ["image"] * bool(rollout.prompt.images)
+            own += ["image"] * bool(rollout.images)
             own += ["video"] * bool(rollout.prompt.videos)
         present = agree_on_kinds(self._strategy, own)
         for entry in self._models if present else ():

@@ -7,7 +7,8 @@ from typing import Literal
 from torch import Tensor
 
 from lightrft.datasets.types import Prompt
-from lightrft.engines.media.prompts import NO_MEDIA, RowMedia
+from lightrft.engines.media.prompts import NO_MEDIA, LaterImages, RowMedia
+from lightrft.engines.media.sources import ImageSource
 from lightrft.engines.types import Completion
 from lightrft.models.support import SamplingSupport
 
@@ -36,9 +37,10 @@ class AnsweredCall:
     Args:
         name, arguments: As the tool got them; of a malformed call, "" and none.
         outcome: "error" is the tool's, "malformed" the model's; "refused" is beyond a limit.
-        text: The answer before it was cut to tokens.
+        text: The answer before it was cut to tokens; images by their digests.
         seconds: Until it came.
         ends_episode: The environment is done; the answer is not shown.
+        content: Texts and images in order where there are images; () where `text` is all.
     """
 
     name: str
@@ -47,6 +49,12 @@ class AnsweredCall:
     text: str
     seconds: float = 0.0
     ends_episode: bool = False
+    content: tuple[str | ImageSource, ...] = ()
+
+    @property
+    def shown(self) -> tuple[str | ImageSource, ...]:
+        """What the model is to see, in order."""
+        return self.content or (self.text,)
 
     @property
     def said(self) -> tuple[str, str]:
@@ -83,6 +91,7 @@ class Rollout:
             means that of the completion for all.
         segments: How the response came about, call by call of the engine.
         conversation: With an environment or tools, what was said and answered.
+        later: Images in its observations; they start at places of prompt and response together.
     """
 
     prompt: Prompt
@@ -93,6 +102,17 @@ class Rollout:
     token_versions: tuple[int, ...] | None = None
     segments: tuple[Segment, ...] = ()
     conversation: Conversation | None = None
+    later: tuple[LaterImages, ...] = ()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and response."""
+        return (*self.completion.prompt_token_ids, *self.completion.output_token_ids)
+
+    @property
+    def images(self) -> tuple[ImageSource, ...]:
+        """Of prompt and response, in order."""
+        return (*self.prompt.images, *(image for each in self.later for image in each.images))
 
 
 @dataclass(frozen=True, slots=True)

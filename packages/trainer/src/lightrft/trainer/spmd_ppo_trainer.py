@@ -186,7 +186,9 @@ class SPMDPPOTrainerBase:
         check_environments(self.config, has_environments=environments is not None)
         self.tokenizer = tokenizer or load_actor_tokenizer(strategy.config.pretrain)
         self.processor = processor
-        self._encoder = prompt_encoder(processor, strategy.unwrap_model(self.actor), self.config)
+        self._encoder = prompt_encoder(
+            processor, strategy.unwrap_model(self.actor), self.config, environments
+        )
         self._sampler = RolloutSampler(
             strategy,
             *build_trainer_rewards(reward_fn or reward_model, model_rewards, strategy, self.config),

@@ -1,12 +1,13 @@
 """Turns prompts with media into what a model and an engine read."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from lightrft.engines.media.families import VisionFamily
-from lightrft.engines.media.prompts import EncodedPrompt, MediumKind
+from lightrft.engines.media.prompts import EncodedPrompt, LaterImages, MediumKind
 from lightrft.engines.media.sources import ImageSource, VideoSource
 
 if TYPE_CHECKING:
@@ -92,6 +93,54 @@ class PromptEncoder:
         if key not in self._kept:
             self._kept[key] = self.encode(text, images=images, videos=videos)
         return self._kept[key]
+
+    def row(
+        self, token_ids: Sequence[int], prompt: EncodedPrompt | None, later: Sequence[LaterImages]
+    ) -> EncodedPrompt | None:
+        """A row up to its last image: nothing of it is encoded again, new images stand behind.
+
+        Args:
+            token_ids: Of the row.
+            prompt: With which it begins; None for one of text.
+            later: Images behind the prompt, in their order.
+
+        Raises:
+            ValueError: The row has other tokens where the prompt or an image belongs.
+        """
+        if not later:
+            return prompt
+        pieces = [] if prompt is None else [(0, 0, prompt)]
+        pieces += [(x.start, x.num_skipped, self.kept(x.text, images=x.images)) for x in later]
+        request: list[int] = []
+        types: list[int] = []
+        place = 0
+        for start, skipped, piece in pieces:
+            own, stop = piece.token_ids[skipped:], start + len(piece.token_ids) - skipped
+            if tuple(token_ids[start:stop]) != own:
+                raise ValueError(
+                    f"a row has other tokens at {start}:{stop} than the {len(own)} that its images "
+                    "are encoded as; images of a row must stay as they were first shown"
+                )
+            request += [*token_ids[place:start], *piece.request_token_ids[skipped:]]
+            types += [0] * (start - place)
+            types += (piece.token_types or (0,) * len(piece.token_ids))[skipped:]
+            place = stop
+        found = [piece for _, _, piece in pieces]
+        names = dict.fromkeys(name for piece in found for name in piece.tensors)
+        return replace(
+            found[-1],
+            token_ids=tuple(token_ids[:place]),
+            request_token_ids=tuple(request),
+            token_types=None if self.family.token_types is None else tuple(types),
+            tensors={n: self.family.join(n, [p.tensors.get(n) for p in found]) for n in names},
+            kinds=frozenset(kind for piece in found for kind in piece.kinds),
+            images=tuple(image for piece in found for image in piece.images),
+            videos=tuple(video for piece in found for video in piece.videos),
+        )
+
+    def num_places(self, text: str) -> int:
+        """How many images a rendered text has places for."""
+        return text.count(str(vars(self.processor)[self.family.image_mark]))
 
     def forget(self) -> None:
         """Frees the tensors of all prompts."""

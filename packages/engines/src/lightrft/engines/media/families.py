@@ -46,6 +46,7 @@ class VisionFamily:
             between the tokens; sequences of one stream cannot be kept apart then.
         token_axis: Inputs with one entry for each token of the prompt, after the row; responses
             repeat the last one.
+        image_mark: Attribute of the processor with what a chat template writes for an image.
     """
 
     model_type: str
@@ -60,6 +61,7 @@ class VisionFamily:
     reads_videos: bool = False
     attends_to_images: bool = False
     token_axis: tuple[str, ...] = ()
+    image_mark: str = "image_token"
 
     def join(self, name: str, tensors: Sequence[Tensor | None]) -> Tensor:
         """One input of a batch from those of its rows, in order; None for rows without media.
@@ -173,7 +175,7 @@ _FAMILIES = (
     _qwen("qwen3_vl"),
     VisionFamily(
         "gemma3", {"pixel_values": "items"}, _image_dummy, token_types="token_type_ids",
-        takes_types=True,
+        takes_types=True, image_mark="boi_token",
     ),
     # Frames of a video are images to it.
     VisionFamily("internvl", {"pixel_values": "items"}, _image_dummy, reads_videos=True),

@@ -1,7 +1,7 @@
 """A prompt with images and videos as a model reads it, and the media of a batch of rows."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 from torch import Tensor
@@ -36,6 +36,18 @@ class EncodedPrompt:
     videos: tuple[VideoSource, ...] = ()
     sizes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
+    def continued(self, token_ids: Sequence[int]) -> Self:
+        """The prompt with tokens of text behind it."""
+        if not token_ids:
+            return self
+        types = self.token_types
+        return replace(
+            self,
+            token_ids=(*self.token_ids, *token_ids),
+            request_token_ids=(*self.request_token_ids, *token_ids),
+            token_types=None if types is None else (*types, *[0] * len(token_ids)),
+        )
+
     @property
     def num_images(self) -> int:
         """Images of a prompt that text attends to, [1, images, ...]."""
@@ -45,6 +57,23 @@ class EncodedPrompt:
     def num_bytes(self) -> int:
         """Memory of its tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class LaterImages:
+    """Images that stand behind the prompt of a row, in what was appended after a turn.
+
+    Args:
+        start: Place in the row of the first token of `text`.
+        num_skipped: First tokens of `text` that are not appended: they are what stands before it.
+        text: A piece of a chat template, with one placeholder for each image.
+        images: In order of appearance.
+    """
+
+    start: int
+    num_skipped: int
+    text: str
+    images: tuple[ImageSource, ...]
 
 
 @dataclass(frozen=True, slots=True)

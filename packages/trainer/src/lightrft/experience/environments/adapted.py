@@ -28,7 +28,7 @@ class Adapted(ABC):
     is_done = False
 
     @abstractmethod
-    def reset(self, seed: int | None = None, **row: object) -> str | None:
+    def reset(self, seed: int | None = None, **row: object) -> object:
         """Begins the episode; what it returns stands at the end of the user's message."""
 
     @abstractmethod

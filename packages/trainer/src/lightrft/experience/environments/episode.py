@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from lightrft.datasets.suffix import Observation
 from lightrft.datasets.types import Prompt
+from lightrft.engines.media.prompts import LaterImages
 from lightrft.engines.types import Completion
 from lightrft.experience.environments.calls import ToolCall
+from lightrft.experience.environments.content import Parts, from_json
 from lightrft.experience.environments.kinds import Kind
 from lightrft.experience.environments.pool import EpisodeError, Host
 from lightrft.experience.types import AnsweredCall, Conversation, Rollout, Segment
@@ -44,6 +47,8 @@ class Episode:
     is_open: bool = True
     failure: EpisodeError | None = None
     told: str | None = None
+    told_parts: Parts = ()
+    later: list[LaterImages] = field(default_factory=list)
     generation: int = 0
     num_restarts: int = 0
     pending: list[ToolCall] = field(default_factory=list)
@@ -74,19 +79,21 @@ class Episode:
         self.turn_texts.append(text)
         self.last = turn
 
-    def add_observation(self, ids: tuple[int, ...], spans: tuple[tuple[int, int], ...]) -> None:
+    def add_observation(self, found: Observation) -> None:
         """Appends what nobody sampled."""
+        ids, place = found.token_ids, len(self.context)
+        self.later += [replace(each, start=each.start + place) for each in found.later]
         self.token_ids += ids
         self.logprobs += [0.0] * len(ids)
         self.sampled += [False] * len(ids)
         self.versions += [-1] * len(ids)
         turn = self.segments[-1]
-        self.segments[-1] = Segment(turn.request_id, turn.sample_index, ids, spans)
+        self.segments[-1] = Segment(turn.request_id, turn.sample_index, ids, found.text_spans)
 
     def start_over(self) -> None:
         """Forgets all turns; the prompt stays."""
         for turns in (self.token_ids, self.logprobs, self.sampled, self.versions, self.segments,
-                      self.turn_texts, self.answers, self.pending):  # fmt: skip
+                      self.turn_texts, self.answers, self.pending, self.later):  # fmt: skip
             turns.clear()
         self.last, self.is_open, self.generation = None, True, -1
         self.num_restarts += 1
@@ -107,10 +114,14 @@ class Episode:
             return
         is_new = self.generation == 0
         key = str(self.number)
-        told = host.ask("reset", key, seconds=seconds, row=self.row)
+        answer = host.ask("reset", key, seconds=seconds, row=self.row)
+        told = answer["text"] if isinstance(answer, dict) else answer
         if not is_new and told != self.told:
             raise EpisodeError("reset answered otherwise when it was repeated")
         self.told = None if told is None else str(told)
+        self.told_parts = () if told is None else (str(told),)
+        if isinstance(answer, dict):
+            self.told_parts = from_json(answer["content"], "an image of reset")
         for call in (call for turn in self.answers for call in turn):
             if call.outcome not in ("ok", "error") or call.name in stateless:
                 continue
@@ -150,4 +161,5 @@ class Episode:
                 tuple(tuple(turn) for turn in self.answers),
                 self.num_restarts,
             ),
+            later=tuple(self.later),
         )

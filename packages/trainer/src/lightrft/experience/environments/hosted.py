@@ -2,8 +2,8 @@
 
 The author's interface is TRL's: a class with `reset(**row)`, further public methods as tools, and
 optionally `get_reward()`; a function that makes one; or a dict of them, of which each row names
-one. Other makes come through adapters. Runs in the worker; imports the standard library, and
-transformers once for the schemas.
+one. Other makes come through adapters. Runs in the worker; imports the standard library, NumPy for
+images, and transformers once for the schemas.
 """
 
 from __future__ import annotations
@@ -21,6 +21,14 @@ from typing import cast
 from lightrft.config import ConfigError
 from lightrft.config.registry import ENVIRONMENT_KINDS, load_reference, split_kind, split_reference
 from lightrft.experience.environments.adapted import KIND_COLUMN, Adapted, EpisodeLostError
+from lightrft.experience.environments.content import (
+    ContentError,
+    Parts,
+    as_parts,
+    has_image,
+    named,
+    to_json,
+)
 from lightrft.rewards.worker import ReportedError
 
 NOT_TOOLS = ("reset", "get_reward")
@@ -37,12 +45,19 @@ class HostedEnvironments:
         tools: Import strings of functions.
         max_characters: Longest answer that is sent; the rest is cut, and said to be.
         describes: Say what there is; one worker of several does.
+        reads_images: The model does, so that answers may have some.
     """
 
     def __init__(
-        self, environment: str | None, tools: Sequence[str], max_characters: int, describes: bool
+        self,
+        environment: str | None,
+        tools: Sequence[str],
+        max_characters: int,
+        describes: bool,
+        reads_images: bool = False,
     ) -> None:
         self._pid = os.getpid()
+        self._reads_images = reads_images
         self._describes = describes
         self._max_characters = max_characters
         self._factories = {} if environment is None else _factories(environment)
@@ -100,7 +115,7 @@ class HostedEnvironments:
         self._episodes.pop(episode, None)
         return None
 
-    def _reset(self, episode: str, row: dict[str, object]) -> str | None:
+    def _reset(self, episode: str, row: dict[str, object]) -> object:
         if not self._factories:
             return None
         # Where a row chooses, its environment does not get the choice, as in TRL.
@@ -110,9 +125,11 @@ class HostedEnvironments:
         told = cast("Tool", environment.reset)(**row)  # type: ignore[attr-defined]
         if inspect.isawaitable(told):
             told = asyncio.run(_wait(told))
-        return _as_told(told, type(environment).__name__)
+        name = f"{type(environment).__name__}.reset"
+        parts = self._parts(told, name)
+        return _as_told(told, name) if parts is None else _answer(parts)
 
-    def _call(self, episode: str, name: str, arguments: dict[str, object]) -> dict[str, str]:
+    def _call(self, episode: str, name: str, arguments: dict[str, object]) -> dict[str, object]:
         tool = self._tools.get(name)
         try:
             if tool is None:
@@ -120,7 +137,12 @@ class HostedEnvironments:
             result = tool(**arguments)
             if inspect.isawaitable(result):
                 result = asyncio.run(_wait(result))
-            answer = {"text": self._cut(as_text(result))}
+            parts = self._parts(result, name)
+            if parts is None:
+                answer: dict[str, object] = {"text": self._cut(as_text(result))}
+            else:
+                cut = (self._cut(as_text(p)) if isinstance(p, str) else p for p in parts)
+                answer = _answer(tuple(cut))
             environment = self._episodes.get(episode)
             if isinstance(environment, Adapted) and environment.is_done:
                 answer["ends_episode"] = "yes"
@@ -148,6 +170,24 @@ class HostedEnvironments:
             return [sum(parts.values()) if total is None else total, parts]
         return [_number(reward), {}]
 
+    def _parts(self, result: object, name: str) -> Parts | None:
+        """Texts and images of an answer; None where it has no images.
+
+        Raises:
+            EpisodeLostError: The model reads text only, or an image cannot be read.
+        """
+        if not has_image(result):
+            return None
+        if not self._reads_images:
+            raise EpisodeLostError(
+                f"{name} answered with an image, and the model reads text only: train a "
+                "vision-language model, or answer in text"
+            )
+        try:
+            return as_parts(result)
+        except ContentError as error:
+            raise EpisodeLostError(f"{name}: {error}") from error
+
     def _cut(self, text: str) -> str:
         if len(text) <= self._max_characters:
             return text
@@ -169,6 +209,10 @@ def as_text(result: object) -> str:
         result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
     )
     return text.encode("utf-8", "replace").decode("utf-8")  # halves of surrogate pairs
+
+
+def _answer(parts: Parts) -> dict[str, object]:
+    return {"text": named(parts), "content": to_json(parts)}
 
 
 async def _wait(awaitable: object) -> object:
@@ -226,8 +270,7 @@ def _as_told(result: object, name: str) -> str | None:
             own = type(block).__name__
             kind = block.get("type", own) if isinstance(block, Mapping) else own
             raise ReportedError(
-                f"{name}.reset must return a string, blocks of type text or None: got {kind!r} "
-                "(environments speak text only)"
+                f"{name} must return a string, blocks of type text or image, or None: got {kind!r}"
             )
         texts.append(text)
     return "".join(texts)

@@ -17,7 +17,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -238,7 +238,9 @@ class Journal:
 
     def answer(self, episode: Episode, call: AnsweredCall) -> None:
         """A call of the last turn and its answer."""
-        self._write(episode, "answer", turn=len(episode.segments) - 1, call=asdict(call))
+        found = asdict(replace(call, content=()))  # its images are named in the text
+        del found["content"]
+        self._write(episode, "answer", turn=len(episode.segments) - 1, call=found)
 
     def observation(self, episode: Episode) -> None:
         """What was appended after the last turn."""

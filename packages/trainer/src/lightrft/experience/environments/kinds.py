@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.types import DataError
 from lightrft.experience.environments.adapted import KIND_COLUMN
 from lightrft.experience.environments.calls import Parser, choose_parser, whole_turn
@@ -28,7 +29,7 @@ class ToolTokenizer:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | VisionPrompts,
         schemas: Sequence[Schema],
         by_kind: Mapping[str, ToolTokenizer] | None = None,
     ) -> None:
@@ -92,6 +93,7 @@ class Kinds:
         specs: By the name that rows have for them; "" where there is only one.
         tokenizer: Of the model.
         tool_parser: Name of the format of calls.
+        vision: Renders prompts in its place, of a model that reads images.
 
     Attributes:
         whole: What they have together.
@@ -106,10 +108,11 @@ class Kinds:
         specs: Mapping[str, EnvironmentSpec],
         tokenizer: PreTrainedTokenizerBase,
         tool_parser: str,
+        vision: VisionPrompts | None = None,
     ) -> None:
-        self.whole = _together(specs)
-        shown = {name: ToolTokenizer(tokenizer, spec.schemas) for name, spec in specs.items()}
-        self.tokenizer = shown.get("") or ToolTokenizer(tokenizer, (), shown)
+        self.whole, chat = _together(specs), vision or tokenizer
+        shown = {name: ToolTokenizer(chat, spec.schemas) for name, spec in specs.items()}
+        self.tokenizer = shown.get("") or ToolTokenizer(chat, (), shown)
         self._kinds = {
             name: Kind(
                 spec,

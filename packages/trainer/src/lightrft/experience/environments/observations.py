@@ -6,14 +6,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.suffix import Observation, TurnSuffix
+from lightrft.datasets.suffix import Content, Observation, TurnSuffix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lightrft.engines.media.sources import ImageSource
+
 # Of an observation that would not fit: less is not worth a turn.
 MIN_OBSERVATION_TOKENS = 8
 CUT = "[cut]"
+
+
+class ImageRefusedError(ValueError):
+    """Images of an answer cannot be shown to the model; the message says why."""
 
 
 class Observations:
@@ -38,21 +44,65 @@ class Observations:
         """Whether so many answers would be seen."""
         return self._room(turn, context_length, count) >= MIN_OBSERVATION_TOKENS * count
 
-    def after(self, turn: Sequence[int], context_length: int, texts: Sequence[str]) -> Observation:
-        """The ids after a turn.
+    def after(
+        self, turn: Sequence[int], context_length: int, answers: Sequence[str | Content]
+    ) -> Observation | None:
+        """The ids after a turn; None if its images leave no room for another turn.
 
         Args:
             turn: Its ids.
             context_length: Tokens of the episode, the turn included.
-            texts: The answers.
+            answers: To its calls.
+
+        Raises:
+            ImageRefusedError: Images of an answer alone have more than `max_observation_tokens`, or
+                the model's processor or template refuses them.
         """
-        room = self._room(turn, context_length, len(texts))
-        share = min(self._config.max_observation_tokens, room // len(texts))
-        found = self._suffix.after(turn, [self._cut(text, share) for text in texts])
+        contents = [(each,) if isinstance(each, str) else each for each in answers]
+        try:
+            sizes = [self._image_tokens(turn, each) for each in contents]
+        except (ValueError, TypeError, IndexError) as error:
+            raise ImageRefusedError(f"an answer's images cannot be shown: {error}") from error
+        limit = self._config.max_observation_tokens
+        if max(sizes) > limit:
+            raise ImageRefusedError(
+                f"the images of an answer have {max(sizes)} tokens, more than "
+                f"--max_observation_tokens {limit}: raise it, or answer with smaller images"
+            )
+        room = self._room(turn, context_length, len(contents)) - sum(sizes)
+        if sum(sizes) and room < MIN_OBSERVATION_TOKENS * len(contents):
+            return None
+        share = room // len(contents)
+        pairs = zip(contents, sizes, strict=True)
+        cut = [self._cut_content(each, min(limit - size, share)) for each, size in pairs]
+        found = self._suffix.after(turn, cut)
         left = self._config.max_episode_tokens - context_length
         if len(found.token_ids) >= left:  # a template that writes more than the text
-            found = self._suffix.after(turn, [CUT] * len(texts))
+            if sum(sizes):
+                return None
+            found = self._suffix.after(turn, [CUT] * len(contents))
         return found
+
+    def _image_tokens(self, turn: Sequence[int], content: Content) -> int:
+        """Tokens that the images of an answer add to it."""
+        images = [part for part in content if not isinstance(part, str)]
+        if not images:
+            return 0
+        shown: Content = ("", *images)
+        bare = len(self._suffix.after(turn, [""]).token_ids)
+        return len(self._suffix.after(turn, [shown]).token_ids) - bare
+
+    def _cut_content(self, content: Content, max_tokens: int) -> Content:
+        """An answer whose texts have at most so many tokens together."""
+        found: list[str | ImageSource] = []
+        for part in content:
+            if not isinstance(part, str):
+                found.append(part)
+                continue
+            found.append(self._cut(part, max(0, max_tokens)))
+            ids = self._tokenizer(part, add_special_tokens=False, split_special_tokens=True)
+            max_tokens -= len(cast("list[int]", ids["input_ids"]))
+        return tuple(found)
 
     def _room(self, turn: Sequence[int], context_length: int, count: int) -> int:
         """Tokens that so many answers may have, so that one token of a turn can follow."""

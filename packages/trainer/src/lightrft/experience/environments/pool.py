@@ -128,6 +128,7 @@ class EnvironmentPool:
 
     Args:
         config: Its options `environment`, `tools`, `environment_workers`.
+        reads_images: The model does, so that answers may have some.
 
     Attributes:
         specs: What the author's class and tools are; of several classes, by their names.
@@ -136,7 +137,7 @@ class EnvironmentPool:
         ConfigError: The class or a tool cannot be loaded, or is not what it must be.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, *, reads_images: bool = False) -> None:
         environment = None if config.environment is None else _absolute(config.environment)
         task = WorkerTask(
             "lightrft.experience.environments.hosted",
@@ -146,12 +147,13 @@ class EnvironmentPool:
                 tuple(_absolute(text) for text in config.tools),
                 CHARACTERS_PER_TOKEN * config.max_observation_tokens,
                 False,
+                reads_images,
             ),
             shown_file=(split_reference(split_kind(environment or "")[1]) or ("", ""))[0] or None,
         )
         count = config.environment_workers or os.cpu_count() or 1
         # Schemas take a library that is slow to import and that no episode needs.
-        describing = replace(task, arguments=(*task.arguments[:-1], True))
+        describing = replace(task, arguments=(*task.arguments[:-2], True, reads_images))
         self._hosts = [Host(describing), *(Host(task) for _ in range(count - 1))]
         try:
             described = cast("dict[str, dict[str, object]]", self._hosts[0].start())

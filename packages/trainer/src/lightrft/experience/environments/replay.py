@@ -132,6 +132,7 @@ def _of_answers(
     seen = cast("list[int]", event["token_ids"])
     into.num_answers += len(answers)
     made = observations.after(turn.token_ids, len(context), [call.text for call in answers])
+    assert made is not None  # without images
     spans = cast("list[list[int]]", event["text_spans"])
     if list(made.token_ids) != seen:
         changed = [

@@ -8,22 +8,27 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import asdict, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, cast
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.datasets.media import VisionPrompts, as_parts
 from lightrft.datasets.suffix import ChatTokenizer, TemplateRefusedError, TurnSuffix
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import hash_context
+from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.raw_completions import request_seed
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.experience.environments.calls import MalformedCallError, ToolCall, check_call
+from lightrft.experience.environments.content import Parts, from_json
 from lightrft.experience.environments.episode import Episode
 from lightrft.experience.environments.journal import JOURNAL_FOLDER, Journal, journal_path
-from lightrft.experience.environments.kinds import Kinds
-from lightrft.experience.environments.observations import Observations
+from lightrft.experience.environments.kinds import Kinds, ToolTokenizer
+from lightrft.experience.environments.observations import ImageRefusedError, Observations
 from lightrft.experience.environments.play import TURN_STEP, ChangedAnswerError, Play
 from lightrft.experience.environments.pool import EnvironmentPool, EpisodeError, Host
+from lightrft.experience.media import encode_prompt, encode_row
 from lightrft.experience.types import AnsweredCall, Rollout
 from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.strategy.strategy_base import StrategyBase
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Work = Callable[[Episode, Host], None]
+_IMAGE = {"type": "image"}
 # More than a chat template writes before a turn, where it may begin to think for the model.
 HEADER_TOKENS = 64
 
@@ -45,6 +51,10 @@ class Environments:
         has_system: Whether prompts begin with a system message.
         folder: Of the run, for the journal; None writes none.
         pool: Workers that run already; None starts them.
+        vision: Renders and encodes the prompts of a model that reads images; None for one of text.
+
+    Attributes:
+        encoder: Of a model that reads images; None for one of text.
 
     Raises:
         ConfigError: The class, a tool or the chat template is not what it must be.
@@ -58,20 +68,27 @@ class Environments:
         has_system: bool = False,
         folder: Path | None = None,
         pool: EnvironmentPool | None = None,
+        vision: VisionPrompts | None = None,
     ) -> None:
         self._config = config
+        self.encoder = None if vision is None else vision.encoder
+        check_family(self.encoder)
         self._tokenizer = tokenizer
         self._folder = None if folder is None else folder / JOURNAL_FOLDER
-        self._pool = pool or EnvironmentPool(config)
+        self._pool = pool or EnvironmentPool(config, reads_images=vision is not None)
         self.special_ids = forging_ids(tokenizer)
         try:
-            self._kinds = Kinds(self._pool.specs, tokenizer, config.tool_parser)
-            self.prompt_tokenizer, self.spec = self._kinds.tokenizer, self._kinds.whole
+            self._kinds = Kinds(self._pool.specs, tokenizer, config.tool_parser, vision)
+            shown, self.spec = self._kinds.tokenizer, self._kinds.whole
+            self.prompt_tokenizer: ToolTokenizer | VisionPrompts = shown
+            if vision is not None:
+                self.prompt_tokenizer = VisionPrompts(vision.encoder, shown)
             self._suffix = TurnSuffix(
-                cast("ChatTokenizer", tokenizer),
+                cast("ChatTokenizer", vision or tokenizer),
                 tools=self.spec.schemas,
                 has_system=has_system,
                 is_conversation=self.spec.answers_turns,
+                encoder=self.encoder,
             )
         except (TemplateRefusedError, ConfigError) as error:
             self._pool.close()
@@ -181,11 +198,13 @@ class Environments:
         if self._folder is None or step is None:
             return Journal(None, {})
         prompts = [i for e in episodes for i in (e.request_id, *e.prompt.token_ids)]
+        images = [image.digest for e in episodes for image in e.prompt.images]
         header = {
             "step": step, "batch": batch, "rank": rank, "world_size": strategy.world_size,
             "weights": 0 if sync is None else sync.engine_hash, "prompts": hash_context(prompts),
             "sampling": [params.seed, params.temperature, params.top_p, params.top_k],
             "environment": {**asdict(self.spec), "stateless": sorted(self.spec.stateless)},
+            **({"images": sha256("".join(images).encode()).hexdigest()} if images else {}),
         }  # fmt: skip
         journal = Journal(journal_path(self._folder, step, batch, rank), header)
         # A round counts if the process of each rank wrote it down.
@@ -253,7 +272,11 @@ class Environments:
                     problem = self._failed(play, episode, outcome)
                     first = first or problem
                 elif episode.is_answered:
-                    self._observe(play, episode)
+                    try:
+                        self._observe(play, episode)
+                    except ImageRefusedError as error:
+                        problem = self._failed(play, episode, EpisodeError(str(error)))
+                        first = first or problem
             if play.busy and must_wait():
                 wait(play.busy.values(), return_when=FIRST_COMPLETED)
             elif play.busy:
@@ -301,33 +324,58 @@ class Environments:
         problem = self._each(play, play.episodes, reset)
         for episode in play.episodes:
             if episode.failure is None:
+                prompt = episode.prompt
                 try:
-                    episode.prompt = self._with_text(episode, episode.told or "")
+                    episode.prompt = self._with_told(episode, episode.told_parts)
                 except EpisodeError as error:
                     problem = self._failed(play, episode, error) or problem
+                before = play.journal.recorded.resets.get(episode.sample_id)
+                has_images = episode.prompt.images[len(prompt.images) :]
+                if has_images and before is not None and before["told"] != episode.told:
+                    # Tokens alone do not tell one image from another.
+                    play.start_over(episode, ChangedAnswerError("reset answered otherwise"))
         return problem
 
-    def _with_text(self, episode: Episode, told: str) -> Prompt:
-        """The prompt with a text at the end of its last user message."""
-        prompt, tokenizer = episode.prompt, episode.kind.tokenizer
+    def _with_told(self, episode: Episode, told: Parts) -> Prompt:
+        """The prompt with texts and images at the end of its last user message."""
+        prompt = episode.prompt
         messages = [dict(message) for message in prompt.messages]
         last = max(i for i, message in enumerate(messages) if message["role"] == "user")
-        messages[last]["content"] = f"{messages[last]['content']}{told}"
+        content = messages[last]["content"]
+        if isinstance(content, str) and all(isinstance(part, str) for part in told):
+            messages[last]["content"] = "".join((content, *map(str, told)))
+        else:
+            own = ({"type": "text", "text": p} if isinstance(p, str) else _IMAGE for p in told)
+            messages[last]["content"] = [*as_parts(content), *own]
         if not messages[last]["content"]:
             raise EpisodeError("the row has no prompt, and reset gave none")
-        if not told:
+        if not any(told):
             return prompt
+        images = (*prompt.images, *(part for part in told if not isinstance(part, str)))
+        found = self._rendered(episode, replace(prompt, images=images, messages=tuple(messages)))
+        if len(found.token_ids) > self._config.prompt_max_len:
+            raise EpisodeError(
+                f"the prompt has {len(found.token_ids)} tokens with what reset added, more than "
+                f"prompt_max_len {self._config.prompt_max_len}"
+            )
+        return found
+
+    def _rendered(self, episode: Episode, prompt: Prompt) -> Prompt:
+        """A prompt with text and ids of its messages and media."""
+        tokenizer = episode.kind.tokenizer
+        messages = [dict(message) for message in prompt.messages]
         text = cast(
             "str",
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True),
         )
-        ids = tuple(tokenizer([text], add_special_tokens=False)["input_ids"][0])
-        if len(ids) > self._config.prompt_max_len:
-            raise EpisodeError(
-                f"the prompt has {len(ids)} tokens with what reset added, more than prompt_max_len "
-                f"{self._config.prompt_max_len}"
-            )
-        return replace(prompt, text=text, token_ids=ids, messages=tuple(messages))
+        if not prompt.images and not prompt.videos:
+            ids = tuple(tokenizer([text], add_special_tokens=False)["input_ids"][0])
+            return replace(prompt, text=text, token_ids=ids)
+        try:
+            encoded = encode_prompt(replace(prompt, text=text), self.encoder)
+        except (ValueError, IndexError, StopIteration) as error:
+            raise EpisodeError(f"the images of reset do not fit the prompt: {error}") from error
+        return replace(prompt, text=text, token_ids=encoded.token_ids)
 
     def _round(self, play: Play, number: int) -> Exception | None:
         """One turn of each episode that waits for none, and the calls in it; collective."""
@@ -361,10 +409,14 @@ class Environments:
     def _request(self, play: Play, episode: Episode) -> GenerationRequest:
         """Of the next turn, which has random numbers of its own in whatever round."""
         context = episode.context
+        media = encode_row(episode.as_rollout(), self.encoder)
+        if media is not None:
+            media = media.continued(context[len(media.token_ids) :])
         return GenerationRequest(
             prompt_token_ids=context,
             request_id=episode.request_id + TURN_STEP * len(episode.segments),
             max_tokens=self._observations.turn_tokens(len(context), play.params.max_tokens),
+            encoded=media,
         )
 
     def _read(self, play: Play, episode: Episode) -> None:
@@ -426,9 +478,12 @@ class Environments:
             episode.is_open = False
             return
         found = self._observations.after(
-            turn.output_token_ids, len(episode.context), [answer.text for answer in answers]
+            turn.output_token_ids, len(episode.context), [answer.shown for answer in answers]
         )
-        episode.add_observation(found.token_ids, found.text_spans)
+        if found is None:
+            episode.is_open = False
+            return
+        episode.add_observation(found)
         play.journal.observation(episode)
 
     def _calls(self, episode: Episode, turn: Completion) -> tuple[list[ToolCall], str | None]:
@@ -455,16 +510,18 @@ class Environments:
         if limit is not None and episode.num_calls >= limit:
             text = as_error(f"no calls are left: {limit} were allowed")
             return AnsweredCall(call.name, arguments, "refused", text)
-        if before is not None and call.name in self.spec.stateless:
+        # The journal names images and does not hold them.
+        if before is not None and call.name in self.spec.stateless and self.encoder is None:
             return before
         start, deadline = time.perf_counter(), self._config.tool_timeout_seconds
         key, asked = str(episode.number), {"name": call.name, "arguments": arguments}
-        answer = cast("dict[str, str]", host.ask("call", key, seconds=deadline, **asked))
-        seconds = time.perf_counter() - start
+        answer = cast("dict[str, object]", host.ask("call", key, seconds=deadline, **asked))
+        seconds, text = time.perf_counter() - start, str(answer["text"])
         if "error" in answer:
-            return AnsweredCall(call.name, arguments, "error", answer["text"], seconds)
+            return AnsweredCall(call.name, arguments, "error", text, seconds)
+        content = from_json(answer.get("content"), f"an image that {call.name} answered with")
         is_last = "ends_episode" in answer
-        return AnsweredCall(call.name, arguments, "ok", answer["text"], seconds, is_last)
+        return AnsweredCall(call.name, arguments, "ok", text, seconds, is_last, content)
 
     def _finish(self, play: Play) -> list[RewardResult | None]:
         """Rewards of the environments; None where one failed."""
@@ -495,6 +552,16 @@ class Environments:
             raise EpisodeError("get_reward returned None")
         total, parts = cast("tuple[float, dict[str, float]]", answer)
         return RewardResult(total, {str(episode.kind.spec.name): total, **parts})
+
+
+def check_family(encoder: PromptEncoder | None) -> None:
+    """Raises a ConfigError if images cannot stand behind a prompt of a model's family."""
+    if encoder is not None and encoder.family.attends_to_images:
+        raise ConfigError(
+            f"models of type {encoder.family.model_type} attend to images beside the text, which "
+            "turns of an environment cannot extend: take another family, or leave environment and "
+            "tools out"
+        )
 
 
 def forging_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -41,21 +41,21 @@ class Conversation(Adapted):
     def __init__(self, make: Callable[..., TextEnvironment]) -> None:
         self._make, self._reward = make, 0.0
 
-    def reset(self, seed: int | None = None, **row: object) -> str | None:
-        """Begins with the prompt; text that `init` puts at its end is added."""
+    def reset(self, seed: int | None = None, **row: object) -> object:
+        """Begins with the prompt; what `init` puts at the end of its last message is added."""
         self._environment = self._make(env_config={}, extras={**row, "seed": seed})
         prompt = list(cast("Sequence[Message]", row["prompt"]))
         asked, _ = self._environment.init(list(prompt))
         before, after = prompt[-1].get("content"), asked[-1].get("content") if asked else None
-        is_longer = isinstance(after, str) and after.startswith(str(before))
-        if [*asked][:-1] != prompt[:-1] or not is_longer:
+        added = _behind(before, after)
+        if [*asked][:-1] != prompt[:-1] or added is None:
             raise ReportedError(
-                "init must return the prompt, or add text at the end of its last message: got "
+                "init must return the prompt, or add to the end of its last message: got "
                 f"{str(asked)[:200]}"
             )
-        return str(after)[len(str(before)) :] or None
+        return added or None
 
-    def step(self, action: str) -> str:
+    def step(self, action: str) -> object:
         """What is said after a turn.
 
         Raises:
@@ -72,12 +72,28 @@ class Conversation(Adapted):
         self._reward += float(cast("float", answer["reward"]))
         self.is_done = bool(answer["done"])
         said = cast("Sequence[Message]", answer["observations"])
-        return "\n".join(str(message["content"]) for message in said)
+        contents = [message["content"] for message in said]
+        if not any(isinstance(content, list) for content in contents):
+            return "\n".join(map(str, contents))
+        parts = [_as_parts(content) for content in contents]
+        return [part for own in parts for part in ("\n", *own)][1:]
 
     def get_reward(self) -> float:
         """The sum over the turns."""
         self._environment.close()
         return self._reward
+
+
+def _behind(before: object, after: object) -> str | list[object] | None:
+    """What a content has more at its end; None if it does not begin with the other one."""
+    if isinstance(before, str) and isinstance(after, str):
+        return after[len(before) :] if after.startswith(before) else None
+    own, more = _as_parts(before), _as_parts(after)
+    return more[len(own) :] if more[: len(own)] == own else None
+
+
+def _as_parts(content: object) -> list[object]:
+    return list(content) if isinstance(content, list | tuple) else [content]
 
 
 def converse(text: str) -> type[Adapted]:

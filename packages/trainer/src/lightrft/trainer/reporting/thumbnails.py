@@ -1,4 +1,4 @@
-"""Small pictures of a prompt's media, as text that fits into a line of samples.jsonl."""
+"""Small pictures of a row's media, as text that fits into a line of samples.jsonl."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightrft.datasets.types import Prompt
+    from lightrft.experience.types import Rollout
 
-# Longest side in pixels, and how many of a prompt are kept.
+# Longest side in pixels, and how many of a row are kept.
 SIDE, MAX_THUMBNAILS = 96, 4
 # Of one of them as text: 96 x 96 pixels of noise take 11,600.
 MAX_CHARACTERS = 16_000
 _FORM = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]+={0,2}")
 
 
-def thumbnails(prompt: Prompt) -> list[str]:
-    """Data addresses of a prompt's first images, and of the first frames of its videos."""
-    sources = [*prompt.images, *(video.frames[0] for video in prompt.videos)]
+def thumbnails(rollout: Rollout) -> list[str]:
+    """Data addresses of a row's first images, and of the first frames of its prompt's videos."""
+    sources = [*rollout.images, *(video.frames[0] for video in rollout.prompt.videos)]
     found = []
     for source in sources[:MAX_THUMBNAILS]:
         picture = source.decode()

@@ -113,7 +113,7 @@ class SampleLog(JsonLinesFile):
     """Appends the first samples of each step to a JSONL file.
 
     Each line has step, prompt_id, prompt, response, label, reward, components, response_length,
-    truncated; of prompts with images or videos, images: small pictures of them as data
+    truncated; of rows with images or videos, images: small pictures of them as data
     addresses; and, with an environment or tools, turns: what was said, and each call's name,
     arguments, outcome and answer.
 
@@ -128,11 +128,13 @@ class SampleLog(JsonLinesFile):
 
     def log(self, step: int, scored: Sequence[ScoredRollout]) -> None:
         """Writes the samples of a step."""
-        pictures: dict[int, list[str]] = {}
+        pictures: dict[tuple[int, int], list[str]] = {}
         for item in scored[: self._num_samples]:
             rollout = item.rollout
-            if rollout.group_id not in pictures:
-                pictures[rollout.group_id] = thumbnails(rollout.prompt)
+            # Samples of a prompt share its images, unless an environment may show others.
+            key = (rollout.group_id, rollout.sample_id if rollout.conversation else -1)
+            if key not in pictures:
+                pictures[key] = thumbnails(rollout)
             self.append(
                 {
                     "step": step,
@@ -145,7 +147,7 @@ class SampleLog(JsonLinesFile):
                     "components": dict(item.components),
                     "response_length": len(rollout.completion.sampled_token_ids),
                     "truncated": rollout.completion.finish_reason == "length",
-                    **({"images": found} if (found := pictures[rollout.group_id]) else {}),
+                    **({"images": found} if (found := pictures[key]) else {}),
                     **_turns(rollout),
                 }
             )

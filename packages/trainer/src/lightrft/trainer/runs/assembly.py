@@ -229,9 +229,9 @@ def read_inputs(config: TrainConfig) -> RunInputs:
     """Checks the options, then reads tokenizer, data and rewards."""
     _check_options(config)
     tokenizer = load_tokenizer(str(config.pretrain), chat_template=config.chat_template)
-    environments = build_environments(config, tokenizer)
     vision = load_vision(config)
-    shown = vision or (tokenizer if environments is None else environments.prompt_tokenizer)
+    environments = build_environments(config, tokenizer, vision)
+    shown = (vision or tokenizer) if environments is None else environments.prompt_tokenizer
     prompts = load_run_prompts(config, shown)
     if len(prompts) < config.rollout_batch_size:
         raise ConfigError(
@@ -256,7 +256,11 @@ def read_inputs(config: TrainConfig) -> RunInputs:
 
 
 def build_environments(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, has_journal: bool = True
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vision: VisionPrompts | None = None,
+    *,
+    has_journal: bool = True,
 ) -> Environments | None:
     """What answers the calls of the model, or None without `environment` and `tools`."""
     if not config.has_episodes:
@@ -266,6 +270,7 @@ def build_environments(
         tokenizer,
         has_system=config.system_prompt is not None,
         folder=Path(config.output_dir) if has_journal else None,
+        vision=vision,
     )
 
 

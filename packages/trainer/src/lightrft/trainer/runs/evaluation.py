@@ -88,11 +88,11 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
     path = str(config.pretrain)
     with ExitStack() as stack:
         tokenizer = load_tokenizer(path, chat_template=config.chat_template)
-        environments = build_environments(config, tokenizer, has_journal=False)
+        vision = load_vision(config)
+        environments = build_environments(config, tokenizer, vision, has_journal=False)
         if environments is not None:
             stack.callback(environments.close)
-        vision = load_vision(config)
-        shown = vision or (tokenizer if environments is None else environments.prompt_tokenizer)
+        shown = (vision or tokenizer) if environments is None else environments.prompt_tokenizer
         prompts = load_run_prompts(config, shown, for_evaluation=True).prompts
         recipes = reward_recipes(config, prompts)
         reward = stack.enter_context(build_run_reward(config, recipes=recipes))

@@ -9,11 +9,13 @@ from torch import nn
 
 from lightrft.audit.record import read_record, recorded_steps
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.engines.media.families import family_of
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.experience.environments.journal import JOURNAL_FOLDER, Recorded, read_journal
 from lightrft.experience.environments.replay import Replay, replay_journal
 from lightrft.experience.sampling import training_params
 from lightrft.models import load_tokenizer
+from lightrft.models.loading import load_config
 from lightrft.strategy import get_strategy
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.reporting.inputs import NotARunError
@@ -41,6 +43,12 @@ def replay_run(run: Path, step: int | None) -> tuple[int, Replay]:
     config = replace(
         TrainConfig.load(run / CONFIG_FILE), sp_size=1, engine_tp_size=1, fsdp=True, zero_stage=0
     )
+    family = family_of(load_config(str(config.pretrain)))
+    if family is not None:
+        raise ConfigError(
+            f"journals name images and do not hold them: {run} trained a model of type "
+            f"{family.model_type}, and only runs of models of text can be replayed"
+        )
     tokenizer = load_tokenizer(str(config.pretrain), chat_template=config.chat_template)
     found = Replay()
     with get_strategy(config) as strategy:

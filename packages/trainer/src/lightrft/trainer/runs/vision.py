@@ -8,7 +8,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.media import VisionPrompts
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of
-from lightrft.models.loading import load_config, load_processor
+from lightrft.models.loading import load_config, load_processor, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -24,12 +24,10 @@ def load_vision(config: TrainConfig) -> VisionPrompts | None:
     family = family_of(load_config(str(config.pretrain)))
     if family is None:
         return None
-    if config.has_episodes:
-        raise ConfigError(
-            f"environments and tools speak text only: got a model of type {family.model_type}; "
-            "train it without environment and tools"
-        )
     processor = load_processor(str(config.pretrain))
+    if config.chat_template is not None:
+        tokenizer = load_tokenizer(str(config.pretrain), chat_template=config.chat_template)
+        processor.chat_template = tokenizer.chat_template
     limit_pixels(processor, config)
     return VisionPrompts(PromptEncoder(processor, family))
 

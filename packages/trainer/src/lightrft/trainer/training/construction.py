@@ -28,6 +28,8 @@ from lightrft.trainer.training.updates import TrainedModel
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+    from lightrft.experience.environments.rounds import Environments
+
     RewardSource = RewardFunction | nn.Module | Sequence[RewardFunction | nn.Module]
 
 
@@ -201,9 +203,14 @@ def trained_model(
 
 
 def prompt_encoder(
-    processor: object | None, actor: nn.Module, config: TrainConfig
+    processor: object | None,
+    actor: nn.Module,
+    config: TrainConfig,
+    environments: Environments | None = None,
 ) -> PromptEncoder | None:
-    """What reads the images of prompts; None without a processor or for a model of text.
+    """What reads images; None without a processor or for a model of text.
+
+    With environments it is theirs, so that each image is encoded once.
 
     Raises:
         ConfigError: Steps of a vision-language model are to be recorded for an audit.
@@ -218,7 +225,8 @@ def prompt_encoder(
             "an audit computes steps of text models again: leave audit_every out for a model of "
             f"type {family.model_type}"
         )
-    return PromptEncoder(cast("ProcessorMixin", processor), family)
+    own = None if environments is None else environments.encoder
+    return own or PromptEncoder(cast("ProcessorMixin", processor), family)
 
 
 def load_actor_tokenizer(pretrain: str | None) -> PreTrainedTokenizerBase:

@@ -1,0 +1,94 @@
+"""Answers with images: blocks as authors write them, JSON between processes, parts for the model.
+
+An image is named by its digest wherever an answer is shown, compared or written down.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+if TYPE_CHECKING:
+    # Workers import it, and NumPy with it, once an answer has an image.
+    from lightrft.engines.media.sources import ImageSource
+
+Parts: TypeAlias = "tuple[str | ImageSource, ...]"
+# Of an image's SHA-256, as answers name it.
+_DIGEST_LETTERS = 16
+_IMAGE_KINDS = ("image", "image_url")
+
+
+class ContentError(ValueError):
+    """An answer holds what no model is shown; the message says what."""
+
+
+def has_image(result: object) -> bool:
+    """Whether a result is an image, or a list of blocks with one."""
+    return any(map(_is_image, _blocks(result)))
+
+
+def as_parts(result: object) -> Parts:
+    """The texts and images of blocks, in order.
+
+    Raises:
+        ContentError: A block is neither text nor an image that can be read.
+    """
+    from lightrft.engines.media.sources import MediaError, as_image
+
+    found: list[str | ImageSource] = []
+    for number, block in enumerate(_blocks(result), start=1):
+        if isinstance(block, str):
+            found.append(block)
+        elif _is_image(block):
+            try:
+                image = as_image(block, name=f"image in block {number}", folder=Path())
+                image.decode()  # here, where a damaged one fails its episode alone
+            except MediaError as error:
+                raise ContentError(str(error)) from error
+            found.append(image)
+        elif isinstance(block, Mapping) and isinstance(block.get("text"), str):
+            found.append(str(block["text"]))
+        else:
+            kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
+            raise ContentError(f"block {number} must be text or an image: got {str(kind)[:80]!r}")
+    return tuple(found)
+
+
+def named(parts: Parts) -> str:
+    """An answer as text, in which digests stand for images."""
+    return "".join(
+        part if isinstance(part, str) else f"[image {part.digest[:_DIGEST_LETTERS]}]"
+        for part in parts
+    )
+
+
+def to_json(parts: Parts) -> list[object]:
+    """Parts as they cross the pipe."""
+    return [
+        part if isinstance(part, str) else [base64.b64encode(part.read()).decode()]
+        for part in parts
+    ]
+
+
+def from_json(listed: object, name: str) -> Parts:
+    """Parts that crossed the pipe; `name` says whose answer it is."""
+    from lightrft.engines.media.sources import ImageSource
+
+    return tuple(
+        item
+        if isinstance(item, str)
+        else ImageSource(name, content=base64.b64decode(cast("list[str]", item)[0]))
+        for item in cast("Sequence[object]", listed or ())
+    )
+
+
+def _blocks(result: object) -> Sequence[object]:
+    return result if isinstance(result, list | tuple) else [result]
+
+
+def _is_image(block: object) -> bool:
+    if isinstance(block, Mapping):
+        return block.get("type") in _IMAGE_KINDS
+    return callable(getattr(block, "save", None)) and hasattr(block, "size")

@@ -1,0 +1,108 @@
+"""Whole runs on an environment that shows images, in one process and on two ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.experience.image_environments import squares
+from tests.trainer.test_environment_run import REWARD, with_stops
+
+from lightrft.cli.errors import ExitCode
+from lightrft.cli.main import main
+from lightrft.experience import sampling
+from lightrft.experience.environments import kinds
+from lightrft.experience.environments.calls import ToolCall
+from lightrft.models.vision.tiny import write_tiny_vision_model
+from lightrft.strategy.testing import run_multiprocess
+
+CASES = Path(__file__).parent.parent / "experience" / "image_environments.py"
+COMPARED = ("reward", "policy_loss", "grad_norm", "entropy", "episode/turns", "response_length")
+
+
+def write_rows(folder):
+    """Eight rows, of which every other one has an image."""
+    rows = []
+    for i in range(8):
+        row = {"input": f"Look {i}.", "number": i}
+        if i % 2:
+            squares(100 + i, (84, 56)).save(folder / f"{i}.png")
+            row |= {"input": f"<image>Look {i}.", "images": [f"{i}.png"]}
+        rows.append(json.dumps(row))
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    return folder / "rows.jsonl"
+
+
+def train(model, rows, output, *words):
+    """Two steps; random models seldom end a turn and write no calls: here all do."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sampling, "training_params", with_stops)
+        patched.setattr(kinds, "choose_parser", lambda *given: lambda *turn: [ToolCall("turn")])
+        return main([
+            "train", "--fsdp", "--pretrain", str(model), "--prompt_data", str(rows),
+            "--apply_chat_template", "--system_prompt", "Turn the pages.", "--label_key", "number",
+            "--reward_fn", f"{rows.parent / 'reward.py'}:score", "--engine_type", "hf", "--no_bf16",
+            "--environment", f"{CASES}:Album", "--environment_workers", "1", "--max_turns", "3",
+            "--rollout_batch_size", "4", "--n_samples_per_prompt", "2", "--train_batch_size", "8",
+            "--micro_train_batch_size", "4", "--prompt_max_len", "200", "--generate_max_len", "16",
+            "--actor_learning_rate", "1e-3", "--max_steps", "2", "--output_dir", str(output),
+            *words,
+        ])  # fmt: skip
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_shows_and_trains_the_images_of_all_turns(tmp_path, capsys):
+    write_tiny_vision_model(tmp_path / "model", "tiny-qwen2.5-vl", seed=1)
+    output = tmp_path / "out"
+    assert train(tmp_path / "model", write_rows(tmp_path), output) == ExitCode.OK
+    steps = lines(output / "metrics.jsonl")
+    assert len(steps) == 2
+    for step in steps:
+        assert step["logprob_diff_max/media"] < 1e-5
+        assert step["episode/turns"] > 1.2
+        assert step["reward/Album"] > 0
+    samples = lines(output / "samples.jsonl")
+    for sample in samples:
+        num_pages = len([call for turn in sample["turns"][:-1] for call in turn["calls"]])
+        has_own = "<|image_pad|><|vision_end|>Look" in sample["prompt"]
+        assert len(sample["images"]) == has_own + 1 + num_pages
+        assert len(set(sample["images"])) == len(sample["images"])
+        assert all("[image " in call["answer"] for t in sample["turns"] for call in t["calls"])
+    assert max(len(sample["turns"]) for sample in samples) == 3
+    assert main(["report", str(output)]) == ExitCode.OK
+    page = (output / "report.html").read_text()
+    assert all(image in page for image in max((s["images"] for s in samples), key=len))
+    capsys.readouterr()
+    assert main(["replay", str(output)]) == ExitCode.USAGE
+    told = capsys.readouterr().err
+    assert "only runs of models of text can be replayed" in told
+
+
+def train_rank(rank, world_size, *arguments):
+    """One rank of a run."""
+    from lightrft.trainer.runs import assembly  # noqa: F401 - what `main` imports late
+
+    return train(*arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("preset", ["tiny-qwen2.5-vl", "tiny-gemma3", "tiny-smolvlm",
+                                    "tiny-llava-onevision"])  # fmt: skip
+def test_two_ranks_take_the_steps_of_one_process(preset, tmp_path):
+    """Packed, so that rows of several ranks lie in one stream, with their images delivered."""
+    write_tiny_vision_model(tmp_path / "model", preset, seed=1)
+    rows, found = write_rows(tmp_path), {}
+    for world_size, more in ((1, ()), (2, ("--packing_samples",))):
+        output = tmp_path / str(world_size)
+        arguments = (tmp_path / "model", rows, output, "--prompt_max_len", "400", *more)
+        run_multiprocess(train_rank, world_size, timeout_seconds=280, args=arguments)
+        found[world_size] = lines(output / "metrics.jsonl")
+    assert len(found[1]) == len(found[2]) == 2
+    for one, other in zip(found[1], found[2], strict=True):
+        for name in COMPARED:
+            assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
+        assert other["logprob_diff_max/media"] < 1e-5
