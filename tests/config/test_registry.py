@@ -79,7 +79,8 @@ def test_what_cannot_be_loaded_is_named(tmp_path):
             POLICY_LOSSES.load(name)
 
 
-def test_register_adds_a_name_once():
+def test_register_adds_a_name_once(monkeypatch):
+    monkeypatch.setattr(LOGGERS, "_entries", dict(LOGGERS._entries))  # later tests read them
     @register("loggers", "registered_by_a_test")
     class Logger: ...
 
