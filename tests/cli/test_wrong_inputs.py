@@ -123,7 +123,9 @@ CONFIGURATION = {
     "absent file": usage("--config", "none.toml", config="none.toml"),
     "system prompt": usage("system_prompt", "apply_chat_template", system_prompt="x"),
     "template": usage("input_template", "{}", input_template="x"),
-    "stop": usage("stop", "empty", stop=""),
+    "stop": Wrong(
+        USAGE, ("stop", "empty"), argv=("train", "--fsdp", "--pretrain", "model", "--stop", ""),
+    ),
     "range": usage("policy_loss gmpo has no clip range", policy_loss="gmpo", eps_clip="0.3"),
     "dual clip": usage("dual clip", "dual_clip", policy_loss="gspo", dual_clip="3"),
     "correction": usage("correction_high", "off_policy_correction", correction_high="2"),
