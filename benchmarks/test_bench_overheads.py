@@ -61,11 +61,11 @@ def _one_thread():
 
 
 def hold(name: str, value: float) -> None:
-    """Compares a ratio with the committed one, where there is one."""
+    """Compares a ratio with the committed one; skips where none was measured."""
     entry = tomllib.loads(RATIOS.read_text()).get(name)
     print(f"\n{name}: {value:.3f} (committed: {entry and entry['ratio']})")
     if entry is None:
-        return
+        pytest.skip(f"ratios.toml has no {name}: {value:.3f} is not compared")
     if entry["better"] == "lower":
         assert value <= entry["ratio"] * TOLERANCE, name
     else:
@@ -155,12 +155,15 @@ class Clock:
 
 @contextmanager
 def model_time(trainer, monkeypatch):
-    """A clock of forward and backward passes, optimizer steps and the engine's generation."""
+    """A clock of forward and backward passes, optimizer steps, generation and weight syncs."""
     from lightrft.models import Actor
 
     clock = Clock()
     monkeypatch.setattr(Actor, "forward", clock.around(Actor.forward))
     monkeypatch.setattr(torch.Tensor, "backward", clock.around(torch.Tensor.backward))
+    strategy = type(trainer.strategy)
+    synchronise = clock.around(strategy.update_engine_weights)  # the canary's passes count once
+    monkeypatch.setattr(strategy, "update_engine_weights", synchronise)
     engine = type(trainer.strategy.session.running)
     monkeypatch.setattr(engine, "generate", clock.around(engine.generate))
     monkeypatch.setattr(engine, "poll", clock.around(engine.poll))
@@ -211,9 +214,10 @@ def test_the_loop_and_the_verified_sync_cost_little_of_a_step_of_135m(monkeypatc
             metrics = trainer.ppo_train(index + 1)
             took = time.perf_counter() - begin
             moved = metrics["weight_sync_seconds"]
-            own.append((took - clock.seconds - moved) / took)
+            own.append((took - clock.seconds) / took)
             sync.append(moved / took)
-    print(f"\nlast step: {took:.2f} s, in the model {clock.seconds:.2f} s, sync {moved:.3f} s")
+    print(f"\nlast step: {took:.2f} s, in model and sync {clock.seconds:.2f} s, sync {moved:.3f} s")
+    print(f"shares: loop {statistics.median(own[1:]):.4f}, sync {statistics.median(sync[1:]):.4f}")
     hold("loop_share_of_a_step", statistics.median(own[1:]))
     hold("sync_share_of_a_step", statistics.median(sync[1:]))
 
