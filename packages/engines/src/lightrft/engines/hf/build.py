@@ -18,6 +18,7 @@ from transformers.initialization import no_init_weights
 
 from lightrft.engines.backend_options import check_options
 from lightrft.engines.hf.attention import use_attention
+from lightrft.engines.hf.linear import use_few_rows_products
 from lightrft.engines.media.families import family_of
 from lightrft.engines.parameter_store import is_full_tensor
 from lightrft.engines.types import EngineConfig
@@ -58,7 +59,9 @@ def build_model(config: EngineConfig, module: nn.Module | None) -> tuple[PreTrai
     head = model.get_output_embeddings()
     if head is not None:
         head.register_forward_pre_hook(_in_one_piece)
-    return model.to(device), unwritten
+    model = model.to(device)
+    use_few_rows_products(model)
+    return model, unwritten
 
 
 def _in_one_piece(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
