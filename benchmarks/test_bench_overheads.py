@@ -176,12 +176,14 @@ def model_time(trainer, monkeypatch):
         hook.remove()
 
 
-def build_trainer(model, num_prompts: int, group_size: int, prompt_tokens: int, new_tokens: int):
-    """A trainer with the embedded engine, and prompts."""
+def build_trainer(
+    model, num_prompts: int, group_size: int, prompt_tokens: int, new_tokens: int, *, trunk=None
+):
+    """A trainer with the embedded engine, and prompts; with a trunk it has a critic, too."""
     import test_bench_step as step
 
     from lightrft.datasets.types import Prompt
-    from lightrft.models import Actor
+    from lightrft.models import Actor, Critic
     from lightrft.strategy import get_fake_strategy
     from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
@@ -191,14 +193,19 @@ def build_trainer(model, num_prompts: int, group_size: int, prompt_tokens: int, 
         micro_rollout_batch_size=samples, rollout_batch_size=num_prompts,
         n_samples_per_prompt=group_size, generate_max_len=new_tokens, prompt_max_len=prompt_tokens,
         actor_learning_rate=1e-5, lr_warmup_ratio=0.0, lr_scheduler="constant", init_kl_coef=0.0,
-        engine_type="hf", advantage_estimator="group_norm", pretrain=None, plot_every=-1,
+        engine_type="hf", advantage_estimator="gae" if trunk else "group_norm", pretrain=None,
+        critic_learning_rate=1e-5, plot_every=-1,
     )  # fmt: skip
     strategy = get_fake_strategy(args)
-    actor, *_ = strategy.prepare_models_and_optimizers(Actor(model), None, None, None, args, 1000)
+    critic = Critic(trunk) if trunk else None
+    actor, critic, *_ = strategy.prepare_models_and_optimizers(
+        Actor(model), critic, None, None, args, 1000
+    )
     strategy.setup_inference_engine(args, engine_type="hf", actor=actor)
     trainer = SPMDPPOTrainer(
-        strategy, actor, None, step.EvenWords(), tokenizer=step.build_tokenizer(), loggers=[]
-    )
+        strategy, actor, critic if trunk else None, step.EvenWords(),
+        tokenizer=step.build_tokenizer(), loggers=[],
+    )  # fmt: skip
     words = torch.randint(3, step.VOCAB, (num_prompts, prompt_tokens)).tolist()
     rows = [Prompt(i, " ".join(f"w{t}" for t in ids), tuple(ids)) for i, ids in enumerate(words)]
     return trainer, rows
@@ -220,6 +227,25 @@ def test_the_loop_and_the_verified_sync_cost_little_of_a_step_of_135m(monkeypatc
     print(f"shares: loop {statistics.median(own[1:]):.4f}, sync {statistics.median(sync[1:]):.4f}")
     hold("loop_share_of_a_step", statistics.median(own[1:]))
     hold("sync_share_of_a_step", statistics.median(sync[1:]))
+
+
+def test_the_critic_path_of_a_step_of_10m():
+    """CPU seconds of a PPO step with a critic of the actor's size over those of a GRPO step."""
+    sides = {
+        "group_norm": build_trainer(build_model("10M"), 2, 8, 64, 32),
+        "gae": build_trainer(build_model("10M"), 2, 8, 64, 32, trunk=build_model("10M").model),
+    }
+    rounds = {name: [] for name in sides}
+    for index in range(harness.MIN_ROUNDS + 1):
+        for name, (trainer, rows) in sides.items():
+            begin = time.process_time()
+            trainer.make_experience(rows)
+            metrics = trainer.ppo_train(index + 1)
+            rounds[name].append(time.process_time() - begin)
+            assert ("critic_loss" in metrics) == (name == "gae")
+    found = {name: statistics.median(seconds[1:]) for name, seconds in rounds.items()}
+    print("\nCPU seconds of a step:", {name: round(seconds, 2) for name, seconds in found.items()})
+    hold("critic_step_over_group_norm_step", found["gae"] / found["group_norm"])
 
 
 class Lengths:
@@ -267,6 +293,14 @@ def decoders(size: str, lengths: list[int], prompt_tokens: int = 32):
     return {"hf engine": ours, "generate": generate}
 
 
+def row_lengths(num_rows: int, longest: int, spread: str) -> list[int]:
+    """Tokens of each row: even, or of eight rows one all and the others 1 to 7 sixteenths."""
+    if spread == "even":
+        return [longest] * num_rows
+    shares = [1.0 if row % 8 == 0 else (row % 8) / 16 for row in range(num_rows)]
+    return [max(1, round(longest * share)) for share in shares]
+
+
 @pytest.mark.parametrize(
     ("name", "size", "num_rows", "longest", "spread"),
     [
@@ -281,13 +315,59 @@ def test_the_embedded_engine_against_generate(name, size, num_rows, longest, spr
     """Both sides get all requests at once: the engine has no number of rows that it decodes at most
     unless it is given one, drops those that have ended, and takes no waiting ones in their place.
     """
-    shares = [1.0] * num_rows if spread == "even" else [
-        # One row in eight takes all its tokens, half of them an eighth or less.
-        1.0 if row % 8 == 0 else (row % 8) / 16 for row in range(num_rows)
-    ]  # fmt: skip
-    lengths = [max(1, round(longest * share)) for share in shares]
+    lengths = row_lengths(num_rows, longest, spread)
     timings = harness.interleave(decoders(size, lengths), torch.device("cpu"), 30.0)
     for side, timing in timings.items():
         print(f"\n{name}, {side}: {sum(lengths) / timing.median:.0f} tokens/s")
     ratio = timings["generate"].median / timings["hf engine"].median
     hold(f"engine_speed_{name}", ratio)
+
+
+@contextmanager
+def continuous_batching(size: str, lengths: list[int], prompt_tokens: int = 32):
+    """Transformers' continuous batching of as many requests, with a cache that holds all of them.
+
+    It sizes its cache by the memory of a GPU, and on a CPU fills most of the machine's; here it
+    gets the blocks that the requests need.
+    """
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    page, rows = 32, len(lengths)
+    blocks_of_row = -(-(prompt_tokens + max(lengths)) // page) + 1
+    manager = build_model(size).init_continuous_batching(
+        generation_config=GenerationConfig(
+            do_sample=True, max_new_tokens=max(lengths), pad_token_id=0, eos_token_id=-1, top_k=0
+        ),
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=page, num_blocks=rows * blocks_of_row, max_batch_tokens=rows * prompt_tokens,
+            max_requests_per_batch=rows, allow_block_sharing=False, use_async_batching=False,
+        ),
+    )  # fmt: skip
+    prompts = torch.randint(3, SIZES[size]["vocab_size"], (rows, prompt_tokens)).tolist()
+
+    def run():
+        ids = {}
+        for prompt, length in zip(prompts, lengths, strict=True):
+            ids[manager.add_request(prompt, max_new_tokens=length)] = length
+        while ids:
+            result = manager.get_result(timeout=120)
+            assert result is not None, f"{len(ids)} requests left: {manager.is_running()}"
+            if result.is_finished():
+                assert len(result.generated_tokens) == ids.pop(result.request_id)
+
+    manager.start()
+    yield run
+    manager.stop(block=True)
+
+
+@pytest.mark.parametrize("spread", ["even", "uneven"])
+def test_the_embedded_engine_against_continuous_batching(spread):
+    lengths = row_lengths(32, 96, spread)
+    sides = {"hf engine": decoders("10M", lengths)["hf engine"]}
+    with continuous_batching("10M", lengths) as sides["continuous batching"]:
+        timings = harness.interleave(sides, torch.device("cpu"), 30.0)
+    for side, timing in timings.items():
+        print(f"\n10M, {spread}, {side}: {sum(lengths) / timing.median:.0f} tokens/s")
+    ratio = timings["continuous batching"].median / timings["hf engine"].median
+    hold(f"engine_speed_10M_{spread}_over_continuous_batching", ratio)
