@@ -327,8 +327,9 @@ def test_the_embedded_engine_against_generate(name, size, num_rows, longest, spr
 def continuous_batching(size: str, lengths: list[int], prompt_tokens: int = 32):
     """Transformers' continuous batching of as many requests, with a cache that holds all of them.
 
-    It sizes its cache by the memory of a GPU, and on a CPU fills most of the machine's; here it
-    gets the blocks that the requests need.
+    Left to itself it sizes cache and masks by the whole memory of the machine, and on a CPU was
+    still filling them after 20 s; here it gets the blocks that the requests need. Its attention
+    takes all rows as one sequence under a mask, so that each row reads the keys of all others.
     """
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
