@@ -194,7 +194,7 @@ def build_trainer(
         n_samples_per_prompt=group_size, generate_max_len=new_tokens, prompt_max_len=prompt_tokens,
         actor_learning_rate=1e-5, lr_warmup_ratio=0.0, lr_scheduler="constant", init_kl_coef=0.0,
         engine_type="hf", advantage_estimator="gae" if trunk else "group_norm", pretrain=None,
-        critic_learning_rate=1e-5, plot_every=-1,
+        plot_every=-1, **({"critic_learning_rate": 1e-5} if trunk else {}),
     )  # fmt: skip
     strategy = get_fake_strategy(args)
     critic = Critic(trunk) if trunk else None
