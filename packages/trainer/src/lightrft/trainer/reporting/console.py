@@ -139,6 +139,10 @@ class RunConsole:
         """Takes the number of steps of the run."""
         self._num_steps = num_steps
 
+    def continue_after(self, step: int) -> None:
+        """Takes the last step that was completed before."""
+        self._step = step
+
     def tell(self, text: str, is_detail: bool) -> None:
         """Shows and logs a line; one of the engine room is only logged, unless verbose."""
         logger.info("%s", text)
