@@ -104,7 +104,7 @@ def test_every_bash_block_parses_and_names_known_commands(page):
         assert set(commands) <= set(COMMANDS), text
 
 
-@pytest.mark.parametrize("page", [*CHEAP, *COSTLY])
+@pytest.mark.parametrize("page", [*CHEAP, *COSTLY, "recipes.md"])
 def test_every_flag_in_the_text_exists(page):
     from lightrft.cli import (
         audit,
