@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -87,6 +88,9 @@ def person(monkeypatch):
 
 def tell_of_a_run(stream, num_steps, step_seconds):
     """Writes what a run says; returns all that was written while either bar was shown."""
+    # As libraries do, a logger takes the stream that there is when it is made.
+    handler = logging.StreamHandler(sys.stderr)
+    logging.getLogger("a_library").addHandler(handler)
     console = RunConsole(heartbeat_seconds=60)
     pictures = []
     console.plan(num_steps)
@@ -99,9 +103,15 @@ def tell_of_a_run(stream, num_steps, step_seconds):
         console.log(step, {**metrics, "step_seconds": step_seconds})
     report_count(f"train {LONG}", 99_999, 100_000)
     wait_for(lambda: "99999/100000" in stream.seen())
+    logging.getLogger("a_library").warning("of a library")
+    print("of a print", file=sys.stderr)
+    console.tell("the bar is below all of it", False)
+    wait_for(lambda: "99999/100000" in stream.seen().partition("below all of it")[2])
     pictures.append(stream.seen())
     report_count("", 0, 0)
     console.close()
+    assert handler.stream is stream
+    logging.getLogger("a_library").removeHandler(handler)
     return pictures
 
 
@@ -113,6 +123,7 @@ def test_nothing_breaks_and_columns_stand_below_each_other(
     person.setenv("COLUMNS", str(width))
     with open_terminal() as stream:
         person.setattr("sys.stdout", stream)
+        person.setattr("sys.stderr", stream)
         pictures = tell_of_a_run(stream, num_steps, step_seconds)
     for number, written in enumerate(pictures):
         screen = Screen(width)
@@ -129,6 +140,8 @@ def test_nothing_breaks_and_columns_stand_below_each_other(
     lines = [row for row in rows[:-1] if row.startswith("step") and "reward" in row]
     assert [line.split()[1] for line in lines][-1] == f"{num_steps - 3}/{num_steps}"
     assert len(lines) == len(STEPS)
+    said = ["of a library", "of a print", "the bar is below all of it"]
+    assert rows[-4:-1] == said
     assert "####" in rows[-1]
     assert any(re.search(r" \d+d\d\dh left$", line) for line in lines) == (step_seconds > 86400)
 

@@ -251,7 +251,13 @@ class TerminalScreen:
         self._live = Live(
             get_renderable=self._render, console=self._console, refresh_per_second=2, transient=True
         )
+        self._led: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
+        past = terminal_handlers()
         self._live.start()
+        for handler in past:
+            # Libraries keep the stream of their import, past the one that knows of the bar.
+            self._led.append((handler, handler.stream))
+            handler.setStream(sys.stderr)
 
     def line(self, text: str) -> None:
         """Writes a line above the bar; a longer one than the terminal is broken between words."""
@@ -267,12 +273,36 @@ class TerminalScreen:
     def close(self) -> None:
         """Removes the bar."""
         self._live.stop()
+        while self._led:
+            handler, stream = self._led.pop()
+            handler.setStream(stream)
 
     def _render(self) -> Text:
         from rich.text import Text
 
         text = bar_text(self._title(), current_count(), current_phase())
         return Text(text[: self._console.width], no_wrap=True)
+
+
+def terminal_handlers() -> list[logging.StreamHandler[TextIO]]:
+    """Handlers of all loggers that write to the standard streams, or did so through a bar."""
+    from rich.file_proxy import FileProxy
+
+    standard = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    return [
+        handler
+        for logger in loggers
+        if isinstance(logger, logging.Logger)
+        for handler in logger.handlers
+        # One without a stream of its own looks up the standard one each time.
+        if isinstance(handler, logging.StreamHandler)
+        and "stream" in vars(handler)
+        and (
+            isinstance(handler.stream, FileProxy)
+            or any(handler.stream is stream for stream in standard)
+        )
+    ]
 
 
 @contextmanager
