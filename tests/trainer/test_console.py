@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import sys
 import time
 import warnings
 
@@ -139,6 +140,21 @@ def test_a_terminal_shows_lines_and_below_them_a_bar(terminal, monkeypatch, widt
     assert rows[-2].endswith("left")
 
 
+def test_errors_that_go_to_a_file_stay_there(terminal, monkeypatch):
+    errors = io.StringIO()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr("sys.stderr", errors)
+    handler = logging.StreamHandler()
+    logging.getLogger("a_library").addHandler(handler)
+    console = RunConsole(heartbeat_seconds=60)
+    logging.getLogger("a_library").warning("of a library")
+    print("of a print", file=sys.stderr)
+    console.close()
+    logging.getLogger("a_library").removeHandler(handler)
+    assert errors.getvalue() == "of a library\nof a print\n"
+    assert "of a" not in terminal.seen()
+
+
 def test_the_screen_of_these_tests_notices_a_line_that_does_not_fit():
     screen = Screen(10)
     screen.feed("12345678901\r\n")
@@ -151,8 +167,6 @@ def test_a_file_gets_plain_lines_and_no_bar(terminal, monkeypatch, capsys):
     monkeypatch.setenv("CI", "true")
     assert not is_terminal(terminal)
     monkeypatch.setattr("sys.stdout", io.StringIO())
-    import sys
-
     console = RunConsole(heartbeat_seconds=60, every=2)
     console.plan(4)
     console.tell("a line\nand another", False)

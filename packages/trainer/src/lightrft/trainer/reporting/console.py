@@ -249,15 +249,16 @@ class TerminalScreen:
         self._title = title
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
         self._live = Live(
-            get_renderable=self._render, console=self._console, refresh_per_second=2, transient=True
-        )
+            get_renderable=self._render, console=self._console, refresh_per_second=2,
+            transient=True, redirect_stderr=sys.stderr.isatty(),
+        )  # fmt: skip
         self._led: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
         past = terminal_handlers()
         self._live.start()
         for handler in past:
             # Libraries keep the stream of their import, past the one that knows of the bar.
             self._led.append((handler, handler.stream))
-            handler.setStream(sys.stderr)
+            handler.setStream(sys.stdout)
 
     def line(self, text: str) -> None:
         """Writes a line above the bar; a longer one than the terminal is broken between words."""
@@ -285,10 +286,11 @@ class TerminalScreen:
 
 
 def terminal_handlers() -> list[logging.StreamHandler[TextIO]]:
-    """Handlers of all loggers that write to the standard streams, or did so through a bar."""
+    """Handlers of all loggers that write to the terminal, or did so past an earlier bar."""
     from rich.file_proxy import FileProxy
 
-    standard = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    standard = [s for s in streams if s is not None and not s.closed and s.isatty()]
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     return [
         handler
