@@ -288,6 +288,35 @@ def test_an_engine_with_another_law_is_not_asked_for_the_canary() -> None:
     assert "score" not in engine.calls
 
 
+def test_over_shared_storage_the_canary_is_scored_when_something_may_be_new(monkeypatch) -> None:
+    first, second, engine = tiny_actor(), tiny_actor(), hf_engine()
+    sync = WeightSync(engine)
+
+    def is_scored(actor: nn.Module, *, has_moved: bool = True) -> bool:
+        if has_moved:
+            change_weights(actor)
+        report = sync.sync(module_parameter_source(actor), canary=canary_of(actor))
+        assert report.is_aliased
+        assert report.num_verified_bytes == report.num_aliased_bytes > 0
+        return report.canary_difference is not None
+
+    assert [is_scored(first) for _ in range(12)] == [index % 10 == 0 for index in range(12)]
+    # Other tensors; then none has moved; then one has not.
+    assert [is_scored(second) for _ in range(2)] == [True, False]
+    assert is_scored(second, has_moved=False)
+    before = second.model.lm_head.weight.detach().clone()
+    change_weights(second)
+    with torch.no_grad():
+        second.model.lm_head.weight.copy_(before)
+    assert is_scored(second, has_moved=False)
+    assert not is_scored(second)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "reset_caches", lambda: 1 / 0)
+        with pytest.raises(WeightSyncError, match="ZeroDivisionError"):
+            is_scored(second)
+    assert [is_scored(second) for _ in range(2)] == [True, False]
+
+
 class OpaqueEngine(FakeEngine):
     """Says that one parameter cannot be read back."""
 

@@ -26,6 +26,7 @@ from transformers import (
 from lightrft.config import ConfigError
 from lightrft.engines.media.families import family_of
 from lightrft.engines.process_state import deepspeed_unless_used
+from lightrft.models.short_attention import use_short_attention
 from lightrft.strategy.meta_init import is_building_on_meta
 from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
 from lightrft.utils.hub import is_hub_reachable
@@ -200,6 +201,7 @@ def load_model(
             # The strategy reads the weights from the configuration's directory, shard by shard.
             model: PreTrainedModel = auto_class.from_config(config, **options)
             fits.check_files(model)
+            use_short_attention(model)
             return model
         with _quietly(), torch.random.fork_rng():
             # New weights: alike in all processes, and in an actor and its reference.
@@ -226,6 +228,7 @@ def load_model(
         unexpected=report["unexpected_keys"],
         mismatched=report["mismatched_keys"],
     )
+    use_short_attention(model)
     return model
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from lightrft.engines.base import RolloutEngine
 from lightrft.kernels import BucketLayout, TensorSpec
-from lightrft.strategy.distributed.collectives import Group
+from lightrft.strategy.distributed.collectives import Group, gather_objects
 from lightrft.strategy.distributed.one_sided import run_apart
 from lightrft.strategy.weight_sync.accounting import (
     PlannedParameter,
@@ -19,6 +19,7 @@ from lightrft.strategy.weight_sync.accounting import (
 )
 from lightrft.strategy.weight_sync.canary import Canary, ask_about_media, ask_engine, check_answer
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource
+from lightrft.strategy.weight_sync.shared_storage import SharedStorage
 from lightrft.strategy.weight_sync.transfer import (
     Transfer,
     full_shards,
@@ -130,6 +131,7 @@ class WeightSync:
         self._layout: BucketLayout | None = None
         self._owner: weakref.ref[object] | None = None
         self._resident_hashes: dict[str, int] = {}
+        self._shared = SharedStorage()
 
     def sync(
         self,
@@ -176,10 +178,12 @@ class WeightSync:
                 shared = transfer.attempt(find_shared) or shared
             compare = partial(self._compare_hashes, pairs, hashes, transfer.handed_hashes, shared)
             engine_hashes = transfer.attempt(lambda: self._inside(compare)) or {}
-            if canary is not None and self.engine.computes_model:
+            if canary is not None and self._is_due(canary, transfer, pairs, hashes):
                 difference = self._score_canary(canary, transfer)
         self._conclude(previous_version, transfer.error, replica_hash)
         self._owner = weakref.ref(source.owner)
+        if self.verify and transfer.is_aliased:
+            self._shared.keep(pairs, hashes, was_scored=difference is not None)
         self._resident_hashes = {p.name: hashes.get(p.name, 0) for p in pairs if p.source.frozen}
         end_time = time.perf_counter()
         checked = pairs if self.verify else ()
@@ -198,6 +202,20 @@ class WeightSync:
             verify_seconds=verify_seconds + end_time - verify_start_time,
             is_aliased=transfer.is_aliased,
         )
+
+    def _is_due(
+        self,
+        canary: Canary,
+        transfer: Transfer,
+        pairs: Sequence[PlannedParameter],
+        hashes: Mapping[str, int],
+    ) -> bool:
+        """Whether the prompt is scored; all ranks agree, since the trainer's side is collective."""
+        if not self.engine.computes_model:
+            return False
+        is_known = transfer.is_aliased and self._shared.is_known(pairs, hashes)
+        self._shared.forget()  # unless this sync ends well
+        return any(gather_objects(not is_known or canary.media is not None, self.world))
 
     def _match(self, source: ParameterSource) -> tuple[PlannedParameter, ...]:
         """Accounts for every parameter; all ranks fail together, before anything is sent."""
