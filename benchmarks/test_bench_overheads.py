@@ -9,6 +9,7 @@ fifth worse fails. `.ci/slow overheads` runs it.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import resource
 import statistics
@@ -246,6 +247,49 @@ def test_the_critic_path_of_a_step_of_10m():
     found = {name: statistics.median(seconds[1:]) for name, seconds in rounds.items()}
     print("\nCPU seconds of a step:", {name: round(seconds, 2) for name, seconds in found.items()})
     hold("critic_step_over_group_norm_step", found["gae"] / found["group_norm"])
+
+
+def bare_step(model, prompts, new_tokens: int, micro_batch: int):
+    """Generation, forward and backward passes and an optimizer step, and nothing around them."""
+    from transformers import GenerationConfig
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    config = GenerationConfig(
+        do_sample=True, max_new_tokens=new_tokens, pad_token_id=0, eos_token_id=None, top_k=0
+    )
+
+    def step() -> None:
+        with torch.no_grad():
+            mask = torch.ones_like(prompts)
+            tokens = model.generate(prompts, attention_mask=mask, generation_config=config)
+        for rows in tokens.split(micro_batch):
+            logits = model(rows, logits_to_keep=new_tokens + 1).logits[:, :-1]
+            targets = rows[:, -new_tokens:]
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def test_a_step_of_135m_against_its_bare_passes():
+    num_prompts, group, prompt_tokens, new_tokens = 2, 4, 32, 24
+    trainer, rows = build_trainer(
+        build_model("135M"), num_prompts, group, prompt_tokens, new_tokens
+    )
+    prompts = torch.tensor([row.token_ids for row in rows]).repeat_interleave(group, 0)
+    bare = bare_step(build_model("135M"), prompts, new_tokens, micro_batch=4)
+    steps = itertools.count(1)
+
+    def ours() -> None:
+        trainer.make_experience(rows)
+        trainer.ppo_train(next(steps))
+
+    timings = harness.interleave({"step": ours, "bare": bare}, torch.device("cpu"), 60.0)
+    seconds = {name: timing.median for name, timing in timings.items()}
+    print("\nseconds:", {name: round(value, 2) for name, value in seconds.items()})
+    hold("step_over_bare_passes", seconds["step"] / seconds["bare"])
 
 
 class Lengths:

@@ -176,7 +176,9 @@ def test_the_display_shows_reward_and_accuracy(tmp_path):
     assert "reward 0.500" in second
     assert second.count("#") == 5
     assert second.endswith("0:00 left")
-    assert third.split()[-6:] == ["calls", "1.25", "held-out", "0.990", "0:00", "left"]
+    assert third.split()[-6:] == ["held-out", "0.990", "calls", "1.25", "0:00", "left"]
+    assert first.index("held-out") == third.index("held-out")
+    assert second.index("0:00 left") == third.index("calls")
     assert len(third) <= 80
 
 

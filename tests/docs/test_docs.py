@@ -104,7 +104,7 @@ def test_every_bash_block_parses_and_names_known_commands(page):
         assert set(commands) <= set(COMMANDS), text
 
 
-@pytest.mark.parametrize("page", [*CHEAP, *COSTLY])
+@pytest.mark.parametrize("page", [*CHEAP, *COSTLY, "recipes.md"])
 def test_every_flag_in_the_text_exists(page):
     from lightrft.cli import (
         audit,
@@ -167,6 +167,8 @@ def test_every_page_ends_by_naming_the_next():
         "errors",
     ]
     assert [page for page in pages if page[:-3] in path] == [f"{name}.md" for name in path]
+    listed = re.findall(r"^\| \[[^]]+\]\((\w+)\.md\)", PAGES["index.md"], flags=re.MULTILINE)
+    assert ["index", *listed] == path
     for page, following in itertools.pairwise(pages):
         if page not in ("configuration.md", "metrics.md"):  # looked up, not read
             last = PAGES[page].rstrip().splitlines()[-1]
@@ -181,7 +183,8 @@ def test_every_fact_about_another_project_names_a_source_that_is_listed():
     used = set(re.findall(r"\b([TVOSP]\d)\b", facts))
     assert used == listed
     assert len(listed) == sources.count("\n| ") - 1
-    table = [line for line in facts.splitlines() if line.startswith("| ")][1:]
+    head, *table = [line for line in facts.splitlines() if line.startswith("| ")]
+    assert head == "| | lightrft | TRL | verl | OpenRLHF | slime | prime-rl |"
     for line in table:
         for cell in line.split(" | ")[2:]:
             assert "not stated" in cell or re.search(r"\b[TVOSP]\d\b", cell), (line, cell)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,7 @@ def timeless(metrics):
 
 
 @pytest.mark.usefixtures("only_process")
-def test_a_run_leaves_its_files_and_a_broken_one_is_continued(tmp_path, tiny_model):
+def test_a_run_leaves_its_files_and_a_broken_one_is_continued(tmp_path, tiny_model, capsys):
     write_inputs(tmp_path)
     values = options(tmp_path, tiny_model, save_steps=1)
     (whole,) = train_each(0, 1, [values])
@@ -116,6 +117,7 @@ def test_a_run_leaves_its_files_and_a_broken_one_is_continued(tmp_path, tiny_mod
     assert [entry["step"] for entry in read(run / "metrics.jsonl")] == [0, 1, 2, 3]
 
     parts = options(tmp_path, tiny_model, save_steps=1, output_dir=str(tmp_path / "parts"))
+    parts["heartbeat_seconds"] = 0.002
     # Checked at start, then a call a group: five of the evaluation, four of each of two steps.
     (tmp_path / "fuse").write_text("14")
     with pytest.raises(RewardError, match="fuse is blown"):
@@ -123,6 +125,11 @@ def test_a_run_leaves_its_files_and_a_broken_one_is_continued(tmp_path, tiny_mod
     (tmp_path / "fuse").unlink()
     (rest,) = train_each(0, 1, [{**parts, "load_checkpoint": True}])
     assert rest["num_resumed_steps"] == 2
+    assert timeless(rest["first_eval"]) == timeless(whole["first_eval"])
+    # Signs of life name the last step that is done, also before the first of this process.
+    _, shown = capsys.readouterr().out.split("continuing ", 1)
+    alive = re.findall(r"heartbeat after_step=(\d+)", shown.partition("step 3/3")[0])
+    assert alive[-1] == "2"
     assert timeless(rest["last_metrics"]) == timeless(whole["last_metrics"])
     assert [entry["step"] for entry in read(tmp_path / "parts" / "metrics.jsonl")] == [0, 1, 2, 3]
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import logging
-import os
-import pty
-import re
-import threading
+import sys
 import time
 import warnings
 
 import pytest
+from tests.trainer.terminal import Screen, open_terminal, wait_for
 
 from lightrft.strategy.distributed.context import print_on_first_rank, report_memory
 from lightrft.strategy.distributed.deadlines import current_phase, phase
@@ -20,8 +18,10 @@ from lightrft.trainer.reporting.console import (
     PlainScreen,
     RunConsole,
     bar_text,
+    fitted,
     is_terminal,
     phase_text,
+    remaining,
     step_line,
 )
 from lightrft.trainer.reporting.loggers import ConsoleLogger
@@ -31,41 +31,6 @@ METRICS = {
     "reward": 0.5, "kl": 0.001, "step_seconds": 2.0, "rare": 1.0, "eval/reward": 0.25,
     "response_length": 31.25, "tokens_per_second": 12345.6,
 }  # fmt: skip
-ESCAPE = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])")
-
-
-class Screen:
-    """A terminal that knows what rich writes; `wrapped` are lines that did not fit."""
-
-    def __init__(self, width):
-        self.width, self.rows, self.row, self.column, self.wrapped = width, [""], 0, 0, []
-
-    def feed(self, text):
-        while text:
-            found = ESCAPE.match(text)
-            if found:
-                text = text[found.end() :]
-                if found[2] == "A":
-                    self.row -= int(found[1] or 1)
-                elif found[2] == "K":
-                    self.rows[self.row] = ""
-                continue
-            self.put(text[0])
-            text = text[1:]
-
-    def put(self, symbol):
-        if symbol == "\r":
-            self.column = 0
-        elif symbol == "\n":
-            self.row, self.column = self.row + 1, 0
-            if self.row == len(self.rows):
-                self.rows.append("")
-        else:
-            if self.column >= self.width:
-                self.wrapped.append(self.rows[self.row])
-            row = self.rows[self.row].ljust(self.column)
-            self.rows[self.row] = row[: self.column] + symbol + row[self.column + 1 :]
-            self.column += 1
 
 
 @pytest.fixture
@@ -73,29 +38,8 @@ def terminal(monkeypatch):
     """A person's terminal; `.seen()` gives what was written to it."""
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    leader, follower = pty.openpty()
-    seen = []
-
-    def drain():
-        try:
-            while part := os.read(leader, 1 << 16):
-                seen.append(part)
-        except OSError:
-            pass
-
-    reader = threading.Thread(target=drain, daemon=True)
-    reader.start()
-    with os.fdopen(follower, "w") as stream:
-        stream.seen = lambda: b"".join(seen).decode()
+    with open_terminal() as stream:
         yield stream
-    reader.join(10)
-
-
-def wait_for(condition):
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin < 60
-        time.sleep(0.01)
 
 
 def test_a_step_is_one_line_of_pairs():
@@ -106,17 +50,36 @@ def test_a_step_is_one_line_of_pairs():
 
 def test_the_line_of_a_step():
     line = step_line(7, 40, METRICS, seconds_left=3723)
-    assert line == (
-        "step  7/40  reward 0.500  held-out 0.250  length  31.2  12,346 tok/s  1:02:03 left"
-    )
+    assert line == ("step  7/40  reward 0.500  held-out 0.250  len  31.2  12346 tok/s   1h02m left")
     plain = {name: value for name, value in METRICS.items() if name != "eval/reward"}
     other = step_line(8, 40, plain, seconds_left=59)
     assert "held-out" not in other
-    assert other.index("length") == line.index("length")
+    assert other.index("len") == line.index("len")
     assert other.endswith("0:59 left")
+    assert len(other) == len(line)
     assert step_line(0, 40, {"eval/reward": 0.3}) == "step  0/40                held-out 0.300"
-    narrow = step_line(7, 40, METRICS, seconds_left=3723, width=80)
-    assert narrow == line.replace("  12,346 tok/s", "")
+    narrow = step_line(7, 40, METRICS, seconds_left=3723, width=70)
+    assert narrow == line.replace("  12346 tok/s", "")
+
+
+@pytest.mark.parametrize(
+    ("value", "decimals", "shown"),
+    [
+        (0.5, 3, "0.500"), (-0.0384, 3, "-.038"), (-1.25, 3, "-1.25"), (12.3456, 3, "12.35"),
+        (-123456.789, 3, "-123k"), (31.25, 1, " 31.2"), (1234.5, 1, " 1234"), (414.4, 0, "  414"),
+        (123456.0, 0, " 123k"), (2e6, 0, "2.00M"), (9e15, 0, " 9e15"), (float("nan"), 3, "  nan"),
+    ],
+)  # fmt: skip
+def test_a_number_takes_five_columns(value, decimals, shown):
+    assert fitted(value, decimals) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(59.6, "1:00"), (3599, "59:59"), (3600, "1h00m"), (86399, "23h59m"), (9e5, "10d10h")],
+)
+def test_what_is_left(seconds, shown):
+    assert remaining(seconds) == shown
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -127,6 +90,7 @@ def test_a_line_fits_the_terminal(width, num_steps):
         line = step_line(num_steps, num_steps, metrics, seconds_left=9e5, width=width)
         assert len(line) <= width
         assert line.startswith(f"step {num_steps}/{num_steps}  reward")
+        assert ("tok/s" in line) == (width == 200 or num_steps < 10_000)
     for count in (("generate", 100_000, 100_000), None):
         assert len(bar_text("step 100000/100000", count, ("x" * 99, 9e5))) <= 80
 
@@ -165,7 +129,7 @@ def test_a_terminal_shows_lines_and_below_them_a_bar(terminal, monkeypatch, widt
     screen = Screen(width)
     screen.feed(terminal.seen())
     assert screen.wrapped == []
-    rows = [row.rstrip() for row in screen.rows if row.strip()]
+    rows = screen.shown()
     assert [row[:12] for row in rows] == [
         "8 prompts",
         "step 0/4    ",
@@ -174,6 +138,21 @@ def test_a_terminal_shows_lines_and_below_them_a_bar(terminal, monkeypatch, widt
         "the end",
     ]
     assert rows[-2].endswith("left")
+
+
+def test_errors_that_go_to_a_file_stay_there(terminal, monkeypatch):
+    errors = io.StringIO()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr("sys.stderr", errors)
+    handler = logging.StreamHandler()
+    logging.getLogger("a_library").addHandler(handler)
+    console = RunConsole(heartbeat_seconds=60)
+    logging.getLogger("a_library").warning("of a library")
+    print("of a print", file=sys.stderr)
+    console.close()
+    logging.getLogger("a_library").removeHandler(handler)
+    assert errors.getvalue() == "of a library\nof a print\n"
+    assert "of a" not in terminal.seen()
 
 
 def test_the_screen_of_these_tests_notices_a_line_that_does_not_fit():
@@ -188,8 +167,6 @@ def test_a_file_gets_plain_lines_and_no_bar(terminal, monkeypatch, capsys):
     monkeypatch.setenv("CI", "true")
     assert not is_terminal(terminal)
     monkeypatch.setattr("sys.stdout", io.StringIO())
-    import sys
-
     console = RunConsole(heartbeat_seconds=60, every=2)
     console.plan(4)
     console.tell("a line\nand another", False)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
-import shutil
 import threading
 
 import pytest
+from PIL import Image
+from tests.trainer.browser import faults, needs_browser, open_browser, take_picture
 from tests.trainer.report_runs import write_run
 
 from lightrft.trainer.reporting.comparison import write_comparison
 from lightrft.trainer.reporting.metric_table import STAGES
 from lightrft.trainer.reporting.page import write_report
 from lightrft.trainer.reporting.watch import serving
+from lightrft.trainer.runs.files import write_event
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="package playwright is not installed")
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} is here")
+pytestmark = needs_browser
 
 HOSTILE = "</script><script>window.hacked = true</script><img src=http://192.0.2.1/x onerror=x()>"
 
@@ -49,12 +50,8 @@ def run_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    with sync_api.sync_playwright() as playwright:
-        # The sandbox needs privileges that containers do not give.
-        arguments = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        opened = playwright.chromium.launch(executable_path=BROWSER, args=arguments)
+    with open_browser() as opened:
         yield opened
-        opened.close()
 
 
 class Visit:
@@ -150,79 +147,104 @@ def test_a_zoom_of_one_chart_moves_the_others(run_folder, visit):
     assert set(ranges) == {ranges[0]}
 
 
-# Boxes of what is seen: of texts (also those of charts), pictures and charts, cut to the boxes of
-# what scrolls around them. Two of them overlap where neither is within the other in the document.
-OVERLAPS = """(slack) => {
-  const clipped = (node) => {
-    let box = node.getBoundingClientRect();
-    let [left, top, right, bottom] = [box.left, box.top, box.right, box.bottom];
-    for (let up = node.parentElement; up; up = up.parentElement) {
-      const flow = getComputedStyle(up);
-      if (flow.overflowX === "visible" && flow.overflowY === "visible") continue;
-      const outer = up.getBoundingClientRect();
-      left = Math.max(left, outer.left); right = Math.min(right, outer.right);
-      top = Math.max(top, outer.top); bottom = Math.min(bottom, outer.bottom);
-    }
-    return { node, left, top, right, bottom };
-  };
-  const isText = (child) => child.nodeType === 3 && child.data.trim();
-  const hasText = (node) => [...node.childNodes].some(isText);
-  const isSeen = (node) => node.checkVisibility({ checkOpacity: true, checkVisibilityCSS: true });
-  const all = [...document.body.querySelectorAll("*")]
-    .filter((node) => !["SCRIPT", "STYLE", "NOSCRIPT", "OPTION"].includes(node.tagName))
-    // Inline parts of a text flow around each other by themselves; their block stands for them.
-    .filter((node) => getComputedStyle(node).display !== "inline" || node instanceof SVGElement)
-    .filter((node) => hasText(node) || ["IMG", "SELECT"].includes(node.tagName)
-      || node.classList.contains("plot"))
-    .filter(isSeen).map(clipped)
-    .filter((box) => box.right - box.left > slack && box.bottom - box.top > slack)
-    .sort((a, b) => a.top - b.top);
-  const found = [];
-  for (let i = 0; i < all.length; i += 1) {
-    for (let j = i + 1; j < all.length && all[j].top < all[i].bottom - slack; j += 1) {
-      const [a, b] = [all[i], all[j]];
-      if (a.node.contains(b.node) || b.node.contains(a.node)) continue;
-      const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
-      const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
-      if (wide > slack && high > slack) {
-        found.push([a, b].map((box) => box.node.textContent.trim().slice(0, 40)).join(" | "));
-      }
-    }
-  }
-  return { count: all.length, found };
-}"""
+def write_troubled_run(folder):
+    """An interrupted run of conversations with pictures, which raises alarms and tells events."""
+    write_run(folder, 12, label="843")
+    long = "{'name': 'look', 'arguments': " + "x" * 200 + "}"
+    call = {"name": "look_at_what_is_behind_the_door_of_this_name", "answer": long}
+    turns = [{"said": f"turn {number} {'word ' * 60}", "calls": [call]} for number in range(4)]
+    picture = Image.effect_noise((96, 48), 90).convert("RGB")
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG")
+    image = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    for name, changes in (
+        ("samples", {"turns": turns, "images": [image] * 4, "truncated": True}),
+        ("metrics", {"truncated_share": 0.9, "reward/" + "long_part_" * 9: 1.0, "entropy": None}),
+    ):
+        path = folder / f"{name}.jsonl"
+        rows = [json.loads(line) | changes for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "summary.json").unlink()
+    for name, step in (("started", 0), ("interrupted", 4), ("resumed", 4), ("interrupted", 12)):
+        change = {"name": "generate_max_len", "before": "x" * 90, "after": "y" * 90}
+        details = {"world_size": 2, "changes": [change | {"is_free": True}]}
+        write_event(folder, name, step=step, details=details)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def views(tmp_path_factory):
-    """A report and a comparison with long names, values and texts, by name."""
+    """Reports and a comparison with long names, values and texts, by name."""
     folder = tmp_path_factory.mktemp("views")
     long = "a_name_without_a_place_to_break_" * 4
     one = write_run(folder / long, 40, pretrain=f"/data/{long}/{long}", solved_from=31, label=long)
     others = [write_run(folder / f"seed_{i}", 10 + i, best=i * 1e4, seed=i) for i in (1, 2, 3)]
     comparison = folder / "comparison.html"
     write_comparison([one, *others], comparison)
-    return {"report": write_report(one), "comparison": comparison}
+    troubled = write_report(write_troubled_run(folder / "troubled"))
+    return {"report": write_report(one), "comparison": comparison, "troubled": troubled}
 
 
-@pytest.mark.parametrize("view", ["report", "comparison"])
-def test_nothing_overlaps_on_a_phone_and_on_a_wide_screen(views, browser, view):
+@pytest.mark.parametrize("view", ["report", "comparison", "troubled"])
+def test_nothing_overlaps_on_a_phone_and_on_a_wide_screen(views, browser, view, tmp_path):
     seen = Visit(browser, views[view], width=400)
     page = seen.page
     page.evaluate("for (const list of document.querySelectorAll('details')) list.open = true")
     for width in (400, 1400):
         page.set_viewport_size({"width": width, "height": 900})
         page.wait_for_timeout(1000)  # charts follow the width with a delay
-        found = page.evaluate(OVERLAPS, 1.5)
-        assert found["found"] == []
-        assert found["count"] > 200
+        found, count = faults(page)
+        assert found == []
+        assert count > 200
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        size, num_colours = take_picture(page, tmp_path / f"{view}_{width}.png")
+        assert size[0] == width
+        assert num_colours > 100
         box = page.locator(".plot").first.bounding_box()
         assert width > 400 or box["width"] > 280
+        # A long name makes no row of the others' texts as high as a page.
+        rows = page.locator("header tbody tr").evaluate_all(
+            "rows => rows.map((row) => row.offsetHeight)"
+        )
+        assert max(rows, default=0) < 200
     assert seen.complaints == []
-    # Positive control: what is pushed over its neighbour is found.
-    page.evaluate("document.querySelector('figcaption p').style.marginTop = '-40px'")
-    assert page.evaluate(OVERLAPS, 1.5)["found"]
+    seen.context.close()
+
+
+# Where, what is done to it, and what is said about it.
+PLANTED = (
+    ("figcaption p", "margin-top: -40px", " | "),
+    ("figure h3", "transform: translateY(30px)", " | "),
+    (
+        ".plot .xtick text",
+        "transform: scale(30); transform-box: fill-box; transform-origin: 50% 50%",
+        " | ",
+    ),
+    ("figcaption p", "height: 8px; overflow: hidden", "cut: "),
+    ("figcaption p", "width: 40px; white-space: nowrap; overflow: clip", "cut: "),
+    ("h1", "position: relative; left: -30px", "cut: "),
+    ("h1", "white-space: nowrap", "cut: "),
+    (".plot .ytick text", "transform: translateX(-60px)", "cut: "),
+)
+PLANT = """([where, style]) => {
+  const node = document.querySelector(where);
+  const before = node.style.cssText;
+  node.style.cssText += ";" + style;
+  return before;
+}"""
+
+
+def test_what_is_pushed_over_its_neighbour_or_out_of_its_box_is_found(views, browser):
+    seen = Visit(browser, views["report"], width=400)
+    page = seen.page
+    for where, style, said in PLANTED:
+        assert faults(page)[0] == []
+        before = page.evaluate(PLANT, [where, style])
+        assert [text for text in faults(page)[0] if said in text] != [], (where, style)
+        page.evaluate(
+            "([where, style]) => { document.querySelector(where).style.cssText = style }",
+            [where, before],
+        )
     seen.context.close()
 
 

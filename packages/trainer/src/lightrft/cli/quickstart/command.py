@@ -370,19 +370,21 @@ class LiveReward:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the line of a step."""
         line = f"  step {step:>3}/{self._num_steps}"
-        if "reward" in metrics:
-            reward = metrics["reward"]
-            line += f"  reward {reward:.3f} |{'#' * round(BAR_WIDTH * reward):<{BAR_WIDTH}}|"
+        reward, accuracy = (metrics.get(name, 0.0) for name in ("reward", "eval/reward"))
+        columns = {
+            "reward": f"  reward {reward:.3f} |{'#' * round(BAR_WIDTH * reward):<{BAR_WIDTH}}|",
+            "eval/reward": f"  held-out {accuracy:.3f}",
+        }
+        for name, text in columns.items():
+            line += text if name in metrics else " " * len(text)
         if "episode/calls" in metrics:
             line += f"  calls {metrics['episode/calls']:.2f}"
-        if "eval/reward" in metrics:
-            line += f"  held-out {metrics['eval/reward']:.3f}"
         if step == 0:
             self._started = time.monotonic()
         else:
             seconds = (time.monotonic() - self._started) / step * (self._num_steps - step)
             line += f"  {int(seconds) // 60}:{int(seconds) % 60:02} left"
-        self._stream.write(line + "\n")
+        self._stream.write(line.rstrip() + "\n")
         self._stream.flush()
 
     def close(self) -> None:

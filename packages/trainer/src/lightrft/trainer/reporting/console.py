@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,13 +25,17 @@ BAR_WIDTH = 20
 NAME_WIDTH = 20
 # A line about less flickers.
 LONG_PHASE_SECONDS = 1.0
-# Metric, label, format and unit of what a step's line shows.
+# Every number of a step's line has this many columns, so that each stands below the one before.
+NUMBER_WIDTH = 5
+# Metric, label, most decimals and unit of what a step's line shows.
 FIELDS = (
-    ("reward", "reward ", "5.3f", ""),
-    ("eval/reward", "held-out ", "5.3f", ""),
-    ("response_length", "length ", "5.1f", ""),
-    ("tokens_per_second", "", "6,.0f", " tok/s"),
+    ("reward", "reward ", 3, ""),
+    ("eval/reward", "held-out ", 3, ""),
+    ("response_length", "len ", 1, ""),
+    ("tokens_per_second", "", 0, " tok/s"),
 )
+# What a line that had to be broken goes on with.
+INDENT = "    "
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -56,14 +61,36 @@ def step_line(
     """
     digits = len(str(num_steps))
     fields = [f"step {step:>{digits}}/{num_steps}"]
-    for name, label, form, unit in FIELDS:
-        field = f"{label}{metrics.get(name, 0.0):{form}}{unit}"
+    for name, label, decimals, unit in FIELDS:
+        field = f"{label}{fitted(metrics.get(name, 0.0), decimals)}{unit}"
         fields.append(field if name in metrics else " " * len(field))
     if seconds_left is not None:
-        fields.append(f"{clock(seconds_left)} left")
+        fields.append(f"{remaining(seconds_left):>6} left")
     while width is not None and len(fields) > 1 and len("  ".join(fields).rstrip()) > width:
         fields.pop(len(FIELDS) if len(fields) > len(FIELDS) else -1)
     return "  ".join(fields).rstrip()
+
+
+def fitted(value: float, decimals: int) -> str:
+    """A number in `NUMBER_WIDTH` columns, with as many decimals as find room there."""
+    for scaled, unit in ((value, ""), (value / 1e3, "k"), (value / 1e6, "M"), (value / 1e9, "G")):
+        if unit and abs(scaled) >= 1000:
+            continue
+        for places in range(2 if unit else decimals, -1, -1):
+            text = f"{scaled:.{places}f}{unit}".replace("-0.", "-.")
+            if len(text) <= NUMBER_WIDTH:
+                return text.rjust(NUMBER_WIDTH)
+    return f"{value:.0e}".replace("e+", "e").rjust(NUMBER_WIDTH)
+
+
+def remaining(seconds: float) -> str:
+    """The two largest units of what is left: 1:05 (minutes, seconds), 2h05m, 3d04h."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h"
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}:{rest:02}"
 
 
 def clock(seconds: float) -> str:
@@ -111,6 +138,10 @@ class RunConsole:
     def plan(self, num_steps: int) -> None:
         """Takes the number of steps of the run."""
         self._num_steps = num_steps
+
+    def continue_after(self, step: int) -> None:
+        """Takes the last step that was completed before."""
+        self._step = step
 
     def tell(self, text: str, is_detail: bool) -> None:
         """Shows and logs a line; one of the engine room is only logged, unless verbose."""
@@ -218,23 +249,62 @@ class TerminalScreen:
         self._title = title
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
         self._live = Live(
-            get_renderable=self._render, console=self._console, refresh_per_second=2, transient=True
-        )
+            get_renderable=self._render, console=self._console, refresh_per_second=2,
+            transient=True, redirect_stderr=sys.stderr.isatty(),
+        )  # fmt: skip
+        self._led: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
+        past = terminal_handlers()
         self._live.start()
+        for handler in past:
+            # Libraries keep the stream of their import, past the one that knows of the bar.
+            self._led.append((handler, handler.stream))
+            handler.setStream(sys.stdout)
 
     def line(self, text: str) -> None:
-        """Writes a line above the bar."""
-        self._console.print(text, soft_wrap=True)
+        """Writes a line above the bar; a longer one than the terminal is broken between words."""
+        width = self._console.width
+        for part in text.split("\n"):
+            whole = textwrap.fill(
+                part, width, subsequent_indent=INDENT, replace_whitespace=False,
+                break_long_words=False, break_on_hyphens=False,
+            )  # fmt: skip
+            # A path that is too long is left to the terminal, from which it is copied as one.
+            self._console.print(whole, soft_wrap=True)
 
     def close(self) -> None:
         """Removes the bar."""
         self._live.stop()
+        while self._led:
+            handler, stream = self._led.pop()
+            handler.setStream(stream)
 
     def _render(self) -> Text:
         from rich.text import Text
 
         text = bar_text(self._title(), current_count(), current_phase())
         return Text(text[: self._console.width], no_wrap=True)
+
+
+def terminal_handlers() -> list[logging.StreamHandler[TextIO]]:
+    """Handlers of all loggers that write to the terminal, or did so past an earlier bar."""
+    from rich.file_proxy import FileProxy
+
+    streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    standard = [s for s in streams if s is not None and not s.closed and s.isatty()]
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    return [
+        handler
+        for logger in loggers
+        if isinstance(logger, logging.Logger)
+        for handler in logger.handlers
+        # One without a stream of its own looks up the standard one each time.
+        if isinstance(handler, logging.StreamHandler)
+        and "stream" in vars(handler)
+        and (
+            isinstance(handler.stream, FileProxy)
+            or any(handler.stream is stream for stream in standard)
+        )
+    ]
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -168,6 +168,8 @@ def run_training(
         trainer, loader = build_trainer(config, inputs, strategy, loggers=loggers, console=console)
         stack.callback(trainer.close)
         num_resumed = start_run(config, trainer, plan)
+        if console is not None:
+            console.continue_after(num_resumed)
         result = trainer.fit(prompts_dataloader=loader, stop_request=stop_request)
         if result.was_stopped:
             strategy.finish_saving()
@@ -419,12 +421,19 @@ def _summarise(
         strategy=type(strategy).__name__,
         engine=strategy.inference_engine_type or "",
         seconds=time.perf_counter() - started,
-        first_eval=result.first_eval,
+        first_eval=result.first_eval or _first_eval(lines),
         last_eval=result.last_eval,
         last_metrics=result.last_metrics,
         num_steps=result.num_steps,
         verdict="; ".join([verdict, *(f"ended by an alarm: {text}" for text in result.alarms)]),
     )
+
+
+def _first_eval(lines: Iterable[tuple[int, Mapping[str, object]]]) -> dict[str, float]:
+    """The evaluation before the first step, which another process of the run wrote down."""
+    entry = next((entry for step, entry in lines if step == 0), {})
+    known = {name: value for name, value in _numbers(entry).items() if name != "step"}
+    return {name: value for name, value in known.items() if value is not None}
 
 
 def _numbers(entry: Mapping[str, object]) -> dict[str, float | None]:
