@@ -3,7 +3,7 @@
     uv run pytest benchmarks/test_bench_overheads.py -s --timeout 3000
 
 Sides take turns in one run, and each ratio is held against the one in ratios.toml: more than a
-fifth worse fails. `.ci/slow overheads` runs it.
+fifth worse fails. `.ci/slow overheads decoder` runs it.
 """
 
 from __future__ import annotations
