@@ -42,6 +42,22 @@ class RebuiltRow:
     versions: NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """The tensors of a batch that are compared, copied to host memory at once."""
+
+    sample_ids: NDArray[np.int64]
+    token_ids: NDArray[np.int64]
+    attention_mask: NDArray[np.bool_]
+    response_mask: NDArray[np.bool_]
+    rollout_logprobs: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, batch: RolloutBatch) -> HostRows:
+        """Those of a batch on any device."""
+        return cls(*(getattr(batch, name).cpu().numpy() for name in cls.__slots__))
+
+
 def check_ledger(
     batch: RolloutBatch,
     table: SampleTable,
@@ -66,7 +82,8 @@ def check_ledger(
     """
     problem = ""
     try:
-        rows = [_check_row(batch, table, row, evidence) for row in range(len(table))]
+        found_rows = HostRows.of(batch)
+        rows = [_check_row(found_rows, table, row, evidence) for row in range(len(table))]
     except LedgerError as error:
         rows, problem = [], str(error)
     problems: list[str] = strategy.gather_objects(problem)
@@ -150,7 +167,7 @@ def _check_observation(
             )
 
 
-def _check_row(batch: RolloutBatch, table: SampleTable, row: int, evidence: Evidence) -> RebuiltRow:
+def _check_row(batch: HostRows, table: SampleTable, row: int, evidence: Evidence) -> RebuiltRow:
     """One row of tensors against the row that must be; returns that."""
     sample_id = int(table.sample_ids[row])
     if int(batch.sample_ids[row]) != sample_id:
@@ -159,17 +176,17 @@ def _check_row(batch: RolloutBatch, table: SampleTable, row: int, evidence: Evid
         )
     right = rebuild(sample_id, evidence)
     length, is_sampled = len(right.token_ids), right.turns >= 0
-    real = batch.attention_mask[row].cpu().numpy()
+    real = batch.attention_mask[row]
     num_real = int(real.sum())
     shared = min(length, num_real)
-    found = batch.token_ids[row].cpu().numpy()
+    found = batch.token_ids[row]
     _compare("token ids", found[:shared], right.token_ids[:shared], sample_id, right)
     if num_real != length or not real[:length].all():
         raise LedgerError(f"sample {sample_id} has {num_real} tokens, expected {length}")
     is_trained = is_sampled & (not bool(table.is_masked[row]))
-    mask = batch.response_mask[row].cpu().numpy()
+    mask = batch.response_mask[row]
     _compare("sampled mask", mask[:length], is_trained, sample_id, right)
-    logprobs = batch.rollout_logprobs[row].cpu().numpy()
+    logprobs = batch.rollout_logprobs[row]
     expected = np.where(is_trained, right.logprobs, np.float32(0.0))
     bits = (logprobs[:length].view(np.int32), expected.view(np.int32))
     _compare("engine logprobs (bits)", *bits, sample_id, right)
@@ -220,9 +237,10 @@ def _check_layout(
     mask = batch.response_mask[part]
     layout = policy.lay_out(batch.token_ids[part], batch.attention_mask[part], mask)
     lengths = [len(row.token_ids) for row in rows]
+    all_ids, all_positions = (x.cpu().numpy() for x in (layout.input_ids, layout.position_ids))
     if layout.bounds is None:
         pieces = [(row, slice(0, length)) for row, length in enumerate(lengths)]
-        seen = [(layout.input_ids[r, s], layout.position_ids[r, s]) for r, s in pieces]
+        seen = [(all_ids[place], all_positions[place]) for place in pieces]
         starts = [row * mask.shape[1] for row in range(len(rows))]
         first = 0
     else:
@@ -232,18 +250,20 @@ def _check_layout(
         if list(layout.bounds.offsets[: len(rows) + 1]) != [*starts, sum(lengths)]:
             raise LedgerError("a packed stream does not end its sequences where rows end")
         seen = [
-            (layout.input_ids[0, own], layout.position_ids[0, own])
+            (all_ids[0, own], all_positions[0, own])
             for start, length in zip(starts, lengths, strict=True)
             for own in (slice(max(0, start - first), max(0, start + length - first)),)
         ]
     for number, (row, (ids, positions)) in enumerate(zip(rows, seen, strict=True)):
         skipped = 0 if layout.bounds is None else max(0, first - starts[number])
         expected = slice(skipped, skipped + len(ids))
+        places = np.arange(expected.start, expected.stop, dtype=np.int64)
+        if np.array_equal(ids, row.token_ids[expected]) and np.array_equal(positions, places):
+            continue
         sample_id = int(batch.sample_ids[part][number])
         part_of = replace(row, turns=row.turns[: expected.stop])
-        places = np.arange(len(row.token_ids), dtype=np.int64)
-        _compare("laid-out ids", ids.cpu().numpy(), row.token_ids[expected], sample_id, part_of)
-        _compare("positions", positions.cpu().numpy(), places[expected], sample_id, part_of)
+        _compare("laid-out ids", ids, row.token_ids[expected], sample_id, part_of)
+        _compare("positions", positions, places, sample_id, part_of)
     _check_scored(layout, mask.cpu().numpy(), rows, starts, first)
 
 
