@@ -317,6 +317,22 @@ def test_over_shared_storage_the_canary_is_scored_when_something_may_be_new(monk
     assert [is_scored(second) for _ in range(2)] == [True, False]
 
 
+def test_over_shared_storage_a_sync_without_canary_vouches_for_nothing(monkeypatch) -> None:
+    actor, engine = tiny_actor(), hf_engine()
+    sync = WeightSync(engine)
+    sync.sync(module_parameter_source(actor), canary=None)
+    change_weights(actor)
+    report = sync.sync(module_parameter_source(actor), canary=canary_of(actor))
+    assert report.canary_difference is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "reset_caches", lambda: 1 / 0)
+        with pytest.raises(WeightSyncError, match="ZeroDivisionError"):
+            sync.sync(module_parameter_source(actor), canary=None)
+    change_weights(actor)
+    report = sync.sync(module_parameter_source(actor), canary=canary_of(actor))
+    assert report.canary_difference is not None
+
+
 class OpaqueEngine(FakeEngine):
     """Says that one parameter cannot be read back."""
 

@@ -182,7 +182,7 @@ class WeightSync:
                 difference = self._score_canary(canary, transfer)
         self._conclude(previous_version, transfer.error, replica_hash)
         self._owner = weakref.ref(source.owner)
-        if self.verify and transfer.is_aliased:
+        if self.verify and transfer.is_aliased and canary is not None:
             self._shared.keep(pairs, hashes, was_scored=difference is not None)
         self._resident_hashes = {p.name: hashes.get(p.name, 0) for p in pairs if p.source.frozen}
         end_time = time.perf_counter()
@@ -214,7 +214,6 @@ class WeightSync:
         if not self.engine.computes_model:
             return False
         is_known = transfer.is_aliased and self._shared.is_known(pairs, hashes)
-        self._shared.forget()  # unless this sync ends well
         return any(gather_objects(not is_known or canary.media is not None, self.world))
 
     def _match(self, source: ParameterSource) -> tuple[PlannedParameter, ...]:
@@ -358,6 +357,7 @@ class WeightSync:
         try:
             agree(error, self.world, source_hash=replica_hash)
         except WeightSyncError as err:
+            self._shared.forget()
             self.engine.set_weights_version(previous_version)
             self.engine.mark_stale(f"the last weight sync failed the check {err.check!r}")
             raise
