@@ -25,8 +25,8 @@ def short_attention(
     """Attention of transformers' `sdpa`, for short rows in half precision from plain products.
 
     The backward pass of torch's fused kernel for CPUs takes a fixed time for each row and head in
-    half precision: with it, 64 rows of 15 tokens take five times as long as products. Decided by dtype and
-    shape alone, so that passes with and without gradients compute the same.
+    half precision: with it, 64 rows of 15 tokens take five times as long as products.
+    Decided by dtype and shape alone, so that passes with and without gradients compute the same.
 
     Args:
         module, attention_mask, kwargs: What transformers passes.
