@@ -172,32 +172,31 @@ def demonstration_batch(
     Rows are padded on the right; `targets[:, t]` is `token_ids[:, t]` where the assistant speaks,
     and `IGNORED` elsewhere.
     """
-    rows = [_encode(tokenizer, exercise.demonstration(rng)) for exercise in exercises]
-    seq = max(len(ids) for ids, _ in rows)
-    token_ids = torch.full((len(rows), seq), tokenizer.pad_token_id)
-    targets = torch.full((len(rows), seq), IGNORED)
-    for row, (ids, is_said) in enumerate(rows):
-        values = torch.tensor(ids)
-        token_ids[row, : len(ids)] = values
-        targets[row, : len(ids)] = values.where(torch.tensor(is_said), IGNORED)
-    return token_ids, targets
+    texts = ["".join(map(_marked, exercise.demonstration(rng))) for exercise in exercises]
+    rows = tokenizer(texts)["input_ids"]  # one call: a call costs more than what it encodes
+    opening = tokenizer.convert_tokens_to_ids(ASSISTANT)
+    seq = max(map(len, rows))
+    token_ids, targets = [], []
+    for ids in rows:
+        padding = seq - len(ids)
+        token_ids.append(ids + [tokenizer.pad_token_id] * padding)
+        targets.append(_said(ids, opening, tokenizer.eos_token_id) + [IGNORED] * padding)
+    return torch.tensor(token_ids), torch.tensor(targets)
 
 
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
-) -> tuple[list[int], list[bool]]:
-    """Ids of a conversation, and which of them the assistant says."""
-    pieces = [
-        (text, is_said)
-        for role, content in messages
-        for text, is_said in (
-            (f"<|{role}|>", False),
-            (content + END * (role == "assistant"), role == "assistant"),
-        )
-    ]
-    encoded = tokenizer([text for text, _ in pieces])["input_ids"]
-    is_said = [said for ids, (_, said) in zip(encoded, pieces, strict=True) for _ in ids]
-    return [token for ids in encoded for token in ids], is_said
+def _marked(message: Message) -> str:
+    """A message after the mark of its role; the assistant's ends with `END`."""
+    role, content = message
+    return f"<|{role}|>{content}{END * (role == 'assistant')}"
+
+
+def _said(ids: Sequence[int], opening: int, end: int) -> list[int]:
+    """The ids after each `opening` up to its `end`, and `IGNORED` in place of the others."""
+    found, is_said = [], False
+    for token in ids:
+        found.append(token if is_said else IGNORED)
+        is_said = token == opening or (is_said and token != end)
+    return found
 
 
 def _response_loss(
