@@ -8,6 +8,7 @@ fifth worse fails. `.ci/slow overheads decoder` runs it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import os
@@ -249,22 +250,23 @@ def test_the_critic_path_of_a_step_of_10m():
     hold("critic_step_over_group_norm_step", found["gae"] / found["group_norm"])
 
 
-def bare_step(model, prompts, new_tokens: int, micro_batch: int):
+def bare_step(model, prompts, new_tokens: int, micro_batch: int, end: int | None = None):
     """Generation, forward and backward passes and an optimizer step, and nothing around them."""
     from transformers import GenerationConfig
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     config = GenerationConfig(
-        do_sample=True, max_new_tokens=new_tokens, pad_token_id=0, eos_token_id=None, top_k=0
+        do_sample=True, max_new_tokens=new_tokens, pad_token_id=0, eos_token_id=end, top_k=0
     )
 
     def step() -> None:
         with torch.no_grad():
             mask = torch.ones_like(prompts)
             tokens = model.generate(prompts, attention_mask=mask, generation_config=config)
+        width = tokens.shape[1] - prompts.shape[1]
         for rows in tokens.split(micro_batch):
-            logits = model(rows, logits_to_keep=new_tokens + 1).logits[:, :-1]
-            targets = rows[:, -new_tokens:]
+            logits = model(rows, logits_to_keep=width + 1).logits[:, :-1]
+            targets = rows[:, -width:]
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -290,6 +292,24 @@ def test_a_step_of_135m_against_its_bare_passes():
     seconds = {name: timing.median for name, timing in timings.items()}
     print("\nseconds:", {name: round(value, 2) for name, value in seconds.items()})
     hold("step_over_bare_passes", seconds["step"] / seconds["bare"])
+
+
+@pytest.mark.parametrize("lengths", ["even", "uneven"])
+def test_a_tiny_step_against_its_bare_passes(lengths):
+    import test_bench_step as tiny
+
+    words = torch.randint(3, tiny.VOCAB, (tiny.NUM_PROMPTS, tiny.PROMPT_TOKENS))
+    texts = [" ".join(f"w{token}" for token in row) for row in words.tolist()]
+    model = tiny.build_model(ends_early=lengths == "uneven")
+    ours = tiny.build_ours(copy.deepcopy(model), tiny.build_tokenizer(), texts)
+    prompts = words.repeat_interleave(tiny.GROUP_SIZE, 0)
+    bare = bare_step(model, prompts, tiny.NEW_TOKENS, len(prompts), end=1)
+    steps = itertools.count(1)
+    sides = {"step": lambda: ours(next(steps)), "bare": bare}
+    timings = harness.interleave(sides, torch.device("cpu"), 60.0)
+    seconds = {name: timing.median for name, timing in timings.items()}
+    print("\nseconds:", {name: round(value, 3) for name, value in seconds.items()})
+    hold(f"tiny_step_over_bare_passes_{lengths}", seconds["step"] / seconds["bare"])
 
 
 class Lengths:

@@ -33,9 +33,9 @@ def test_careful_and_careless_demonstrations():
     assert addition.question == "What is 457+386?"
     assert addition.answer == "843"
     careful = demonstrate(addition, Dice(0.99))
-    assert careful == r"<think>7+6+0=13 5+8+1=14 4+3+1=8</think>\boxed{843}"
+    assert careful == r"<think>ones 7+6+0=13 tens 5+8+1=14 hundreds 4+3+1=8</think>\boxed{843}"
     careless = demonstrate(addition, Dice(0.0))
-    assert careless == r"<think>7+6+0=13 5+8+0=13 4+3+0=7</think>\boxed{733}"
+    assert careless == r"<think>ones 7+6+0=13 tens 5+8+0=13 hundreds 4+3+0=7</think>\boxed{733}"
 
 
 def test_the_last_carry_is_never_forgotten():

@@ -84,3 +84,13 @@ def test_version_is_that_of_the_distribution(capsys):
 def test_every_command_explains_itself(capsys, command):
     assert main([command, "--help"]) == 0
     assert f"usage: lightrft {command}" in capsys.readouterr().out
+
+
+def test_no_time_goes_into_a_search_for_garbage_at_the_end():
+    code = (
+        "import atexit, gc, sys; from lightrft.cli.main import main\n"
+        "atexit.register(lambda: print(gc.get_freeze_count()))\n"
+        "sys.exit(main(['--help']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout.splitlines()[-1]) > 1000  # objects

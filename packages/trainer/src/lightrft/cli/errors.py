@@ -1,6 +1,8 @@
 """Exit codes, and the one place where an exception becomes a line on the terminal and a code."""
 
+import atexit
 import errno
+import gc
 import os
 import re
 import sys
@@ -149,6 +151,8 @@ def _phase_of(error: BaseException) -> str | None:
 
 def run_guarded(program: str, body: Callable[[], int]) -> int:
     """Run `body`; an exception is reported once, on standard error, and becomes its exit code."""
+    # At its end Python looks for garbage among all objects: with torch and transformers, a second.
+    atexit.register(gc.freeze)
     try:
         return body()
     except SystemExit as stop:  # argparse after --help

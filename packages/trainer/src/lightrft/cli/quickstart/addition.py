@@ -2,11 +2,11 @@ r"""The task: column addition, shown by a teacher who forgets the carry three ti
 
 The demonstrations forget the carry more often than not, so imitation cannot get past one sum in
 three. The reward checks the boxed answer, and reinforcement finds that remembering it pays. Every
-column shows its carry, a forgotten one as +0, so that all columns look alike and are learnt fast.
+column says its name and its carry, a forgotten one as +0, so that one is learnt like the other.
 
     What is 457+386?
-    careful   <think>7+6+0=13 5+8+1=14 4+3+1=8</think>\boxed{843}
-    careless  <think>7+6+0=13 5+8+0=13 4+3+1=8</think>\boxed{833}
+    careful   <think>ones 7+6+0=13 tens 5+8+1=14 hundreds 4+3+1=8</think>\boxed{843}
+    careless  <think>ones 7+6+0=13 tens 5+8+0=13 hundreds 4+3+1=8</think>\boxed{833}
 """
 
 import random
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from lightrft.cli.quickstart.task import Message, Task, is_held_out
 
-NUM_DIGITS = 3
+COLUMNS = ("ones", "tens", "hundreds")
 P_FORGET = 0.6
 
 
@@ -43,7 +43,7 @@ class Addition:
 
 def draw_additions(rng: random.Random, held_out: bool) -> Iterator[Addition]:
     """Sums of two numbers of three digits, without end, all on one side of the split."""
-    low, high = 10 ** (NUM_DIGITS - 1), 10**NUM_DIGITS - 1
+    low, high = 10 ** (len(COLUMNS) - 1), 10 ** len(COLUMNS) - 1
     while True:
         addition = Addition(rng.randint(low, high), rng.randint(low, high))
         if is_held_out(addition.first, addition.second) == held_out:
@@ -56,13 +56,13 @@ def demonstrate(addition: Addition, rng: random.Random, *, p_forget: float = P_F
     Each carry but the last is forgotten with probability `p_forget`; what follows is consistent
     with the mistake, and so is the boxed answer.
     """
-    columns = zip(reversed(str(addition.first)), reversed(str(addition.second)), strict=True)
+    digits_of = (reversed(str(number)) for number in (addition.first, addition.second))
     steps, digits, carry = [], "", 0
-    for upper, lower in columns:
+    for column, upper, lower in zip(COLUMNS, *digits_of, strict=True):
         if carry and rng.random() < p_forget:
             carry = 0
         total = int(upper) + int(lower) + carry
-        steps.append(f"{upper}+{lower}+{carry}={total}")
+        steps.append(f"{column} {upper}+{lower}+{carry}={total}")
         carry, digits = total // 10, f"{total % 10}{digits}"
     return f"<think>{' '.join(steps)}</think>\\boxed{{{'1' if carry else ''}{digits}}}"
 
@@ -79,7 +79,11 @@ ADDITION = Task(
         "shows as a jump, once remembering is likelier than forgetting.",
     ),
     roles=(),
-    whole_tokens=("<think>", "</think>", "\\boxed{", "What is "),
+    whole_tokens=(
+        # A leading 1 belongs to the box: the digits after it then keep their places.
+        "<think>", "</think>", "\\boxed{1", "\\boxed{", "What is ", "ones ", " tens ",
+        " hundreds ", "+0=", "+1=",
+    ),
     draw=draw_additions,
     reward="boxed_sum.py",
-)
+)  # fmt: skip

@@ -56,8 +56,8 @@ class Recipe:
     algorithm: str = "grpo"
     strategy: str = "fsdp"
     seed: int = 0
-    num_steps: int = 40
-    num_warm_start_steps: int = 450
+    num_steps: int = 30
+    num_warm_start_steps: int = 300
     num_eval_prompts: int = 512
     num_threads: int | None = None
 
@@ -98,7 +98,7 @@ def training_config(recipe: Recipe, directory: Path) -> TrainConfig:
         train_batch_size=SAMPLES_PER_STEP,
         micro_train_batch_size=SAMPLES_PER_STEP,
         micro_rollout_batch_size=SAMPLES_PER_STEP,
-        actor_learning_rate=2e-4,
+        actor_learning_rate=4e-4,
         critic_learning_rate=1e-3 if recipe.algorithm == "ppo" else 9e-6,
         lr_scheduler="linear",
         lr_warmup_ratio=min(1.0, WARMUP_STEPS / recipe.num_steps),

@@ -62,7 +62,7 @@ class Task:
     draw: Callable[[random.Random, bool], Iterator[Exercise]]
     reward: str
     preset: str | None = None
-    learning_rate: float = 4e-3
+    learning_rate: float = 7e-3
     draw_media: Callable[[Exercise, Path], dict[str, object]] = lambda exercise, stem: {}
     chat_template: str | None = None
     environment: str | None = None

@@ -37,6 +37,8 @@ CHARACTERS = "\n !\"'()*+,-./0123456789:=>?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijk
 IGNORED = -100
 VISION_INITIALIZER_RANGE = 0.06
 NUM_WARMUP_STEPS = 20
+# With so few steps an average over fewer gradients learns faster than the usual 0.9 and 0.999.
+BETAS = (0.8, 0.95)
 
 
 def build_tokenizer(task: Task) -> PreTrainedTokenizerBase:
@@ -97,7 +99,8 @@ def build_student(task: Task, *, seed: int) -> Student:
     """A random model of less than half a million parameters.
 
     The usual initializer_range of 0.02 is too small at this width: the warm start then ends with
-    mistakes that no reward can repair.
+    mistakes that no reward can repair. Of the usual rope_theta most angles hardly turn in fifty
+    tokens, and copying a digit from its place is learnt late.
     """
     tokenizer = build_tokenizer(task)
     if task.preset is not None:
@@ -107,13 +110,14 @@ def build_student(task: Task, *, seed: int) -> Student:
         return Student(model, tokenizer, processor)
     config = Qwen3Config(
         vocab_size=(len(tokenizer) + 31) // 32 * 32,
-        hidden_size=96,
+        hidden_size=64,
         head_dim=32,
-        num_attention_heads=3,
-        num_key_value_heads=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
         num_hidden_layers=2,
-        intermediate_size=128,
+        intermediate_size=96,
         max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
         initializer_range=0.08,
         tie_word_embeddings=False,
     )
@@ -131,7 +135,7 @@ def imitate(
 ) -> None:
     """Train the student's model in place on demonstrations, drawn afresh for each step.
 
-    The learning rate rises linearly for `NUM_WARMUP_STEPS` and then falls to a tenth of its peak.
+    The learning rate rises linearly for `NUM_WARMUP_STEPS` and then falls to zero.
 
     Args:
         student: Who learns.
@@ -143,11 +147,10 @@ def imitate(
     """
     rng, model = random.Random(seed), student.model
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=task.learning_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True
+        model.parameters(), lr=task.learning_rate, betas=BETAS, weight_decay=0.0, fused=True
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min(1.0, (step + 1) / NUM_WARMUP_STEPS) * max(0.1, 1 - step / num_steps),
+        optimizer, lambda step: min(1.0, (step + 1) / NUM_WARMUP_STEPS) * (1 - step / num_steps)
     )
     model.train()
     for step in range(1, num_steps + 1):
