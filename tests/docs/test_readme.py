@@ -144,7 +144,14 @@ def test_quickstart(quickstart_run):
     assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.6
     from transformers import AutoModelForCausalLM
 
-    assert AutoModelForCausalLM.from_pretrained(quickstart_run / "model").num_parameters() > 1e5
+    started, trained = (
+        AutoModelForCausalLM.from_pretrained(quickstart_run / name).state_dict()
+        for name in ("warm_start", "model")
+    )
+    assert {name: value.shape for name, value in started.items()} == {
+        name: value.shape for name, value in trained.items()
+    }
+    assert not any(value.equal(trained[name]) for name, value in started.items())
 
 
 @pytest.mark.timeout(1500)

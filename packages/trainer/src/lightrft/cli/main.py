@@ -8,7 +8,7 @@ from lightrft.cli.errors import UsageError, run_guarded
 from lightrft.config.options import did_you_mean
 
 COMMANDS = {
-    "quickstart": ("lightrft.cli.quickstart.command", "a complete run in two minutes on a CPU"),
+    "quickstart": ("lightrft.cli.quickstart.command", "a complete run in a minute on a CPU"),
     "train": ("lightrft.cli.train", "fine-tune a language model by reinforcement learning"),
     "data": ("lightrft.cli.data", "check a file of prompts: layout, lengths, bad rows, answers"),
     "eval": ("lightrft.cli.evaluate", "a model on held-out prompts: greedy, avg@n, pass@k"),

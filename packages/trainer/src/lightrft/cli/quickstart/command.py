@@ -117,7 +117,7 @@ DESCRIPTION = """\
 Make a tiny language model, teach it additions by a teacher who mostly forgets the carry, and let
 reinforcement learning find out that remembering it pays. With --environment, the teacher mostly
 guesses products, and it finds out that asking a calculator pays. With --vision, the teacher is
-mostly colour-blind, and it finds out that looking pays. Needs one CPU core for one to two minutes,
+mostly colour-blind, and it finds out that looking pays. Needs one CPU core for about a minute,
 some more with pictures.
 """
 DEFAULT_DIRECTORY = "lightrft_quickstart"
