@@ -121,6 +121,22 @@ def test_only_the_response_is_imitated():
         assert re.fullmatch(r"<think>.*</think>\\boxed\{\d+\}<\|end\|>", shown)
 
 
+@pytest.mark.parametrize("second", [386, 986])
+def test_the_digits_of_the_box_keep_their_places_with_a_leading_one_and_without(second):
+    from lightrft.cli.quickstart.warm_start import build_tokenizer
+
+    tokenizer = build_tokenizer(ADDITION)
+    text = demonstrate(Addition(457, second), Dice(0.99))
+    tokens = tokenizer.tokenize(text)
+    assert "".join(tokens) == text
+    assert tokens.count("+0=") + tokens.count("+1=") == 3
+    assert tokens[-5:] == [
+        "\\boxed{1" if second > 900 else "\\boxed{",
+        *f"{457 + second}"[-3:],
+        "}",
+    ]
+
+
 def test_the_chat_template_writes_the_prompts_of_the_demonstrations():
     from lightrft.cli.quickstart.warm_start import build_tokenizer
 
