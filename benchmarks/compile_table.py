@@ -31,22 +31,45 @@ CSRC = Path(__file__).parents[1] / "packages" / "kernels" / "csrc"
 # Shared memory that one program may have; sm_120 has that of a consumer card.
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 _FLOATS = {
-    "maximum", "log_sum", "logprobs", "entropy", "grad_logprobs", "grad_entropy", "partials",
-    "maximum_out", "exp_sum_out", "weighted_sum_out", "centre",
-}  # fmt: skip
+    "maximum",
+    "log_sum",
+    "logprobs",
+    "entropy",
+    "grad_logprobs",
+    "grad_entropy",
+    "partials",
+    "maximum_out",
+    "exp_sum_out",
+    "weighted_sum_out",
+    "centre",
+}
 # Counts that the launcher hides from the specialisation (see COUNTS in triton_kernels) never are.
 _ALIGNED = _FLOATS | {
-    "hidden", "weight", "bias", "products", "out",
-    "targets", "size", "stride_h", "stride_w", "stride_out", "stride", "num_columns", "num_padded",
+    "hidden",
+    "weight",
+    "bias",
+    "products",
+    "out",
+    "targets",
+    "size",
+    "stride_h",
+    "stride_w",
+    "stride_out",
+    "stride",
+    "num_columns",
+    "num_padded",
     "num_rows",
-}  # fmt: skip
+}
 
 
 TARGETS = (80, 90, 100, 120)
 _FEATURES = {
-    "bias": "HAS_BIAS", "softcap": "HAS_SOFTCAP", "centre": "HAS_CENTRE",
-    "entropy": "NEEDS_ENTROPY", "entropy-gradient": "HAS_GRAD_ENTROPY",
-}  # fmt: skip
+    "bias": "HAS_BIAS",
+    "softcap": "HAS_SOFTCAP",
+    "centre": "HAS_CENTRE",
+    "entropy": "NEEDS_ENTROPY",
+    "entropy-gradient": "HAS_GRAD_ENTROPY",
+}
 _LAST_COLUMNS = ("num_columns",)
 _NO_ALIGNMENT = ("hidden", "weight", "size", "stride_h", "stride_w")
 
@@ -94,15 +117,23 @@ class Case:
 
 def _of_tiles(kernel: str, target: int, features: str, tiles: TileConfig, **options) -> Case:
     constants = {
-        "BLOCK_ROWS": tiles.block_rows, "BLOCK_COLUMNS": tiles.block_columns,
-        "BLOCK_SIZE": tiles.block_size, "TILES_PER_SPLIT": tiles.tiles_per_split,
-        "GROUP": tiles.group, "WARP_SPECIALIZE": tiles.is_specialized,
-    }  # fmt: skip
+        "BLOCK_ROWS": tiles.block_rows,
+        "BLOCK_COLUMNS": tiles.block_columns,
+        "BLOCK_SIZE": tiles.block_size,
+        "TILES_PER_SPLIT": tiles.tiles_per_split,
+        "GROUP": tiles.group,
+        "WARP_SPECIALIZE": tiles.is_specialized,
+    }
     options = {"element": "bf16", **options}
     return Case(
-        kernel, target, features, warps=tiles.num_warps, stages=tiles.num_stages,
-        constants=constants, **options,
-    )  # fmt: skip
+        kernel,
+        target,
+        features,
+        warps=tiles.num_warps,
+        stages=tiles.num_stages,
+        constants=constants,
+        **options,
+    )
 
 
 def _products(target: int) -> list[Case]:
@@ -140,12 +171,14 @@ def _products(target: int) -> list[Case]:
     for kernel in ("forward_partials", "grad_products"):
         cases.append(
             _of_tiles(
-                kernel, target, most,
+                kernel,
+                target,
+                most,
                 triton_launch.plain_tiles(capability, is_half=True, is_aligned=False),
                 unaligned=_NO_ALIGNMENT,
                 is_fast=target == 90,
             )
-        )  # fmt: skip
+        )
         cases.append(
             _of_tiles(
                 kernel,
@@ -171,8 +204,10 @@ def _epilogues(target: int) -> list[Case]:
 
     block = triton_launch.EPILOGUE_BLOCK
     for features, element in (
-        ("", "fp32"), ("bias softcap entropy", "fp32"), ("centre bias entropy", "bf16")
-    ):  # fmt: skip
+        ("", "fp32"),
+        ("bias softcap entropy", "fp32"),
+        ("centre bias entropy", "bf16"),
+    ):
         split = {**block, "COLUMNS_PER_SPLIT": triton_launch.COLUMNS_PER_SPLIT}
         add("fold_products", features, split, element=element)
         gradient = features.replace("entropy", "entropy-gradient")
@@ -226,9 +261,10 @@ def compile_case(case: Case) -> dict[str, object]:
         attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
     )
     compiled = triton.compile(
-        source, target=GPUTarget("cuda", case.target, 32),
+        source,
+        target=GPUTarget("cuda", case.target, 32),
         options={"num_warps": case.warps, "num_stages": case.stages},
-    )  # fmt: skip
+    )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -301,9 +337,12 @@ def main() -> None:
     parser.add_argument("--print", action="store_true", help="one JSON line for each case")
     parser.add_argument("--fast", action="store_true", help="the cases of the default tests")
     parser.add_argument(
-        "--only", nargs="+", metavar="TEXT", default=[""],
+        "--only",
+        nargs="+",
+        metavar="TEXT",
+        default=[""],
         help="compile the cases whose name contains one of these; other rows stay as they are",
-    )  # fmt: skip
+    )
     arguments = parser.parse_args()
     cases = [
         case
@@ -330,8 +369,10 @@ def main() -> None:
     buckets.sort(key=lambda name: TARGETS.index(int(name.split()[0].removeprefix("sm_"))))
     rows = [known[name] for name in (*(case.name for case in CASES), *buckets)]
     versions = {
-        "triton": triton.__version__, "torch": torch.__version__.split("+")[0], "nvcc": nvcc,
-    }  # fmt: skip
+        "triton": triton.__version__,
+        "torch": torch.__version__.split("+")[0],
+        "nvcc": nvcc,
+    }
     path.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
     (RESULTS / "compiled_kernels.md").write_text(to_markdown(versions, rows))
 

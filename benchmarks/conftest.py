@@ -51,9 +51,16 @@ def pytest_benchmark_update_machine_info(config, machine_info) -> None:
         torch.cuda.get_device_name() if torch.cuda.is_available() else "none: not measured on a GPU"
     )
     for package in (
-        "triton", "lightrft-kernels", "liger-kernel", "quack-kernels", "verl", "trl",
-        "cut-cross-entropy", "transformers", "deepspeed",
-    ):  # fmt: skip
+        "triton",
+        "lightrft-kernels",
+        "liger-kernel",
+        "quack-kernels",
+        "verl",
+        "trl",
+        "cut-cross-entropy",
+        "transformers",
+        "deepspeed",
+    ):
         try:
             machine_info[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

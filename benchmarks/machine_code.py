@@ -78,10 +78,20 @@ def compile_bucket(csrc: Path, folder: Path, target: int) -> list[dict[str, obje
     """Rows of the table for the kernels of bucket.cu on sm_`target`; needs nvcc and cuobjdump."""
     cubin = folder / f"bucket_{target}.cubin"
     subprocess.run(
-        ["nvcc", "-std=c++17", "-O3", f"-gencode=arch=compute_{target},code=sm_{target}",
-         "-cubin", "-o", str(cubin), str(csrc / "bucket.cu")],
-        capture_output=True, timeout=580, check=True,
-    )  # fmt: skip
+        [
+            "nvcc",
+            "-std=c++17",
+            "-O3",
+            f"-gencode=arch=compute_{target},code=sm_{target}",
+            "-cubin",
+            "-o",
+            str(cubin),
+            str(csrc / "bucket.cu"),
+        ],
+        capture_output=True,
+        timeout=580,
+        check=True,
+    )
     usage, code = run_cuobjdump("--dump-resource-usage", cubin), run_cuobjdump("-sass", cubin)
     rows = []
     for part in code.split("Function : ")[1:]:

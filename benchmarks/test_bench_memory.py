@@ -49,11 +49,16 @@ def config_of(*, hidden, layers, vocab):
     from transformers import Qwen3Config
 
     return Qwen3Config(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=3 * hidden,
-        num_hidden_layers=layers, num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64, head_dim=64, tie_word_embeddings=True,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        head_dim=64,
+        tie_word_embeddings=True,
         max_position_embeddings=128,
-    )  # fmt: skip
+    )
 
 
 class Scorer(nn.Module):
@@ -187,8 +192,9 @@ def test_training(benchmark, world_size):
         table[name] = cell
         numbers = " ".join(f"{c['all']:12.2f}{c['on_device']:12.2f}" for c in cell.values())
         print(f"  {name:26} {numbers}")
-    benchmark.extra_info.update(title=f"bytes per parameter and rank, {world_size} processes",
-                                table=table)  # fmt: skip
+    benchmark.extra_info.update(
+        title=f"bytes per parameter and rank, {world_size} processes", table=table
+    )
 
 
 # ------------------------------------------------------------------ loading

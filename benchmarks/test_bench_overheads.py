@@ -45,16 +45,28 @@ BASE_IMPORTS = {
 START = """
 import sys
 from lightrft.cli.main import main
-from lightrft.trainer.runs import assembly
+from lightrft.run import assembly
 assembly.run_training = lambda config, **_: sys.exit(0)
 main(sys.argv[1:])
 """
 SIZES = {
-    "10M": {"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 7,
-            "num_attention_heads": 5, "num_key_value_heads": 5, "vocab_size": 4096},
-    "135M": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-             "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152},
-}  # fmt: skip
+    "10M": {
+        "hidden_size": 320,
+        "intermediate_size": 864,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "vocab_size": 4096,
+    },
+    "135M": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+    },
+}
 
 
 @pytest.fixture(autouse=True)
@@ -79,9 +91,13 @@ def build_model(size: str):
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        **SIZES[size], max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        **SIZES[size],
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -103,15 +119,25 @@ def processor_seconds_of(*words: str) -> float:
 
 
 def test_the_start_of_a_run_costs_little_more_than_its_imports(tmp_path):
-    from lightrft.models.presets import write_tiny_model
+    from lightrft.tools.model_presets import write_tiny_model
 
     write_tiny_model(tmp_path / "model", "tiny-qwen3", seed=0)
     (tmp_path / "rows.jsonl").write_text('{"input": "a", "label": "1"}\n')
     command = (
-        START, "train", "--fsdp", "--engine_type", "hf", "--pretrain", str(tmp_path / "model"),
-        "--prompt_data", str(tmp_path / "rows.jsonl"), "--reward_fn", "gsm8k",
-        "--output_dir", str(tmp_path / "run"),
-    )  # fmt: skip
+        START,
+        "train",
+        "--fsdp",
+        "--engine_type",
+        "hf",
+        "--pretrain",
+        str(tmp_path / "model"),
+        "--prompt_data",
+        str(tmp_path / "rows.jsonl"),
+        "--reward_fn",
+        "gsm8k",
+        "--output_dir",
+        str(tmp_path / "run"),
+    )
     sides = {**{name: (code,) for name, code in BASE_IMPORTS.items()}, "start": command}
     rounds = {name: [] for name in sides}
     for words in sides.values():
@@ -191,13 +217,26 @@ def build_trainer(
 
     samples = num_prompts * group_size
     args = Namespace(
-        seed=0, max_norm=1.0, bf16=False, train_batch_size=samples, micro_train_batch_size=4,
-        micro_rollout_batch_size=samples, rollout_batch_size=num_prompts,
-        n_samples_per_prompt=group_size, generate_max_len=new_tokens, prompt_max_len=prompt_tokens,
-        actor_learning_rate=1e-5, lr_warmup_ratio=0.0, lr_scheduler="constant", init_kl_coef=0.0,
-        engine_type="hf", advantage_estimator="gae" if trunk else "group_norm", pretrain=None,
-        plot_every=-1, **({"critic_learning_rate": 1e-5} if trunk else {}),
-    )  # fmt: skip
+        seed=0,
+        max_norm=1.0,
+        bf16=False,
+        train_batch_size=samples,
+        micro_train_batch_size=4,
+        micro_rollout_batch_size=samples,
+        rollout_batch_size=num_prompts,
+        n_samples_per_prompt=group_size,
+        generate_max_len=new_tokens,
+        prompt_max_len=prompt_tokens,
+        actor_learning_rate=1e-5,
+        lr_warmup_ratio=0.0,
+        lr_scheduler="constant",
+        init_kl_coef=0.0,
+        engine_type="hf",
+        advantage_estimator="gae" if trunk else "group_norm",
+        pretrain=None,
+        plot_every=-1,
+        **({"critic_learning_rate": 1e-5} if trunk else {}),
+    )
     strategy = get_fake_strategy(args)
     critic = Critic(trunk) if trunk else None
     actor, critic, *_ = strategy.prepare_models_and_optimizers(
@@ -205,9 +244,13 @@ def build_trainer(
     )
     strategy.setup_inference_engine(args, engine_type="hf", actor=actor)
     trainer = SPMDPPOTrainer(
-        strategy, actor, critic if trunk else None, step.EvenWords(),
-        tokenizer=step.build_tokenizer(), loggers=[],
-    )  # fmt: skip
+        strategy,
+        actor,
+        critic if trunk else None,
+        step.EvenWords(),
+        tokenizer=step.build_tokenizer(),
+        loggers=[],
+    )
     words = torch.randint(3, step.VOCAB, (num_prompts, prompt_tokens)).tolist()
     rows = [Prompt(i, " ".join(f"w{t}" for t in ids), tuple(ids)) for i, ids in enumerate(words)]
     return trainer, rows
@@ -350,9 +393,11 @@ def decoders(size: str, lengths: list[int], prompt_tokens: int = 32):
     def generate():
         with torch.no_grad():
             model.generate(
-                prompts, attention_mask=torch.ones_like(prompts), generation_config=config,
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                generation_config=config,
                 stopping_criteria=ends,
-            )  # fmt: skip
+            )
 
     return {"hf engine": ours, "generate": generate}
 
@@ -405,10 +450,14 @@ def continuous_batching(size: str, lengths: list[int], prompt_tokens: int = 32):
             do_sample=True, max_new_tokens=max(lengths), pad_token_id=0, eos_token_id=-1, top_k=0
         ),
         continuous_batching_config=ContinuousBatchingConfig(
-            page_size=page, num_blocks=rows * blocks_of_row, max_batch_tokens=rows * prompt_tokens,
-            max_requests_per_batch=rows, allow_block_sharing=False, use_async_batching=False,
+            page_size=page,
+            num_blocks=rows * blocks_of_row,
+            max_batch_tokens=rows * prompt_tokens,
+            max_requests_per_batch=rows,
+            allow_block_sharing=False,
+            use_async_batching=False,
         ),
-    )  # fmt: skip
+    )
     prompts = torch.randint(3, SIZES[size]["vocab_size"], (rows, prompt_tokens)).tolist()
 
     def run():

@@ -19,17 +19,24 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines import EngineConfig, SamplingParams
 from lightrft.engines.hf.engine import HFEngine
-from lightrft.experience.sampling import RolloutSampler
 from lightrft.rewards import build_reward
+from lightrft.rollout.sampler import RolloutSampler
 from lightrft.strategy import get_fake_strategy
 
 NUM_GROUPS, GROUP_SIZE, SHORTEST, LONGEST = 32, 2, 24, 192
 NUM_ROUNDS = 5
 MODEL = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 1024,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 PARAMS = SamplingParams(n=GROUP_SIZE, max_tokens=LONGEST, ignore_eos=True)
 SOURCE = """
 import time

@@ -11,7 +11,7 @@ import harness
 import pytest
 import torch
 
-from lightrft.rewards.math_rules import last_boxed
+from lightrft.tools.rewards.math_rules import last_boxed
 
 NUM_CHARACTERS = 32_000
 BRACES = re.compile(r"\\.|[{}]", flags=re.DOTALL)

@@ -53,10 +53,18 @@ def build_model(*, ends_early: bool):
 
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
-        tie_word_embeddings=False, bos_token_id=None, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
     model = Qwen2ForCausalLM(config)
     if ends_early:
         with torch.no_grad():
@@ -97,14 +105,27 @@ def build_ours(model, tokenizer, prompts):
 
     num_samples = NUM_PROMPTS * GROUP_SIZE
     args = Namespace(
-        seed=0, max_norm=1.0, bf16=False, train_batch_size=num_samples,
-        micro_train_batch_size=num_samples, micro_rollout_batch_size=num_samples,
+        seed=0,
+        max_norm=1.0,
+        bf16=False,
+        train_batch_size=num_samples,
+        micro_train_batch_size=num_samples,
+        micro_rollout_batch_size=num_samples,
         micro_batch_tokens=MICRO_BATCH_TOKENS,
-        rollout_batch_size=NUM_PROMPTS, n_samples_per_prompt=GROUP_SIZE,
-        generate_max_len=NEW_TOKENS, prompt_max_len=PROMPT_TOKENS, actor_learning_rate=1e-3,
-        lr_warmup_ratio=0.0, lr_scheduler="constant", init_kl_coef=0.0, engine_type="hf",
-        advantage_estimator="group_norm", loss_agg_mode="token-mean", pretrain=None, plot_every=-1,
-    )  # fmt: skip
+        rollout_batch_size=NUM_PROMPTS,
+        n_samples_per_prompt=GROUP_SIZE,
+        generate_max_len=NEW_TOKENS,
+        prompt_max_len=PROMPT_TOKENS,
+        actor_learning_rate=1e-3,
+        lr_warmup_ratio=0.0,
+        lr_scheduler="constant",
+        init_kl_coef=0.0,
+        engine_type="hf",
+        advantage_estimator="group_norm",
+        loss_agg_mode="token-mean",
+        pretrain=None,
+        plot_every=-1,
+    )
     strategy = get_fake_strategy(args)
     actor, _, _, _ = strategy.prepare_models_and_optimizers(
         Actor(model), None, None, None, args, 10_000
@@ -153,13 +174,26 @@ def time_interleaved(ours, model, tokenizer, prompts):
             our_seconds.append(since(begin))
 
     settings = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, use_vllm=False,
-        per_device_train_batch_size=NUM_PROMPTS * GROUP_SIZE, gradient_accumulation_steps=1,
-        num_generations=GROUP_SIZE, max_completion_length=NEW_TOKENS, num_iterations=1, beta=0.0,
-        learning_rate=1e-3, max_steps=NUM_ROUNDS + 1, logging_steps=1000, report_to=[],
-        save_strategy="no", temperature=1.0, gradient_checkpointing=False, disable_tqdm=True,
+        output_dir=tempfile.mkdtemp(),
+        use_cpu=True,
+        bf16=False,
+        use_vllm=False,
+        per_device_train_batch_size=NUM_PROMPTS * GROUP_SIZE,
+        gradient_accumulation_steps=1,
+        num_generations=GROUP_SIZE,
+        max_completion_length=NEW_TOKENS,
+        num_iterations=1,
+        beta=0.0,
+        learning_rate=1e-3,
+        max_steps=NUM_ROUNDS + 1,
+        logging_steps=1000,
+        report_to=[],
+        save_strategy="no",
+        temperature=1.0,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
         seed=0,
-    )  # fmt: skip
+    )
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=lambda prompts, completions, **_: even_words(completions),

@@ -3,7 +3,7 @@
     GOMP_SPINCOUNT=100 uv run pytest benchmarks/test_bench_threads.py -s
 
 `lightrft train` decides by the product of a feed-forward layer over a micro-batch
-(`lightrft.trainer.training.threads`). Spinning is off, as in `lightrft train`: threads that wait
+(`lightrft.run.threads`). Spinning is off, as in `lightrft train`: threads that wait
 give up their processor, and what remains is the work of sharing. Minimum of seven interleaved
 rounds; processor time, since other work on the machine changes wall time most.
 """
@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from lightrft.trainer.training.threads import FLOPS_PER_THREAD
+from lightrft.run.threads import FLOPS_PER_THREAD
 
 NUM_ROUNDS, SEQ, VOCAB = 7, 48, 512
 # Hidden size, rows of a micro-batch.
@@ -41,10 +41,15 @@ def test_two_threads_against_one(hidden, rows, benchmark):
     if os.environ.get("GOMP_SPINCOUNT") != "100":
         pytest.skip("start it with GOMP_SPINCOUNT=100, as lightrft train does")
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=hidden, head_dim=32, num_attention_heads=hidden // 32,
-        num_key_value_heads=max(1, hidden // 64), num_hidden_layers=2,
-        intermediate_size=hidden * 8 // 3 // 32 * 32, max_position_embeddings=1024,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        head_dim=32,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=max(1, hidden // 64),
+        num_hidden_layers=2,
+        intermediate_size=hidden * 8 // 3 // 32 * 32,
+        max_position_embeddings=1024,
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     token_ids = torch.randint(0, VOCAB, (rows, SEQ))
     flops = 2 * rows * SEQ * hidden * config.intermediate_size

@@ -23,9 +23,19 @@ BUDGET_SECONDS = 2.0
 
 def layer_shapes(hidden, kv, ffn):
     return [
-        (hidden, hidden), (hidden,), (kv, hidden), (kv,), (kv, hidden), (kv,), (hidden, hidden),
-        (ffn, hidden), (ffn, hidden), (hidden, ffn), (hidden,), (hidden,),
-    ]  # fmt: skip
+        (hidden, hidden),
+        (hidden,),
+        (kv, hidden),
+        (kv,),
+        (kv, hidden),
+        (kv,),
+        (hidden, hidden),
+        (ffn, hidden),
+        (ffn, hidden),
+        (hidden, ffn),
+        (hidden,),
+        (hidden,),
+    ]
 
 
 def model_shapes(device):
@@ -187,10 +197,11 @@ def report(benchmark, device, title, timings, num_bytes):
     table = {}
     for name, timing in timings.items():
         table[name] = {
-            "seconds": timing.median, "p10_p90": timing.spread,
+            "seconds": timing.median,
+            "p10_p90": timing.spread,
             "gb_per_second": num_bytes / timing.median / 1e9,
             "percent_of_copy": 100 * best / timing.median,
-        }  # fmt: skip
+        }
         print(
             f"  {name:<18} {timing.median * 1e3:9.2f} ms  {table[name]['gb_per_second']:8.1f} GB/s"
             f"  {table[name]['percent_of_copy']:5.0f} % of a copy"

@@ -42,9 +42,19 @@ GIGABYTE = 1e9
 
 def layer_shapes(hidden, kv, ffn):
     return [
-        (hidden, hidden), (hidden,), (kv, hidden), (kv,), (kv, hidden), (kv,), (hidden, hidden),
-        (ffn, hidden), (ffn, hidden), (hidden, ffn), (hidden,), (hidden,),
-    ]  # fmt: skip
+        (hidden, hidden),
+        (hidden,),
+        (kv, hidden),
+        (kv,),
+        (kv, hidden),
+        (kv,),
+        (hidden, hidden),
+        (ffn, hidden),
+        (ffn, hidden),
+        (hidden, ffn),
+        (hidden,),
+        (hidden,),
+    ]
 
 
 def shapes_of(layout):
@@ -216,11 +226,16 @@ def test_weight_sync(benchmark, layout):
     )
     print("  vLLM's packed path: not run, it moves tensors by NCCL and needs GPUs")
     benchmark.extra_info.update(
-        layout=layout, num_tensors=num_tensors, num_bytes=num_bytes, is_full=IS_FULL, ways=table,
-        per_parameter_over_verified=ratio, verification_seconds=verification,
+        layout=layout,
+        num_tensors=num_tensors,
+        num_bytes=num_bytes,
+        is_full=IS_FULL,
+        ways=table,
+        per_parameter_over_verified=ratio,
+        verification_seconds=verification,
         verified_over_unverified=verified_ratio,
         vllm_packed="not run: it moves tensors by NCCL and needs GPUs",
-    )  # fmt: skip
+    )
     benchmark.pedantic(lambda: None, rounds=1, iterations=1)
     if layout != "1000 tensors":
         return

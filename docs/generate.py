@@ -12,13 +12,13 @@ from lightrft.cli.options import available_options
 from lightrft.cli.unavailable import UNAVAILABLE
 from lightrft.config import TrainConfig
 from lightrft.config.options import OptionInfo, type_hints
-from lightrft.trainer.budget.advice import advise
-from lightrft.trainer.budget.duration import scale, where_it_stops_paying
-from lightrft.trainer.budget.machines import GPUS
-from lightrft.trainer.budget.model_size import SHAPES
-from lightrft.trainer.budget.report import COUNTS, constants_table, gpus_table, time_table
-from lightrft.trainer.budget.setup import Setup
-from lightrft.trainer.reporting.metric_table import METRICS
+from lightrft.reporting.metric_table import METRICS
+from lightrft.run.machines import GPUS
+from lightrft.tools.plan.advice import advise
+from lightrft.tools.plan.duration import scale, where_it_stops_paying
+from lightrft.tools.plan.model_size import SHAPES
+from lightrft.tools.plan.report import COUNTS, constants_table, gpus_table, time_table
+from lightrft.tools.plan.setup import Setup
 from lightrft.utils.arguments import GROUPS
 
 FOLDER = Path(__file__).resolve().parent

@@ -51,32 +51,85 @@ CANNOT_LOOK = "cannot look into"
 STEPS = (
     {"policy_loss": "ppo", "dual_clip": 1.3, "eps_clip": 0.1, "max_epochs": 2},
     {"policy_loss": "gspo", "advantage_estimator": "rloo", "eps_clip": 0.05},
-    {"policy_loss": "gspo-token", "advantage_estimator": "reinforce", "gamma": 0.9,
-     "init_kl_coef": 0.3, "eps_clip": 0.05},
-    {"policy_loss": "gmpo", "advantage_estimator": "dr_grpo", "policy_loss_args":
-     {"max_log_ratio": 0.1}},
-    {"policy_loss": "cpgd", "advantage_estimator": "cpgd", "advantage_args":
-     {"weighting": "clip_filter"}, "policy_loss_args": {"drift_coef": 0.3, "drift_cap": 0.2}},
-    {"policy_loss": "cispo", "advantage_estimator": "opo", "eps_clip_low": 0.1,
-     "loss_agg_mode": "seq-mean-token-sum-norm", "init_kl_coef": 0.2, "use_kl_loss": True,
-     "kl_estimator": "k3_is"},
-    {"policy_loss": "sapo", "advantage_estimator": "group_mean_batch_std", "init_kl_coef": 0.2,
-     "use_kl_loss": True, "kl_estimator": "k2", "high_entropy_token_ratio": 0.4},
-    {"policy_loss": "clip_cov", "advantage_estimator": "reinforce++", "policy_loss_args":
-     {"cov_ratio": 0.2, "cov_low": 0.01}, "high_entropy_token_ratio": 0.4,
-     "high_entropy_scope": "sequence"},
-    {"policy_loss": "kl_cov", "advantage_estimator": "reinforce_baseline", "policy_loss_args":
-     {"cov_ratio": 0.2}, "init_kl_coef": 0.2, "use_kl_loss": True, "kl_estimator": "abs"},
-    {"policy_loss": "reinforce", "advantage_estimator": "remax", "reward_running_norm": True,
-     "reward_running_norm_minus_mean": True, "reward_clip": 0.8,
-     "off_policy_correction": "weight:ratio:geometric:high=1.1:mean-one reject:k2:worst:high=0.2"},
-    {"policy_loss": "dapo", "advantage_estimator": "gae", "lambd": 0.8, "value_clip": 0.05,
-     "init_kl_coef": 0.2, "kl_estimator": "k1",
-     "off_policy_correction": "tis:high=1.1 reject:k3:sequence:high=0.1:negative"},
-    {"policy_loss": "dr_grpo", "advantage_estimator": "cpgd", "advantage_args":
-     {"weighting": "std"}, "init_kl_coef": 0.2, "use_kl_loss": True, "kl_estimator": "k3",
-     "off_policy_correction": "mis:low=0.3 reject:difference:token:low=-0.01:positive"},
-)  # fmt: skip
+    {
+        "policy_loss": "gspo-token",
+        "advantage_estimator": "reinforce",
+        "gamma": 0.9,
+        "init_kl_coef": 0.3,
+        "eps_clip": 0.05,
+    },
+    {
+        "policy_loss": "gmpo",
+        "advantage_estimator": "dr_grpo",
+        "policy_loss_args": {"max_log_ratio": 0.1},
+    },
+    {
+        "policy_loss": "cpgd",
+        "advantage_estimator": "cpgd",
+        "advantage_args": {"weighting": "clip_filter"},
+        "policy_loss_args": {"drift_coef": 0.3, "drift_cap": 0.2},
+    },
+    {
+        "policy_loss": "cispo",
+        "advantage_estimator": "opo",
+        "eps_clip_low": 0.1,
+        "loss_agg_mode": "seq-mean-token-sum-norm",
+        "init_kl_coef": 0.2,
+        "use_kl_loss": True,
+        "kl_estimator": "k3_is",
+    },
+    {
+        "policy_loss": "sapo",
+        "advantage_estimator": "group_mean_batch_std",
+        "init_kl_coef": 0.2,
+        "use_kl_loss": True,
+        "kl_estimator": "k2",
+        "high_entropy_token_ratio": 0.4,
+    },
+    {
+        "policy_loss": "clip_cov",
+        "advantage_estimator": "reinforce++",
+        "policy_loss_args": {"cov_ratio": 0.2, "cov_low": 0.01},
+        "high_entropy_token_ratio": 0.4,
+        "high_entropy_scope": "sequence",
+    },
+    {
+        "policy_loss": "kl_cov",
+        "advantage_estimator": "reinforce_baseline",
+        "policy_loss_args": {"cov_ratio": 0.2},
+        "init_kl_coef": 0.2,
+        "use_kl_loss": True,
+        "kl_estimator": "abs",
+    },
+    {
+        "policy_loss": "reinforce",
+        "advantage_estimator": "remax",
+        "reward_running_norm": True,
+        "reward_running_norm_minus_mean": True,
+        "reward_clip": 0.8,
+        "off_policy_correction": (
+            "weight:ratio:geometric:high=1.1:mean-one reject:k2:worst:high=0.2"
+        ),
+    },
+    {
+        "policy_loss": "dapo",
+        "advantage_estimator": "gae",
+        "lambd": 0.8,
+        "value_clip": 0.05,
+        "init_kl_coef": 0.2,
+        "kl_estimator": "k1",
+        "off_policy_correction": "tis:high=1.1 reject:k3:sequence:high=0.1:negative",
+    },
+    {
+        "policy_loss": "dr_grpo",
+        "advantage_estimator": "cpgd",
+        "advantage_args": {"weighting": "std"},
+        "init_kl_coef": 0.2,
+        "use_kl_loss": True,
+        "kl_estimator": "k3",
+        "off_policy_correction": "mis:low=0.3 reject:difference:token:low=-0.01:positive",
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -281,7 +334,7 @@ class Bench:
         self.folder = folder
         self.model = self.world.write_model(folder / "model")
         # Here, and each once below, so that no fork has to import or to build anything.
-        from lightrft.audit.report import audit_step
+        from lightrft.tools.audit.report import audit_step
 
         self.audit_step = audit_step
         self.recorders: list[Recorder] = []
@@ -308,7 +361,7 @@ class Bench:
 
     def result(self, run: Path) -> dict[str, object]:
         """Losses, norms and the weights after."""
-        from lightrft.audit.record import read_record
+        from lightrft.tools.audit.record import read_record
 
         record = read_record(run)
         updates = [(update.grad_norm, *update.losses.values()) for update in record.facts.updates]
@@ -374,7 +427,7 @@ class Bench:
 
     def is_changed(self, index: int, run: Path) -> bool:
         """Whether a loss, a gradient or the update differs by more than the tolerances."""
-        from lightrft.audit.tolerances import TOLERANCES
+        from lightrft.tools.audit.tolerances import TOLERANCES
 
         limits, whole, now = TOLERANCES["float32"], self.whole[index], self.result(run)
         if whole["updates"].shape != now["updates"].shape:
@@ -435,7 +488,7 @@ def references(module: ModuleType) -> list[tuple[ModuleType, str, object]]:
         (other, key, value)
         for other in list(sys.modules.values())
         if getattr(other, "__name__", "").startswith("lightrft")
-        and not other.__name__.startswith("lightrft.audit")
+        and not other.__name__.startswith("lightrft.tools.audit")
         for key, value in list(vars(other).items())
         if getattr(value, "__module__", None) == module.__name__
         or (key.isupper() and key in vars(module) and vars(module)[key] is value)

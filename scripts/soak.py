@@ -109,8 +109,8 @@ def main() -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "100")
 
     from lightrft.config import TrainConfig
-    from lightrft.models.presets import write_tiny_model
-    from lightrft.trainer.runs.assembly import run_training
+    from lightrft.run.assembly import run_training
+    from lightrft.tools.model_presets import write_tiny_model
 
     write_tiny_model(folder / "tiny", "tiny-qwen3", seed=0)
     rows = [json.dumps({"input": f"Say {number}.", "label": str(number)}) for number in range(8)]
@@ -122,14 +122,27 @@ def main() -> None:
     meter = Meter(folder / "soak.jsonl", options.leak)
     steps = options.steps
     config = TrainConfig(
-        pretrain=str(folder / "tiny"), prompt_data=str(folder / "prompts.jsonl"),
-        reward_fn=(f"{folder / 'reward.py'}:digits",), output_dir=str(folder / "run"), fsdp=True,
-        bf16=False, engine_type=options.engine, rollout_batch_size=4, n_samples_per_prompt=2,
-        train_batch_size=8, micro_train_batch_size=4, prompt_max_len=16, generate_max_len=8,
-        max_len=None if options.engine == "hf" else 64, num_episodes=steps, max_steps=steps,
-        save_steps=max(1, steps // 10), actor_learning_rate=1e-4,
-        eval_data=str(folder / "prompts.jsonl"), eval_steps=max(1, steps // 10),
-    )  # fmt: skip
+        pretrain=str(folder / "tiny"),
+        prompt_data=str(folder / "prompts.jsonl"),
+        reward_fn=(f"{folder / 'reward.py'}:digits",),
+        output_dir=str(folder / "run"),
+        fsdp=True,
+        bf16=False,
+        engine_type=options.engine,
+        rollout_batch_size=4,
+        n_samples_per_prompt=2,
+        train_batch_size=8,
+        micro_train_batch_size=4,
+        prompt_max_len=16,
+        generate_max_len=8,
+        max_len=None if options.engine == "hf" else 64,
+        num_episodes=steps,
+        max_steps=steps,
+        save_steps=max(1, steps // 10),
+        actor_learning_rate=1e-4,
+        eval_data=str(folder / "prompts.jsonl"),
+        eval_steps=max(1, steps // 10),
+    )
     run_training(config, loggers=[meter])
     done = [row for row in meter.rows if row["step"] > 0]
     print(json.dumps({"steps": len(done), **slopes(done)}))

@@ -17,8 +17,13 @@ if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 PROCESS_GROUP = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 

@@ -23,35 +23,61 @@ from lightrft.config.toml import format_toml, read_toml
 from lightrft.datasets.files import Row, read_rows, scan_rows
 from lightrft.datasets.render import tokenise
 from lightrft.datasets.types import DataError
+from lightrft.reporting.loggers import drop_steps_after
 from lightrft.rewards.user_task import checked_results
 from lightrft.rewards.worker import ReportedError
+from lightrft.run.alarms import alarms, run_verdict
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.manifest import Manifest
-from lightrft.trainer.reporting.inputs import read_run
-from lightrft.trainer.reporting.loggers import drop_steps_after
-from lightrft.trainer.reporting.page import find_alarms
-from lightrft.trainer.training.alarms import alarms, run_verdict
+from lightrft.tools.report.page import find_alarms
+from lightrft.tools.report.run_data import read_run
 
 NUM_EXAMPLES = int(os.environ.get("LIGHTRFT_FUZZ_EXAMPLES", "60"))
 settings.register_profile(
-    "fuzz", max_examples=NUM_EXAMPLES, derandomize=True, deadline=None, database=None,
+    "fuzz",
+    max_examples=NUM_EXAMPLES,
+    derandomize=True,
+    deadline=None,
+    database=None,
     suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+)
 FUZZ = settings.get_profile("fuzz")
 # The long setting takes as many times longer as it has examples.
 pytestmark = pytest.mark.timeout(300 + NUM_EXAMPLES)
 
 NUMBERS = st.one_of(
-    st.integers(), st.floats(), st.sampled_from([0, -1, 1, 2**31, 2**63, 10**400, -(10**400)]),
+    st.integers(),
+    st.floats(),
+    st.sampled_from([0, -1, 1, 2**31, 2**63, 10**400, -(10**400)]),
     st.sampled_from([float("nan"), float("inf"), -float("inf"), 1e-320, -0.0, 1e308]),
-)  # fmt: skip
+)
 # Surrogates, controls and escapes included.
 TEXTS = st.one_of(
     st.text(max_size=20),
     st.text(st.characters(min_codepoint=0xD7FE, max_codepoint=0xE001), max_size=3),
-    st.sampled_from(["", "\0", "\x1b[2J", "nan", "inf", "-1", "1e999", "none", "true", "9" * 5000,
-                     "../..", "a.py:f", ":", "{}", "{0}", "%s", "\u2028", "'; --"]),
-)  # fmt: skip
+    st.sampled_from(
+        [
+            "",
+            "\0",
+            "\x1b[2J",
+            "nan",
+            "inf",
+            "-1",
+            "1e999",
+            "none",
+            "true",
+            "9" * 5000,
+            "../..",
+            "a.py:f",
+            ":",
+            "{}",
+            "{0}",
+            "%s",
+            "\u2028",
+            "'; --",
+        ]
+    ),
+)
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXTS, inner, max_size=3)),
@@ -142,9 +168,19 @@ ROWS = st.one_of(
     st.binary(max_size=60),
     st.builds(lambda value: json.dumps(value).encode(), JSON),
     st.builds(lambda value: json.dumps({"input": value, "label": value}).encode(), JSON),
-    st.sampled_from([b"[" * 10**5, b'{"input": ' + b"9" * 5000 + b"}", b'{"a":' * 200 + b"}" * 200,
-                     b'{"input": "\\ud800"}', b"\xef\xbb\xbf{}", b"\x00", b"7", b"NaN"]),
-)  # fmt: skip
+    st.sampled_from(
+        [
+            b"[" * 10**5,
+            b'{"input": ' + b"9" * 5000 + b"}",
+            b'{"a":' * 200 + b"}" * 200,
+            b'{"input": "\\ud800"}',
+            b"\xef\xbb\xbf{}",
+            b"\x00",
+            b"7",
+            b"NaN",
+        ]
+    ),
+)
 
 
 @FUZZ
@@ -186,12 +222,13 @@ LINES = st.lists(
         st.builds(lambda value: json.dumps(value).encode(), JSON),
         st.builds(
             lambda step, value: json.dumps({"step": step, "reward": value, "kl": value}).encode(),
-            NUMBERS, JSON,
+            NUMBERS,
+            JSON,
         ),
         st.sampled_from([b"7", b"[" * 10**5, b'{"step": "1"}', b'{"step": ' + b"9" * 5000 + b"}"]),
     ),
     max_size=4,
-)  # fmt: skip
+)
 
 
 @FUZZ
@@ -260,8 +297,16 @@ def test_hostile_command_lines_end_with_a_documented_code(tmp_path, monkeypatch,
         os.environ.update(before)
         stream = io.StringIO()
         with contextlib.redirect_stderr(stream), contextlib.redirect_stdout(stream):
-            code = main(["train", "--fsdp", "--pretrain=m", "--prompt_data=d.jsonl",
-                         "--reward_fn=gsm8k", f"--{name}={text}"])  # fmt: skip
+            code = main(
+                [
+                    "train",
+                    "--fsdp",
+                    "--pretrain=m",
+                    "--prompt_data=d.jsonl",
+                    "--reward_fn=gsm8k",
+                    f"--{name}={text}",
+                ]
+            )
         assert code in (0, 2, 3, 4, 5), stream.getvalue()
         assert code == 5 or "Traceback" not in stream.getvalue()
 

@@ -6,11 +6,33 @@ import subprocess
 import sys
 
 PACKAGES = (
-    "config", "kernels", "engines", "strategy", "utils", "algorithms", "models", "datasets",
-    "rewards", "audit", "experience", "trainer", "cli",
-)  # fmt: skip
-OPTIONAL = ("vllm", "sglang", "deepspeed", "triton", "wandb", "matplotlib", "peft", "tensorboard",
-            "trackio", "mlflow", "swanlab")  # fmt: skip
+    "config",
+    "kernels",
+    "engines",
+    "strategy",
+    "utils",
+    "algorithms",
+    "models",
+    "datasets",
+    "rewards",
+    "audit",
+    "experience",
+    "trainer",
+    "cli",
+)
+OPTIONAL = (
+    "vllm",
+    "sglang",
+    "deepspeed",
+    "triton",
+    "wandb",
+    "matplotlib",
+    "peft",
+    "tensorboard",
+    "trackio",
+    "mlflow",
+    "swanlab",
+)
 
 BLOCKED_IMPORT = """
 import importlib, pkgutil, sys

@@ -13,7 +13,16 @@ def test_namespace_joins_all_members():
     namespace = importlib.import_module("lightrft")
     assert getattr(namespace, "__file__", None) is None
     for name in (
-        "kernels", "engines", "strategy", "utils", "algorithms", "models", "datasets", "rewards",
-        "experience", "trainer", "cli",
-    ):  # fmt: skip
+        "kernels",
+        "engines",
+        "strategy",
+        "utils",
+        "algorithms",
+        "models",
+        "datasets",
+        "rewards",
+        "experience",
+        "trainer",
+        "cli",
+    ):
         assert importlib.import_module(f"lightrft.{name}").__name__ == f"lightrft.{name}"

@@ -23,8 +23,10 @@ from pathlib import Path
 if __name__ == "__main__":
     DUMP = tempfile.TemporaryDirectory()
     os.environ |= {
-        "CUTE_DSL_ARCH": "sm_90a", "CUTE_DSL_KEEP_CUBIN": "1", "CUTE_DSL_DUMP_DIR": DUMP.name,
-    }  # fmt: skip
+        "CUTE_DSL_ARCH": "sm_90a",
+        "CUTE_DSL_KEEP_CUBIN": "1",
+        "CUTE_DSL_DUMP_DIR": DUMP.name,
+    }
 
 import cutlass
 from cutlass import cute, pipeline, utils
@@ -62,25 +64,34 @@ class ForwardPartials:
     ):
         dtype = hidden.element_type
         mma = hopper_helpers.make_trivial_tiled_mma(
-            dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, cutlass.Float32, (2, 1, 1),
+            dtype,
+            dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            cutlass.Float32,
+            (2, 1, 1),
             (64, COLUMNS),
-        )  # fmt: skip
+        )
         tile = (ROWS, COLUMNS, SIZE)
         left_layout = hopper_helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, dtype, STAGES)
         right_layout = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, dtype, STAGES)
         copy_left, left = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), hidden,
-            cute.slice_(left_layout, (None, None, 0)), (ROWS, SIZE), num_multicast=1,
-        )  # fmt: skip
+            cpasync.CopyBulkTensorTileG2SOp(),
+            hidden,
+            cute.slice_(left_layout, (None, None, 0)),
+            (ROWS, SIZE),
+            num_multicast=1,
+        )
         copy_right, right = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SMulticastOp(), weight,
-            cute.slice_(right_layout, (None, None, 0)), (COLUMNS, SIZE), num_multicast=CLUSTER,
-        )  # fmt: skip
+            cpasync.CopyBulkTensorTileG2SMulticastOp(),
+            weight,
+            cute.slice_(right_layout, (None, None, 0)),
+            (COLUMNS, SIZE),
+            num_multicast=CLUSTER,
+        )
         self.kernel(
             mma, copy_left, left, copy_right, right, partials, scale, left_layout, right_layout
-        ).launch(
-            grid=(CLUSTER, num_clusters, 1), block=(THREADS, 1, 1), cluster=(CLUSTER, 1, 1)
-        )  # fmt: skip
+        ).launch(grid=(CLUSTER, num_clusters, 1), block=(THREADS, 1, 1), cluster=(CLUSTER, 1, 1))
 
     @cute.kernel
     def kernel(
@@ -137,14 +148,20 @@ class ForwardPartials:
                 all_left = cute.local_tile(left, (ROWS, SIZE), (None, None))
                 all_right = cute.local_tile(right, (COLUMNS, SIZE), (None, None))
                 to_left, from_left = cpasync.tma_partition(
-                    copy_left, 0, cute.make_layout(1),
-                    cute.group_modes(left_tiles, 0, 2), cute.group_modes(all_left, 0, 2),
-                )  # fmt: skip
+                    copy_left,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(left_tiles, 0, 2),
+                    cute.group_modes(all_left, 0, 2),
+                )
                 # Each block fetches its half of a tile of the weight, for both.
                 to_right, from_right = cpasync.tma_partition(
-                    copy_right, rank, cute.make_layout(CLUSTER),
-                    cute.group_modes(right_tiles, 0, 2), cute.group_modes(all_right, 0, 2),
-                )  # fmt: skip
+                    copy_right,
+                    rank,
+                    cute.make_layout(CLUSTER),
+                    cute.group_modes(right_tiles, 0, 2),
+                    cute.group_modes(all_right, 0, 2),
+                )
                 both = cpasync.create_tma_multicast_mask(
                     blocks_of_cluster, (0, rank, 0, 0), mcast_mode=1
                 )
@@ -156,13 +173,18 @@ class ForwardPartials:
                         pipe.producer_acquire(state)
                         arrived = pipe.producer_get_barrier(state)
                         cute.copy(
-                            copy_left, from_left[None, row_block, step],
-                            to_left[None, state.index], tma_bar_ptr=arrived,
-                        )  # fmt: skip
+                            copy_left,
+                            from_left[None, row_block, step],
+                            to_left[None, state.index],
+                            tma_bar_ptr=arrived,
+                        )
                         cute.copy(
-                            copy_right, from_right[None, split, step],
-                            to_right[None, state.index], tma_bar_ptr=arrived, mcast_mask=both,
-                        )  # fmt: skip
+                            copy_right,
+                            from_right[None, split, step],
+                            to_right[None, state.index],
+                            tma_bar_ptr=arrived,
+                            mcast_mask=both,
+                        )
                         pipe.producer_commit(state)
                         state.advance()
                 pipe.producer_tail(state)
@@ -196,8 +218,17 @@ class ForwardPartials:
                 warpgroup.wait_group(0)
                 pipe.consumer_release(leaving)
                 leaving.advance()
-                self.store(partials, products, places, row_block, split, scale, num_rows,
-                           num_columns, thread)  # fmt: skip
+                self.store(
+                    partials,
+                    products,
+                    places,
+                    row_block,
+                    split,
+                    scale,
+                    num_rows,
+                    num_columns,
+                    thread,
+                )
 
     @cute.jit
     def store(
@@ -287,9 +318,13 @@ def main():
         for old in Path(DUMP.name).glob("*"):
             old.unlink()
         cute.compile(
-            ForwardPartials(needs_entropy), hidden, weight, partials, cutlass.Float32(1.0),
+            ForwardPartials(needs_entropy),
+            hidden,
+            weight,
+            partials,
+            cutlass.Float32(1.0),
             cutlass.Int32(66),
-        )  # fmt: skip
+        )
         (cubin,) = Path(DUMP.name).glob("*.cubin")
         usage = machine_code.run_cuobjdump("--dump-resource-usage", cubin)
         code = machine_code.run_cuobjdump("-sass", cubin)

@@ -66,9 +66,16 @@ def dapo(new, old, advantages, mask, *, clip_low=0.2, clip_high=0.28, dual_clip=
 
 
 def dr_grpo(
-    new, old, advantages, mask, *, clip_low=0.2, clip_high=0.2, dual_clip=None,
+    new,
+    old,
+    advantages,
+    mask,
+    *,
+    clip_low=0.2,
+    clip_high=0.2,
+    dual_clip=None,
     max_response_tokens=RESPONSE_BUDGET,
-):  # fmt: skip
+):
     """Dr.GRPO, arXiv:2503.20783: the sum over a row divided by the generation budget."""
     return _mean(
         sum(_surrogate(*token, clip_low, clip_high, dual_clip) for token in zip(*row, strict=True))
@@ -156,9 +163,17 @@ def _covariances(tokens):
 
 
 def clip_cov(
-    new, old, advantages, mask, *, clip_low=1.0, clip_high=1.0, cov_ratio=2e-4, cov_low=1.0,
+    new,
+    old,
+    advantages,
+    mask,
+    *,
+    clip_low=1.0,
+    clip_high=1.0,
+    cov_ratio=2e-4,
+    cov_low=1.0,
     cov_high=5.0,
-):  # fmt: skip
+):
     """Clip-Cov, arXiv:2505.22617: systematic in place of random selection."""
     rows = rows_of(new, old, advantages, mask)
     tokens = [token for row in rows for token in zip(*row, strict=True)]

@@ -221,9 +221,12 @@ def test_long_rows_do_not_overflow() -> None:
 def test_equal_policies_have_weight_one_under_every_preset(worked) -> None:
     for mode in CORRECTION_PRESETS:
         result = correction_weights(
-            worked.old, worked.old, worked.mask, terms=parse_correction(mode),
+            worked.old,
+            worked.old,
+            worked.mask,
+            terms=parse_correction(mode),
             advantages=worked.advantages,
-        )  # fmt: skip
+        )
         assert result.weights[worked.mask].tolist() == [1.0] * 6
 
 
@@ -253,9 +256,12 @@ def test_dppo_leaves_out_what_moved_too_far_towards_its_advantage() -> None:
     mask = torch.ones(1, 3, dtype=torch.bool)
     for sign, kept in ((1.0, [0.0, 1.0, 1.0]), (-1.0, [1.0, 1.0, 0.0])):
         result = correction_weights(
-            old, rollout, mask, terms=parse_correction("dppo"),
+            old,
+            rollout,
+            mask,
+            terms=parse_correction("dppo"),
             advantages=torch.full((1, 3), sign),
-        )  # fmt: skip
+        )
         assert result.weights[0].tolist() == kept
 
 

@@ -30,42 +30,105 @@ def build_policy_loss(name, options):
 
 # name, options, aggregation, token losses, loss, gradient (padding omitted)
 WORKED = [
-    ("ppo", {}, "token-mean",
-     [-1.2, -0.904837, -1.2, -0.548812, 0.4, 1.660058], -0.298932,
-     [0, -0.150806, 0, -0.091469, 0, 0.276676]),
-    ("ppo", {"dual_clip": 3.0}, "token-mean",
-     [-1.2, -0.904837, -1.2, -0.548812, 0.4, 1.5], -0.325608,
-     [0, -0.150806, 0, -0.091469, 0, 0]),
-    ("dapo", {}, "token-mean",
-     [-1.28, -0.904837, -1.28, -0.548812, 0.4, 1.660058], -0.325598,
-     [0, -0.150806, 0, -0.091469, 0, 0.276676]),
+    (
+        "ppo",
+        {},
+        "token-mean",
+        [-1.2, -0.904837, -1.2, -0.548812, 0.4, 1.660058],
+        -0.298932,
+        [0, -0.150806, 0, -0.091469, 0, 0.276676],
+    ),
+    (
+        "ppo",
+        {"dual_clip": 3.0},
+        "token-mean",
+        [-1.2, -0.904837, -1.2, -0.548812, 0.4, 1.5],
+        -0.325608,
+        [0, -0.150806, 0, -0.091469, 0, 0],
+    ),
+    (
+        "dapo",
+        {},
+        "token-mean",
+        [-1.28, -0.904837, -1.28, -0.548812, 0.4, 1.660058],
+        -0.325598,
+        [0, -0.150806, 0, -0.091469, 0, 0.276676],
+    ),
     ("gspo", {}, "seq-mean-token-mean", None, -0.162735, [0, 0, 0, 0, 0.168732, 0.168732]),
-    ("gspo", {"clip_low": 0.2, "clip_high": 0.2}, "seq-mean-token-mean",
-     [-1.051271] * 4 + [0.674929] * 2, -0.188171, [-0.131409] * 4 + [0.168732] * 2),
-    ("gspo-token", {"clip_low": 0.2, "clip_high": 0.2}, "seq-mean-token-mean",
-     [-1.051271] * 4 + [0.674929] * 2, -0.188171, [-0.131409] * 4 + [0.168732] * 2),
-    ("gmpo", {}, "seq-mean-token-mean", None, -0.127044,
-     [-0.125, -0.125, 0, -0.125, 0, 0.186478]),
-    ("cpgd", {"drift_coef": 0.0}, "seq-mean-token-mean",
-     [0.817678, 0.6, 1.817678, 1.3, -0.561572, -0.2], 0.376527, [0, -0.125, 0, -0.125, 0, 0.125]),
-    ("cpgd", {"drift_coef": 0.01}, "seq-mean-token-mean",
-     [0.815229, 0.600571, 1.806169, 1.305865, -0.554804, -0.208], 0.375278,
-     [0.000437, -0.125119, 0.001028, -0.125564, -0.001128, 0.13]),
-    ("cispo", {}, "token-mean",
-     [0.896, 0.542902, 1.792, 0.713455, -0.411609, -0.256], 0.546125,
-     [-0.213333, -0.150806, -0.213333, -0.091469, 0.045734, 0.106667]),
-    ("cispo", {"clip_high": 4.0}, "token-mean",
-     [0.944901, 0.542902, 2.550966, 0.713455, -0.411609, -0.664023], 0.612765,
-     [-0.224976, -0.150806, -0.303686, -0.091469, 0.045734, 0.276676]),
-    ("cispo", {"clip_low": 0.2, "clip_high": 0.2}, "token-mean",
-     [0.84, 0.542902, 1.68, 1.04, -0.6, -0.24], 0.543817,
-     [-0.2, -0.150806, -0.2, -0.133333, 0.066667, 0.1]),
-    ("sapo", {}, "seq-mean-token-mean",
-     [-2.346333, -1.904909, -2.778744, -1.556313, 0.730913, 1.751506], -0.452683,
-     [-0.163673, -0.112849, -0.193233, -0.065225, 0.064892, 0.12282]),
-    ("reinforce", {}, "token-mean",
-     [0.7, 0.6, 1.4, 1.3, -0.75, -0.2], 0.508333, [-1 / 6] * 4 + [1 / 12] * 2),
-]  # fmt: skip
+    (
+        "gspo",
+        {"clip_low": 0.2, "clip_high": 0.2},
+        "seq-mean-token-mean",
+        [-1.051271] * 4 + [0.674929] * 2,
+        -0.188171,
+        [-0.131409] * 4 + [0.168732] * 2,
+    ),
+    (
+        "gspo-token",
+        {"clip_low": 0.2, "clip_high": 0.2},
+        "seq-mean-token-mean",
+        [-1.051271] * 4 + [0.674929] * 2,
+        -0.188171,
+        [-0.131409] * 4 + [0.168732] * 2,
+    ),
+    ("gmpo", {}, "seq-mean-token-mean", None, -0.127044, [-0.125, -0.125, 0, -0.125, 0, 0.186478]),
+    (
+        "cpgd",
+        {"drift_coef": 0.0},
+        "seq-mean-token-mean",
+        [0.817678, 0.6, 1.817678, 1.3, -0.561572, -0.2],
+        0.376527,
+        [0, -0.125, 0, -0.125, 0, 0.125],
+    ),
+    (
+        "cpgd",
+        {"drift_coef": 0.01},
+        "seq-mean-token-mean",
+        [0.815229, 0.600571, 1.806169, 1.305865, -0.554804, -0.208],
+        0.375278,
+        [0.000437, -0.125119, 0.001028, -0.125564, -0.001128, 0.13],
+    ),
+    (
+        "cispo",
+        {},
+        "token-mean",
+        [0.896, 0.542902, 1.792, 0.713455, -0.411609, -0.256],
+        0.546125,
+        [-0.213333, -0.150806, -0.213333, -0.091469, 0.045734, 0.106667],
+    ),
+    (
+        "cispo",
+        {"clip_high": 4.0},
+        "token-mean",
+        [0.944901, 0.542902, 2.550966, 0.713455, -0.411609, -0.664023],
+        0.612765,
+        [-0.224976, -0.150806, -0.303686, -0.091469, 0.045734, 0.276676],
+    ),
+    (
+        "cispo",
+        {"clip_low": 0.2, "clip_high": 0.2},
+        "token-mean",
+        [0.84, 0.542902, 1.68, 1.04, -0.6, -0.24],
+        0.543817,
+        [-0.2, -0.150806, -0.2, -0.133333, 0.066667, 0.1],
+    ),
+    (
+        "sapo",
+        {},
+        "seq-mean-token-mean",
+        [-2.346333, -1.904909, -2.778744, -1.556313, 0.730913, 1.751506],
+        -0.452683,
+        [-0.163673, -0.112849, -0.193233, -0.065225, 0.064892, 0.12282],
+    ),
+    (
+        "reinforce",
+        {},
+        "token-mean",
+        [0.7, 0.6, 1.4, 1.3, -0.75, -0.2],
+        0.508333,
+        [-1 / 6] * 4 + [1 / 12] * 2,
+    ),
+]
 
 
 def _value_and_grad(name, options, mode, new, old, advantages, mask, constant=8):
@@ -95,9 +158,12 @@ def test_worked_numbers_with_nan_in_the_padding(case, worked) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "loss"),
-    [("seq-mean-token-sum", -0.896795), ("seq-mean-token-mean", 0.033308),
-     ("seq-mean-token-sum-norm", -0.112099)],
-)  # fmt: skip
+    [
+        ("seq-mean-token-sum", -0.896795),
+        ("seq-mean-token-mean", 0.033308),
+        ("seq-mean-token-sum-norm", -0.112099),
+    ],
+)
 def test_ppo_under_the_other_aggregations(mode: str, loss: float, worked) -> None:
     _, value, _ = _value_and_grad(
         "ppo", {}, mode, worked.new, worked.old, worked.advantages, worked.mask
@@ -109,9 +175,14 @@ def test_gspo_token_with_advantages_that_differ_within_a_row(worked) -> None:
     advantages = torch.tensor([[1.0, 0.5, 1.5, 1.0], [-0.5, -1.0, 0, 0]]).double()
     options = {"clip_low": 0.2, "clip_high": 0.2}
     _, value, grad = _value_and_grad(
-        "gspo-token", options, "seq-mean-token-mean", worked.new, worked.old, advantages,
+        "gspo-token",
+        options,
+        "seq-mean-token-mean",
+        worked.new,
+        worked.old,
+        advantages,
         worked.mask,
-    )  # fmt: skip
+    )
     assert value == pytest.approx(-0.019438, abs=1e-6)
     expected = [-0.131409, -0.065704, -0.197113, -0.131409, 0.168732, 0.337465]
     assert grad[worked.mask].tolist() == pytest.approx(expected, abs=1e-6)
@@ -187,9 +258,18 @@ def test_a_plain_function_is_a_loss_of_tokens_and_a_declared_one_stays_itself() 
 
 
 SURROGATES = [
-    "clipped", "ppo", "dapo", "dr_grpo", "gspo", "gspo-token", "gmpo", "cpgd", "sapo", "clip_cov",
+    "clipped",
+    "ppo",
+    "dapo",
+    "dr_grpo",
+    "gspo",
+    "gspo-token",
+    "gmpo",
+    "cpgd",
+    "sapo",
+    "clip_cov",
     "kl_cov",
-]  # fmt: skip
+]
 SELECTION = {
     "clip_cov": {"cov_ratio": 0.3, "cov_low": -1.0},
     "kl_cov": {"cov_ratio": 0.3, "kl_coef": 0.7},
@@ -251,9 +331,14 @@ def test_gmpo_without_bound_equals_gspo_without_clip(ragged) -> None:
 def test_cpgd_drift_has_the_capped_gradient_of_the_kl_from_old_to_new(worked) -> None:
     zero = torch.zeros_like(worked.advantages)
     _, value, grad = _value_and_grad(
-        "cpgd", {"drift_coef": 1.0}, "seq-mean-token-mean", worked.new, worked.old, zero,
+        "cpgd",
+        {"drift_coef": 1.0},
+        "seq-mean-token-mean",
+        worked.new,
+        worked.old,
+        zero,
         worked.mask,
-    )  # fmt: skip
+    )
     assert value == pytest.approx(-0.124832, abs=1e-6)
     expected = [0.043732, -0.011895, 0.102765, -0.056399, -0.112797, 0.5]
     assert grad[worked.mask].tolist() == pytest.approx(expected, abs=1e-6)
@@ -342,11 +427,19 @@ def test_sapo_in_float64_does_not_round_its_temperature() -> None:
 
 
 COVARIANCE = [  # of the worked example
-    ("kl_cov", {"cov_ratio": 0.34}, -0.33186,
-     [-0.224976, -0.317473, -0.303686, -0.091469, -0.120932, 0.276676]),
-    ("clip_cov", {"cov_ratio": 1.0, "cov_low": 0.1, "clip_low": 0.2, "clip_high": 0.2}, -0.148126,
-     [0, 0, 0, -0.091469, 0, 0.276676]),
-]  # fmt: skip
+    (
+        "kl_cov",
+        {"cov_ratio": 0.34},
+        -0.33186,
+        [-0.224976, -0.317473, -0.303686, -0.091469, -0.120932, 0.276676],
+    ),
+    (
+        "clip_cov",
+        {"cov_ratio": 1.0, "cov_low": 0.1, "clip_low": 0.2, "clip_high": 0.2},
+        -0.148126,
+        [0, 0, 0, -0.091469, 0, 0.276676],
+    ),
+]
 
 
 @pytest.mark.parametrize(("name", "options", "loss", "grad"), COVARIANCE)

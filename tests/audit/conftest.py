@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.audit.report import audit_step
+from lightrft.tools.audit.report import audit_step
 
 
 def load_world():

@@ -7,9 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lightrft.audit import advantages as adv
-from lightrft.audit.corrections import PRESETS, Borders, Pair, Tokens, correction, parse
-from lightrft.audit.losses import (
+from lightrft.config import TrainConfig
+from lightrft.tools.audit import advantages as adv
+from lightrft.tools.audit.corrections import PRESETS, Borders, Pair, Tokens, correction, parse
+from lightrft.tools.audit.losses import (
     POLICY_LOSSES,
     Batch,
     kl_term,
@@ -17,9 +18,8 @@ from lightrft.audit.losses import (
     token_shares,
     value_term,
 )
-from lightrft.audit.optimizers import Group, Optimizer, learning_rate
-from lightrft.audit.record import OptimizerFacts
-from lightrft.config import TrainConfig
+from lightrft.tools.audit.optimizers import Group, Optimizer, learning_rate
+from lightrft.tools.audit.record import OptimizerFacts
 
 MASK = np.array([[1, 1, 1, 1], [1, 1, 0, 0]], dtype=bool)
 OLD = np.array([[-1.0, -0.5, -2.0, -0.7], [-0.9, -1.6, 0, 0]])
@@ -53,19 +53,31 @@ def loss(name, p=NEW, mode=None, advantages=A, **given):
         ("ppo", {"mode": "token-mean", "dual_clip": 3.0}, -0.325608, None),
         ("dapo", {}, -0.325598, [0, -0.150806, 0, -0.091469, 0, 0.276676]),
         ("gspo", {}, -0.162735, [0, 0, 0, 0, 0.168732, 0.168732]),
-        ("gspo", {"clip_low": 0.2, "clip_high": 0.2}, -0.188171,
-         [-0.131409, -0.131409, -0.131409, -0.131409, 0.168732, 0.168732]),
+        (
+            "gspo",
+            {"clip_low": 0.2, "clip_high": 0.2},
+            -0.188171,
+            [-0.131409, -0.131409, -0.131409, -0.131409, 0.168732, 0.168732],
+        ),
         ("gmpo", {}, -0.127044, [-0.125, -0.125, 0, -0.125, 0, 0.186478]),
         ("cpgd", {"drift_coef": 0.0}, 0.376527, [0, -0.125, 0, -0.125, 0, 0.125]),
-        ("cpgd", {"drift_coef": 0.01}, 0.375278,
-         [0.000437, -0.125119, 0.001028, -0.125564, -0.001128, 0.13]),
+        (
+            "cpgd",
+            {"drift_coef": 0.01},
+            0.375278,
+            [0.000437, -0.125119, 0.001028, -0.125564, -0.001128, 0.13],
+        ),
         ("cispo", {}, 0.546125, [-0.213333, -0.150806, -0.213333, -0.091469, 0.045734, 0.106667]),
         ("sapo", {}, -0.452683, [-0.163673, -0.112849, -0.193233, -0.065225, 0.064892, 0.12282]),
         ("reinforce", {}, 0.508333, [-1 / 6] * 4 + [0.083333] * 2),
-        ("kl_cov", {"cov_ratio": 0.34}, -0.33186,
-         [-0.224976, -0.317473, -0.303686, -0.091469, -0.120932, 0.276676]),
+        (
+            "kl_cov",
+            {"cov_ratio": 0.34},
+            -0.33186,
+            [-0.224976, -0.317473, -0.303686, -0.091469, -0.120932, 0.276676],
+        ),
     ],
-)  # fmt: skip
+)
 def test_policy_losses_have_the_worked_values(name, given, value, slopes):
     found, slope = loss(name, **given)
     assert found == pytest.approx(value, abs=1e-6)
@@ -110,11 +122,14 @@ def test_kl_terms_have_the_worked_values(name, value, slopes):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("tis", 0.078445), ("weight:ratio:token reject:ratio:token:low=0.5:high=2", -0.401332),
-        ("mis", -0.274518), ("tis-sequence", 0.412168), ("tis-geometric", 0.13837),
+        ("tis", 0.078445),
+        ("weight:ratio:token reject:ratio:token:low=0.5:high=2", -0.401332),
+        ("mis", -0.274518),
+        ("tis-sequence", 0.412168),
+        ("tis-geometric", 0.13837),
         ("weight:ratio:token reject:ratio:geometric:low=0.8:high=1.25", -0.541575),
     ],
-)  # fmt: skip
+)
 def test_corrections_have_the_worked_values(text, value):
     terms = parse(TrainConfig(off_policy_correction=PRESETS.get(text, text)))
     weights = correction(terms, Tokens(both(OLD), ROLLOUT, both(A), MASK), Borders(1e-9))
@@ -124,9 +139,12 @@ def test_corrections_have_the_worked_values(text, value):
 
 
 SCORES = adv.Scores(
-    np.array([1.0, 0.0, 0.5, 1.0, 1, 1, 1, 1]), np.full(8, 0.5), np.repeat([0, 1], 4),
-    np.array([4, 2, 6, 3, 2, 2, 3, 3]), np.ones(8, dtype=bool),
-)  # fmt: skip
+    np.array([1.0, 0.0, 0.5, 1.0, 1, 1, 1, 1]),
+    np.full(8, 0.5),
+    np.repeat([0, 1], 4),
+    np.array([4, 2, 6, 3, 2, 2, 3, 3]),
+    np.ones(8, dtype=bool),
+)
 
 
 @pytest.mark.parametrize(

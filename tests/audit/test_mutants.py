@@ -12,10 +12,23 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "audit_mutants.py"
 # Each of about the same number of mutants.
 PARTS = (
-    ("policy",), ("advantages",), ("corrections.py", "correction_terms.py"),
-    ("aggregation.py", "entropy.py", "kl.py", "masking.py", "moments.py", "ratios.py",
-     "shaping.py", "types.py", "value.py", "declarations.py", "lookup.py"),
-)  # fmt: skip
+    ("policy",),
+    ("advantages",),
+    ("corrections.py", "correction_terms.py"),
+    (
+        "aggregation.py",
+        "entropy.py",
+        "kl.py",
+        "masking.py",
+        "moments.py",
+        "ratios.py",
+        "shaping.py",
+        "types.py",
+        "value.py",
+        "declarations.py",
+        "lookup.py",
+    ),
+)
 
 
 @pytest.fixture(scope="module")

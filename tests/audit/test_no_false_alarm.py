@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from lightrft.audit.advantages import ESTIMATORS
-from lightrft.audit.corrections import PRESETS
-from lightrft.audit.findings import DIFFERS, NOT_AUDITED
-from lightrft.audit.losses import POLICY_LOSSES
 from lightrft.config.registry import (
     ADVANTAGE_ESTIMATORS,
     AGGREGATIONS,
     KL_ESTIMATORS,
     POLICY_LOSSES as LOSS_NAMES,
 )
-from lightrft.experience.exchange import row_table
+from lightrft.records.exchange import row_table
+from lightrft.tools.audit.advantages import ESTIMATORS
+from lightrft.tools.audit.corrections import PRESETS
+from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED
+from lightrft.tools.audit.losses import POLICY_LOSSES
 
 ALIASES = {"clipped", "grpo"}
 LOSSES = [name for name in POLICY_LOSSES if name not in ALIASES]
@@ -37,9 +37,11 @@ PAIRS = [
 
 # The engine's logprobs as old ones: the ratios of the first update leave every clip range.
 ONE_UPDATE = {
-    "max_epochs": 1, "train_batch_size": 16, "micro_train_batch_size": 8,
+    "max_epochs": 1,
+    "train_batch_size": 16,
+    "micro_train_batch_size": 8,
     "use_rollout_logprobs": True,
-}  # fmt: skip
+}
 
 
 def test_every_name_of_the_registries_is_audited():
@@ -146,13 +148,18 @@ VARIANTS = {
     "critic without clip": {"advantage_estimator": "gae", "value_clip": 0.0, "lambd": 0.5},
     "frozen actor": {"advantage_estimator": "gae", "freezing_actor_steps": 1},
     "rewards": {
-        "reward_running_norm": True, "reward_running_norm_minus_mean": True, "reward_clip": 0.7,
-        "overlong_buffer": True, "overlong_buffer_len": 5, "advantages_norm": True,
+        "reward_running_norm": True,
+        "reward_running_norm_minus_mean": True,
+        "reward_clip": 0.7,
+        "overlong_buffer": True,
+        "overlong_buffer_len": 5,
+        "advantages_norm": True,
         "advantage_clip": 1.0,
     },
     "entropy of the batch": {"high_entropy_token_ratio": 0.3},
     "entropy of a row": {
-        "high_entropy_token_ratio": 0.3, "high_entropy_scope": "sequence",
+        "high_entropy_token_ratio": 0.3,
+        "high_entropy_scope": "sequence",
         "off_policy_correction": "tis",
     },
     "bounds": {"eps_clip_low": 0.05, "eps_clip_high": 0.1, "dual_clip": 1.3, "max_norm": 0.05},
@@ -162,10 +169,14 @@ VARIANTS = {
     "temperature": {"temperature": 0.7, "entropy_coef": 0.01},
     "adapters": {"lora_rank": 2, "lora_alpha": 3.0, "init_kl_coef": 0.1, "l2": 0.1},
     "one update": {"train_batch_size": 16, "max_epochs": 1},
-    "own arguments": {"advantage_estimator": "cpgd", "advantage_args": {"weighting": "clip_filter"},
-                      "policy_loss": "cpgd", "policy_loss_args": {"drift_coef": 0.3}},
+    "own arguments": {
+        "advantage_estimator": "cpgd",
+        "advantage_args": {"weighting": "clip_filter"},
+        "policy_loss": "cpgd",
+        "policy_loss_args": {"drift_coef": 0.3},
+    },
     "packed": {"packing_samples": True, "fused_linear_logprob": True},
-}  # fmt: skip
+}
 
 
 BY_DEFAULT = ("critic", "rewards", "adapters", "temperature", "schedule")
@@ -194,12 +205,16 @@ def with_observations(samples):
     [
         {"advantage_estimator": "gae", "init_kl_coef": 0.1, "turn_credit": "discounted"},
         {"advantage_estimator": "opo", "loss_agg_mode": "seq-mean-token-mean"},
-        {"advantage_estimator": "group_norm", "turn_credit": "discounted", "init_kl_coef": 0.1,
-         "use_kl_loss": True},
+        {
+            "advantage_estimator": "group_norm",
+            "turn_credit": "discounted",
+            "init_kl_coef": 0.1,
+            "use_kl_loss": True,
+        },
         {"off_policy_correction": "tis", "advantage_estimator": "reinforce++"},
     ],
     ids=["gae", "opo", "group_norm", "reinforce++"],
-)  # fmt: skip
+)
 def test_steps_on_episodes(changes, audited):
     report = audited({"gamma": 0.8, **changes}, shape=with_observations)
     assert_equal(report)

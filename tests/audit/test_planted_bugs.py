@@ -17,10 +17,10 @@ from lightrft.algorithms.declarations import advantage_estimator
 from lightrft.algorithms.policy import clipped
 from lightrft.algorithms.types import TokenAdvantages
 from lightrft.experience import assemble, forward, maker
+from lightrft.stages import algorithm, objective, updates
 from lightrft.strategy import backend, optimizers, strategy_base
 from lightrft.strategy.accumulation import AccumulationState
 from lightrft.trainer import spmd_ppo_trainer
-from lightrft.trainer.training import algorithm, objective, updates
 
 BUGS = {}
 
@@ -148,23 +148,32 @@ def values_are_of_the_token_itself(patch):
 
 @bug("rewards", overlong_buffer=True, overlong_buffer_len=5)
 def overlong_responses_are_rewarded(patch, world):
-    wrap(patch, world, "overlong_penalty", lambda original: lambda config: (
-        lambda length: -original(config)(length)
-    ))  # fmt: skip
+    wrap(
+        patch,
+        world,
+        "overlong_penalty",
+        lambda original: lambda config: lambda length: -original(config)(length),
+    )
 
 
 @bug("rewards", reward_clip=0.5)
 def rewards_are_clipped_below_only(patch):
-    wrap(patch, assemble, "clip_rewards", lambda _: lambda rewards, limit: (
-        rewards.clamp(min=-limit), rewards.abs() > limit
-    ))  # fmt: skip
+    wrap(
+        patch,
+        assemble,
+        "clip_rewards",
+        lambda _: lambda rewards, limit: (rewards.clamp(min=-limit), rewards.abs() > limit),
+    )
 
 
 @bug("rewards", reward_running_norm=True)
 def running_scale_divides_by_n(patch):
-    wrap(patch, shaping.Moments, "std", lambda original: lambda self, *, ddof, **k: original(
-        self, ddof=0, **k
-    ))  # fmt: skip
+    wrap(
+        patch,
+        shaping.Moments,
+        "std",
+        lambda original: lambda self, *, ddof, **k: original(self, ddof=0, **k),
+    )
 
 
 # --- advantages
@@ -196,23 +205,29 @@ def the_baseline_is_not_weighted_by_lengths(patch):
 
 @bug("returns", advantage_estimator="dr_grpo")
 def the_failed_row_enters_the_group_mean(patch):
-    patch.setattr(Groups, "count_per_row", property(lambda self: torch.full_like(
-        self.rewards, 4.0
-    )))  # fmt: skip
+    patch.setattr(
+        Groups, "count_per_row", property(lambda self: torch.full_like(self.rewards, 4.0))
+    )
 
 
 @bug("returns", gamma=0.9, advantage_estimator="reinforce")
 def gamma_acts_twice(patch):
-    wrap(patch, token_level, "discounted_returns", lambda original: lambda r, m, gamma=1.0: (
-        original(r, m, gamma=gamma**2)
-    ))  # fmt: skip
+    wrap(
+        patch,
+        token_level,
+        "discounted_returns",
+        lambda original: lambda r, m, gamma=1.0: original(r, m, gamma=gamma**2),
+    )
 
 
 @bug("returns", advantage_estimator="gae", lambd=0.8)
 def lambda_is_left_out(patch):
-    wrap(patch, token_level, "generalized_advantages", lambda original: lambda *a, gamma, lambd: (
-        original(*a, gamma=gamma, lambd=1.0)
-    ))  # fmt: skip
+    wrap(
+        patch,
+        token_level,
+        "generalized_advantages",
+        lambda original: lambda *a, gamma, lambd: original(*a, gamma=gamma, lambd=1.0),
+    )
 
 
 @bug("returns", advantage_estimator="gae")
@@ -263,9 +278,12 @@ def the_correction_is_upside_down(patch):
 
 @bug("token weights", high_entropy_token_ratio=0.3, high_entropy_scope="sequence")
 def the_most_certain_tokens_are_kept(patch):
-    wrap(patch, updates, "high_entropy_mask_per_sequence", lambda original: (
-        lambda values, mask, ratio: original(-values, mask, ratio=ratio)
-    ))  # fmt: skip
+    wrap(
+        patch,
+        updates,
+        "high_entropy_mask_per_sequence",
+        lambda original: lambda values, mask, ratio: original(-values, mask, ratio=ratio),
+    )
 
 
 # --- the loss
@@ -273,32 +291,46 @@ def the_most_certain_tokens_are_kept(patch):
 
 @bug("denominator", policy_loss="dapo")
 def padding_is_counted(patch):
-    wrap(patch, updates, "local_normalizer", lambda original: lambda mask, *a, **k: original(
-        torch.ones_like(mask), *a, **k
-    ))  # fmt: skip
+    wrap(
+        patch,
+        updates,
+        "local_normalizer",
+        lambda original: lambda mask, *a, **k: original(torch.ones_like(mask), *a, **k),
+    )
 
 
 @bug("denominator")
 def empty_rows_are_counted(patch):
-    wrap(patch, updates, "local_normalizer", lambda _: lambda mask, *a, **k: (
-        torch.tensor(float(len(mask))).double()
-    ))  # fmt: skip
+    wrap(
+        patch,
+        updates,
+        "local_normalizer",
+        lambda _: lambda mask, *a, **k: torch.tensor(float(len(mask))).double(),
+    )
 
 
 @bug("denominator", policy_loss="dr_grpo")
 def the_budget_is_the_width_of_the_batch(patch):
-    wrap(patch, updates, "local_normalizer", lambda original: (
-        lambda mask, mode, max_response_tokens: original(
-            mask, mode, max_response_tokens=mask.shape[1]
-        )
-    ))  # fmt: skip
+    wrap(
+        patch,
+        updates,
+        "local_normalizer",
+        lambda original: (
+            lambda mask, mode, max_response_tokens: original(
+                mask, mode, max_response_tokens=mask.shape[1]
+            )
+        ),
+    )
 
 
 @bug("denominator", policy_loss="reinforce")
 def a_loss_has_the_aggregation_of_another_paper(patch):
-    wrap(patch, algorithm, "policy_loss_traits", lambda original: (
-        lambda loss: replace(original(loss), aggregation="seq-mean-token-mean")
-    ))  # fmt: skip
+    wrap(
+        patch,
+        algorithm,
+        "policy_loss_traits",
+        lambda original: lambda loss: replace(original(loss), aggregation="seq-mean-token-mean"),
+    )
 
 
 @bug("policy loss")
@@ -308,11 +340,16 @@ def rows_are_not_divided_by_their_length(patch):
 
 @bug("policy loss", eps_clip_low=0.05, eps_clip_high=0.3)
 def the_clip_bounds_are_exchanged(patch):
-    wrap(patch, clipped, "clipped_surrogate", lambda original: (
-        lambda *a, clip_low, clip_high, **k: original(
-            *a, clip_low=clip_high, clip_high=clip_low, **k
-        )
-    ))  # fmt: skip
+    wrap(
+        patch,
+        clipped,
+        "clipped_surrogate",
+        lambda original: (
+            lambda *a, clip_low, clip_high, **k: original(
+                *a, clip_low=clip_high, clip_high=clip_low, **k
+            )
+        ),
+    )
 
 
 @bug("policy loss")
@@ -324,9 +361,12 @@ def the_better_branch_is_taken(patch):
 def the_row_ratio_is_a_sum(patch):
     from lightrft.algorithms import ratios
 
-    wrap(patch, ratios, "masked_row_mean", lambda _: lambda values, mask: (
-        torch.where(mask, values, 0.0).sum(-1)
-    ))  # fmt: skip
+    wrap(
+        patch,
+        ratios,
+        "masked_row_mean",
+        lambda _: lambda values, mask: torch.where(mask, values, 0.0).sum(-1),
+    )
 
 
 @bug("kl loss", init_kl_coef=0.3, use_kl_loss=True, kl_estimator="k1", steps=2)
@@ -347,9 +387,12 @@ def the_kl_weight_counts_twice(patch):
 
 @bug("value loss", advantage_estimator="gae", value_clip=0.01)
 def values_are_not_clipped(patch):
-    wrap(patch, updates, "clipped_value_loss", lambda original: lambda *a, clip: original(
-        *a, clip=None
-    ))  # fmt: skip
+    wrap(
+        patch,
+        updates,
+        "clipped_value_loss",
+        lambda original: lambda *a, clip: original(*a, clip=None),
+    )
 
 
 # --- the update
@@ -357,9 +400,14 @@ def values_are_not_clipped(patch):
 
 @bug("gradient norm")
 def a_micro_batch_counts_half(patch):
-    wrap(patch, AccumulationState, "loss_scale", lambda original: lambda self, ranks: (
-        original(self, ranks) * (0.5 if self.is_last() else 1.0)
-    ))  # fmt: skip
+    wrap(
+        patch,
+        AccumulationState,
+        "loss_scale",
+        lambda original: (
+            lambda self, ranks: original(self, ranks) * (0.5 if self.is_last() else 1.0)
+        ),
+    )
 
 
 @bug("actor exp_avg after", max_norm=0.01, train_batch_size=16)
@@ -369,16 +417,24 @@ def gradients_are_not_clipped(patch):
 
 @bug("learning rate", lr_warmup_ratio=0.5)
 def the_schedule_is_a_step_ahead(patch):
-    wrap(patch, optimizers.LearningRatePlan, "__call__", lambda original: lambda self, step: (
-        original(self, step + 1)
-    ))  # fmt: skip
+    wrap(
+        patch,
+        optimizers.LearningRatePlan,
+        "__call__",
+        lambda original: lambda self, step: original(self, step + 1),
+    )
 
 
 @bug("learning rate")
 def the_peak_is_another(patch):
-    wrap(patch, strategy_base.AdamSettings, "read", lambda original: lambda kwargs, config: (
-        original({**kwargs, "lr": 2 * kwargs["lr"]}, config)
-    ))  # fmt: skip
+    wrap(
+        patch,
+        strategy_base.AdamSettings,
+        "read",
+        lambda original: (
+            lambda kwargs, config: original({**kwargs, "lr": 2 * kwargs["lr"]}, config)
+        ),
+    )
 
 
 @bug("actor weights after", train_batch_size=16)
@@ -414,16 +470,22 @@ def the_betas_are_others(patch):
 
 @bug("actor weight decay of vectors", l2=0.01, train_batch_size=16)
 def gains_are_decayed(patch):
-    wrap(patch, backend, "parameter_groups", lambda _: lambda named, decay: [
-        {"params": [p for _, p in named], "weight_decay": decay}
-    ])  # fmt: skip
+    wrap(
+        patch,
+        backend,
+        "parameter_groups",
+        lambda _: lambda named, decay: [{"params": [p for _, p in named], "weight_decay": decay}],
+    )
 
 
 @bug("actor weight decay of matrices", l2=0.01, train_batch_size=16)
 def decay_counts_twice(patch):
-    wrap(patch, backend, "parameter_groups", lambda original: lambda named, decay: original(
-        named, 2 * decay
-    ))  # fmt: skip
+    wrap(
+        patch,
+        backend,
+        "parameter_groups",
+        lambda original: lambda named, decay: original(named, 2 * decay),
+    )
 
 
 @bug("actor frozen weights", lora_rank=2, train_batch_size=16)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from safetensors.numpy import load_file
 
-from lightrft.audit.record import FACTS, SAMPLES, VALUES, read_record
+from lightrft.tools.audit.record import FACTS, SAMPLES, VALUES, read_record
 
 NUM_SAMPLES, NUM_TOKENS = 128, 4000
 # All that is recorded of a token: of actor, critic, reference and correction, in two epochs.
 COSTLY = {
-    "advantage_estimator": "gae", "init_kl_coef": 0.1, "off_policy_correction": "tis",
-    "high_entropy_token_ratio": 0.5, "max_epochs": 2,
-}  # fmt: skip
+    "advantage_estimator": "gae",
+    "init_kl_coef": 0.1,
+    "off_policy_correction": "tis",
+    "high_entropy_token_ratio": 0.5,
+    "max_epochs": 2,
+}
 
 
 def test_a_step_of_128_samples_takes_less_than_50_megabytes(world, micro_model, tmp_path):

@@ -7,12 +7,12 @@ import shutil
 
 import pytest
 
-from lightrft.audit.findings import DIFFERS
-from lightrft.audit.record import FACTS, SAMPLES, VALUES, recorded_steps, step_folder
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
-from lightrft.models.presets import write_tiny_model
 from lightrft.strategy.testing import run_multiprocess
+from lightrft.tools.audit.findings import DIFFERS
+from lightrft.tools.audit.record import FACTS, SAMPLES, VALUES, recorded_steps, step_folder
+from lightrft.tools.model_presets import write_tiny_model
 
 REWARD = """
 def score(responses, kind):
@@ -23,15 +23,23 @@ def score(responses, kind):
 """
 RUNS = {
     "fsdp2, critic": {
-        "fsdp": True, "advantage_estimator": "gae", "init_kl_coef": 0.05, "dynamic_sampling": True,
+        "fsdp": True,
+        "advantage_estimator": "gae",
+        "init_kl_coef": 0.05,
+        "dynamic_sampling": True,
         "l2": 0.01,
     },
     "zero 2": {
-        "zero_stage": 2, "advantage_estimator": "reinforce++", "init_kl_coef": 0.05,
-        "use_kl_loss": True, "off_policy_correction": "tis", "max_norm": 0.2,
-        "lr_scheduler": "cosine_with_min_lr", "lr_warmup_ratio": 0.3,
+        "zero_stage": 2,
+        "advantage_estimator": "reinforce++",
+        "init_kl_coef": 0.05,
+        "use_kl_loss": True,
+        "off_policy_correction": "tis",
+        "max_norm": 0.2,
+        "lr_scheduler": "cosine_with_min_lr",
+        "lr_warmup_ratio": 0.3,
     },
-}  # fmt: skip
+}
 MORE_RUNS = {
     "zero 0": {"zero_stage": 0, "policy_loss": "dapo"},
     "zero 1, adapters": {"zero_stage": 1, "lora_rank": 4, "init_kl_coef": 0.05},
@@ -41,18 +49,20 @@ MORE_RUNS = {
     "zero 2, bf16": {"zero_stage": 2, "bf16": True, "init_kl_coef": 0.05, "zpg": 1},
     "fsdp2, bf16 masters": {"fsdp": True, "bf16": True, "use_mp_opt": True},
     "fsdp2, partial": {
-        "fsdp": True, "partial_rollout": True, "partial_rollout_tokens": 3,
+        "fsdp": True,
+        "partial_rollout": True,
+        "partial_rollout_tokens": 3,
         "partial_rollout_prompts": 6,
     },
     "zero 1, top_k": {"zero_stage": 1, "top_k": 20, "off_policy_correction": "tis"},
-}  # fmt: skip
+}
 
 
 def train_each(rank, world_size, runs):
     import torch.distributed as dist
 
     from lightrft.config import TrainConfig
-    from lightrft.trainer.runs.assembly import run_training
+    from lightrft.run.assembly import run_training
 
     # Kept over all runs: to end one and start the next at the same address is a race.
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
@@ -62,14 +72,27 @@ def train_each(rank, world_size, runs):
 
 def options(folder, name, changes):
     return {
-        "pretrain": str(folder / "model"), "prompt_data": str(folder / "train.jsonl"),
-        "input_key": "prompt", "reward_fn": (f"{folder / 'reward.py'}:score",), "bf16": False,
-        "engine_type": "hf", "output_dir": str(folder / name), "rollout_batch_size": 4,
-        "n_samples_per_prompt": 4, "train_batch_size": 8, "micro_train_batch_size": 2,
-        "generate_max_len": 8, "prompt_max_len": 32, "init_kl_coef": 0.0,
-        "actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3, "lr_warmup_ratio": 0.0,
-        "max_steps": 2, "audit_every": 2, **changes,
-    }  # fmt: skip
+        "pretrain": str(folder / "model"),
+        "prompt_data": str(folder / "train.jsonl"),
+        "input_key": "prompt",
+        "reward_fn": (f"{folder / 'reward.py'}:score",),
+        "bf16": False,
+        "engine_type": "hf",
+        "output_dir": str(folder / name),
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "train_batch_size": 8,
+        "micro_train_batch_size": 2,
+        "generate_max_len": 8,
+        "prompt_max_len": 32,
+        "init_kl_coef": 0.0,
+        "actor_learning_rate": 1e-3,
+        "critic_learning_rate": 1e-3,
+        "lr_warmup_ratio": 0.0,
+        "max_steps": 2,
+        "audit_every": 2,
+        **changes,
+    }
 
 
 def write_inputs(folder):

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.experience.exchange import row_table
-from lightrft.experience.sampling import Samples
-from lightrft.experience.scoring import overlong_penalty
-from lightrft.experience.stages import StageMeter
-from lightrft.experience.types import Rollout, ScoredRollout
 from lightrft.models import Actor, Critic, LoraActor
+from lightrft.records.exchange import row_table
+from lightrft.records.step_timer import StageMeter
+from lightrft.records.types import Rollout, ScoredRollout
+from lightrft.rollout.sampler import Samples
+from lightrft.rollout.scoring import overlong_penalty
 from lightrft.strategy import get_fake_strategy
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
@@ -28,20 +28,40 @@ VOCAB = 23
 GROUPS, SAMPLES = 4, 4
 # A rate at which the ratios of a step leave every clip range.
 SETTINGS = {
-    "seed": 3, "train_batch_size": 8, "micro_train_batch_size": 4, "micro_rollout_batch_size": 8,
-    "rollout_batch_size": GROUPS, "n_samples_per_prompt": SAMPLES, "generate_max_len": 10,
-    "actor_learning_rate": 1e-2, "critic_learning_rate": 1e-2, "lr_warmup_ratio": 0.0,
-    "init_kl_coef": 0.0, "bf16": False, "max_epochs": 2, "audit_every": 1, "gamma": 0.97,
-}  # fmt: skip
+    "seed": 3,
+    "train_batch_size": 8,
+    "micro_train_batch_size": 4,
+    "micro_rollout_batch_size": 8,
+    "rollout_batch_size": GROUPS,
+    "n_samples_per_prompt": SAMPLES,
+    "generate_max_len": 10,
+    "actor_learning_rate": 1e-2,
+    "critic_learning_rate": 1e-2,
+    "lr_warmup_ratio": 0.0,
+    "init_kl_coef": 0.0,
+    "bf16": False,
+    "max_epochs": 2,
+    "audit_every": 1,
+    "gamma": 0.97,
+}
 
 
 def model_config():
     return LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, head_dim=16, num_attention_heads=2,
-        num_key_value_heads=1, num_hidden_layers=1, intermediate_size=48,
-        max_position_embeddings=64, initializer_range=0.2, tie_word_embeddings=True,
-        pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        head_dim=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=1,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
 
 
 def write_model(folder):
@@ -85,10 +105,15 @@ def scripted_samples(actor, *, noise=0.3, fails=True, greedy=False, mode="temper
             exact = actor(ids, torch.ones_like(ids, dtype=torch.bool)).logprobs[0, len(prompt) :]
         logprobs = exact.numpy() + noise * draw.normal(size=len(response))
         completion = Completion(
-            request_id=group, sample_index=index, prompt_token_ids=prompt,
-            output_token_ids=response, output_logprobs=tuple(logprobs.tolist()),
-            logprobs_mode=mode, finish_reason="stop", weights_version=0,
-        )  # fmt: skip
+            request_id=group,
+            sample_index=index,
+            prompt_token_ids=prompt,
+            output_token_ids=response,
+            output_logprobs=tuple(logprobs.tolist()),
+            logprobs_mode=mode,
+            finish_reason="stop",
+            weights_version=0,
+        )
         rollout = Rollout(
             Prompt(group, "p", prompt), completion, group, group * SAMPLES + index, "r"
         )
@@ -181,10 +206,16 @@ def record_step(
         run.mkdir(parents=True, exist_ok=True)
         config.save(run / "config.toml")
     trainer = SPMDPPOTrainer(
-        strategy, actor, critic_ready if needs_critic else None, NoReward(), reference,
-        tokenizer=NoTokenizer(), loggers=(), **own,
+        strategy,
+        actor,
+        critic_ready if needs_critic else None,
+        NoReward(),
+        reference,
+        tokenizer=NoTokenizer(),
+        loggers=(),
+        **own,
         **{name: getattr(config, name) for name in settings if name not in ("pretrain",)},
-    )  # fmt: skip
+    )
     trainer._sampler = Scripted(samples)
     prompts = [Prompt(i, "p", (2, 3)) for i in range(GROUPS)]
     with contextlib.redirect_stdout(io.StringIO()):

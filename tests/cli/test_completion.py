@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
-from lightrft.cli.completion import SHELLS, whole_parser
 from lightrft.cli.main import COMMANDS, main
 from lightrft.cli.options import available_options
+from lightrft.tools.completion import SHELLS, whole_parser
 
 COMPLETE = """
 source {script}

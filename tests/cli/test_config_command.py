@@ -34,8 +34,12 @@ def test_show_prints_what_a_run_would_take(capsys, tmp_path):
     assert set(values) < set(available_options())
     changed = tomllib.loads(output(capsys, "show", "--changed", *words))
     assert set(changed) == {
-        "temperature", "top_k", "reward_fn", "verify_weight_sync", "remote_rm_url",
-    }  # fmt: skip
+        "temperature",
+        "top_k",
+        "reward_fn",
+        "verify_weight_sync",
+        "remote_rm_url",
+    }
     (tmp_path / "shown.toml").write_text(text)
     again = output(capsys, "show", "--config", str(tmp_path / "shown.toml"))
     assert tomllib.loads(again) == values

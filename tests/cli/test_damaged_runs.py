@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.models.presets import write_tiny_model
 from lightrft.strategy.testing import run_multiprocess
+from lightrft.tools.model_presets import write_tiny_model
 
 REWARD = "def score(responses):\n    return [float(sum(map(ord, r)) % 3) for r in responses]\n"
 ACTOR, CRITIC = "_actor/global_step2", "_critic/global_step2"
@@ -48,51 +48,88 @@ def lose_manifests(checkpoints):
 # Name -> (what happens to the folder of checkpoints, exit code, what is printed).
 CASES = {
     "critic flipped": (
-        lambda c: flip(c / CRITIC / "model" / "rank_00000.safetensors"), 0, "after step 1"
+        lambda c: flip(c / CRITIC / "model" / "rank_00000.safetensors"),
+        0,
+        "after step 1",
     ),
     "oldest manifest no text": (
-        lambda c: (c / "_actor/global_step1/manifest.json").write_bytes(b"\xff\xfe"), 0,
+        lambda c: (c / "_actor/global_step1/manifest.json").write_bytes(b"\xff\xfe"),
+        0,
         "after step 2",
     ),
     "newest manifest deep": (
-        lambda c: (c / ACTOR / "manifest.json").write_text("[" * 100_000), 0, "after step 1"
+        lambda c: (c / ACTOR / "manifest.json").write_text("[" * 100_000),
+        0,
+        "after step 1",
     ),
-    "critic manifest lost": (
-        lambda c: (c / CRITIC / "manifest.json").unlink(), 0, "after step 1"
-    ),
+    "critic manifest lost": (lambda c: (c / CRITIC / "manifest.json").unlink(), 0, "after step 1"),
     "optimizer cut": (
-        lambda c: os.truncate(c / ACTOR / "optimizer" / "rank_00000.safetensors", 100), 0,
+        lambda c: os.truncate(c / ACTOR / "optimizer" / "rank_00000.safetensors", 100),
+        0,
         "after step 1",
     ),
     "pointer no text": (lambda c: (c / "_actor/latest").write_bytes(b"\xff"), 0, "after step 2"),
     "state of nobody": (lambda c: forge_state(c / ACTOR), 0, "after step 1"),
     "generators swapped": (
-        lambda c: shutil.copy(c / CRITIC / "scheduler.json", c / ACTOR / "rng/rank_00000.json"), 0,
+        lambda c: shutil.copy(c / CRITIC / "scheduler.json", c / ACTOR / "rng/rank_00000.json"),
+        0,
         "after step 1",
     ),
     "critic gone": (lambda c: shutil.rmtree(c / CRITIC), 0, "after step 1"),
     "actor gone": (
-        lambda c: shutil.rmtree(c / "_actor"), 2, "_actor/global_step2 is missing or damaged"
+        lambda c: shutil.rmtree(c / "_actor"),
+        2,
+        "_actor/global_step2 is missing or damaged",
     ),
     "all manifests lost": (lose_manifests, 2, "manifest.json: is missing"),
     "both steps flipped": (
-        lambda c: [flip(p) for p in c.rglob("client_state.json")], 2, "does not match its SHA-256"
+        lambda c: [flip(p) for p in c.rglob("client_state.json")],
+        2,
+        "does not match its SHA-256",
     ),
-}  # fmt: skip
+}
 DEFAULT = ("critic flipped", "all manifests lost")
 
 
 def arguments(folder, run):
     return [
-        "train", "--pretrain", str(folder / "model"), "--critic_pretrain", str(folder / "model"),
-        "--prompt_data", str(folder / "train.jsonl"),
-        "--reward_fn", f"{folder / 'reward.py'}:score",
-        "--advantage_estimator", "gae", "--engine_type", "hf", "--fsdp", "--rollout_batch_size",
-        "2", "--n_samples_per_prompt", "2", "--train_batch_size", "4", "--micro_train_batch_size",
-        "4", "--generate_max_len", "4", "--prompt_max_len", "32", "--init_kl_coef", "0",
-        "--save_steps", "1", "--max_steps", "3", "--actor_learning_rate", "1e-3",
-        "--output_dir", str(run),
-    ]  # fmt: skip
+        "train",
+        "--pretrain",
+        str(folder / "model"),
+        "--critic_pretrain",
+        str(folder / "model"),
+        "--prompt_data",
+        str(folder / "train.jsonl"),
+        "--reward_fn",
+        f"{folder / 'reward.py'}:score",
+        "--advantage_estimator",
+        "gae",
+        "--engine_type",
+        "hf",
+        "--fsdp",
+        "--rollout_batch_size",
+        "2",
+        "--n_samples_per_prompt",
+        "2",
+        "--train_batch_size",
+        "4",
+        "--micro_train_batch_size",
+        "4",
+        "--generate_max_len",
+        "4",
+        "--prompt_max_len",
+        "32",
+        "--init_kl_coef",
+        "0",
+        "--save_steps",
+        "1",
+        "--max_steps",
+        "3",
+        "--actor_learning_rate",
+        "1e-3",
+        "--output_dir",
+        str(run),
+    ]
 
 
 def called(words):
@@ -109,9 +146,13 @@ def started(words):
     """The same of the command as a process."""
     environment = {k: v for k, v in os.environ.items() if k not in ENVIRONMENT}
     done = subprocess.run(
-        [sys.executable, "-m", "lightrft.cli.main", *words], env=environment, capture_output=True,
-        text=True, timeout=240, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "lightrft.cli.main", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     return done.returncode, done.stdout, done.stderr
 
 

@@ -10,13 +10,13 @@ import time
 
 import pytest
 
-from lightrft.cli import certificate, data
-from lightrft.cli.data import parse
 from lightrft.cli.main import main
-from lightrft.datasets.check import histogram, propose_keys
-from lightrft.models.presets import write_tiny_model
-from lightrft.rewards.service import RewardServer
 from lightrft.rewards.types import RewardResult
+from lightrft.tools.data import certificate, command as data
+from lightrft.tools.data.command import parse
+from lightrft.tools.data.row_checks import histogram, propose_keys
+from lightrft.tools.model_presets import write_tiny_model
+from lightrft.tools.rewards.service import RewardServer
 
 GOOD = [
     {"question": "What is 1+1?", "answer": "so it is #### 2", "level": 1},
@@ -89,9 +89,7 @@ def test_every_bad_row_is_named_and_none_is_skipped(check, model):
 def test_a_hanging_reward_ends_at_its_deadline_in_one_call(check, tmp_path):
     (tmp_path / "r.py").write_text("def hangs(responses):\n    while True: pass\n")
     start = time.monotonic()
-    code, out, err = check(
-        GOOD, "--reward_fn", "r.py:hangs", "--reward_timeout_seconds", "1"
-    )  # fmt: skip
+    code, out, err = check(GOOD, "--reward_fn", "r.py:hangs", "--reward_timeout_seconds", "1")
     assert time.monotonic() - start < 60
     assert code == 5
     assert "scoring 48 answers by hangs, at most 1 s" in out
@@ -174,8 +172,10 @@ def test_a_score_that_drifts_is_noticed(check, tmp_path):
 
 @pytest.mark.parametrize("rule", ["boxed_math", "gsm8k"])
 def test_the_built_in_rules_are_certified(check, rule):
-    rows = [{**row, "label": row["label"] if rule == "boxed_math" else f"so #### {row['label']}"}
-            for row in NUMBERS]  # fmt: skip
+    rows = [
+        {**row, "label": row["label"] if rule == "boxed_math" else f"so #### {row['label']}"}
+        for row in NUMBERS
+    ]
     code, out, _ = check(rows, "--reward_fn", rule)
     assert code == 0
     assert "warning" not in out
@@ -221,10 +221,12 @@ class Same:
 def test_no_terminal_escape_of_the_data_reaches_the_console(check, model):
     evil = "\x1b]0;owned\x07\x1b[2Jx\u202ey\r\u2028\x85z"
     rows = [
-        {"question": evil, "answer": evil, evil: evil}, {"question": "  ", evil: 1},
+        {"question": evil, "answer": evil, evil: evil},
+        {"question": "  ", evil: 1},
         {"question": [{"role": "user", "content": evil}], "answer": {evil: 1}},
-        {"question": evil, "answer": "#### 1"}, '{"question": "\x1b[31m',
-    ]  # fmt: skip
+        {"question": evil, "answer": "#### 1"},
+        '{"question": "\x1b[31m',
+    ]
     code, out, err = check(
         rows, "--reward_fn", "gsm8k", "--label_key", "answer", "--pretrain", model
     )

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightrft.cli import checks, gpu_checks, machine_checks
-from lightrft.cli.checks import Check, Finding, Verdict, found, unchecked
 from lightrft.cli.main import main
+from lightrft.tools.doctor import checks, gpu_checks, machine_checks
+from lightrft.tools.doctor.checks import Check, Finding, Verdict, found, unchecked
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 

@@ -125,8 +125,11 @@ def test_a_file_that_cannot_be_written_says_why(tmp_path):
     """
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert done.stdout.split() == ["3", "3", "3"], done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lightrft.cli.main import main
-from lightrft.models.presets import write_tiny_model
 from lightrft.strategy.testing import run_multiprocess
+from lightrft.tools.model_presets import write_tiny_model
 
 REWARD = """
 def short(responses):
@@ -31,16 +31,34 @@ def folder(tmp_path_factory):
 
 def arguments(folder, name, *further):
     return [
-        str(folder / "model"), "--eval_data", str(folder / "eval.jsonl"),
-        "--reward_fn", f"{folder / 'r.py'}:short", "--generate_max_len", "6", "--seed", "5",
-        "--num_samples", str(NUM_SAMPLES), "--pass_k", "1", "3", "--temperature", "0.8",
-        "--engine_type", "hf", "--no_bf16", "--output_dir", str(folder / name), *further,
-    ]  # fmt: skip
+        str(folder / "model"),
+        "--eval_data",
+        str(folder / "eval.jsonl"),
+        "--reward_fn",
+        f"{folder / 'r.py'}:short",
+        "--generate_max_len",
+        "6",
+        "--seed",
+        "5",
+        "--num_samples",
+        str(NUM_SAMPLES),
+        "--pass_k",
+        "1",
+        "3",
+        "--temperature",
+        "0.8",
+        "--engine_type",
+        "hf",
+        "--no_bf16",
+        "--output_dir",
+        str(folder / name),
+        *further,
+    ]
 
 
 def evaluate(rank, world_size, argv):
     """One process of an evaluation."""
-    from lightrft.cli.evaluate import run
+    from lightrft.tools.evaluation.command import run
 
     return int(run(argv))
 

@@ -84,7 +84,7 @@ WORKER = textwrap.dedent("""
         of_rank(rank, WeightSyncError("hash", "p differs"))
 
     def stopped(rank):
-        from lightrft.trainer.training.stopping import RunStoppedError
+        from lightrft.run.stopping import RunStoppedError
         of_rank(rank, RunStoppedError(3, "run"))
 
     def interrupted(rank):
@@ -114,8 +114,18 @@ CASES = [
     ("stopped", 75, ["stopped as asked after step 3"]),
     ("interrupted", 130, ["interrupted"]),
 ]
-WITHOUT_TRACEBACK = {"usage", "preflight", "disk", "data", "reward", "memory", "allocator",
-                     "verification", "stopped", "interrupted"}  # fmt: skip
+WITHOUT_TRACEBACK = {
+    "usage",
+    "preflight",
+    "disk",
+    "data",
+    "reward",
+    "memory",
+    "allocator",
+    "verification",
+    "stopped",
+    "interrupted",
+}
 LAUNCHER = ("RANK", "WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "LIGHTRFT_LAUNCHED", "LOCAL_RANK")
 
 
@@ -150,9 +160,12 @@ def test_one_process(program, capsys, monkeypatch, name, code, expected):
 def test_one_process_at_the_shell(program, name):
     code, expected = next((code, expected) for n, code, expected in CASES if n == name)
     done = subprocess.run(
-        [sys.executable, str(program), name, "0"], capture_output=True, text=True, timeout=200,
+        [sys.executable, str(program), name, "0"],
+        capture_output=True,
+        text=True,
+        timeout=200,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == code, done.stderr
     assert_message(done.stderr, name, expected, prefix="")
 
@@ -203,9 +216,22 @@ def test_every_code_reaches_the_caller_through_the_launcher(
 def test_torchrun_shows_the_failing_ranks_message(program, name):
     expected = next(expected for n, _, expected in CASES if n == name)
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
-         str(program), name, "1"], capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            "2",
+            "--standalone",
+            str(program),
+            name,
+            "1",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 1  # torchrun has no other code for a failed worker
     for text in expected:
         assert text in done.stderr

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrft.cli.init_model import TEXT_PRESETS, VISION_PRESETS
 from lightrft.cli.main import main
+from lightrft.tools.init_model import TEXT_PRESETS, VISION_PRESETS
 
 
 @pytest.mark.parametrize("preset", TEXT_PRESETS)
@@ -29,7 +29,7 @@ def test_the_model_loads_and_depends_on_the_seed_alone(tmp_path, capsys, preset)
 @pytest.mark.parametrize("preset", VISION_PRESETS)
 def test_a_vision_model_loads_with_its_processor(tmp_path, capsys, preset):
     from lightrft.models.loading import load_causal_lm, load_processor, load_trunk
-    from lightrft.models.vision.tiny import build_tiny
+    from lightrft.tools.tiny_vision_models import build_tiny
 
     assert main(["init-model", str(tmp_path / "a"), "--preset", preset, "--seed", "3"]) == 0
     assert preset in capsys.readouterr().out
@@ -46,8 +46,8 @@ def test_a_vision_model_loads_with_its_processor(tmp_path, capsys, preset):
 
 
 def test_presets_are_those_of_the_models_package():
-    from lightrft.models.presets import PRESETS as KNOWN
-    from lightrft.models.vision.tiny import TINY_FAMILIES
+    from lightrft.tools.model_presets import PRESETS as KNOWN
+    from lightrft.tools.tiny_vision_models import TINY_FAMILIES
 
     assert set(TEXT_PRESETS) == set(KNOWN)
     assert set(VISION_PRESETS) == set(TINY_FAMILIES)

@@ -17,22 +17,33 @@ from lightrft.cli.main import main
 # A dict names the fields that may occur; {"*": ...} any name; [x] a list of x; a set the values.
 RESOURCES = {"*": (str, int)}
 CONTAINER = {
-    "name": {"pytorch"}, "image": str, "command": [str], "args": [str],
-    "env": [{"name": str, "value": str}], "resources": {"limits": RESOURCES, "requests": RESOURCES},
-    "volumeMounts": [{"name": str, "mountPath": str}], "ports": [dict], "imagePullPolicy": str,
-}  # fmt: skip
+    "name": {"pytorch"},
+    "image": str,
+    "command": [str],
+    "args": [str],
+    "env": [{"name": str, "value": str}],
+    "resources": {"limits": RESOURCES, "requests": RESOURCES},
+    "volumeMounts": [{"name": str, "mountPath": str}],
+    "ports": [dict],
+    "imagePullPolicy": str,
+}
 VOLUME = {
-    "name": str, "emptyDir": {"medium": {"", "Memory"}, "sizeLimit": str},
+    "name": str,
+    "emptyDir": {"medium": {"", "Memory"}, "sizeLimit": str},
     "persistentVolumeClaim": {"claimName": str},
-}  # fmt: skip
+}
 POD = {
-    "containers": [CONTAINER], "volumes": [VOLUME], "terminationGracePeriodSeconds": int,
-    "nodeSelector": dict, "tolerations": [dict],
-}  # fmt: skip
+    "containers": [CONTAINER],
+    "volumes": [VOLUME],
+    "terminationGracePeriodSeconds": int,
+    "nodeSelector": dict,
+    "tolerations": [dict],
+}
 REPLICA = {
-    "replicas": int, "restartPolicy": {"Always", "OnFailure", "Never", "ExitCode"},
+    "replicas": int,
+    "restartPolicy": {"Always", "OnFailure", "Never", "ExitCode"},
     "template": {"metadata": dict, "spec": POD},
-}  # fmt: skip
+}
 SCHEMA = {
     "apiVersion": {"kubeflow.org/v1"},
     "kind": {"PyTorchJob"},
@@ -40,12 +51,14 @@ SCHEMA = {
     "spec": {
         "nprocPerNode": str,
         "runPolicy": {
-            "cleanPodPolicy": {"", "All", "Running", "None"}, "ttlSecondsAfterFinished": int,
-            "activeDeadlineSeconds": int, "backoffLimit": int,
+            "cleanPodPolicy": {"", "All", "Running", "None"},
+            "ttlSecondsAfterFinished": int,
+            "activeDeadlineSeconds": int,
+            "backoffLimit": int,
         },
         "pytorchReplicaSpecs": {"Master": REPLICA, "Worker": REPLICA},
     },
-}  # fmt: skip
+}
 REQUIRED = ("apiVersion", "kind", "metadata", "spec")
 
 
@@ -54,8 +67,9 @@ def problems(value, schema, path="") -> list[str]:
     if isinstance(schema, dict):
         if not isinstance(value, dict):
             return [f"{path}: not an object"]
-        unknown = [f"{path}.{name}: unknown" for name in value if name not in schema and
-                   "*" not in schema]  # fmt: skip
+        unknown = [
+            f"{path}.{name}: unknown" for name in value if name not in schema and "*" not in schema
+        ]
         known = [(name, schema.get(name, schema.get("*"))) for name in value]
         inner = [p for name, s in known if s for p in problems(value[name], s, f"{path}.{name}")]
         return unknown + inner
@@ -85,10 +99,25 @@ def manifest_of(capsys, *argv):
 def test_the_manifest_is_one_of_the_published_schema(capsys):
     prompt = 'it\'s $(HOME); {} "now"'
     job = manifest_of(
-        capsys, "--nodes", "3", "--gpus_per_node", "4", "--claim", "shared", "--namespace", "ours",
-        "--", "--pretrain", "/data/m", "--rollout_batch_size", "24", "--train_batch_size", "96",
-        "--input_template", prompt,
-    )  # fmt: skip
+        capsys,
+        "--nodes",
+        "3",
+        "--gpus_per_node",
+        "4",
+        "--claim",
+        "shared",
+        "--namespace",
+        "ours",
+        "--",
+        "--pretrain",
+        "/data/m",
+        "--rollout_batch_size",
+        "24",
+        "--train_batch_size",
+        "96",
+        "--input_template",
+        prompt,
+    )
     assert not problems(job, SCHEMA)
     assert set(REQUIRED) <= set(job)
     replicas = job["spec"]["pytorchReplicaSpecs"]
@@ -97,8 +126,11 @@ def test_the_manifest_is_one_of_the_published_schema(capsys):
     for spec in replicas.values():
         (container,) = spec["template"]["spec"]["containers"]
         assert container["command"][:4] == [
-            "torchrun", "--nnodes=3", "--nproc-per-node=4", "--max-restarts=0"
-        ]  # fmt: skip
+            "torchrun",
+            "--nnodes=3",
+            "--nproc-per-node=4",
+            "--max-restarts=0",
+        ]
         assert container["args"][-1] == prompt.replace("$(", "$$(")
         assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
         mounted = {mount["name"] for mount in container["volumeMounts"]}
@@ -129,10 +161,12 @@ def test_the_table_refuses_what_is_no_field(capsys):
         (["--print", "--image", "i", "--job_name", "B_1", "--", "--pretrain", "m"], "--job_name"),
         (["--print", "--image", "i", "--memory", "much", "--", "--pretrain", "m"], "--memory"),
         (["--print", "--image", "i", "--", "--pretrian", "m"], "did you mean pretrain"),
-        (["--print", "--image", "i", "--nodes", "3", "--", "--rollout_batch_size", "64"],
-         "rollout_batch_size must be a multiple of the 24 processes"),
+        (
+            ["--print", "--image", "i", "--nodes", "3", "--", "--rollout_batch_size", "64"],
+            "rollout_batch_size must be a multiple of the 24 processes",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments_are_named(arguments, message, capsys):
     code, shown = run(capsys, *arguments)
     assert code == 2

@@ -81,8 +81,11 @@ def test_a_killed_launcher_leaves_nothing_for_good(tmp_path, monkeypatch):
         assert one != two
         assert one.is_dir()
         assert {p.name for p in tmp_path.iterdir()} == {
-            one.name, two.name, "mine", "lightrft_launch_link",
-        }  # fmt: skip
+            one.name,
+            two.name,
+            "mine",
+            "lightrft_launch_link",
+        }
     assert {p.name for p in tmp_path.iterdir()} == {"mine", "lightrft_launch_link"}
 
 

@@ -13,7 +13,7 @@ from lightrft.cli.errors import run_guarded
 from lightrft.cli.memory_advice import NUM_REMEDIES, is_out_of_memory, memory_report, remedies
 from lightrft.cli.options import available_options
 from lightrft.config import TrainConfig
-from lightrft.experience.stages import StageMeter
+from lightrft.records.step_timer import StageMeter
 from lightrft.strategy.distributed.deadlines import phase, phase_of
 
 KINDS = ("train", "forward", "generate", "engine", "sync", "models")
@@ -113,7 +113,7 @@ def test_a_run_ends_with_code_6_and_its_own_numbers(monkeypatch, capsys):
         with StageMeter().stage("train"):
             torch.empty(1 << 46)
 
-    monkeypatch.setattr("lightrft.trainer.runs.assembly.run_training", run_training)
+    monkeypatch.setattr("lightrft.run.assembly.run_training", run_training)
     body = lambda: train_command.train(config(), lambda: False)  # noqa: E731
     assert run_guarded("lightrft", body) == 6
     text = capsys.readouterr().err

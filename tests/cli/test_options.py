@@ -20,11 +20,31 @@ def parse(*arguments, files=()):
 
 def test_flags_become_values_of_their_type():
     config, problems = parse(
-        "--temperature", "0.5", "--max_steps", "3", "--max_samples", "1e3", "--kl_target", "none",
-        "--reward_fn", "boxed_math", "r.py:f", "--adam_betas", "0.8", "0.9", "--bf16", "--fsdp",
-        "--engine_args", "max_num_seqs=4", "enforce_eager=true", "name=x", "--pretrain", "12",
-        "--critic_pretrain", "m",
-    )  # fmt: skip
+        "--temperature",
+        "0.5",
+        "--max_steps",
+        "3",
+        "--max_samples",
+        "1e3",
+        "--kl_target",
+        "none",
+        "--reward_fn",
+        "boxed_math",
+        "r.py:f",
+        "--adam_betas",
+        "0.8",
+        "0.9",
+        "--bf16",
+        "--fsdp",
+        "--engine_args",
+        "max_num_seqs=4",
+        "enforce_eager=true",
+        "name=x",
+        "--pretrain",
+        "12",
+        "--critic_pretrain",
+        "m",
+    )
     assert problems == []
     assert (config.temperature, config.max_steps, config.max_samples) == (0.5, 3, 1000)
     assert config.kl_target is None

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lightrft.cli.main import main
-from lightrft.models.presets import write_tiny_model
+from lightrft.tools.model_presets import write_tiny_model
 
 OWN = """
 import json
@@ -55,14 +55,44 @@ def folder(tmp_path_factory):
 def train(folder, name, *flags):
     """The metrics of the one step of a run with everything own."""
     own = folder / "own.py"
-    code = main([
-        "train", "--fsdp", "--engine_type", "hf", "--pretrain", str(folder / "model"),
-        "--prompt_data", str(folder / "prompts.jsonl"), "--output_dir", str(folder / name),
-        "--policy_loss", f"{own}:scaled", "--advantage_estimator", f"{own}:shifted",
-        "--reward_fn", f"{own}:short", "--loggers", f"{own}:Lines", "--rollout_batch_size", "2",
-        "--n_samples_per_prompt", "2", "--train_batch_size", "4", "--prompt_max_len", "32",
-        "--generate_max_len", "4", "--max_steps", "1", "--init_kl_coef", "0", "--no_bf16", *flags,
-    ])  # fmt: skip
+    code = main(
+        [
+            "train",
+            "--fsdp",
+            "--engine_type",
+            "hf",
+            "--pretrain",
+            str(folder / "model"),
+            "--prompt_data",
+            str(folder / "prompts.jsonl"),
+            "--output_dir",
+            str(folder / name),
+            "--policy_loss",
+            f"{own}:scaled",
+            "--advantage_estimator",
+            f"{own}:shifted",
+            "--reward_fn",
+            f"{own}:short",
+            "--loggers",
+            f"{own}:Lines",
+            "--rollout_batch_size",
+            "2",
+            "--n_samples_per_prompt",
+            "2",
+            "--train_batch_size",
+            "4",
+            "--prompt_max_len",
+            "32",
+            "--generate_max_len",
+            "4",
+            "--max_steps",
+            "1",
+            "--init_kl_coef",
+            "0",
+            "--no_bf16",
+            *flags,
+        ]
+    )
     assert code == 0
     (line,) = [
         entry
@@ -78,9 +108,15 @@ def test_own_choices_train_and_their_hyper_parameters_change_the_numbers(folder)
     assert plain["policy_loss"] == pytest.approx(-1.0, abs=1e-4)  # minus the mean advantage
     assert (folder / "plain" / "lines.txt").read_text() == f"1 {plain['reward']}\n"
     other = train(
-        folder, "other", "--policy_loss_args", "factor=3", "--advantage_args", "shift=2",
-        "--reward_args", "bonus=5",
-    )  # fmt: skip
+        folder,
+        "other",
+        "--policy_loss_args",
+        "factor=3",
+        "--advantage_args",
+        "shift=2",
+        "--reward_args",
+        "bonus=5",
+    )
     assert other["policy_loss"] == pytest.approx(-6.0, abs=1e-3)
     assert other["reward"] == pytest.approx(plain["reward"] + 5)
 
@@ -120,15 +156,17 @@ def demanding(inputs, *, strength: float):
         (("--policy_loss", "{b}:nothing"), "has no 'nothing'"),
         (("--policy_loss", "no_such_file.py:f"), "cannot be imported"),
         (("--policy_loss", "daop"), "did you mean 'dapo'"),
-        (("--policy_loss", "sapo", "--policy_loss_args", "temprature_positive=2"),
-         "did you mean temperature_positive"),
+        (
+            ("--policy_loss", "sapo", "--policy_loss_args", "temprature_positive=2"),
+            "did you mean temperature_positive",
+        ),
         (("--policy_loss", "sapo", "--policy_loss_args", "temperature_positive=hot"), "got 'hot'"),
         (("--policy_loss", "sapo", "--policy_loss_args", "temperature_positive=nan"), "got nan"),
         (("--advantage_estimator", "{b}:one_number"), "it gives float"),
         (("--advantage_estimator", "{b}:demanding"), "needs the option 'strength'"),
         (("--off_policy_correction", "tsi"), "did you mean 'tis'"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_called_is_named_before_anything_is_built(capsys, folder, flags, message):
     (folder / "broken.py").write_text(BROKEN)
     text = refusal(capsys, folder, *[flag.format(b=folder / "broken.py") for flag in flags])
@@ -140,15 +178,44 @@ def test_a_changed_file_of_an_own_loss_is_not_continued_silently(capsys, folder)
     train(folder, "again", "--save_steps", "1")
     (folder / "own.py").write_text(OWN.replace("-factor", "-2 * factor"))
     own = folder / "own.py"
-    code = main([
-        "train", "--fsdp", "--engine_type", "hf", "--pretrain", str(folder / "model"),
-        "--prompt_data", str(folder / "prompts.jsonl"), "--output_dir", str(folder / "again"),
-        "--policy_loss", f"{own}:scaled", "--advantage_estimator", f"{own}:shifted",
-        "--reward_fn", f"{own}:short", "--loggers", f"{own}:Lines", "--rollout_batch_size", "2",
-        "--n_samples_per_prompt", "2", "--train_batch_size", "4", "--prompt_max_len", "32",
-        "--generate_max_len", "4", "--max_steps", "2", "--init_kl_coef", "0", "--no_bf16",
-        "--load_checkpoint",
-    ])  # fmt: skip
+    code = main(
+        [
+            "train",
+            "--fsdp",
+            "--engine_type",
+            "hf",
+            "--pretrain",
+            str(folder / "model"),
+            "--prompt_data",
+            str(folder / "prompts.jsonl"),
+            "--output_dir",
+            str(folder / "again"),
+            "--policy_loss",
+            f"{own}:scaled",
+            "--advantage_estimator",
+            f"{own}:shifted",
+            "--reward_fn",
+            f"{own}:short",
+            "--loggers",
+            f"{own}:Lines",
+            "--rollout_batch_size",
+            "2",
+            "--n_samples_per_prompt",
+            "2",
+            "--train_batch_size",
+            "4",
+            "--prompt_max_len",
+            "32",
+            "--generate_max_len",
+            "4",
+            "--max_steps",
+            "2",
+            "--init_kl_coef",
+            "0",
+            "--no_bf16",
+            "--load_checkpoint",
+        ]
+    )
     (folder / "own.py").write_text(OWN)
     assert code == 2
     assert "own.py" in capsys.readouterr().err

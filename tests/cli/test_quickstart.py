@@ -15,17 +15,17 @@ import torch
 from tests.cli.dice import Dice
 
 from lightrft.cli.main import main
-from lightrft.cli.quickstart.addition import ADDITION, Addition, demonstrate, draw_additions
-from lightrft.cli.quickstart.boxed_sum import score
-from lightrft.cli.quickstart.command import (
+from lightrft.reporting.metric_table import metric_row
+from lightrft.tools.quickstart.addition import ADDITION, Addition, demonstrate, draw_additions
+from lightrft.tools.quickstart.boxed_sum import score
+from lightrft.tools.quickstart.command import (
     ESTIMATORS,
     STRATEGIES,
     LiveReward,
     Recipe,
     training_config,
 )
-from lightrft.cli.quickstart.task import HELD_OUT_SHARE, is_held_out, write_exercises
-from lightrft.trainer.reporting.metric_table import metric_row
+from lightrft.tools.quickstart.task import HELD_OUT_SHARE, is_held_out, write_exercises
 
 
 def test_careful_and_careless_demonstrations():
@@ -77,7 +77,7 @@ def test_the_split_is_one_in_ten_and_the_same_in_every_process():
     held_out = [is_held_out(x, y) for x, y in pairs]
     assert abs(sum(held_out) / len(pairs) - 1 / HELD_OUT_SHARE) < 0.01
     code = (
-        "from lightrft.cli.quickstart.task import is_held_out; "
+        "from lightrft.tools.quickstart.task import is_held_out; "
         "print([y for y in range(100, 200) if is_held_out(100, y)])"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
@@ -105,7 +105,7 @@ def test_the_reward_wants_the_right_box_at_the_very_end(response, reward):
 
 
 def test_only_the_response_is_imitated():
-    from lightrft.cli.quickstart.warm_start import IGNORED, build_tokenizer, demonstration_batch
+    from lightrft.tools.quickstart.warm_start import IGNORED, build_tokenizer, demonstration_batch
 
     tokenizer = build_tokenizer(ADDITION)
     additions = list(islice(draw_additions(random.Random(2), False), 16))
@@ -123,7 +123,7 @@ def test_only_the_response_is_imitated():
 
 @pytest.mark.parametrize("second", [386, 986])
 def test_the_digits_of_the_box_keep_their_places_with_a_leading_one_and_without(second):
-    from lightrft.cli.quickstart.warm_start import build_tokenizer
+    from lightrft.tools.quickstart.warm_start import build_tokenizer
 
     tokenizer = build_tokenizer(ADDITION)
     text = demonstrate(Addition(457, second), Dice(0.99))
@@ -138,7 +138,7 @@ def test_the_digits_of_the_box_keep_their_places_with_a_leading_one_and_without(
 
 
 def test_the_chat_template_writes_the_prompts_of_the_demonstrations():
-    from lightrft.cli.quickstart.warm_start import build_tokenizer
+    from lightrft.tools.quickstart.warm_start import build_tokenizer
 
     text = build_tokenizer(ADDITION).apply_chat_template(
         [{"role": "user", "content": "What is 457+386?"}],
@@ -149,7 +149,7 @@ def test_the_chat_template_writes_the_prompts_of_the_demonstrations():
 
 
 def test_imitation_lowers_the_loss_and_depends_on_the_seed_alone():
-    from lightrft.cli.quickstart.warm_start import build_student, imitate
+    from lightrft.tools.quickstart.warm_start import build_student, imitate
 
     curves = []
     for seed in (0, 0, 1):

@@ -12,16 +12,16 @@ import torch
 from tests.cli.dice import Dice
 
 from lightrft.cli.main import main
-from lightrft.cli.quickstart.boxed_sum import score
-from lightrft.cli.quickstart.calculator import CALCULATOR, P_COMPUTE, Product, draw_products
-from lightrft.cli.quickstart.calculator_environment import Calculator
-from lightrft.cli.quickstart.command import Recipe, prepare, reinforce, training_config
-from lightrft.cli.quickstart.task import is_held_out
-from lightrft.cli.quickstart.warm_start import IGNORED, build_tokenizer, demonstration_batch
 from lightrft.datasets.suffix import TurnSuffix
-from lightrft.experience.environments.calls import ToolCall, choose_parser
-from lightrft.experience.environments.hosted import HostedEnvironments
-from lightrft.experience.environments.rounds import forging_ids
+from lightrft.rollout.environments.calls import ToolCall, choose_parser
+from lightrft.rollout.environments.hosted import HostedEnvironments
+from lightrft.rollout.environments.rounds import forging_ids
+from lightrft.tools.quickstart.boxed_sum import score
+from lightrft.tools.quickstart.calculator import CALCULATOR, P_COMPUTE, Product, draw_products
+from lightrft.tools.quickstart.calculator_environment import Calculator
+from lightrft.tools.quickstart.command import Recipe, prepare, reinforce, training_config
+from lightrft.tools.quickstart.task import is_held_out
+from lightrft.tools.quickstart.warm_start import IGNORED, build_tokenizer, demonstration_batch
 
 NOISE = """
 import random
@@ -52,8 +52,11 @@ def test_the_teacher_asks_or_guesses():
     asked = [("system", "calculate"), ("user", "What is 457*786?")]
     call = '<tool_call>{"name": "calculate", "arguments": {"expression": "457*786"}}</tool_call>'
     assert product.demonstration(Dice(0.29)) == [
-        *asked, ("assistant", call), ("tool", "359202"), ("assistant", r"\boxed{359202}"),
-    ]  # fmt: skip
+        *asked,
+        ("assistant", call),
+        ("tool", "359202"),
+        ("assistant", r"\boxed{359202}"),
+    ]
     assert product.demonstration(Dice(0.31)) == [*asked, ("assistant", r"\boxed{400000}")]
     told = Product(457, 786, "Compute {}.").demonstration(Dice(0.69))
     assert [role for role, _ in told] == ["system", "user", "assistant", "tool", "assistant"]
@@ -99,9 +102,11 @@ def test_what_the_run_renders_is_what_was_demonstrated():
         add_generation_prompt=True,
     )
     rendered = [
-        *tokenizer(prompt)["input_ids"], *turns[0], *suffix.after(turns[0], [answer]).token_ids,
+        *tokenizer(prompt)["input_ids"],
+        *turns[0],
+        *suffix.after(turns[0], [answer]).token_ids,
         *turns[1],
-    ]  # fmt: skip
+    ]
 
     token_ids, targets = demonstration_batch(tokenizer, [product], Dice(0.0))
     assert token_ids[0].tolist() == rendered
@@ -169,8 +174,21 @@ def test_a_short_run_holds_conversations(tmp_path, capsys):
 
 
 def run_to_the_end(folder, *, seed):
-    assert main(["quickstart", "--environment", "--threads", "1", "--seed", str(seed),
-                 "--output_dir", str(folder)]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "quickstart",
+                "--environment",
+                "--threads",
+                "1",
+                "--seed",
+                str(seed),
+                "--output_dir",
+                str(folder),
+            ]
+        )
+        == 0
+    )
     return json.loads((folder / "summary.json").read_text())
 
 

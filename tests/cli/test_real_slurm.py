@@ -88,10 +88,13 @@ class Cluster:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
         self._daemon(
-            "munged", "--foreground", "--force", f"--key-file={key}",
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
             *(f"--{what}-file={self.folder}/munge.{what}" for what in ("pid", "log", "seed")),
             f"--socket={self.folder}/munge.socket",
-        )  # fmt: skip
+        )
         self.wait_until(lambda: (self.folder / "munge.socket").exists())
         self._daemon("slurmctld", "-D")
         self._daemon("slurmd", "-D")
@@ -107,9 +110,14 @@ class Cluster:
 
     def run(self, *command: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            command, env=self.environment, cwd=self.folder, capture_output=True, text=True,
-            timeout=120, check=False,
-        )  # fmt: skip
+            command,
+            env=self.environment,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
 
     def wait_until(self, is_so) -> None:
         limit = time.monotonic() + 240

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from lightrft.cli.errors import UsageError
-from lightrft.cli.serve_reward import build_parser
-from lightrft.rewards.remote import RemoteReward
+from lightrft.tools.rewards.remote import RemoteReward
+from lightrft.tools.rewards.serve_command import build_parser
 
 
 def test_a_reward_file_is_served_until_it_is_interrupted(tmp_path):

@@ -44,15 +44,33 @@ def script_of(capsys, *argv):
 
 def test_the_script_asks_for_the_machines(capsys):
     text = script_of(
-        capsys, "--nodes", "2", "--gpus_per_node", "4", "--time", "2-00:00:00", "--job_name", "big",
-        "--partition", "gpu,long", "--", "--pretrain", "m",
-    )  # fmt: skip
+        capsys,
+        "--nodes",
+        "2",
+        "--gpus_per_node",
+        "4",
+        "--time",
+        "2-00:00:00",
+        "--job_name",
+        "big",
+        "--partition",
+        "gpu,long",
+        "--",
+        "--pretrain",
+        "m",
+    )
     directives = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     for wanted in (
-        "--job-name=big", "--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4",
-        "--time=2-00:00:00", "--output=big_%j.log", "--requeue", "--signal=TERM@600",
+        "--job-name=big",
+        "--nodes=2",
+        "--ntasks-per-node=4",
+        "--gpus-per-node=4",
+        "--time=2-00:00:00",
+        "--output=big_%j.log",
+        "--requeue",
+        "--signal=TERM@600",
         "--partition=gpu,long",
-    ):  # fmt: skip
+    ):
         assert f"#SBATCH {wanted}" in directives
     assert not any("--account" in line for line in directives)
     first_command = text.index("set -euo pipefail")
@@ -73,9 +91,13 @@ def test_the_script_starts_every_rank_and_passes_its_code_on(tmp_path, capsys, c
     bash = shutil.which("bash")
     assert subprocess.run([bash, "-n", "job.sh"], cwd=tmp_path, check=False).returncode == 0
     environment = {
-        "PATH": f"{folder}:{os.environ['PATH']}", "LOG": str(tmp_path / "log"), "CODE": str(code),
-        "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "40123", "SLURM_CPUS_PER_TASK": "8",
-    }  # fmt: skip
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "LOG": str(tmp_path / "log"),
+        "CODE": str(code),
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_JOB_ID": "40123",
+        "SLURM_CPUS_PER_TASK": "8",
+    }
     done = subprocess.run([bash, "job.sh"], cwd=tmp_path, env=environment, check=False)
     assert done.returncode == code
     lines = (tmp_path / "log").read_text().splitlines()
@@ -94,12 +116,14 @@ def test_the_script_starts_every_rank_and_passes_its_code_on(tmp_path, capsys, c
         (("--print", "--job_name", "a b", "--", "--pretrain", "m"), "--job_name: got 'a b'"),
         (("--print", "--", "--pretrian", "m"), "did you mean pretrain"),
         (("--print", "--", "--nproc_per_node", "8"), "nproc_per_node: leave it out"),
-        (("--print", "--nodes", "3", "--gpus_per_node", "1", "--", "--pretrain", "m"),
-         "multiple of the 3 processes"),
+        (
+            ("--print", "--nodes", "3", "--gpus_per_node", "1", "--", "--pretrain", "m"),
+            "multiple of the 3 processes",
+        ),
         (("--print", "--nodes", "0", "--", "--pretrain", "m"), "expected a number >= 1"),
         (("--print", "--", "--config", "none.toml"), "no such file: none.toml"),
     ],
-)  # fmt: skip
+)
 def test_mistakes(argv, message, capsys):
     code, shown = printed(capsys, *argv)
     assert (code, shown.out) == (2, "")

@@ -60,9 +60,12 @@ def processor_seconds(environment, *words):
 
     before = spent()
     done = subprocess.run(
-        [sys.executable, "-c", *words], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", *words],
+        capture_output=True,
+        text=True,
+        check=False,
         env=environment,
-    )  # fmt: skip
+    )
     return spent() - before, done
 
 

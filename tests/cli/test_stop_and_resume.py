@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightrft.models.presets import write_tiny_model
+from lightrft.tools.model_presets import write_tiny_model
 
 SECONDS = 240
 REWARD = """
@@ -62,13 +62,24 @@ class Command:
     def __init__(self, folder, model, name, *extra, launcher=(), save_steps=1, **changes):
         self.folder, self.run = folder, folder / name
         arguments = {
-            "pretrain": model, "prompt_data": folder / "train.jsonl",
-            "reward_fn": f"{folder / 'reward.py'}:score", "output_dir": self.run,
-            "engine_type": "hf", "rollout_batch_size": 4, "n_samples_per_prompt": 4,
-            "train_batch_size": 16, "micro_train_batch_size": 8, "generate_max_len": 6,
-            "prompt_max_len": 32, "init_kl_coef": 0, "actor_learning_rate": 1e-3,
-            "reward_running_norm": None, "fsdp": None, "save_steps": save_steps, **changes,
-        }  # fmt: skip
+            "pretrain": model,
+            "prompt_data": folder / "train.jsonl",
+            "reward_fn": f"{folder / 'reward.py'}:score",
+            "output_dir": self.run,
+            "engine_type": "hf",
+            "rollout_batch_size": 4,
+            "n_samples_per_prompt": 4,
+            "train_batch_size": 16,
+            "micro_train_batch_size": 8,
+            "generate_max_len": 6,
+            "prompt_max_len": 32,
+            "init_kl_coef": 0,
+            "actor_learning_rate": 1e-3,
+            "reward_running_norm": None,
+            "fsdp": None,
+            "save_steps": save_steps,
+            **changes,
+        }
         given = [(f"--{k}", *([] if v is None else [str(v)])) for k, v in arguments.items()]
         start = launcher or (sys.executable, "-m", "lightrft.cli.main", "train")
         self.words = [*start, *(word for pair in given for word in pair), *extra]
@@ -78,9 +89,13 @@ class Command:
     def finish(self):
         """Exit code and what was written to the terminal."""
         done = subprocess.run(
-            self.words, env=self.environment, capture_output=True, text=True, timeout=SECONDS,
+            self.words,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
             check=False,
-        )  # fmt: skip
+        )
         return done.returncode, done.stdout, done.stderr
 
     def signal_in_rollout(self, number, call):
@@ -94,9 +109,12 @@ class Command:
         pause = self.folder / "pause_at"
         pause.write_text(str(call))
         process = subprocess.Popen(
-            self.words, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            self.words,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-        )  # fmt: skip
+        )
         begin = time.monotonic()
         while not (self.folder / "paused").exists():
             assert process.poll() is None, process.communicate()
@@ -154,8 +172,12 @@ def test_a_stopped_and_a_killed_run_are_continued_by_the_same_command(folder, mo
     assert code == 0, messages
     assert "after step 3" in output
     assert broken.events() == [
-        ("started", 0), ("stopped", 1), ("resumed", 1), ("resumed", 3), ("finished", 5),
-    ]  # fmt: skip
+        ("started", 0),
+        ("stopped", 1),
+        ("resumed", 1),
+        ("resumed", 3),
+        ("finished", 5),
+    ]
     assert [row["step"] for row in whole.metrics()] == [1, 2, 3, 4, 5]
     assert broken.metrics() == whole.metrics()
     assert len({json.dumps(row) for row in whole.metrics()}) == 5
@@ -203,9 +225,15 @@ def test_a_killed_launcher_leaves_no_writers_and_the_same_command_continues(fold
 @pytest.mark.multiprocess
 def test_under_torchrun_the_ranks_stop_with_a_checkpoint_and_say_so(folder, model):
     torchrun = (
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
-        "-m", "lightrft.cli.train",
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--standalone",
+        "-m",
+        "lightrft.cli.train",
+    )
     broken = Command(folder, model, "broken", launcher=torchrun)
     code, _, messages = broken.signal_in_rollout(signal.SIGTERM, call=4)
     assert code != 0

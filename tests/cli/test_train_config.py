@@ -20,7 +20,7 @@ from lightrft.config.registry import (
 )
 from lightrft.config.rules import batch_problems
 from lightrft.config.toml import format_toml
-from lightrft.trainer.training.algorithm import (
+from lightrft.stages.algorithm import (
     algorithm_problems,
     build_algorithm,
     unused_algorithm_options,
@@ -103,9 +103,14 @@ def test_all_problems_are_reported_at_once():
         )
     text = str(caught.value)
     for name in (
-        "rollout_batch_size", "temperature", "n_samples_per_prompt", "top_k", "system_prompt",
-        "use_kl_loss", "input_template",
-    ):  # fmt: skip
+        "rollout_batch_size",
+        "temperature",
+        "n_samples_per_prompt",
+        "top_k",
+        "system_prompt",
+        "use_kl_loss",
+        "input_template",
+    ):
         assert name in text
 
 
@@ -176,12 +181,17 @@ def test_batch_problem_shows_all_numbers_and_legal_neighbours():
     assert "legal train_batch_size: 40 or 80" in line
     assert "legal rollout_batch_size: 6 or 12" in line
     for change in (
-        {"train_batch_size": 40}, {"train_batch_size": 80}, {"rollout_batch_size": 6},
+        {"train_batch_size": 40},
+        {"train_batch_size": 80},
+        {"rollout_batch_size": 6},
         {"rollout_batch_size": 12},
-    ):  # fmt: skip
+    ):
         values = {
-            "rollout_batch_size": 10, "n_samples_per_prompt": 8, "train_batch_size": 48, **change,
-        }  # fmt: skip
+            "rollout_batch_size": 10,
+            "n_samples_per_prompt": 8,
+            "train_batch_size": 48,
+            **change,
+        }
         assert batch_problems(TrainConfig(**values), 2) == []
 
 

@@ -22,10 +22,19 @@ from lightrft.cli.main import main
 
 USAGE, PREFLIGHT, DATA, REWARD = 2, 3, 4, 5
 ENVIRONMENT = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "TORCHELASTIC_ERROR_FILE", "LIGHTRFT_LAUNCHED", "CUDA_VISIBLE_DEVICES", "WANDB_API_KEY",
-    "WANDB_MODE", "NETRC",
-)  # fmt: skip
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_ERROR_FILE",
+    "LIGHTRFT_LAUNCHED",
+    "CUDA_VISIBLE_DEVICES",
+    "WANDB_API_KEY",
+    "WANDB_MODE",
+    "NETRC",
+)
 GOOD = "def f(responses):\n    return [0.0 for _ in responses]\n"
 HUGE = {"w": {"dtype": "F32", "shape": [10**8, 10**8], "data_offsets": [0, 4]}}
 """Header of a model that fits on no disk."""
@@ -68,16 +77,24 @@ def data(name, content, *expected, flag="prompt_data", **options):
 def reward(code, source, *expected, function="f", **options):
     spelling = f"wrong.py:{function}"
     return Wrong(
-        code, ("wrong.py", *expected), {"reward_fn": spelling, **options}, {"wrong.py": source},
+        code,
+        ("wrong.py", *expected),
+        {"reward_fn": spelling, **options},
+        {"wrong.py": source},
         num_lines=None,
-    )  # fmt: skip
+    )
 
 
 def here(*expected, environment=None, absent=None, files=None, num_lines=1, **options):
     return Wrong(
-        PREFLIGHT, expected, options, files or {}, environment or {}, absent=absent,
+        PREFLIGHT,
+        expected,
+        options,
+        files or {},
+        environment or {},
+        absent=absent,
         num_lines=num_lines,
-    )  # fmt: skip
+    )
 
 
 def command(*argv, expected, num_lines=1):
@@ -102,7 +119,10 @@ CONFIGURATION = {
     "aggregation": usage("loss_agg_mode", "token-mean", loss_agg_mode="token_mean"),
     "stage": usage("zero_stage", "4", zero_stage="4"),
     "batches": usage(
-        "10 * 8 = 80", "128", "train_batch_size: 80", "rollout_batch_size: 16",
+        "10 * 8 = 80",
+        "128",
+        "train_batch_size: 80",
+        "rollout_batch_size: 16",
         rollout_batch_size="10",
     ),
     "micro batch": usage("3 * 1 = 3", "126 or 129", micro_train_batch_size="3"),
@@ -114,42 +134,68 @@ CONFIGURATION = {
     "temperature": usage("temperature", "> 0", temperature="0"),
     "share": usage("lr_warmup_ratio", "<= 1", lr_warmup_ratio="3"),
     "off with 0": usage("save_steps", "-1 (off)", save_steps="0"),
-    "one sample": usage("n_samples_per_prompt >= 2", n_samples_per_prompt="1",
-                        train_batch_size="16"),
+    "one sample": usage(
+        "n_samples_per_prompt >= 2", n_samples_per_prompt="1", train_batch_size="16"
+    ),
     "no processes": usage("--nproc_per_node", "'0'", "1", nproc_per_node="0"),
-    "three processes": usage("3 processes", "15 or 18", nproc_per_node="3",
-                             n_samples_per_prompt="3", train_batch_size="24"),
+    "three processes": usage(
+        "3 processes",
+        "15 or 18",
+        nproc_per_node="3",
+        n_samples_per_prompt="3",
+        train_batch_size="24",
+    ),
     "parallel size": usage("engine_tp_size", "4 and 2", nproc_per_node="2", engine_tp_size="4"),
     "absent file": usage("--config", "none.toml", config="none.toml"),
     "system prompt": usage("system_prompt", "apply_chat_template", system_prompt="x"),
     "template": usage("input_template", "{}", input_template="x"),
     "stop": Wrong(
-        USAGE, ("stop", "empty"), argv=("train", "--fsdp", "--pretrain", "model", "--stop", ""),
+        USAGE,
+        ("stop", "empty"),
+        argv=("train", "--fsdp", "--pretrain", "model", "--stop", ""),
     ),
     "range": usage("policy_loss gmpo has no clip range", policy_loss="gmpo", eps_clip="0.3"),
     "dual clip": usage("dual clip", "dual_clip", policy_loss="gspo", dual_clip="3"),
     "correction": usage("correction_high", "off_policy_correction", correction_high="2"),
-    "truncated": usage("top_p", "correction", off_policy_correction="tis", top_p="0.9",
-                       use_fire=""),
+    "truncated": usage(
+        "top_p", "correction", off_policy_correction="tis", top_p="0.9", use_fire=""
+    ),
     "weights": usage("reward_weights", "2 numbers for 1 rewards", reward_weights="1 2"),
     "frozen": usage("freezing_actor_steps", "gae", freezing_actor_steps="3"),
     "two losses": usage("different policy losses", use_gspo="", use_cpg_loss=""),
     "used folder": usage("--output_dir", "used", "another run", output_dir="used"),
     "no effect": usage("kl_horizon acts only with kl_target", kl_horizon="5", strict=""),
-    "toml": Wrong(USAGE, ("run.toml", "line 1"), {"config": "run.toml"},
-                  {"run.toml": "temperature = \n"}),
-    "toml key": Wrong(USAGE, ("run.toml", "'temprature'", "temperature"),
-                      {"config": "run.toml"}, {"run.toml": "temprature = 1\n"}),
-    "toml type": Wrong(USAGE, ("max_steps", "'many'"), {"config": "run.toml"},
-                       {"run.toml": "max_steps = 'many'\n"}),
-    "toml list": Wrong(USAGE, ("reward_fn", "got 3", "tuple"), {"config": "list.toml",
-                       "reward_fn": None}, {"list.toml": "reward_fn = 3\n"}),
-    "model without tokenizer": Wrong(USAGE, ("no tokenizer", "half", "tokenizer.json"),
-                                     {"pretrain": "half"},
-                                     {"half/config.json": "{}", "half/model.safetensors": "{}"}),
-    "model without weights": Wrong(USAGE, ("no weights", "safetensors"), {"pretrain": "bare"},
-                                   {"bare/config.json": "{}", "bare/tokenizer.json": "{}"}),
-}  # fmt: skip
+    "toml": Wrong(
+        USAGE, ("run.toml", "line 1"), {"config": "run.toml"}, {"run.toml": "temperature = \n"}
+    ),
+    "toml key": Wrong(
+        USAGE,
+        ("run.toml", "'temprature'", "temperature"),
+        {"config": "run.toml"},
+        {"run.toml": "temprature = 1\n"},
+    ),
+    "toml type": Wrong(
+        USAGE, ("max_steps", "'many'"), {"config": "run.toml"}, {"run.toml": "max_steps = 'many'\n"}
+    ),
+    "toml list": Wrong(
+        USAGE,
+        ("reward_fn", "got 3", "tuple"),
+        {"config": "list.toml", "reward_fn": None},
+        {"list.toml": "reward_fn = 3\n"},
+    ),
+    "model without tokenizer": Wrong(
+        USAGE,
+        ("no tokenizer", "half", "tokenizer.json"),
+        {"pretrain": "half"},
+        {"half/config.json": "{}", "half/model.safetensors": "{}"},
+    ),
+    "model without weights": Wrong(
+        USAGE,
+        ("no weights", "safetensors"),
+        {"pretrain": "bare"},
+        {"bare/config.json": "{}", "bare/tokenizer.json": "{}"},
+    ),
+}
 FILES = {
     "absent": data("none.jsonl", None, "none.jsonl"),
     "broken": data("broken.jsonl", '{"input": "a"}\n{"input": \n', "broken.jsonl:2", "JSON"),
@@ -164,152 +210,291 @@ FILES = {
     "parquet": data("no.parquet", "text", "no.parquet"),
     "eval absent": data("none.jsonl", None, "none.jsonl", flag="eval_data"),
     "eval broken": data("broken.jsonl", "{\n", "broken.jsonl:1", "JSON", flag="eval_data"),
-    "eval key": data("o.jsonl", '{"question": "b"}\n', "o.jsonl:1", "--input_key",
-                     flag="eval_data"),
-}  # fmt: skip
+    "eval key": data(
+        "o.jsonl", '{"question": "b"}\n', "o.jsonl:1", "--input_key", flag="eval_data"
+    ),
+}
 REWARDS = {
     "unknown": usage("'gsm8'", "did you mean gsm8k", reward_fn="gsm8"),
     "absent file": usage("nofile.py:f", "no file", reward_fn="nofile.py:f"),
     "no function": usage("reward.py:reward", "FILE.py:FUNCTION", reward_fn="reward.py"),
-    "misspelt": reward(USAGE, "def score(responses): return []\n", "'scor'", "did you mean score",
-                       function="scor"),
+    "misspelt": reward(
+        USAGE, "def score(responses): return []\n", "'scor'", "did you mean score", function="scor"
+    ),
     "syntax": reward(REWARD, "def f(responses:\n", "SyntaxError", "line 1"),
     "import": reward(REWARD, "import no_such_module\n" + GOOD, "No module named", "line 1"),
     "raises": reward(REWARD, "raise ValueError('broken at once')\n", "broken at once", "line 1"),
     "exits": reward(REWARD, "raise SystemExit(0)\n", "SystemExit"),
     "signature": reward(REWARD, "def f(texts): return []\n", "argument responses", "(texts)"),
     "positional": reward(REWARD, "def f(responses, /): return []\n", "keyword argument"),
-    "column": reward(REWARD, "def f(responses, answer): return []\n", "'answer'", "no column",
-                     "rename it"),
+    "column": reward(
+        REWARD, "def f(responses, answer): return []\n", "'answer'", "no column", "rename it"
+    ),
     "address": usage("remote_rm_url", "http://HOST:PORT", reward_fn=None, remote_rm_url="host:1"),
-    "half an address": usage("remote_rm_url", "http://[::1", "http://HOST:PORT", reward_fn=None,
-                             remote_rm_url="http://[::1"),
-    "secret address": usage("remote_rm_url", "***@host", reward_fn=None,
-                            remote_rm_url="ftp://me:hunter2@host"),
-}  # fmt: skip
+    "half an address": usage(
+        "remote_rm_url",
+        "http://[::1",
+        "http://HOST:PORT",
+        reward_fn=None,
+        remote_rm_url="http://[::1",
+    ),
+    "secret address": usage(
+        "remote_rm_url", "***@host", reward_fn=None, remote_rm_url="ftp://me:hunter2@host"
+    ),
+}
 MACHINE = {
     "half launched": here("RANK is set", "WORLD_SIZE", "torchrun", environment={"RANK": "0"}),
-    "wrong rank": here("RANK='x'", "whole numbers", environment={
-        "RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}),
-    "rank too high": here("below WORLD_SIZE", "2 and 2", environment={
-        "RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}),
+    "wrong rank": here(
+        "RANK='x'",
+        "whole numbers",
+        environment={
+            "RANK": "x",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "h",
+            "MASTER_PORT": "1",
+        },
+    ),
+    "rank too high": here(
+        "below WORLD_SIZE",
+        "2 and 2",
+        environment={
+            "RANK": "2",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "h",
+            "MASTER_PORT": "1",
+        },
+    ),
     "port": here("MASTER_PORT='high'", "unset", environment={"MASTER_PORT": "high"}),
     "port range": here("MASTER_PORT='99999'", "unset", environment={"MASTER_PORT": "99999"}),
     "port taken": here("cannot be used", "unset it", environment={"MASTER_PORT": "TAKEN"}),
     "no gpu": here("CUDA_VISIBLE_DEVICES=0", "unset", environment={"CUDA_VISIBLE_DEVICES": "0"}),
-    "no vllm": here("--engine_type", "not installed", "lightrft-engines[vllm]", engine_type="vllm",
-                    absent="vllm"),
+    "no vllm": here(
+        "--engine_type",
+        "not installed",
+        "lightrft-engines[vllm]",
+        engine_type="vllm",
+        absent="vllm",
+    ),
     "no sglang": here("--engine_type", "not installed", engine_type="sglang", absent="sglang"),
     "no deepspeed": here("deepspeed", "--fsdp", absent="deepspeed"),
-    "no tensorboard": here("--use_tensorboard", "lightrft-trainer[tensorboard]",
-                           use_tensorboard="", absent="tensorboard"),
-    "no wandb": here("--use_wandb", "lightrft-trainer[wandb]", use_wandb="", absent="wandb",
-                     environment={"WANDB_MODE": "offline"}),
-    "no key": here("--use_wandb", "WANDB_API_KEY", "offline", use_wandb="",
-                   environment={"NETRC": "/no/netrc"}),
-    "no matplotlib": here("--plot_every", "leave plot_every at -1", plot_every="1", log_dir="l",
-                          absent="matplotlib"),
+    "no tensorboard": here(
+        "--use_tensorboard",
+        "lightrft-trainer[tensorboard]",
+        use_tensorboard="",
+        absent="tensorboard",
+    ),
+    "no wandb": here(
+        "--use_wandb",
+        "lightrft-trainer[wandb]",
+        use_wandb="",
+        absent="wandb",
+        environment={"WANDB_MODE": "offline"},
+    ),
+    "no key": here(
+        "--use_wandb", "WANDB_API_KEY", "offline", use_wandb="", environment={"NETRC": "/no/netrc"}
+    ),
+    "no matplotlib": here(
+        "--plot_every", "leave plot_every at -1", plot_every="1", log_dir="l", absent="matplotlib"
+    ),
     "no peft": here("--lora_rank", "lightrft-trainer[lora]", lora_rank="8", absent="peft"),
-    "folder in file": here("--output_dir", "reward.py is a file", output_dir="reward.py/run",
-                           ckpt_path="c", save_path="m"),
-    "full disk": here("--ckpt_path", "GB free", "another folder", pretrain="huge", num_lines=2,
-                      files={"huge/config.json": "{}", "huge/tokenizer.json": "{}",
-                             "huge/model.safetensors": HUGE}),
-}  # fmt: skip
+    "folder in file": here(
+        "--output_dir",
+        "reward.py is a file",
+        output_dir="reward.py/run",
+        ckpt_path="c",
+        save_path="m",
+    ),
+    "full disk": here(
+        "--ckpt_path",
+        "GB free",
+        "another folder",
+        pretrain="huge",
+        num_lines=2,
+        files={
+            "huge/config.json": "{}",
+            "huge/tokenizer.json": "{}",
+            "huge/model.safetensors": HUGE,
+        },
+    ),
+}
 TEXT_FOR_NUMBER = "rollout_batch_size = '4'\n"
 NUMBERS = {
     **{
         f"{name} {value}": usage(name, value, "expected", **{name: value, **more})
         for name, value, more in (
-            ("actor_learning_rate", "nan", {}), ("critic_learning_rate", "nan", {}),
-            ("eps_clip", "nan", {}), ("eps_clip_low", "nan", {}), ("temperature", "inf", {}),
-            ("gamma", "nan", {}), ("lambd", "nan", {}), ("init_kl_coef", "nan", {}),
-            ("init_kl_coef", "inf", {}), ("kl_target", "inf", {}), ("reward_clip", "nan", {}),
-            ("entropy_coef", "inf", {}), ("l2", "nan", {}), ("max_norm", "nan", {}),
-            ("max_ckpt_mem", "nan", {}), ("timeout_minutes", "inf", {}),
-            ("timeout_minutes", "1e+300", {}), ("reward_timeout_seconds", "1e+300", {}),
-            ("heartbeat_seconds", "1e+300", {}), ("alarm_kl", "nan", {}),
-            ("peak_tflops", "nan", {}), ("lora_alpha", "inf", {"lora_rank": "2"}),
-            ("reward_weights", "nan", {}), ("prompt_data_probs", "inf", {}),
+            ("actor_learning_rate", "nan", {}),
+            ("critic_learning_rate", "nan", {}),
+            ("eps_clip", "nan", {}),
+            ("eps_clip_low", "nan", {}),
+            ("temperature", "inf", {}),
+            ("gamma", "nan", {}),
+            ("lambd", "nan", {}),
+            ("init_kl_coef", "nan", {}),
+            ("init_kl_coef", "inf", {}),
+            ("kl_target", "inf", {}),
+            ("reward_clip", "nan", {}),
+            ("entropy_coef", "inf", {}),
+            ("l2", "nan", {}),
+            ("max_norm", "nan", {}),
+            ("max_ckpt_mem", "nan", {}),
+            ("timeout_minutes", "inf", {}),
+            ("timeout_minutes", "1e+300", {}),
+            ("reward_timeout_seconds", "1e+300", {}),
+            ("heartbeat_seconds", "1e+300", {}),
+            ("alarm_kl", "nan", {}),
+            ("peak_tflops", "nan", {}),
+            ("lora_alpha", "inf", {"lora_rank": "2"}),
+            ("reward_weights", "nan", {}),
+            ("prompt_data_probs", "inf", {}),
         )
     },
     "overflow": usage("temperature", "got inf", temperature="1e400"),
-    "loss argument": usage("policy_loss_args: tau_positive: got inf", "finite", policy_loss="sapo",
-                           policy_loss_args="tau_positive=inf"),
+    "loss argument": usage(
+        "policy_loss_args: tau_positive: got inf",
+        "finite",
+        policy_loss="sapo",
+        policy_loss_args="tau_positive=inf",
+    ),
     "estimator argument": usage("advantage_args: x: got nan", advantage_args="x=nan"),
-    "correction argument": usage("correction_args: high: got inf", correction_args="high=inf",
-                                 off_policy_correction="tis"),
+    "correction argument": usage(
+        "correction_args: high: got inf", correction_args="high=inf", off_policy_correction="tis"
+    ),
     "reward argument": usage("reward_args: bonus: got nan", reward_args="bonus=nan"),
     "engine argument": usage("engine_args: x: got inf", engine_arg="x=inf"),
     "one beta": usage("adam_betas", "nan", adam_betas="nan 0.9", num_lines=2),
     "long seed": usage("seed", "64 bits", seed="9" * 25),
     "five thousand digits": usage("max_steps", "999 ...", max_steps="9" * 5000),
-    "enormous train batch": usage("train_batch_size 100000000", "128",
-                                  train_batch_size="100000000"),
+    "enormous train batch": usage(
+        "train_batch_size 100000000", "128", train_batch_size="100000000"
+    ),
     "enormous rollout": usage("100000000 * 8", "10000000", rollout_batch_size="100000000"),
     "enormous group": usage("16 * 100000000", "10000000", n_samples_per_prompt="100000000"),
     "enormous world": usage("processes", num_lines=2, nproc_per_node="100000000"),
     "short context": usage("max_len must hold", "10 and 1024 + 1024", max_len="10"),
     "no room for a prompt": Wrong(
-        USAGE, ("generate_max_len", "1024", "64 positions of few"), {"pretrain": "few"},
-        {"few/config.json": b'{"max_position_embeddings": 64}', "few/tokenizer.json": "{}",
-         "few/model.safetensors": "{}"}),
+        USAGE,
+        ("generate_max_len", "1024", "64 positions of few"),
+        {"pretrain": "few"},
+        {
+            "few/config.json": b'{"max_position_embeddings": 64}',
+            "few/tokenizer.json": "{}",
+            "few/model.safetensors": "{}",
+        },
+    ),
     "reward model": usage("--reward_pretrain", "nowhere", reward_pretrain="nowhere"),
     "nul": usage("output_dir", "NUL", output_dir="a\0b"),
-    "long name": usage("File name too long", critic_pretrain="9" * 5000,
-                       advantage_estimator="gae"),
+    "long name": usage("File name too long", critic_pretrain="9" * 5000, advantage_estimator="gae"),
     "surrogate": usage("wandb_org", "UTF-8", wandb_org="\ud800"),
-    "toml number as text": Wrong(USAGE, ("rollout_batch_size: got '4' (str)", "int"),
-        {"config": "t.toml", "rollout_batch_size": None}, {"t.toml": TEXT_FOR_NUMBER}),
-    "toml nan": Wrong(USAGE, ("gamma: got nan",), {"config": "t.toml"},
-                      {"t.toml": "gamma = nan\n"}),
-    "toml digits": Wrong(USAGE, ("t.toml", "not a TOML file"), {"config": "t.toml"},
-                         {"t.toml": "seed = " + "9" * 5000}),
-    "toml depth": Wrong(USAGE, ("t.toml", "not a TOML file"), {"config": "t.toml"},
-                        {"t.toml": "seed = " + "[" * 10**5}),
-    "toml table": Wrong(USAGE, ("unknown option 'run'",), {"config": "t.toml"},
-                        {"t.toml": "[run]\nmax_steps = 3\n"}),
-    "toml bytes": Wrong(USAGE, ("t.toml", "not a TOML file"), {"config": "t.toml"},
-                        {"t.toml": b"seed = '\xff'\n"}),
-}  # fmt: skip
+    "toml number as text": Wrong(
+        USAGE,
+        ("rollout_batch_size: got '4' (str)", "int"),
+        {"config": "t.toml", "rollout_batch_size": None},
+        {"t.toml": TEXT_FOR_NUMBER},
+    ),
+    "toml nan": Wrong(
+        USAGE, ("gamma: got nan",), {"config": "t.toml"}, {"t.toml": "gamma = nan\n"}
+    ),
+    "toml digits": Wrong(
+        USAGE,
+        ("t.toml", "not a TOML file"),
+        {"config": "t.toml"},
+        {"t.toml": "seed = " + "9" * 5000},
+    ),
+    "toml depth": Wrong(
+        USAGE,
+        ("t.toml", "not a TOML file"),
+        {"config": "t.toml"},
+        {"t.toml": "seed = " + "[" * 10**5},
+    ),
+    "toml table": Wrong(
+        USAGE, ("unknown option 'run'",), {"config": "t.toml"}, {"t.toml": "[run]\nmax_steps = 3\n"}
+    ),
+    "toml bytes": Wrong(
+        USAGE, ("t.toml", "not a TOML file"), {"config": "t.toml"}, {"t.toml": b"seed = '\xff'\n"}
+    ),
+}
 ROWS = {
     "surrogate": data("s.jsonl", '{"input": "a\\ud800b"}\n', "s.jsonl:1", "surrogate"),
     "deep": data("deep.jsonl", '{"input": ' + "[" * 10**5 + "]" * 10**5 + "}", "nested deeper"),
-    "rather deep": data("r.jsonl", '{"input": "a", "label": ' + "[" * 200 + "]" * 200 + "}",
-                        "r.jsonl:1", "100 levels"),
+    "rather deep": data(
+        "r.jsonl",
+        '{"input": "a", "label": ' + "[" * 200 + "]" * 200 + "}",
+        "r.jsonl:1",
+        "100 levels",
+    ),
     "digits": data("d.jsonl", '{"input": "a", "label": ' + "9" * 5000 + "}", "d.jsonl:1", "digits"),
     "deep file": data("deep.json", "[" * 10**5 + "]" * 10**5, "deep.json", "nested deeper"),
     "digits in a file": data("d.json", "[" + "9" * 5000 + "]", "d.json", "digits"),
     "number": data("n.jsonl", "7\n", "n.jsonl:1", "a number"),
     "binary": data("b.jsonl", bytes(range(256)), "b.jsonl:1"),
     "utf-16": data("u.jsonl", '{"input": "a"}'.encode("utf-16"), "u.jsonl:1"),
-    "messages": data("m.jsonl", '{"input": [{"role": "user"}]}', "m.jsonl:1", "role",
-                     apply_chat_template=""),
+    "messages": data(
+        "m.jsonl", '{"input": [{"role": "user"}]}', "m.jsonl:1", "role", apply_chat_template=""
+    ),
     "empty list": data("e.jsonl", '{"input": []}', "e.jsonl:1"),
     "number as prompt": data("p.jsonl", '{"input": 3}', "p.jsonl:1", "int"),
     "cut parquet": data("c.parquet", b"PAR1\0\0", "c.parquet"),
-    "checked surrogate": Wrong(DATA, (), argv=("data", "check", "s.jsonl"), num_lines=None,
-                               files={"s.jsonl": '{"input": "a\\ud800b"}\n'}),
-    "checked digits": Wrong(DATA, (), argv=("data", "check", "d.json"), num_lines=None,
-                            files={"d.json": "[" + "9" * 5000 + "]"}),
-    "checked depth": Wrong(DATA, (), argv=("data", "check", "deep.json"), num_lines=None,
-                           files={"deep.json": "[" * 10**5 + "]" * 10**5}),
-}  # fmt: skip
+    "checked surrogate": Wrong(
+        DATA,
+        (),
+        argv=("data", "check", "s.jsonl"),
+        num_lines=None,
+        files={"s.jsonl": '{"input": "a\\ud800b"}\n'},
+    ),
+    "checked digits": Wrong(
+        DATA,
+        (),
+        argv=("data", "check", "d.json"),
+        num_lines=None,
+        files={"d.json": "[" + "9" * 5000 + "]"},
+    ),
+    "checked depth": Wrong(
+        DATA,
+        (),
+        argv=("data", "check", "deep.json"),
+        num_lines=None,
+        files={"deep.json": "[" * 10**5 + "]" * 10**5},
+    ),
+}
 PLUG_INS = {
-    "annotation": Wrong(USAGE, ("policy_loss", "no gradient flows"), {"policy_loss": "l.py:f"},
-        {"l.py": "def f(a, b, c, d, *, x: '1 +' = 1.0):\n    return -c\n"}, num_lines=None),
-    "syntax": Wrong(USAGE, ("l.py cannot be imported: SyntaxError",), {"policy_loss": "l.py:f"},
-                    {"l.py": "def f(:\n"}),
-    "long message": Wrong(USAGE, ("l.py cannot be imported: ValueError: a b",),
-        {"policy_loss": "l.py:f"}, {"l.py": "raise ValueError('a\\nb')\n"}),
-    "exit": Wrong(USAGE, ("l.py cannot be imported: SystemExit",), {"policy_loss": "l.py:f"},
-                  {"l.py": "raise SystemExit(3)\n"}),
-    "no sibling": Wrong(USAGE, ("No module named 'no_such_sibling'",), {"policy_loss": "l.py:f"},
-                        {"l.py": "import no_such_sibling\n"}),
-    "estimator": Wrong(USAGE, ("l.py has no 'g'",), {"advantage_estimator": "l.py:g"},
-                       {"l.py": "x = 1\n"}),
+    "annotation": Wrong(
+        USAGE,
+        ("policy_loss", "no gradient flows"),
+        {"policy_loss": "l.py:f"},
+        {"l.py": "def f(a, b, c, d, *, x: '1 +' = 1.0):\n    return -c\n"},
+        num_lines=None,
+    ),
+    "syntax": Wrong(
+        USAGE,
+        ("l.py cannot be imported: SyntaxError",),
+        {"policy_loss": "l.py:f"},
+        {"l.py": "def f(:\n"},
+    ),
+    "long message": Wrong(
+        USAGE,
+        ("l.py cannot be imported: ValueError: a b",),
+        {"policy_loss": "l.py:f"},
+        {"l.py": "raise ValueError('a\\nb')\n"},
+    ),
+    "exit": Wrong(
+        USAGE,
+        ("l.py cannot be imported: SystemExit",),
+        {"policy_loss": "l.py:f"},
+        {"l.py": "raise SystemExit(3)\n"},
+    ),
+    "no sibling": Wrong(
+        USAGE,
+        ("No module named 'no_such_sibling'",),
+        {"policy_loss": "l.py:f"},
+        {"l.py": "import no_such_sibling\n"},
+    ),
+    "estimator": Wrong(
+        USAGE, ("l.py has no 'g'",), {"advantage_estimator": "l.py:g"}, {"l.py": "x = 1\n"}
+    ),
     "no function": usage("policy loss", ".py cannot be imported", policy_loss=".py:f"),
-}  # fmt: skip
+}
 COMMANDS = {
     "command": command("trian", expected=("unknown command 'trian'", "train")),
     "no folder": command("init-model", expected=("DIR",)),
@@ -323,27 +508,52 @@ COMMANDS = {
     "used": command("quickstart", "--output_dir", "model", expected=("model is not empty",)),
     "flag": command("quickstart", "--stepz", "3", expected=("--stepz",)),
     "threshold": command("eval", "model", "--threshold", "nan", expected=("--threshold", "nan")),
-    "compared text": Wrong(USAGE, ("rollout_batch_size: got '4' (str)",), num_lines=2,
-        argv=("config", "diff", "t.toml", "t.toml"), files={"t.toml": TEXT_FOR_NUMBER}),
-    "shown text": Wrong(USAGE, ("rollout_batch_size: got '4' (str)",),
+    "compared text": Wrong(
+        USAGE,
+        ("rollout_batch_size: got '4' (str)",),
+        num_lines=2,
+        argv=("config", "diff", "t.toml", "t.toml"),
+        files={"t.toml": TEXT_FOR_NUMBER},
+    ),
+    "shown text": Wrong(
+        USAGE,
+        ("rollout_batch_size: got '4' (str)",),
         argv=("config", "show", "--config", "t.toml"),
-        files={"t.toml": TEXT_FOR_NUMBER}),
-    "shown processes": command("config", "show", "--nproc_per_node", "7", num_lines=2,
-                               expected=("rollout_batch_size", "7 processes")),
-    "checked address": command("data", "check", "good.jsonl", "--remote_rm_url", "http://[::1",
-                               expected=("remote_rm_url", "http://[::1")),
+        files={"t.toml": TEXT_FOR_NUMBER},
+    ),
+    "shown processes": command(
+        "config",
+        "show",
+        "--nproc_per_node",
+        "7",
+        num_lines=2,
+        expected=("rollout_batch_size", "7 processes"),
+    ),
+    "checked address": command(
+        "data",
+        "check",
+        "good.jsonl",
+        "--remote_rm_url",
+        "http://[::1",
+        expected=("remote_rm_url", "http://[::1"),
+    ),
     "no run": command("report", "nowhere", expected=("nowhere", "--output_dir")),
     "nothing to export": command("export", "nowhere", "new", expected=("nowhere", "--output_dir")),
-}  # fmt: skip
+}
 TABLE = {
     f"{group}: {name}": wrong
     for group, rows in (
-        ("configuration", CONFIGURATION), ("data", FILES), ("reward", REWARDS),
-        ("machine", MACHINE), ("command", COMMANDS), ("number", NUMBERS), ("row", ROWS),
+        ("configuration", CONFIGURATION),
+        ("data", FILES),
+        ("reward", REWARDS),
+        ("machine", MACHINE),
+        ("command", COMMANDS),
+        ("number", NUMBERS),
+        ("row", ROWS),
         ("plug-in", PLUG_INS),
     )
     for name, wrong in rows.items()
-}  # fmt: skip
+}
 
 
 def test_the_table_has_at_least_a_hundred_rows_of_every_kind():
@@ -388,9 +598,12 @@ def arguments(wrong):
     if wrong.argv:
         return list(wrong.argv)
     options = {
-        "pretrain": "model", "prompt_data": "good.jsonl", "reward_fn": "reward.py:f",
-        "rollout_batch_size": "16", **wrong.options,
-    }  # fmt: skip
+        "pretrain": "model",
+        "prompt_data": "good.jsonl",
+        "reward_fn": "reward.py:f",
+        "rollout_batch_size": "16",
+        **wrong.options,
+    }
     given = [(f"--{name}", *value.split(" ")) for name, value in options.items() if value]
     given += [(f"--{name}",) for name, value in options.items() if value == ""]
     return ["train", *(word for pair in given for word in pair)]
@@ -444,10 +657,12 @@ def test_no_other_mistake_needs_torch_to_be_found(tmp_path):
     rows = {
         name: wrong
         for name, wrong in TABLE.items()
-        if wrong.absent is None and not wrong.environment
+        if wrong.absent is None
+        and not wrong.environment
         and wrong.argv[:1] not in (("export",), ("eval",), ("data",))
-        and name not in OF_THE_ALGORITHM and "plug-in" not in name
-    }  # fmt: skip
+        and name not in OF_THE_ALGORITHM
+        and "plug-in" not in name
+    }
     assert set(TABLE) > OF_THE_ALGORITHM
     for wrong in rows.values():
         for path, content in wrong.files.items():
@@ -468,10 +683,15 @@ def test_no_other_mistake_needs_torch_to_be_found(tmp_path):
     )
     kept = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=kept,
-        input=json.dumps({name: arguments(wrong) for name, wrong in rows.items()}), check=True,
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=kept,
+        input=json.dumps({name: arguments(wrong) for name, wrong in rows.items()}),
+        check=True,
         timeout=120,
-    )  # fmt: skip
+    )
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {name: [wrong.code, False] for name, wrong in rows.items()}
     assert len(found) > 40
@@ -482,8 +702,13 @@ def _last_files(rows, wrong):
     return {path: last[path] for path in wrong.files}
 
 
-AT_THE_SHELL = ("number: gamma nan", "row: surrogate", "reward: misspelt", "command: command",
-                "number: short context")  # fmt: skip
+AT_THE_SHELL = (
+    "number: gamma nan",
+    "row: surrogate",
+    "reward: misspelt",
+    "command: command",
+    "number: short context",
+)
 
 
 @pytest.mark.parametrize("name", AT_THE_SHELL)
@@ -492,9 +717,13 @@ def test_the_same_at_the_shell(folder, name):
     for path, content in wrong.files.items():
         write(folder / path, content)
     done = subprocess.run(
-        [sys.executable, "-m", "lightrft.cli.main", *arguments(wrong)], capture_output=True,
-        text=True, cwd=folder, timeout=120, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "lightrft.cli.main", *arguments(wrong)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=120,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (wrong.code, "")
     assert all(part in done.stderr for part in wrong.expected), done.stderr
     assert "Traceback" not in done.stderr
@@ -503,9 +732,12 @@ def test_the_same_at_the_shell(folder, name):
 def test_a_file_beside_a_loss_can_be_imported(folder, capsys):
     (folder / "here").mkdir()
     write(folder / "here" / "beside.py", "def f(a, b): return -(a - b).exp()\n")
-    write(folder / "here" / "l.py", "from beside import f\n"
-          "def loss(logprobs, old_logprobs, advantages, response_mask):\n"
-          "    return f(logprobs, old_logprobs) * advantages\n")  # fmt: skip
+    write(
+        folder / "here" / "l.py",
+        "from beside import f\n"
+        "def loss(logprobs, old_logprobs, advantages, response_mask):\n"
+        "    return f(logprobs, old_logprobs) * advantages\n",
+    )
     assert main(arguments(Wrong(1, (), {"policy_loss": "here/l.py:loss"}))) == 1
     assert "a run was started" in capsys.readouterr().err
 
@@ -537,8 +769,13 @@ def test_options_without_effect_are_only_errors_under_strict(folder, capsys):
 
 
 def test_the_same_mistake_is_found_in_a_worker(folder, capsys, monkeypatch):
-    launched = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "h",
-                "MASTER_PORT": "1"}  # fmt: skip
+    launched = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "1",
+    }
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     assert main(arguments(Wrong(2, ()))) == 2

@@ -8,9 +8,9 @@ import pytest
 from tests.datasets.media_files import write_bad_media
 
 from lightrft.cli.main import main
-from lightrft.models.presets import write_tiny_model
-from lightrft.models.vision.tiny import write_tiny_vision_model
-from lightrft.trainer.runs import assembly
+from lightrft.run import assembly
+from lightrft.tools.model_presets import write_tiny_model
+from lightrft.tools.tiny_vision_models import write_tiny_vision_model
 
 DATA = 4
 CHAT = ("--apply_chat_template",)
@@ -21,10 +21,13 @@ WRONG = {
     "bomb": ("vision", {"images": "bomb.png"}, CHAT, "bomb.png"),
     "marks": ("vision", {"input": "<image><image>", "images": "a.png"}, CHAT, "names 2 images"),
     "video without a rate": (
-        "vision", {"videos": [{"frames": ["a.png", "a.png"]}]}, CHAT, "fps must be",
+        "vision",
+        {"videos": [{"frames": ["a.png", "a.png"]}]},
+        CHAT,
+        "fps must be",
     ),
     "model of text": ("text", {"images": "a.png"}, (), "--text_only"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +44,28 @@ def start(folder, models, kind, row, options):
     (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (folder / "reward.py").write_text("def f(responses):\n    return [0.0 for _ in responses]\n")
     return main(
-        ["train", "--fsdp", "--pretrain", str(models / kind), "--prompt_data", "train.jsonl",
-         "--reward_fn", "reward.py:f", "--engine_type", "hf", "--output_dir", "run",
-         "--rollout_batch_size", "16", "--prompt_max_len", "400", "--generate_max_len", "8",
-         *options]
-    )  # fmt: skip
+        [
+            "train",
+            "--fsdp",
+            "--pretrain",
+            str(models / kind),
+            "--prompt_data",
+            "train.jsonl",
+            "--reward_fn",
+            "reward.py:f",
+            "--engine_type",
+            "hf",
+            "--output_dir",
+            "run",
+            "--rollout_batch_size",
+            "16",
+            "--prompt_max_len",
+            "400",
+            "--generate_max_len",
+            "8",
+            *options,
+        ]
+    )
 
 
 @pytest.fixture

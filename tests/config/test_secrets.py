@@ -11,7 +11,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import mask_address
 from lightrft.config.printable import one_line, printable
 from lightrft.config.toml import write_whole
-from lightrft.rewards.remote import RemoteReward, service_address
+from lightrft.tools.rewards.remote import RemoteReward, service_address
 
 SECRET = "hunter2"
 
@@ -19,12 +19,20 @@ SECRET = "hunter2"
 @pytest.mark.parametrize(
     "address",
     [
-        "http://h/x?token=hunter2", "http://h/x?a=hunter2&b=hunter2#hunter2", "http://h?hunter2",
-        "http://me:hunter2@h/x", "http://hunter2@h", "https://me:hunter2@h:1/x?k=hunter2",
-        "ftp://a:hunter2@h", "//me:hunter2@h", "http://me:p?hunter2@h/x", "http://me:p@hunter2@h/x",
-        "at 'http://h/?t=hunter2': and http://h/?t=hunter2", "http://h/x?token=hunter2&n=${N}",
+        "http://h/x?token=hunter2",
+        "http://h/x?a=hunter2&b=hunter2#hunter2",
+        "http://h?hunter2",
+        "http://me:hunter2@h/x",
+        "http://hunter2@h",
+        "https://me:hunter2@h:1/x?k=hunter2",
+        "ftp://a:hunter2@h",
+        "//me:hunter2@h",
+        "http://me:p?hunter2@h/x",
+        "http://me:p@hunter2@h/x",
+        "at 'http://h/?t=hunter2': and http://h/?t=hunter2",
+        "http://h/x?token=hunter2&n=${N}",
     ],
-)  # fmt: skip
+)
 def test_user_and_query_of_an_address_are_masked(address):
     assert SECRET not in mask_address(address)
     assert "***" in mask_address(address)
@@ -32,9 +40,16 @@ def test_user_and_query_of_an_address_are_masked(address):
 
 @pytest.mark.parametrize(
     "text",
-    ["http://h:1/x/y", "http://h/a@b", "what? me@home", "http://${U}:${P}@h/x?t=${TOKEN}", "a//b?",
-     "FILE.py:NAME", "s3://bucket/x"],
-)  # fmt: skip
+    [
+        "http://h:1/x/y",
+        "http://h/a@b",
+        "what? me@home",
+        "http://${U}:${P}@h/x?t=${TOKEN}",
+        "a//b?",
+        "FILE.py:NAME",
+        "s3://bucket/x",
+    ],
+)
 def test_what_tells_nothing_stays(text):
     assert mask_address(text) == text
 
@@ -42,8 +57,11 @@ def test_what_tells_nothing_stays(text):
 def config(**options):
     return TrainConfig(
         remote_rm_url=(f"http://h/x?token={SECRET}", f"http://me:{SECRET}@h/y"),
-        remote_rm_token=SECRET, use_wandb=SECRET, engine_args={"api_key": SECRET}, **options,
-    )  # fmt: skip
+        remote_rm_token=SECRET,
+        use_wandb=SECRET,
+        engine_args={"api_key": SECRET},
+        **options,
+    )
 
 
 def test_neither_the_saved_nor_the_shown_configuration_holds_a_secret(tmp_path):
@@ -90,9 +108,19 @@ def test_an_address_with_variables_is_saved_as_it_is_and_filled_in_where_it_is_u
 
 @pytest.mark.parametrize(
     "address",
-    ["x", "", "ftp://h", "http://", "http://:80/", "http://h:99999/", "http://[::1", "http://a b/",
-     "http://h/\x1b[2J", "http://h:0/"],
-)  # fmt: skip
+    [
+        "x",
+        "",
+        "ftp://h",
+        "http://",
+        "http://:80/",
+        "http://h:99999/",
+        "http://[::1",
+        "http://a b/",
+        "http://h/\x1b[2J",
+        "http://h:0/",
+    ],
+)
 def test_what_is_no_address_is_refused_before_the_run_in_one_printable_line(address):
     with pytest.raises(ConfigError, match="remote_rm_url: got") as caught:
         RemoteReward(address)
@@ -100,8 +128,19 @@ def test_what_is_no_address_is_refused_before_the_run_in_one_printable_line(addr
 
 
 def test_no_character_that_a_terminal_obeys_is_left():
-    obeyed = [*map(chr, range(32)), "\x7f", *map(chr, range(0x80, 0xA0)), "\u202a", "\u202e",
-              "\u2066", "\u2028", "\ufeff", "\ud800", "\U000e0001", "\u200f"]  # fmt: skip
+    obeyed = [
+        *map(chr, range(32)),
+        "\x7f",
+        *map(chr, range(0x80, 0xA0)),
+        "\u202a",
+        "\u202e",
+        "\u2066",
+        "\u2028",
+        "\ufeff",
+        "\ud800",
+        "\U000e0001",
+        "\u200f",
+    ]
     for character in obeyed:
         shown = printable(f"a{character}b")
         assert character in "\n\t" or (character not in shown and shown.startswith("a\\")), shown

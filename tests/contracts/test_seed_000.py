@@ -189,12 +189,24 @@ class World:
         from lightrft.strategy import get_strategy
 
         self.args = SimpleNamespace(
-            fsdp=backend == "fsdp", zero_stage=2, pretrain=path, bf16=False, seed=3,
-            train_batch_size=16, micro_train_batch_size=8, rollout_batch_size=4,
-            n_samples_per_prompt=4, generate_max_len=4, engine_type="hf", adam_offload=True,
-            use_kl_loss=True, advantage_estimator="gae", actor_learning_rate=1e-3,
-            lr_warmup_ratio=0.0, enable_engine_sleep=True,
-        )  # fmt: skip
+            fsdp=backend == "fsdp",
+            zero_stage=2,
+            pretrain=path,
+            bf16=False,
+            seed=3,
+            train_batch_size=16,
+            micro_train_batch_size=8,
+            rollout_batch_size=4,
+            n_samples_per_prompt=4,
+            generate_max_len=4,
+            engine_type="hf",
+            adam_offload=True,
+            use_kl_loss=True,
+            advantage_estimator="gae",
+            actor_learning_rate=1e-3,
+            lr_warmup_ratio=0.0,
+            enable_engine_sleep=True,
+        )
         self.strategy = get_strategy(self.args)
         self.tokenizer = load_tokenizer(path)
         texts = ["one", "two", "three", "four"]
@@ -202,9 +214,13 @@ class World:
             Prompt(i, t, tuple(self.tokenizer(t)["input_ids"])) for i, t in enumerate(texts)
         ]
         self.actor, self.critic, _, self.reference = self.strategy.prepare_models_and_optimizers(
-            Actor.from_pretrained(path), Critic.from_pretrained(path), None,
-            Actor.from_pretrained(path), self.args, 10,
-        )  # fmt: skip
+            Actor.from_pretrained(path),
+            Critic.from_pretrained(path),
+            None,
+            Actor.from_pretrained(path),
+            self.args,
+            10,
+        )
         self.loader = self.strategy.setup_dataloader(self.prompts, 2, collate_fn=list)
 
     def names(self):
@@ -219,20 +235,32 @@ class World:
 
         token_ids = torch.tensor([self.prompts[0].token_ids] * 2)
         return {
-            "torch": torch, "dist": dist, "time": time, "get_strategy": get_strategy,
-            "args": self.args, "strategy": self.strategy,
-            "actor": self.actor.model, "critic": self.critic.model, "reward_model": Length(),
-            "initial_model": self.reference, "ema_model": None,
-            "actor_optim": self.actor.optimizer, "critic_optim": self.critic.optimizer,
-            "actor_scheduler": self.actor.scheduler, "critic_scheduler": self.critic.scheduler,
+            "torch": torch,
+            "dist": dist,
+            "time": time,
+            "get_strategy": get_strategy,
+            "args": self.args,
+            "strategy": self.strategy,
+            "actor": self.actor.model,
+            "critic": self.critic.model,
+            "reward_model": Length(),
+            "initial_model": self.reference,
+            "ema_model": None,
+            "actor_optim": self.actor.optimizer,
+            "critic_optim": self.critic.optimizer,
+            "actor_scheduler": self.actor.scheduler,
+            "critic_scheduler": self.critic.scheduler,
             "SPMDPPOTrainer": SPMDPPOTrainer,
-            "model": self.actor.model, "optimizer": self.actor.optimizer,
-            "scheduler": self.actor.scheduler, "token_ids": token_ids,
+            "model": self.actor.model,
+            "optimizer": self.actor.optimizer,
+            "scheduler": self.actor.scheduler,
+            "token_ids": token_ids,
             "local_value": float(dist.get_rank()),
             "command_line": [],
-            "reward_model_1": nn.Linear(4, 4), "reward_model_2": nn.Linear(4, 4),
+            "reward_model_1": nn.Linear(4, 4),
+            "reward_model_2": nn.Linear(4, 4),
             "reward_model_3": nn.Linear(4, 4),
-        }  # fmt: skip
+        }
 
     def run(self, name, extra=None):
         code, substitutions = BLOCKS[name]
@@ -298,9 +326,13 @@ def check_memory_optimized(world):
     trainer_class = world.run("memory optimized")["Trainer"]
     world.strategy.setup_inference_engine(world.args, "hf", actor=world.actor)
     trainer = trainer_class(
-        world.strategy, world.actor, world.critic, Length(), world.reference,
+        world.strategy,
+        world.actor,
+        world.critic,
+        Length(),
+        world.reference,
         prompts_dataloader=world.loader,
-    )  # fmt: skip
+    )
     trainer.make_experience()
     version = world.strategy.inference_engine.weights_version
     metrics = trainer.ppo_train(global_steps=1)
@@ -333,9 +365,11 @@ def experience_maker(world):
         return {"input_ids": ids["input_ids"]}
 
     return SimpleNamespace(
-        strategy=world.strategy, tokenize_fn=tokenize, prompt_max_len=16,
+        strategy=world.strategy,
+        tokenize_fn=tokenize,
+        prompt_max_len=16,
         vllm_mp_group=world.strategy.engine_mp_group,
-    )  # fmt: skip
+    )
 
 
 def check_text_generation(world):
@@ -348,10 +382,11 @@ def check_text_generation(world):
     names = world.run(
         "text generation",
         {
-            "self": experience_maker(world), "all_prompts": texts,
+            "self": experience_maker(world),
+            "all_prompts": texts,
             "sampling_params": {"temperature": 1.0, "max_tokens": 3, "n": 2},
         },
-    )  # fmt: skip
+    )
     expected = [tuple(world.tokenizer(t)["input_ids"]) for t in texts for _ in range(2)]
     assert [tuple(o.prompt_token_ids) for o in names["all_outputs"]] == expected
     assert world.strategy.inference_engine_status is EngineStatus.SLEEPED
@@ -372,11 +407,13 @@ def check_multimodal_generation(world):
     names = world.run(
         "multimodal generation",
         {
-            "self": experience_maker(world), "all_prompts": ["both of them", "none"],
-            "sampling_params": {"max_tokens": 2}, "all_images": images,
+            "self": experience_maker(world),
+            "all_prompts": ["both of them", "none"],
+            "sampling_params": {"max_tokens": 2},
+            "all_images": images,
             "images_num": [len(each) for each in images],
         },
-    )  # fmt: skip
+    )
     found = [list(output.output_token_ids) for output in names["all_outputs"]]
     assert found == [[2 if rank == 0 else 0, 12], [0, 4]]
     world.strategy.inference_engine = None
@@ -456,7 +493,7 @@ def run_all_blocks(rank, world_size, backends, path):
 def found(tmp_path_factory):
     from importlib.util import find_spec
 
-    from lightrft.models.presets import write_tiny_model
+    from lightrft.tools.model_presets import write_tiny_model
 
     path = str(tmp_path_factory.mktemp("seed000") / "model")
     write_tiny_model(path, "tiny-qwen3", seed=1)

@@ -107,9 +107,13 @@ def train_like_the_page(args):
     """The usage of the page; losses and final weights."""
     torch.manual_seed(7)
     names = {
-        "args": args, "actor": torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Linear(8, 1)),
-        "critic": None, "reward_models": None, "initial_model": None, "max_steps": 10,
-    }  # fmt: skip
+        "args": args,
+        "actor": torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Linear(8, 1)),
+        "critic": None,
+        "reward_models": None,
+        "initial_model": None,
+        "max_steps": 10,
+    }
     names = run(BASIC_USAGE, names)
     actor = names["actor"]
     losses = []
@@ -121,9 +125,11 @@ def train_like_the_page(args):
 
     generator = torch.Generator().manual_seed(1)
     names |= {
-        "actor_optimizer": actor.optimizer, "actor_scheduler": actor.scheduler,
-        "compute_loss": compute_loss, "dataloader": torch.randn(6, 2, 3, generator=generator),
-    }  # fmt: skip
+        "actor_optimizer": actor.optimizer,
+        "actor_scheduler": actor.scheduler,
+        "compute_loss": compute_loss,
+        "dataloader": torch.randn(6, 2, 3, generator=generator),
+    }
     run(TRAINING_LOOP, names)
     assert len(losses) == 6
     with names["strategy"] as strategy:

@@ -13,9 +13,9 @@ import pytest
 from lightrft.datasets.types import Prompt
 from lightrft.models import Actor, Critic
 from lightrft.models.loading import load_tokenizer
-from lightrft.models.presets import write_tiny_model
 from lightrft.rewards.types import RewardResult
 from lightrft.strategy import get_fake_strategy
+from lightrft.tools.model_presets import write_tiny_model
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, SPMDPPOTrainerBase, SPMDPPOTrainerVL
 
 BASE = """
@@ -94,16 +94,27 @@ def names(tmp_path):
     write_tiny_model(path, "tiny-qwen3", seed=1)
     strategy = get_fake_strategy(
         SimpleNamespace(
-            pretrain=path, seed=3, train_batch_size=16, rollout_batch_size=4,
-            n_samples_per_prompt=4, generate_max_len=5, actor_learning_rate=1e-4,
-            critic_learning_rate=1e-4, advantage_estimator="gae", engine_type="hf",
+            pretrain=path,
+            seed=3,
+            train_batch_size=16,
+            rollout_batch_size=4,
+            n_samples_per_prompt=4,
+            generate_max_len=5,
+            actor_learning_rate=1e-4,
+            critic_learning_rate=1e-4,
+            advantage_estimator="gae",
+            engine_type="hf",
             use_kl_loss=True,
         )
-    )  # fmt: skip
+    )
     actor, critic, _, reference = strategy.prepare_models_and_optimizers(
-        Actor.from_pretrained(path), Critic.from_pretrained(path), None,
-        Actor.from_pretrained(path), None, 100,
-    )  # fmt: skip
+        Actor.from_pretrained(path),
+        Critic.from_pretrained(path),
+        None,
+        Actor.from_pretrained(path),
+        None,
+        100,
+    )
     strategy.setup_inference_engine(None, "hf", actor=actor)
     tokenizer = load_tokenizer(path)
     prompts = [
@@ -113,22 +124,36 @@ def names(tmp_path):
     loader = strategy.setup_dataloader(prompts, 4, collate_fn=list)
     average = Actor.from_pretrained(path)
     bound = {
-        "strategy": strategy, "actor_model": actor.model, "critic_model": critic.model,
-        "reward_model": OddReward(), "initial_model": reference, "ema_model": average,
-        "actor_optim": actor.optimizer, "critic_optim": critic.optimizer,
-        "actor_scheduler": actor.scheduler, "critic_scheduler": critic.scheduler,
-        "tokenizer": tokenizer, "image_processor": object(), "training_steps": 2,
+        "strategy": strategy,
+        "actor_model": actor.model,
+        "critic_model": critic.model,
+        "reward_model": OddReward(),
+        "initial_model": reference,
+        "ema_model": average,
+        "actor_optim": actor.optimizer,
+        "critic_optim": critic.optimizer,
+        "actor_scheduler": actor.scheduler,
+        "critic_scheduler": critic.scheduler,
+        "tokenizer": tokenizer,
+        "image_processor": object(),
+        "training_steps": 2,
         "SPMDPPOTrainer": functools.partial(SPMDPPOTrainer, prompts_dataloader=loader),
-        "SPMDPPOTrainerBase": SPMDPPOTrainerBase, "SPMDPPOTrainerVL": SPMDPPOTrainerVL,
-    }  # fmt: skip
+        "SPMDPPOTrainerBase": SPMDPPOTrainerBase,
+        "SPMDPPOTrainerVL": SPMDPPOTrainerVL,
+    }
     spellings = {
-        "my_strategy": "strategy", "reference_model": "initial_model",
-        "actor_optimizer": "actor_optim", "critic_optimizer": "critic_optim",
-        "my_tokenizer": "tokenizer", "my_image_processor": "image_processor",
-        "vlm_actor": "actor_model", "vlm_critic": "critic_model",
-        "vlm_reward_model": "reward_model", "vlm_reference": "initial_model",
+        "my_strategy": "strategy",
+        "reference_model": "initial_model",
+        "actor_optimizer": "actor_optim",
+        "critic_optimizer": "critic_optim",
+        "my_tokenizer": "tokenizer",
+        "my_image_processor": "image_processor",
+        "vlm_actor": "actor_model",
+        "vlm_critic": "critic_model",
+        "vlm_reward_model": "reward_model",
+        "vlm_reference": "initial_model",
         "vlm_ema_model": "ema_model",
-    }  # fmt: skip
+    }
     yield bound | {other: bound[name] for other, name in spellings.items()}
     strategy.close()
 

@@ -264,14 +264,23 @@ def test_unwrapping_takes_the_module_inside():
 
 def test_schedules_warm_up_and_fall_to_a_tenth():
     strategy = get_fake_strategy(
-        {"actor_learning_rate": 1e-3, "critic_learning_rate": 2e-3, "lr_warmup_ratio": 0.25,
-         "train_batch_size": 1, "critic_pretrain": "somewhere"}
-    )  # fmt: skip
+        {
+            "actor_learning_rate": 1e-3,
+            "critic_learning_rate": 2e-3,
+            "lr_warmup_ratio": 0.25,
+            "train_batch_size": 1,
+            "critic_pretrain": "somewhere",
+        }
+    )
     max_steps = 10
     actor, critic, rewards, reference = strategy.prepare_models_and_optimizers(
-        torch.nn.Linear(2, 1), torch.nn.Linear(2, 1), [torch.nn.Linear(2, 1)],
-        torch.nn.Linear(2, 1), None, max_steps,
-    )  # fmt: skip
+        torch.nn.Linear(2, 1),
+        torch.nn.Linear(2, 1),
+        [torch.nn.Linear(2, 1)],
+        torch.nn.Linear(2, 1),
+        None,
+        max_steps,
+    )
     assert isinstance(rewards, list)
     assert not reference.weight.requires_grad
     for ready, peak in ((actor, 1e-3), (critic, 2e-3)):
@@ -307,8 +316,9 @@ def test_a_remote_reward_leaves_reward_models_alone():
 
 
 def test_a_reward_model_is_prepared_as_a_triple():
-    args = SimpleNamespace(fsdp=False, actor_learning_rate=1e-3, adam_betas=(0.9, 0.95), l2=0.1,
-                           lr_warmup_ratio=0.0)  # fmt: skip
+    args = SimpleNamespace(
+        fsdp=False, actor_learning_rate=1e-3, adam_betas=(0.9, 0.95), l2=0.1, lr_warmup_ratio=0.0
+    )
     model, optimizer, scheduler = get_fake_strategy().prepare_reward_model(
         torch.nn.Linear(2, 2), args, 4
     )

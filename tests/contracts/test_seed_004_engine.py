@@ -121,8 +121,10 @@ def test_both_formats_of_images_are_grouped_alike(images):
     """'Format 1 - Nested List ... Format 2 - Flattened List', images_num = [2, 1, 3]."""
     built = StrategyBase._build_multimodal_inputs(["p", "q", "r"], images, [2, 1, 3], None, None)
     assert [item["multi_modal_data"]["image"] for item in built] == [
-        ["1a", "1b"], ["2a"], ["3a", "3b", "3c"],
-    ]  # fmt: skip
+        ["1a", "1b"],
+        ["2a"],
+        ["3a", "3b", "3c"],
+    ]
 
 
 def test_prompts_without_media_lose_their_placeholders():
@@ -140,9 +142,13 @@ def test_every_kind_of_multimodal_batch_is_generated():
     """One image, several images, video only, mixed; counts that differ are an error."""
     strategy = strategy_with()
     strategy.gather_and_generate(
-        {}, all_prompts=["a", "b", "c", "d"], all_images=["1", "2", "3"], images_num=[1, 0, 2, 0],
-        all_videos=["v", "w"], videos_num=[0, 1, 1, 0],
-    )  # fmt: skip
+        {},
+        all_prompts=["a", "b", "c", "d"],
+        all_images=["1", "2", "3"],
+        images_num=[1, 0, 2, 0],
+        all_videos=["v", "w"],
+        videos_num=[0, 1, 1, 0],
+    )
     assert [request.multi_modal for request in strategy.inference_engine.requests] == [
         MultiModalInputs(("1",)),
         MultiModalInputs((), ("v",)),

@@ -8,8 +8,18 @@ full stop and a newline, a word's letters.
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-MERGES = [("Ċ", "Ċ"), (".", "Ċ"), ("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("o", "k"),
-          (">", "Ċ"), ("Ċ", "<"), ("Ġ", "a")]  # fmt: skip
+MERGES = [
+    ("Ċ", "Ċ"),
+    (".", "Ċ"),
+    ("h", "e"),
+    ("l", "l"),
+    ("he", "ll"),
+    ("hell", "o"),
+    ("o", "k"),
+    (">", "Ċ"),
+    ("Ċ", "<"),
+    ("Ġ", "a"),
+]
 
 CHATML = """\
 {%- if messages[0].role == 'system' or DEFAULT or tools %}{{- '<|im_start|>system\\n' + \
@@ -109,11 +119,21 @@ IM = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 DEEPSEEK_MARKS = tuple(
     f"<｜{name}｜>"
     for name in (
-        "begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant", "tool▁calls▁begin",
-        "tool▁calls▁end", "tool▁call▁begin", "tool▁call▁end", "tool▁sep", "tool▁outputs▁begin",
-        "tool▁outputs▁end", "tool▁output▁begin", "tool▁output▁end",
+        "begin▁of▁sentence",
+        "end▁of▁sentence",
+        "User",
+        "Assistant",
+        "tool▁calls▁begin",
+        "tool▁calls▁end",
+        "tool▁call▁begin",
+        "tool▁call▁end",
+        "tool▁sep",
+        "tool▁outputs▁begin",
+        "tool▁outputs▁end",
+        "tool▁output▁begin",
+        "tool▁output▁end",
     )
-)  # fmt: skip
+)
 QWEN = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 # Family -> template, special tokens (of which the first three are bos, eos and the end of a turn).
 FAMILIES = {
@@ -121,39 +141,69 @@ FAMILIES = {
     "Qwen3": (chatml(thinking=THINKING), (None, "<|im_end|>", "<|im_end|>"), IM),
     "SmolLM2": (
         chatml("You are a helpful AI assistant named SmolLM, trained by Hugging Face"),
-        (None, "<|im_end|>", "<|im_end|>"), IM,
+        (None, "<|im_end|>", "<|im_end|>"),
+        IM,
     ),
     "Hermes": (
-        chatml(result="tool"), ("<|begin_of_text|>", "<|im_end|>", "<|im_end|>"),
+        chatml(result="tool"),
+        ("<|begin_of_text|>", "<|im_end|>", "<|im_end|>"),
         (*IM, "<|begin_of_text|>"),
     ),
     "Llama 3": (
-        LLAMA, ("<|begin_of_text|>", "<|eot_id|>", "<|eot_id|>"),
-        ("<|begin_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|start_header_id|>",
-         "<|end_header_id|>"),
+        LLAMA,
+        ("<|begin_of_text|>", "<|eot_id|>", "<|eot_id|>"),
+        (
+            "<|begin_of_text|>",
+            "<|eot_id|>",
+            "<|eom_id|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+        ),
     ),
     "Mistral": (
-        MISTRAL, ("<s>", "</s>", "</s>"),
-        ("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
-         "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        MISTRAL,
+        ("<s>", "</s>", "</s>"),
+        (
+            "<s>",
+            "</s>",
+            "[INST]",
+            "[/INST]",
+            "[AVAILABLE_TOOLS]",
+            "[/AVAILABLE_TOOLS]",
+            "[TOOL_CALLS]",
+            "[TOOL_RESULTS]",
+            "[/TOOL_RESULTS]",
+        ),
     ),
     "Gemma": (
-        GEMMA, ("<bos>", "<eos>", "<end_of_turn>"),
+        GEMMA,
+        ("<bos>", "<eos>", "<end_of_turn>"),
         ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
     ),
     "Phi": (
-        PHI3, (None, "<|endoftext|>", "<|end|>"),
+        PHI3,
+        (None, "<|endoftext|>", "<|end|>"),
         ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"),
     ),
     "DeepSeek": (
-        DEEPSEEK, (DEEPSEEK_MARKS[0], DEEPSEEK_MARKS[1], DEEPSEEK_MARKS[1]), DEEPSEEK_MARKS,
+        DEEPSEEK,
+        (DEEPSEEK_MARKS[0], DEEPSEEK_MARKS[1], DEEPSEEK_MARKS[1]),
+        DEEPSEEK_MARKS,
     ),
     "GLM": (
-        GLM4, (None, "<|endoftext|>", None),
-        ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
-         "<|endoftext|>"),
+        GLM4,
+        (None, "<|endoftext|>", None),
+        (
+            "[gMASK]",
+            "<sop>",
+            "<|system|>",
+            "<|user|>",
+            "<|assistant|>",
+            "<|observation|>",
+            "<|endoftext|>",
+        ),
     ),
-}  # fmt: skip
+}
 
 
 def family_tokenizer(name, *, pre_tokenizer=None):

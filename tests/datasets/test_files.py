@@ -46,7 +46,7 @@ def test_a_byte_order_mark_is_not_part_of_the_first_row(write) -> None:
         ("a.parquet", "not parquet", "is not a readable Parquet file"),
         ("a.csv", "input\nx\n", r"unknown file format '\.csv'.*\.jsonl, \.json, \.parquet"),
     ],
-)  # fmt: skip
+)
 def test_bad_content_is_located(name: str, content: str, message: str, write) -> None:
     if name.endswith(".parquet"):
         pytest.importorskip("pyarrow")

@@ -12,7 +12,7 @@ from lightrft.datasets.media import RowMediaSources, VisionPrompts, with_media
 from lightrft.datasets.prompts import load_prompts
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.sources import as_image, as_video
-from lightrft.models.presets import byte_level_tokenizer
+from lightrft.tools.model_presets import byte_level_tokenizer
 
 CONFIG = TrainConfig(apply_chat_template=True, prompt_max_len=400)
 
@@ -152,5 +152,7 @@ def test_marks_of_a_chat_are_not_doubled():
     media = RowMediaSources(images=(as_image(picture(), name="x", folder=None),))
     (message,) = with_media([{"role": "user", "content": "see <image>!"}], media, "row 1")
     assert message["content"] == [
-        {"type": "text", "text": "see "}, {"type": "image"}, {"type": "text", "text": "!"},
-    ]  # fmt: skip
+        {"type": "text", "text": "see "},
+        {"type": "image"},
+        {"type": "text", "text": "!"},
+    ]

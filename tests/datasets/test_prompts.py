@@ -102,9 +102,10 @@ def test_gsm8k_with_its_own_column_names(test_data, tokenizer) -> None:
 def test_a_wrong_input_key_names_the_columns_and_the_nearest(write, tokenizer, test_data) -> None:
     gsm8k = test_data / "gsm8k" / "test.jsonl"
     with pytest.raises(
-        DataError, match=r"test\.jsonl:1: no column 'input', found 'question', 'answer'; "
+        DataError,
+        match=r"test\.jsonl:1: no column 'input', found 'question', 'answer'; "
         "set --input_key question",
-    ):  # fmt: skip
+    ):
         load_prompts(gsm8k, tokenizer)
     with pytest.raises(DataError, match="set --input_key question"):
         load_prompts(gsm8k, tokenizer, TrainConfig(input_key="questoin"))
@@ -129,15 +130,24 @@ def test_a_misspelt_label_key_is_an_error_but_the_default_may_be_absent(write, t
         ({"input": "  "}, {}, "the prompt 'input' is empty"),
         ({"input": []}, {"apply_chat_template": True}, "must hold a string or a list"),
         ({"input": MESSAGES}, {}, "holds chat messages: add --apply_chat_template"),
-        ({"input": [{"role": "user"}]}, {"apply_chat_template": True},
-         "message 1 of column 'input' must be an object with role and content"),
-        ({"input": MESSAGES}, {"apply_chat_template": True, "input_template": "a {}"},
-         "fits string prompts only"),
-        ({"input": [{"role": "system", "content": "x"}, *MESSAGES]},
-         {"apply_chat_template": True, "system_prompt": "y"}, "drop one of them"),
+        (
+            {"input": [{"role": "user"}]},
+            {"apply_chat_template": True},
+            "message 1 of column 'input' must be an object with role and content",
+        ),
+        (
+            {"input": MESSAGES},
+            {"apply_chat_template": True, "input_template": "a {}"},
+            "fits string prompts only",
+        ),
+        (
+            {"input": [{"role": "system", "content": "x"}, *MESSAGES]},
+            {"apply_chat_template": True, "system_prompt": "y"},
+            "drop one of them",
+        ),
         ({"input": "one"}, {"system_prompt": "y"}, "add (--)?apply_chat_template"),
     ],
-)  # fmt: skip
+)
 def test_unusable_rows_and_options(row, options, message: str, write, tokenizer) -> None:
     with pytest.raises((DataError, ConfigError), match=message):
         load_prompts(write("a.jsonl", [row]), tokenizer, TrainConfig(**options))

@@ -160,10 +160,17 @@ def test_prompt_turn_and_suffix_read_like_one_conversation(name):
 @pytest.mark.parametrize(
     "text",
     [
-        "", " ", "\n", "\x00\x1b[2J", "a" * 5000, '{"a": "b\\n"}', "<tool_response>",
-        "{{ x }}", "ünï✓😀",
+        "",
+        " ",
+        "\n",
+        "\x00\x1b[2J",
+        "a" * 5000,
+        '{"a": "b\\n"}',
+        "<tool_response>",
+        "{{ x }}",
+        "ünï✓😀",
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_any_text_is_carried(name, text):
     tokenizer = family_tokenizer(name)

@@ -16,7 +16,7 @@ import pytest
 
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import COMMANDS, main
-from lightrft.models.presets import write_tiny_model
+from lightrft.tools.model_presets import write_tiny_model
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
@@ -118,13 +118,22 @@ def test_every_flag_in_the_text_exists(page):
         slurm,
         train,
     )
-    from lightrft.cli.quickstart import command as quickstart
+    from lightrft.tools.quickstart import command as quickstart
 
     known = {"--rdzv-backend", "--rdzv-endpoint", "--nnodes", "--help"}
     known |= {"--pretrian"}  # a misspelling that is shown on purpose
     commands = (
-        train, evaluate, slurm, kubernetes, doctor, audit, plan, init_model, report, quickstart,
-    )  # fmt: skip
+        train,
+        evaluate,
+        slurm,
+        kubernetes,
+        doctor,
+        audit,
+        plan,
+        init_model,
+        report,
+        quickstart,
+    )
     parsers = [command.build_parser() for command in commands]
     for parser in (*parsers, *config_command.build_parsers()):
         known |= {flag for action in parser._actions for flag in action.option_strings}

@@ -97,8 +97,13 @@ def test_the_first_command_as_written_on_a_machine_without_uv(tmp_path):
     short = "--steps 1 --warm_start_steps 1 --eval_prompts 8"
     done = subprocess.run(
         ["bash", "-c", f"{BARE} {short}"],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=2900, check=False,
-    )  # fmt: skip
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=2900,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "open lightrft_quickstart/report.html in a browser" in done.stdout
 

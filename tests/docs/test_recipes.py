@@ -48,9 +48,13 @@ def test_every_command_runs_and_reaches_the_scores_of_the_page(tmp_path):
     for command in COMMANDS:
         done = subprocess.run(
             [sys.executable, "-m", "lightrft.cli.main", *shlex.split(command)[1:]],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=1500,
             check=False,
-        )  # fmt: skip
+        )
         assert done.returncode == 0, command + done.stdout[-2000:] + done.stderr[-2000:]
         if command not in ROWS:
             continue

@@ -23,9 +23,15 @@ PACKAGES = {
     "engines": ("engines",),
     "strategy": ("strategy", "utils"),
     "trainer": (
-        "algorithms", "models", "datasets", "rewards", "experience", "trainer", "cli",
+        "algorithms",
+        "models",
+        "datasets",
+        "rewards",
+        "experience",
+        "trainer",
+        "cli",
     ),
-}  # fmt: skip
+}
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 names = []
@@ -44,9 +50,14 @@ def run(*command, cwd, timeout_seconds=900):
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH",)}
     environment = {**kept, "OMP_NUM_THREADS": "1", "VIRTUAL_ENV": ""}
     done = subprocess.run(
-        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True,
-        timeout=timeout_seconds, check=False,
-    )  # fmt: skip
+        list(map(str, command)),
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 

@@ -135,9 +135,11 @@ def damaged_pictures_are_refused(engine, encoder, prompts):
     strategy.inference_engine = engine
     with pytest.raises(ValueError, match="image 1 of request 0 is"):
         strategy.gather_and_generate(
-            SAMPLED, all_prompts=[prompt(encoder, "One?", 1)],
-            all_images=[[buffer.getvalue()[:400]]], sleep_engine=False,
-        )  # fmt: skip
+            SAMPLED,
+            all_prompts=[prompt(encoder, "One?", 1)],
+            all_images=[[buffer.getvalue()[:400]]],
+            sleep_engine=False,
+        )
     assert len(engine.generate(requests_of(prompts), SAMPLED)) == 6
 
 

@@ -13,7 +13,7 @@ from lightrft.engines.media.families import placeholder_ids
 from lightrft.engines.media.sources import MediaError
 from lightrft.engines.types import EngineConfig, GenerationRequest, MultiModalInputs, SamplingParams
 from lightrft.models.actor import Actor
-from lightrft.models.vision.tiny import TINY_FAMILIES, write_tiny_vision_model
+from lightrft.tools.tiny_vision_models import TINY_FAMILIES, write_tiny_vision_model
 
 
 @pytest.mark.parametrize("preset", TINY_FAMILIES)
@@ -44,9 +44,10 @@ def test_raw_images_are_read_by_the_model_s_own_processor(tmp_path):
     encoded = encoder.encode(text, images=[picture])
     params = SamplingParams(max_tokens=4, seed=1)
     raw = GenerationRequest(
-        encoded.request_token_ids, prompt_text=text,
+        encoded.request_token_ids,
+        prompt_text=text,
         multi_modal=MultiModalInputs(images=(picture.decode(),)),
-    )  # fmt: skip
+    )
     (found,) = engine.generate([raw], params)
     (expected,) = engine.generate([GenerationRequest((), encoded=encoded)], params)
     assert found == expected
@@ -65,8 +66,10 @@ def test_a_model_of_text_refuses_images(tiny_model):
         engine.generate([request], SamplingParams(max_tokens=1))
 
 
-@pytest.mark.parametrize("preset", ["tiny-qwen2-vl", "tiny-qwen2.5-vl", "tiny-qwen3-vl",
-                                    "tiny-internvl", "tiny-llava-onevision"])  # fmt: skip
+@pytest.mark.parametrize(
+    "preset",
+    ["tiny-qwen2-vl", "tiny-qwen2.5-vl", "tiny-qwen3-vl", "tiny-internvl", "tiny-llava-onevision"],
+)
 def test_videos_score_as_the_trainer_scores_them(preset):
     """Also those that last longer than they are wide: the text lies behind them."""
     model, encoder = tiny(preset)

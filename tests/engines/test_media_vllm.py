@@ -44,9 +44,13 @@ class World:
     def sync(self, **options):
         """Sends the trainer's weights and compares hashes and canaries."""
         canary = actor_canary(
-            self.actor, self.actor, dtypes=(torch.float32,), max_length=256,
-            device=torch.device("cpu"), media=media_seen(self.engine, None),
-        )  # fmt: skip
+            self.actor,
+            self.actor,
+            dtypes=(torch.float32,),
+            max_length=256,
+            device=torch.device("cpu"),
+            media=media_seen(self.engine, None),
+        )
         sync = WeightSync(self.engine, **options)
         return sync.sync(module_parameter_source(self.actor), canary=canary)
 
@@ -105,9 +109,13 @@ def test_rows_with_and_without_images_score_as_the_trainer_scores_them(world):
     forbidden = placeholder_ids(world.model.config)
     assert forbidden
     assert not {token for c in completions for token in c.output_token_ids} & set(forbidden)
-    turned = (*world.prompts[:2], world.encoder.encode(
-        prompt(world.encoder, "Which one is it?", 2), images=[image(112, 56, 3), image(56, 84, 2)]
-    ))  # fmt: skip
+    turned = (
+        *world.prompts[:2],
+        world.encoder.encode(
+            prompt(world.encoder, "Which one is it?", 2),
+            images=[image(112, 56, 3), image(56, 84, 2)],
+        ),
+    )
     # The comparison sees another picture.
     assert logprob_error(world.actor, world.encoder, turned, completions, 2) > 1e-2
 

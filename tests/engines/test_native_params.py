@@ -10,10 +10,21 @@ from lightrft.engines import SamplingParams
 from lightrft.engines.native_params import params_of_native
 
 DEFAULTS = {
-    "n": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 16,
-    "min_tokens": 0, "stop": [], "stop_token_ids": None, "ignore_eos": False, "seed": None,
-    "repetition_penalty": 1.0, "logit_bias": None, "detokenize": True,
-}  # fmt: skip
+    "n": 1,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "max_new_tokens": 16,
+    "min_tokens": 0,
+    "stop": [],
+    "stop_token_ids": None,
+    "ignore_eos": False,
+    "seed": None,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "detokenize": True,
+}
 
 
 class Native(SimpleNamespace):
@@ -29,12 +40,31 @@ def convert(**given):
 
 def test_fields_with_a_counterpart_are_taken_over():
     assert convert(
-        n=3, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, max_new_tokens=9, min_tokens=2,
-        stop=["a"], stop_token_ids=[4, 5], ignore_eos=True, seed=8, detokenize=False,
+        n=3,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.1,
+        max_new_tokens=9,
+        min_tokens=2,
+        stop=["a"],
+        stop_token_ids=[4, 5],
+        ignore_eos=True,
+        seed=8,
+        detokenize=False,
     ) == SamplingParams(
-        n=3, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, max_tokens=9, min_tokens=2,
-        stop=("a",), stop_token_ids=(4, 5), ignore_eos=True, seed=8,
-    )  # fmt: skip
+        n=3,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.1,
+        max_tokens=9,
+        min_tokens=2,
+        stop=("a",),
+        stop_token_ids=(4, 5),
+        ignore_eos=True,
+        seed=8,
+    )
 
 
 @pytest.mark.parametrize("everything", [0, -1, 1 << 30])

@@ -11,7 +11,7 @@ from lightrft.engines.requests import Row
 from lightrft.engines.sglang.child import hash_uint32
 from lightrft.engines.sglang.engine import SGLangEngine
 from lightrft.engines.sglang.sampling import native_params, raw_of
-from lightrft.models.vision.tiny import build_tiny
+from lightrft.tools.tiny_vision_models import build_tiny
 
 VOCAB = 97
 

@@ -21,9 +21,11 @@ SPLIT = {
     f"{LAYER}.{expert}.{part}_proj.weight": shape
     for expert in range(EXPERTS)
     for part, shape in (
-        ("gate", (WIDTH, HIDDEN)), ("up", (WIDTH, HIDDEN)), ("down", (HIDDEN, WIDTH))
+        ("gate", (WIDTH, HIDDEN)),
+        ("up", (WIDTH, HIDDEN)),
+        ("down", (HIDDEN, WIDTH)),
     )
-}  # fmt: skip
+}
 
 
 def vllm_like(backend="TRITON", *, num_experts=EXPERTS):

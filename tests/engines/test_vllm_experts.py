@@ -25,12 +25,23 @@ def moe_model():
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=97, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=4,
-        num_experts_per_tok=2, moe_intermediate_size=64, initializer_range=0.1,
-        max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0, eos_token_id=1,
+        vocab_size=97,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        initializer_range=0.1,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
         bos_token_id=None,
-    )  # fmt: skip
+    )
     return Qwen3MoeForCausalLM(config).float().eval()
 
 
@@ -112,9 +123,12 @@ def check_accounting(engine, model):
 
 def reader_of(engine, shapes):
     return LayoutReader(
-        engine._started.model, ModelShape(shapes, {}), tp_rank=0, tp_size=1,
+        engine._started.model,
+        ModelShape(shapes, {}),
+        tp_rank=0,
+        tp_size=1,
         default_dtype=torch.float32,
-    )  # fmt: skip
+    )
 
 
 def plain_experts(monkeypatch):

@@ -25,10 +25,17 @@ def tiny_model(*, is_tied: bool):
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, vocab_size=131, initializer_range=0.1,
-        tie_word_embeddings=is_tied, max_position_embeddings=128,
-    )  # fmt: skip
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=131,
+        initializer_range=0.1,
+        tie_word_embeddings=is_tied,
+        max_position_embeddings=128,
+    )
     return Qwen3ForCausalLM(config)
 
 
@@ -36,10 +43,16 @@ def start(folder, module):
     from lightrft.engines.factory import build_engine
 
     config = EngineConfig(
-        engine_type="vllm", model_path=str(folder), dtype="float32", tensor_parallel_size=1,
-        memory_utilization=0.3, max_model_len=100, seed=1, enable_sleep=True,
+        engine_type="vllm",
+        model_path=str(folder),
+        dtype="float32",
+        tensor_parallel_size=1,
+        memory_utilization=0.3,
+        max_model_len=100,
+        seed=1,
+        enable_sleep=True,
         options={"block_size": 32},
-    )  # fmt: skip
+    )
     return build_engine(config, module=module)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry, hash_context
 from lightrft.engines.types import Completion
-from lightrft.experience.exchange import ROW_COLUMNS, SampleTable
-from lightrft.experience.types import Rollout, ScoredRollout, Segment
+from lightrft.records.exchange import ROW_COLUMNS, SampleTable
+from lightrft.records.types import Rollout, ScoredRollout, Segment
 
 
 class ThreadWorld:
@@ -120,15 +120,24 @@ def ragged_sample(rng, sample_id, *, kind, group_size=4):
     if versions is not None:
         versions = tuple(v if s else -1 for v, s in zip(versions, sampled, strict=True))
     completion = Completion(
-        sample_id // group_size, sample_id % group_size, prompt,
+        sample_id // group_size,
+        sample_id % group_size,
+        prompt,
         tuple(rng.integers(0, 60_000, length).tolist()),
-        tuple((-rng.random(length) * sampled).tolist()), "temperature",
-        "length" if rng.random() < 0.2 else "stop", max([7, *(versions or ())]), tuple(sampled),
-    )  # fmt: skip
+        tuple((-rng.random(length) * sampled).tolist()),
+        "temperature",
+        "length" if rng.random() < 0.2 else "stop",
+        max([7, *(versions or ())]),
+        tuple(sampled),
+    )
     rollout = Rollout(
-        Prompt(id=0, text="", token_ids=prompt), completion, sample_id // group_size, sample_id,
-        "", versions,
-    )  # fmt: skip
+        Prompt(id=0, text="", token_ids=prompt),
+        completion,
+        sample_id // group_size,
+        sample_id,
+        "",
+        versions,
+    )
     components = {"a": float(rng.normal())} | ({"b": 1.0} if rng.random() < 0.3 else {})
     return ScoredRollout(rollout, float(rng.normal()), components, bool(rng.random() < 0.1))
 
@@ -151,13 +160,24 @@ def long_sample(rng, sample_id, *, prompt, response, turns):
         logprobs += [*values, *([0.0] * len(observed))]
     start = tuple(ids[:prompt])
     completion = Completion(
-        sample_id, 0, start, tuple(ids[prompt:]), tuple(logprobs), "temperature", "stop", 3,
+        sample_id,
+        0,
+        start,
+        tuple(ids[prompt:]),
+        tuple(logprobs),
+        "temperature",
+        "stop",
+        3,
         tuple(sampled),
-    )  # fmt: skip
+    )
     rollout = Rollout(
-        Prompt(id=0, text="", token_ids=start), completion, sample_id // 4, sample_id, "",
+        Prompt(id=0, text="", token_ids=start),
+        completion,
+        sample_id // 4,
+        sample_id,
+        "",
         segments=tuple(segments),
-    )  # fmt: skip
+    )
     return ScoredRollout(rollout, float(rng.normal()), {"score": 1.0}), entries
 
 

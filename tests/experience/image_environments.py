@@ -66,9 +66,10 @@ class Walk:
         self.steps += 1
         parts = [{"type": "image", "image": squares(self.steps)}, {"type": "text", "text": "on"}]
         return {
-            "observations": [{"role": "user", "content": parts}], "reward": 0.5,
+            "observations": [{"role": "user", "content": parts}],
+            "reward": 0.5,
             "done": self.steps == 3,
-        }  # fmt: skip
+        }
 
     def close(self):
         pass

@@ -17,15 +17,15 @@ from websockets.http11 import Response
 from websockets.sync.server import serve
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.experience.environments.adapted import EpisodeLostError
-from lightrft.experience.environments.hosted import HostedEnvironments
-from lightrft.experience.environments.openenv import ActionRefusedError, connect
-from lightrft.experience.environments.pool import EnvironmentPool
-from lightrft.experience.evidence import take_evidence
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.rewards.types import RewardError
 from lightrft.rewards.worker import ReportedError
-from lightrft.trainer.runs.plan import input_files
+from lightrft.rollout.environments.adapted import EpisodeLostError
+from lightrft.rollout.environments.hosted import HostedEnvironments
+from lightrft.rollout.environments.pool import EnvironmentPool
+from lightrft.rollout.ledger_records import take_evidence
+from lightrft.run.resume import input_files
+from lightrft.tools.environments.openenv import ActionRefusedError, connect
 
 HERE = Path(__file__).parent
 TEXT = HERE / "text_environments.py"
@@ -249,7 +249,7 @@ def begun(server):
 @pytest.mark.parametrize("fault", ["cut", "slow", "noise", "large", "SESSION_ERROR"])
 def test_an_episode_ends_with_its_connection(server, fault, monkeypatch):
     """OpenEnv's client would step on in a new environment, and be paid for it."""
-    monkeypatch.setattr("lightrft.experience.environments.openenv.MESSAGE_SECONDS", 1.0)
+    monkeypatch.setattr("lightrft.tools.environments.openenv.MESSAGE_SECONDS", 1.0)
     server.fault = fault
     episode = begun(server)
     with pytest.raises(EpisodeLostError, match="the episode is lost"):
@@ -319,9 +319,12 @@ def real_server():
 
 def test_a_real_openenv_server(stage, real_server):
     turns = [
-        episodes.call("step", number=1), episodes.call("step", number=13),
-        episodes.call("step", number="x"), episodes.call("step", number=7), "never said",
-    ]  # fmt: skip
+        episodes.call("step", number=1),
+        episodes.call("step", number=13),
+        episodes.call("step", number="x"),
+        episodes.call("step", number=7),
+        "never said",
+    ]
     played = stage(turns, "openenv:http", f"//{real_server}")
     with pytest.raises(RewardError, match="after 3 steps: expected"):
         # The server counts the step that raised.

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.experience.collate import (
+from lightrft.experience.minibatches import micro_slices
+from lightrft.records.collate import (
     collate,
     join_micro_batches,
     select_experience,
     select_rollouts,
 )
-from lightrft.experience.exchange import SampleTable
-from lightrft.experience.minibatches import micro_slices
-from lightrft.experience.types import ExperienceBatch, PolicyOutputs
+from lightrft.records.exchange import SampleTable
+from lightrft.records.types import ExperienceBatch, PolicyOutputs
 
 
 def table(prompts, responses, *, masked=None):

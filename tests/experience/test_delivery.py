@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.experience.collate import collate
-from lightrft.experience.delivery import deliver_rows
-from lightrft.experience.dynamic import apply_selection, select_groups
-from lightrft.experience.evidence import Account, Evidence, deliver_evidence
-from lightrft.experience.exchange import ROW_ON_WIRE, exchange, tabulate
-from lightrft.experience.exchange_bytes import ROW_BYTES, StepSamples, predict_exchange
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.experience.minibatches import plan_minibatches
+from lightrft.records.collate import collate
+from lightrft.records.delivery import deliver_rows
+from lightrft.records.exchange import ROW_ON_WIRE, exchange, tabulate
+from lightrft.rollout.dynamic import apply_selection, select_groups
+from lightrft.rollout.ledger_records import Account, Evidence, deliver_evidence
+from lightrft.tools.plan.exchange_bytes import ROW_BYTES, StepSamples, predict_exchange
 
 _SPEC = importlib.util.spec_from_file_location(
     "exchange_cases", Path(__file__).with_name("exchange_cases.py")

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from lightrft.experience.dynamic import apply_selection, mixed_groups, select_groups
-from lightrft.experience.exchange import SampleTable
+from lightrft.records.exchange import SampleTable
+from lightrft.rollout.dynamic import apply_selection, mixed_groups, select_groups
 
 
 def table(groups, *, rewards=None, masked=()):
@@ -45,8 +45,11 @@ def test_the_first_mixed_groups_are_taken_and_the_rest_is_counted():
     assert found.rows.tolist() == [2, 3, 6, 7]
     assert not found.is_filler.any()
     assert (found.num_groups, found.num_constant, found.num_surplus, found.num_solved) == (
-        5, 2, 1, 1,
-    )  # fmt: skip
+        5,
+        2,
+        1,
+        1,
+    )
 
 
 def test_constant_groups_fill_up_outside_the_loss():

@@ -12,7 +12,10 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets import load_prompts
 from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig
-from lightrft.experience.environments.calls import (
+from lightrft.experience.ledger_gate import rebuild
+from lightrft.rewards.build import CombinedReward, build_reward
+from lightrft.rewards.types import RewardError
+from lightrft.rollout.environments.calls import (
     MalformedCallError,
     ToolCall,
     check_call,
@@ -21,15 +24,12 @@ from lightrft.experience.environments.calls import (
     llama_calls,
     pythonic_calls,
 )
-from lightrft.experience.environments.hosted import tool_names
-from lightrft.experience.environments.play import TURN_STEP
-from lightrft.experience.environments.pool import EnvironmentPool
-from lightrft.experience.environments.rounds import Environments
-from lightrft.experience.evidence import take_evidence
-from lightrft.experience.ledger_gate import rebuild
-from lightrft.experience.sampling import RolloutSampler, training_params
-from lightrft.rewards.build import CombinedReward, build_reward
-from lightrft.rewards.types import RewardError
+from lightrft.rollout.environments.hosted import tool_names
+from lightrft.rollout.environments.play import TURN_STEP
+from lightrft.rollout.environments.pool import EnvironmentPool
+from lightrft.rollout.environments.rounds import Environments
+from lightrft.rollout.ledger_records import take_evidence
+from lightrft.rollout.sampler import RolloutSampler, training_params
 from lightrft.strategy import get_fake_strategy
 
 HERE = Path(__file__).parent
@@ -55,13 +55,25 @@ class Stage:
         data = tmp_path / "rows.jsonl"
         data.write_text("\n".join(json.dumps(row) for row in rows))
         named = None if environment is None else f"{CASES}:{environment}"
-        self.config = TrainConfig(**{
-            "environment": named, "apply_chat_template": True, "n_samples_per_prompt": 2,
-            "generate_max_len": 200, "prompt_max_len": 700, "engine_type": "fake", "bf16": False,
-            "environment_workers": 1, "tool_timeout_seconds": 20.0, "label_key": None,
-            "rollout_batch_size": len(rows), "train_batch_size": 2 * len(rows), "max_turns": 6,
-            "enable_engine_sleep": False, **options,
-        })  # fmt: skip
+        self.config = TrainConfig(
+            **{
+                "environment": named,
+                "apply_chat_template": True,
+                "n_samples_per_prompt": 2,
+                "generate_max_len": 200,
+                "prompt_max_len": 700,
+                "engine_type": "fake",
+                "bf16": False,
+                "environment_workers": 1,
+                "tool_timeout_seconds": 20.0,
+                "label_key": None,
+                "rollout_batch_size": len(rows),
+                "train_batch_size": 2 * len(rows),
+                "max_turns": 6,
+                "enable_engine_sleep": False,
+                **options,
+            }
+        )
         self.environments = Environments(
             self.config, self.tokenizer, folder=tmp_path, pool=pool_of(self.config)
         )
@@ -86,10 +98,13 @@ class Stage:
     def sample(self, **keywords):
         with self.engine.ledger.recording():
             return self.environments.sample(
-                self.strategy, self.prompts, list(range(len(self.prompts))),
+                self.strategy,
+                self.prompts,
+                list(range(len(self.prompts))),
                 replace(training_params(self.config), **keywords),
-                group_ids=list(range(len(self.prompts))), step=1,
-            )  # fmt: skip
+                group_ids=list(range(len(self.prompts))),
+                step=1,
+            )
 
     def text(self, rollout):
         return self.tokenizer.decode(rollout.completion.output_token_ids)
@@ -188,9 +203,10 @@ def test_state_belongs_to_one_episode_and_calls_keep_their_order(stage):
 )
 def test_what_a_tool_does_becomes_an_observation(stage, what, outcome, seen):
     played = stage(
-        [call("act", what=what), call("act", what="none"), "done"], environment="Naughty",
+        [call("act", what=what), call("act", what="none"), "done"],
+        environment="Naughty",
         max_observation_tokens=64,
-    )  # fmt: skip
+    )
     rollouts, rewards = played.sample()
     for rollout in rollouts:
         assert f"<tool_response>\n{seen}\n</tool_response>" in played.text(rollout).replace(
@@ -213,9 +229,14 @@ def test_an_environment_that_hangs_or_dies_is_masked_alone(stage, what, reason):
         return bad if request_id == 1 else good
 
     played = stage(
-        script, environment="Naughty", reward_failure="mask", tool_timeout_seconds=3.0,
-        environment_workers=1, n_samples_per_prompt=4, train_batch_size=4,
-    )  # fmt: skip
+        script,
+        environment="Naughty",
+        reward_failure="mask",
+        tool_timeout_seconds=3.0,
+        environment_workers=1,
+        n_samples_per_prompt=4,
+        train_batch_size=4,
+    )
     rollouts, rewards = played.sample()
     assert [r is None for r in rewards] == [False, True, False, False]
     assert [len(r.conversation.turns) for r in rollouts] == [4, 2, 4, 4]
@@ -348,9 +369,13 @@ def test_the_sampler_adds_the_reward_of_the_environment(stage):
     rows = [{"input": f"Find it {i}.", "target": 7} for i in range(2)]
     played = stage(script, rows=rows)
     sampler = RolloutSampler(
-        played.strategy, CombinedReward([], []), None, decoder=played.tokenizer,
-        config=played.config, environments=played.environments,
-    )  # fmt: skip
+        played.strategy,
+        CombinedReward([], []),
+        None,
+        decoder=played.tokenizer,
+        config=played.config,
+        environments=played.environments,
+    )
     samples = sampler.collect(played.prompts, first_request_id=0, step=1)
     assert samples.table.rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
     assert samples.table.component_names == ("Guess",)
@@ -392,9 +417,13 @@ def test_groups_are_scored_while_other_episodes_go_on(stage, tmp_path):
     played = stage(script, rows=rows, reward_args={"folder": str(tmp_path)})
     with build_reward([f"{tmp_path / 'r.py'}:tells"], config=played.config) as reward:
         sampler = RolloutSampler(
-            played.strategy, reward, None, decoder=played.tokenizer, config=played.config,
+            played.strategy,
+            reward,
+            None,
+            decoder=played.tokenizer,
+            config=played.config,
             environments=played.environments,
-        )  # fmt: skip
+        )
         samples = sampler.collect(played.prompts, first_request_id=0, step=1)
     assert seen == [True, True]
     longer = float(len(call("guess", number=7)) + len("\nend"))
@@ -446,10 +475,13 @@ def test_hermes_calls():
     assert found(hermes_calls, f"<think>{one}") == []
     unclosed = one.removesuffix("</tool_call>")
     assert found(hermes_calls, unclosed) == [("f", {"x": 1})]
-    for text, ended in ((unclosed, False), ("<tool_call>x</tool_call>", True),
-                        ('<tool_call>{"name": 3}</tool_call>', True),
-                        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', True),
-                        ("<tool_call>{'name': 'f'}</tool_call>", True)):  # fmt: skip
+    for text, ended in (
+        (unclosed, False),
+        ("<tool_call>x</tool_call>", True),
+        ('<tool_call>{"name": 3}</tool_call>', True),
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', True),
+        ("<tool_call>{'name': 'f'}</tool_call>", True),
+    ):
         with pytest.raises(MalformedCallError):
             hermes_calls(text, ended)
 
@@ -467,12 +499,19 @@ def test_llama_calls():
 
 def test_pythonic_calls():
     assert found(pythonic_calls, "[f(x=1), g(s='a', t=[1])]") == [
-        ("f", {"x": 1}), ("g", {"s": "a", "t": [1]}),
-    ]  # fmt: skip
+        ("f", {"x": 1}),
+        ("g", {"s": "a", "t": [1]}),
+    ]
     assert found(pythonic_calls, "text [f(x=1)]") == []
     assert found(pythonic_calls, "[1, 2]") == []
-    for text in ("[f(1)]", "[f(x=1+1)]", "[f(x=__import__('os'))]", "[f(x=1)", "[f(**{})]",
-                 "[f(x=g())]"):  # fmt: skip
+    for text in (
+        "[f(1)]",
+        "[f(x=1+1)]",
+        "[f(x=__import__('os'))]",
+        "[f(x=1)",
+        "[f(**{})]",
+        "[f(x=g())]",
+    ):
         with pytest.raises(MalformedCallError):
             pythonic_calls(text, True)
 
@@ -487,25 +526,42 @@ def test_the_parser_follows_the_tokenizer():
 
 # transformers' own description of how Qwen writes calls; the anchor finds opened thinking.
 RESPONSE_TEMPLATE = {
-    "defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n", "fields": {
-        "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*",
-                              "content": "text"},
-        "tool_calls": {"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True,
-                       "content": "json",
-                       "transform": {"type": "function", "function": "{content}"}},
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {
+            "open": "<think>",
+            "close_pattern": r"</think>\s*",
+            "content": "text",
+        },
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
         "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
     },
-}  # fmt: skip
+}
 BEFORE = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_tokenizers_own_response_template_is_followed():
     tokenizer = families.family_tokenizer("Gemma")  # of which no other parser is known
     tokenizer.response_template = RESPONSE_TEMPLATE
-    schema = {"type": "function", "function": {
-        "name": "f", "description": "", "parameters": {
-            "type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
-    }}  # fmt: skip
+    schema = {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "",
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"type": "integer"}},
+                "required": ["x"],
+            },
+        },
+    }
     parse = choose_parser("auto", tokenizer, (schema,))
 
     def read(text, before=BEFORE):
@@ -519,8 +575,16 @@ def test_a_tokenizers_own_response_template_is_followed():
     bare = '<tool_call>\n{"name": "f"}\n</tool_call>'
     assert read(bare) == [("f", {})]
     deep = "[" * 5000
-    for body in ('{"name": "f"', "{'name': 'f'}", "[1]", "3", '{"name": "f", "arguments": "{}"}',
-                 '{"name": "f", "arguments": [1]}', '{"arguments": {}}', deep):  # fmt: skip
+    for body in (
+        '{"name": "f"',
+        "{'name': 'f'}",
+        "[1]",
+        "3",
+        '{"name": "f", "arguments": "{}"}',
+        '{"name": "f", "arguments": [1]}',
+        '{"arguments": {}}',
+        deep,
+    ):
         with pytest.raises(MalformedCallError):
             read(f"<tool_call>{body}</tool_call>")
 
@@ -559,8 +623,13 @@ def test_what_a_template_began_to_think_is_thinking(parser):
     ids=["nested", "name", "argument", "name of an argument"],
 )
 def test_no_call_ends_the_run(stage, text):
-    played = stage([text, "done"], environment="Naughty", max_observation_tokens=64,
-                   generate_max_len=6000, max_len=8000)  # fmt: skip
+    played = stage(
+        [text, "done"],
+        environment="Naughty",
+        max_observation_tokens=64,
+        generate_max_len=6000,
+        max_len=8000,
+    )
     rollouts, _ = played.sample()
     (answers, *_) = rollouts[0].conversation.answers
     assert [a.outcome for a in answers] == ["malformed"]
@@ -576,10 +645,19 @@ def test_literals_that_are_no_json_are_the_models_error():
 
 
 def test_arguments_are_cast_only_where_the_schema_asks():
-    schema = {"f": {"parameters": {"properties": {
-        "n": {"type": "integer"}, "s": {"type": "string"}, "b": {"type": "boolean"},
-        "x": {"type": "number"},
-    }, "required": []}}}  # fmt: skip
+    schema = {
+        "f": {
+            "parameters": {
+                "properties": {
+                    "n": {"type": "integer"},
+                    "s": {"type": "string"},
+                    "b": {"type": "boolean"},
+                    "x": {"type": "number"},
+                },
+                "required": [],
+            }
+        }
+    }
     cast = check_call(ToolCall("f", {"n": "7", "s": "7", "b": "true", "x": 1}), schema)
     assert cast == {"n": 7, "s": "7", "b": True, "x": 1}
     for wrong in ({"n": 1.5}, {"n": True}, {"s": 7}, {"b": 1}):

@@ -5,8 +5,8 @@ import pytest
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.experience.exchange import exchange, merge, row_table, tabulate, to_wire
-from lightrft.experience.types import Rollout, ScoredRollout
+from lightrft.records.exchange import exchange, merge, row_table, tabulate, to_wire
+from lightrft.records.types import Rollout, ScoredRollout
 
 
 class ListGatherer:
@@ -72,10 +72,14 @@ def known(table):
     return [
         (int(i), int(g), int(p), int(r), float(reward))
         for i, g, p, r, reward in zip(
-            table.sample_ids, table.group_ids, table.prompt_lengths, table.response_lengths,
-            table.rewards, strict=True,
+            table.sample_ids,
+            table.group_ids,
+            table.prompt_lengths,
+            table.response_lengths,
+            table.rewards,
+            strict=True,
         )
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

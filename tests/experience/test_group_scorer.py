@@ -14,11 +14,11 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines import EngineConfig, SamplingParams
 from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import Completion
-from lightrft.experience.group_scorer import GroupScorer
-from lightrft.experience.sampling import RolloutSampler
-from lightrft.experience.types import Rollout
+from lightrft.records.types import Rollout
 from lightrft.rewards import build_reward
 from lightrft.rewards.types import CallStyle, RewardError, RewardResult
+from lightrft.rollout.group_scorer import GroupScorer
+from lightrft.rollout.sampler import RolloutSampler
 from lightrft.strategy import get_fake_strategy
 
 DEADLINE = 60.0

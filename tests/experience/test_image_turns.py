@@ -18,16 +18,16 @@ from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.media.inputs import axes_of_rows
 from lightrft.engines.media.prompts import RowMedia
 from lightrft.engines.types import EngineConfig
-from lightrft.experience.environments import kinds
-from lightrft.experience.environments.calls import ToolCall
-from lightrft.experience.environments.pool import EnvironmentPool
-from lightrft.experience.environments.rounds import Environments
-from lightrft.experience.evidence import take_evidence
 from lightrft.experience.ledger_gate import rebuild
-from lightrft.experience.media import _pack, _Sources, _unpack, encode_row
-from lightrft.experience.sampling import training_params
 from lightrft.models.actor import Actor
+from lightrft.records.media import _pack, _Sources, _unpack, encode_row
 from lightrft.rewards.types import RewardError
+from lightrft.rollout.environments import kinds
+from lightrft.rollout.environments.calls import ToolCall
+from lightrft.rollout.environments.pool import EnvironmentPool
+from lightrft.rollout.environments.rounds import Environments
+from lightrft.rollout.ledger_records import take_evidence
+from lightrft.rollout.sampler import training_params
 from lightrft.strategy import get_fake_strategy
 
 CASES = Path(__file__).with_name("image_environments.py")
@@ -53,19 +53,35 @@ class Stage:
             {"input": "And without?", "number": 2},
         ]
         squares(0, (84, 84)).save(folder / "0.png")
-        self.config = TrainConfig(**{
-            "environment": environment, "apply_chat_template": True, "n_samples_per_prompt": 2,
-            "generate_max_len": 24, "prompt_max_len": 400, "engine_type": "hf", "bf16": False,
-            "environment_workers": 1, "rollout_batch_size": 2, "train_batch_size": 4,
-            "max_turns": 3, "label_key": None, "enable_engine_sleep": False, **options,
-        })  # fmt: skip
+        self.config = TrainConfig(
+            **{
+                "environment": environment,
+                "apply_chat_template": True,
+                "n_samples_per_prompt": 2,
+                "generate_max_len": 24,
+                "prompt_max_len": 400,
+                "engine_type": "hf",
+                "bf16": False,
+                "environment_workers": 1,
+                "rollout_batch_size": 2,
+                "train_batch_size": 4,
+                "max_turns": 3,
+                "label_key": None,
+                "enable_engine_sleep": False,
+                **options,
+            }
+        )
         self.model, encoder = tiny(preset)
         if environment not in POOLS:
             POOLS[environment] = EnvironmentPool(self.config, reads_images=True)
         self.environments = Environments(
-            self.config, encoder.processor.tokenizer, has_system=True, folder=folder,
-            pool=POOLS[environment], vision=VisionPrompts(encoder),
-        )  # fmt: skip
+            self.config,
+            encoder.processor.tokenizer,
+            has_system=True,
+            folder=folder,
+            pool=POOLS[environment],
+            vision=VisionPrompts(encoder),
+        )
         self.encoder = encoder
         path = folder / "rows.jsonl"
         path.write_text("\n".join(map(json.dumps, ({**row, **(columns or {})} for row in rows))))
@@ -159,8 +175,10 @@ def test_images_of_turns_are_added_and_nothing_is_encoded_again(preset, played):
         base = 10 * (1 + rollout.group_id)
         expected = [squares(0, (84, 84))] if rollout.group_id == 0 else []
         expected += [squares(base)]
-        expected += [squares(base + n, (84, 56) if n % 2 else (56, 56))
-                     for n in range(1, len(rollout.segments))]  # fmt: skip
+        expected += [
+            squares(base + n, (84, 56) if n % 2 else (56, 56))
+            for n in range(1, len(rollout.segments))
+        ]
         shown = [image.decode() for image in rollout.images]
         assert [image.tobytes() for image in shown] == [image.tobytes() for image in expected]
         assert "First:" in prompt.text
@@ -236,9 +254,14 @@ def test_places_are_those_of_the_whole_conversation(played):
         media, ids = encode_row(rollout, stage.encoder), torch.tensor(rollout.token_ids)
         (found,) = axes_of_rows(trunk, [ids], [media])
         types = (ids == stage.model.config.image_token_id).long()
-        grid = torch.cat([stage.encoder.processor.image_processor(
-            images=[image.decode()], return_tensors="pt"
-        )["image_grid_thw"] for image in rollout.images])  # fmt: skip
+        grid = torch.cat(
+            [
+                stage.encoder.processor.image_processor(
+                    images=[image.decode()], return_tensors="pt"
+                )["image_grid_thw"]
+                for image in rollout.images
+            ]
+        )
         expected, _ = trunk.get_rope_index(
             ids[None], mm_token_type_ids=types[None], image_grid_thw=grid
         )

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightrft.experience.environments.journal import read_journal
-from lightrft.experience.environments.replay import Replay, replay_journal
-from lightrft.experience.evidence import take_evidence
 from lightrft.experience.ledger_gate import rebuild
-from lightrft.experience.sampling import RolloutSampler, training_params
 from lightrft.rewards.build import CombinedReward
+from lightrft.rollout.environments.journal import read_journal
+from lightrft.rollout.ledger_records import take_evidence
+from lightrft.rollout.sampler import RolloutSampler, training_params
+from lightrft.tools.replay.journal_rounds import Replay, replay_journal
 
 _SPEC = importlib.util.spec_from_file_location(
     "environment_stage", Path(__file__).with_name("test_environments.py")
@@ -190,9 +190,11 @@ def test_a_deadline_is_not_decided_twice(tmp_path):
     assert [r is None for r in first.rewards] == [i == 1 for i in range(6)]
     # The environment behaves this time, but its episode has failed.
     good = Played(
-        tmp_path / "again", lambda i: [call("act", what="none"), "done"],
-        lines=first.lines, **options,
-    )  # fmt: skip
+        tmp_path / "again",
+        lambda i: [call("act", what="none"), "done"],
+        lines=first.lines,
+        **options,
+    )
     assert [r is None for r in good.rewards] == [i == 1 for i in range(6)]
     assert good.num_requests == 0
 
@@ -243,9 +245,13 @@ def test_each_batch_of_dynamic_sampling_has_a_journal(tmp_path):
     # The rewards of the first batch are constant, of the second they are mixed.
     stage.script = lambda i: [call("count_up")] * (1 + (i % 2 if rounds[0] else 0)) + ["done"]
     sampler = RolloutSampler(
-        stage.strategy, CombinedReward([], []), None, decoder=stage.tokenizer,
-        config=stage.config, environments=stage.environments,
-    )  # fmt: skip
+        stage.strategy,
+        CombinedReward([], []),
+        None,
+        decoder=stage.tokenizer,
+        config=stage.config,
+        environments=stage.environments,
+    )
 
     def more():
         rounds[0] += 1
@@ -272,9 +278,13 @@ def replayed(played, text, say=None):
         engine._script = say
     config = played.stage.config
     replay_journal(
-        read_journal(path), replace(training_params(config), n=1), config=config,
-        tokenizer=played.stage.tokenizer, generate=generate, into=found,
-    )  # fmt: skip
+        read_journal(path),
+        replace(training_params(config), n=1),
+        config=config,
+        tokenizer=played.stage.tokenizer,
+        generate=generate,
+        into=found,
+    )
     engine._script = played.stage.say
     return found
 

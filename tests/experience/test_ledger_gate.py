@@ -11,13 +11,13 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.fake import FakeEngine
 from lightrft.engines.ledger import Ledger, hash_context
 from lightrft.engines.types import Completion, EngineConfig, GenerationRequest, SamplingParams
-from lightrft.experience.collate import collate
-from lightrft.experience.evidence import LedgerError, take_evidence
-from lightrft.experience.exchange import tabulate
 from lightrft.experience.ledger_gate import check_ledger
-from lightrft.experience.types import Rollout, ScoredRollout, Segment
 from lightrft.models import layout as layout_module
 from lightrft.models.layout import LayoutPolicy
+from lightrft.records.collate import collate
+from lightrft.records.exchange import tabulate
+from lightrft.records.types import Rollout, ScoredRollout, Segment
+from lightrft.rollout.ledger_records import LedgerError, take_evidence
 
 SPECIAL = frozenset(range(90, 97))
 VOCAB = 90
@@ -68,9 +68,16 @@ def sampled_rollout(rng, engine, sample_id, prompt):
         versions += [version] * len(found.output_token_ids) + [-1] * len(observation)
         segments.append(Segment(request.request_id, 0, observation, spans))
     completion = Completion(
-        sample_id, 0, prompt, tuple(ids), tuple(logprobs), "temperature", "stop", version,
+        sample_id,
+        0,
+        prompt,
+        tuple(ids),
+        tuple(logprobs),
+        "temperature",
+        "stop",
+        version,
         tuple(flags),
-    )  # fmt: skip
+    )
     row = Prompt(id=sample_id, text="", token_ids=prompt)
     return Rollout(row, completion, sample_id, sample_id, "", tuple(versions), tuple(segments))
 
@@ -83,9 +90,13 @@ def check(scored, strategy, *, evidence=None, is_packed=False, change=lambda bat
     batch = change(collate(table, pad_token_id=0, temperature=1.0, device=torch.device("cpu")))
     half = len(scored) // 2
     check_ledger(
-        batch, table, evidence, policy=LayoutPolicy(packs_samples=is_packed),
-        slices=[slice(0, half), slice(half, len(scored))], strategy=strategy,
-    )  # fmt: skip
+        batch,
+        table,
+        evidence,
+        policy=LayoutPolicy(packs_samples=is_packed),
+        slices=[slice(0, half), slice(half, len(scored))],
+        strategy=strategy,
+    )
 
 
 def evidence_of(scored, strategy):
@@ -111,10 +122,13 @@ def retokenised_turn(scored, row):
     """Two ids of the last turn become one."""
     completion = scored[row].rollout.completion
     return edit(
-        scored, row, output_token_ids=(*completion.output_token_ids[:-2], 7),
-        output_logprobs=completion.output_logprobs[:-1], sampled=completion.sampled[:-1],
+        scored,
+        row,
+        output_token_ids=(*completion.output_token_ids[:-2], 7),
+        output_logprobs=completion.output_logprobs[:-1],
+        sampled=completion.sampled[:-1],
         token_versions=scored[row].rollout.token_versions[:-1],
-    )  # fmt: skip
+    )
 
 
 def other_ids_of_a_turn(scored, row):
@@ -154,10 +168,13 @@ def truncated_observation(scored, row):
 
     completion = rollout.completion
     return edit(
-        scored, row, output_token_ids=without(completion.output_token_ids),
-        output_logprobs=without(completion.output_logprobs), sampled=without(completion.sampled),
+        scored,
+        row,
+        output_token_ids=without(completion.output_token_ids),
+        output_logprobs=without(completion.output_logprobs),
+        sampled=without(completion.sampled),
         token_versions=without(rollout.token_versions),
-    )  # fmt: skip
+    )
 
 
 def swapped_rows(scored, row):
@@ -168,10 +185,11 @@ def swapped_rows(scored, row):
         items[here] = replace(
             scored[here],
             rollout=replace(
-                scored[here].rollout, completion=theirs.completion,
+                scored[here].rollout,
+                completion=theirs.completion,
                 token_versions=theirs.token_versions,
             ),
-        )  # fmt: skip
+        )
     return items
 
 
@@ -183,10 +201,12 @@ def logprob_of_another_turn(scored, row):
 
 def first_row_of_turns(scored):
     return next(
-        i for i, item in enumerate(scored)
-        if len(item.rollout.segments) > 1 and not item.is_masked
+        i
+        for i, item in enumerate(scored)
+        if len(item.rollout.segments) > 1
+        and not item.is_masked
         and len(item.rollout.completion.output_token_ids) > 3
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,9 +277,10 @@ def test_bounds_and_scored_places_of_a_stream_are_checked(monkeypatch):
     right = layout_module._bounds
     with monkeypatch.context() as patch:
         patch.setattr(
-            layout_module, "_bounds",
+            layout_module,
+            "_bounds",
             lambda lengths, device, group: right([sum(lengths)], device, group),
-        )  # fmt: skip
+        )
         with pytest.raises(LedgerError, match="does not end its sequences where rows end"):
             check(scored, strategy, evidence=evidence, is_packed=True)
     own = LayoutPolicy.lay_out
@@ -317,9 +338,10 @@ def test_ranks_of_one_engine_that_disagree_are_found():
         peer = take_evidence_of(entries if agrees else [moved, *entries[1:]], told)
         assert len(peer.entries) == len(entries)
     world = SimpleNamespace(
-        inference_engine=engine, engine_mp_group="ranks of one engine",
+        inference_engine=engine,
+        engine_mp_group="ranks of one engine",
         gather_objects=lambda own, group: [own, told[0]],
-    )  # fmt: skip
+    )
     with pytest.raises(LedgerError, match="sampled twice in one context"):
         take_evidence([], world)
     world.gather_objects = lambda own, group: [own, told[1]]

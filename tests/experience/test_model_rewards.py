@@ -7,12 +7,12 @@ import torch
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.experience.model_rewards import ModelRewards, ScoringModel
-from lightrft.experience.scoring import score_rollouts
-from lightrft.experience.types import Rollout
-from lightrft.models.presets import byte_level_tokenizer
+from lightrft.records.types import Rollout
 from lightrft.rewards.recipes import RewardRecipes
 from lightrft.rewards.types import RewardError, RewardResult
+from lightrft.rollout.model_rewards import ModelRewards, ScoringModel
+from lightrft.rollout.scoring import score_rollouts
+from lightrft.tools.model_presets import byte_level_tokenizer
 
 
 class SumOfIds(torch.nn.Module):
@@ -49,10 +49,15 @@ def rollout(i, response, *, task="a", finish="stop"):
     prompt = Prompt(i, "ab", (97, 98), columns={"task": task})
     text = bytes(response).decode()
     completion = Completion(
-        request_id=i, sample_index=0, prompt_token_ids=(97, 98),
-        output_token_ids=tuple(response), output_logprobs=(0.0,) * len(response),
-        logprobs_mode="temperature", finish_reason=finish, weights_version=0,
-    )  # fmt: skip
+        request_id=i,
+        sample_index=0,
+        prompt_token_ids=(97, 98),
+        output_token_ids=tuple(response),
+        output_logprobs=(0.0,) * len(response),
+        logprobs_mode="temperature",
+        finish_reason=finish,
+        weights_version=0,
+    )
     return Rollout(prompt, completion, i, i, text)
 
 
@@ -86,9 +91,11 @@ def test_recipes_choose_rows_and_weights():
     log = []
     recipes = RewardRecipes("task", {"a": {"first": 0.5}, "b": {"rule": 1.0}})
     rewards = ModelRewards(
-        OneOfTwoRanks(log, 0), [ScoringModel("first", SumOfIds(log))], micro_batch_size=8,
+        OneOfTwoRanks(log, 0),
+        [ScoringModel("first", SumOfIds(log))],
+        micro_batch_size=8,
         recipes=recipes,
-    )  # fmt: skip
+    )
     log.clear()
     found = rewards.score(rollouts())
     assert [r.reward for r in found] == [246.0, 147.5, 0.0]

@@ -13,22 +13,22 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightrft.config import TrainConfig
 from lightrft.engines.types import Completion
 from lightrft.experience.assemble import AdvantageSettings
-from lightrft.experience.collate import collate
-from lightrft.experience.exchange import row_table, tabulate
 from lightrft.experience.forward import ForwardModels
 from lightrft.experience.maker import make_experience
-from lightrft.experience.sampling import Samples
-from lightrft.experience.scoring import overlong_penalty, score_rollouts
-from lightrft.experience.stages import StageMeter
 from lightrft.models import Actor, Critic
+from lightrft.records.collate import collate
+from lightrft.records.exchange import row_table, tabulate
+from lightrft.records.step_timer import StageMeter
+from lightrft.reporting.trajectories import spans
 from lightrft.rewards.types import RewardResult
+from lightrft.rollout.sampler import Samples
+from lightrft.rollout.scoring import overlong_penalty, score_rollouts
+from lightrft.stages.algorithm import decide
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.step_metrics import record_experience, table_metrics
+from lightrft.stages.updates import TrainedModel, Update
 from lightrft.strategy import get_fake_strategy
-from lightrft.trainer.reporting.sample_page import token_sample
-from lightrft.trainer.reporting.trajectories import spans
-from lightrft.trainer.training.algorithm import decide
-from lightrft.trainer.training.metrics import StepMetrics
-from lightrft.trainer.training.step_metrics import record_experience, table_metrics
-from lightrft.trainer.training.updates import TrainedModel, Update
+from lightrft.tools.report.sample_page import token_sample
 
 _SPEC = importlib.util.spec_from_file_location(
     "multi_turn", Path(__file__).with_name("multi_turn.py")
@@ -46,10 +46,14 @@ def flags(rollout):
 
 def test_a_completion_says_which_of_its_tokens_were_sampled():
     base = {
-        "request_id": 0, "sample_index": 0, "prompt_token_ids": (1,), "output_token_ids": (2, 3, 4),
-        "output_logprobs": (-1.0, 0.0, -2.0), "logprobs_mode": "temperature",
+        "request_id": 0,
+        "sample_index": 0,
+        "prompt_token_ids": (1,),
+        "output_token_ids": (2, 3, 4),
+        "output_logprobs": (-1.0, 0.0, -2.0),
+        "logprobs_mode": "temperature",
         "finish_reason": "stop",
-    }  # fmt: skip
+    }
     assert Completion(**base).is_sampled == (True, True, True)
     assert Completion(**base).sampled_token_ids == (2, 3, 4)
     mixed = Completion(**base, sampled=(True, False, True))
@@ -100,9 +104,11 @@ def test_the_length_penalty_looks_at_the_longest_turn():
         item.completion, output_token_ids=(1,) * 24, output_logprobs=(0.0,) * 24, sampled=sampled
     )
     config = TrainConfig(
-        overlong_buffer=True, overlong_buffer_len=4, overlong_buffer_penalty_factor=1.0,
+        overlong_buffer=True,
+        overlong_buffer_len=4,
+        overlong_buffer_penalty_factor=1.0,
         generate_max_len=8,
-    )  # fmt: skip
+    )
     scored = score_rollouts(
         [replace(item, completion=completion)],
         [RewardResult(0.0, {})],
@@ -124,10 +130,16 @@ def test_the_report_tells_observations_from_sampled_tokens():
 def tiny_llama(seed):
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, initializer_range=0.1,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        initializer_range=0.1,
         max_position_embeddings=128,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -155,11 +167,21 @@ def models(seed=0):
 
 
 OPTIONS = {
-    "bf16": False, "temperature": 0.8, "gamma": 0.9, "lambd": 0.7, "init_kl_coef": 0.3,
-    "entropy_coef": 0.02, "loss_agg_mode": "token-mean", "train_batch_size": 8, "max_norm": 1e9,
-    "rollout_batch_size": 2, "n_samples_per_prompt": 4, "engine_type": "fake", "value_clip": 0.0,
+    "bf16": False,
+    "temperature": 0.8,
+    "gamma": 0.9,
+    "lambd": 0.7,
+    "init_kl_coef": 0.3,
+    "entropy_coef": 0.02,
+    "loss_agg_mode": "token-mean",
+    "train_batch_size": 8,
+    "max_norm": 1e9,
+    "rollout_batch_size": 2,
+    "n_samples_per_prompt": 4,
+    "engine_type": "fake",
+    "value_clip": 0.0,
     "kl_estimator": "k1",
-}  # fmt: skip
+}
 
 
 def gradients_of(optimizer, run):
@@ -188,10 +210,12 @@ def take_step(items, trained, *, is_packed, micro_batch_size, **options):
     for model in trained:
         model.pack_samples(is_packed)
     config = TrainConfig(
-        **{**OPTIONS, **options}, packing_samples=is_packed,
-        micro_train_batch_size=micro_batch_size, micro_rollout_batch_size=micro_batch_size,
+        **{**OPTIONS, **options},
+        packing_samples=is_packed,
+        micro_train_batch_size=micro_batch_size,
+        micro_rollout_batch_size=micro_batch_size,
         micro_batch_tokens=40 if is_packed else None,
-    )  # fmt: skip
+    )
     config, algorithm = decide(config)
     strategy = get_fake_strategy(config)
     has_critic = algorithm.estimator_traits.needs_critic
@@ -208,9 +232,12 @@ def take_step(items, trained, *, is_packed, micro_batch_size, **options):
     metrics = StepMetrics()
     record_experience(step, metrics, config)
     update = Update(
-        config, algorithm.policy_loss, strategy, metrics,
+        config,
+        algorithm.policy_loss,
+        strategy,
+        metrics,
         kl_coef=kl_coef if config.use_kl_loss else 0.0,
-    )  # fmt: skip
+    )
     slices = step.plan.micro_slices(
         step.table.lengths, index=0, rank=0, micro_batch_size=micro_batch_size, config=config
     )
@@ -240,8 +267,11 @@ def test_loss_and_gradient_equal_a_float64_program(
     program = Program(
         *functions, has_gae=estimator == "gae", counts_turns=turn_credit == "discounted"
     )
-    options = {"advantage_estimator": estimator, "use_kl_loss": estimator != "gae",
-               "turn_credit": turn_credit}  # fmt: skip
+    options = {
+        "advantage_estimator": estimator,
+        "use_kl_loss": estimator != "gae",
+        "turn_credit": turn_credit,
+    }
     if estimator != "gae":
         options["kl_estimator"] = "k3"
     found, _, step = take_step(
@@ -267,9 +297,12 @@ def test_loss_and_gradient_equal_a_float64_program(
     wrong = tuple(f != (i == first) for i, f in enumerate(planted.is_sampled))
     other = replace(items[0].rollout, completion=replace(planted, sampled=wrong))
     moved, _, _ = take_step(
-        [replace(items[0], rollout=other), *items[1:]], trained, is_packed=is_packed,
-        micro_batch_size=micro_batch_size, **options,
-    )  # fmt: skip
+        [replace(items[0], rollout=other), *items[1:]],
+        trained,
+        is_packed=is_packed,
+        micro_batch_size=micro_batch_size,
+        **options,
+    )
     assert deviation(moved[0], [g.double() for g in found[0]]) > 1e-3
 
 
@@ -297,9 +330,10 @@ def test_a_single_turn_has_the_bits_of_a_response_without_a_mask(estimator):
     marked = [with_flags(i, (True,) * len(i.rollout.completion.output_token_ids)) for i in items]
     (expected, metrics, batch), (found, same, again) = step(plain), step(marked)
     assert all(
-        torch.equal(a, b) for e, f in zip(expected, found, strict=True)
+        torch.equal(a, b)
+        for e, f in zip(expected, found, strict=True)
         for a, b in zip(e, f, strict=True)
-    )  # fmt: skip
+    )
     assert same == metrics
     assert torch.equal(batch.advantages, again.advantages)
     assert torch.equal(batch.returns, again.returns)

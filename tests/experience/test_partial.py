@@ -9,8 +9,8 @@ import pytest
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion, SamplingParams
-from lightrft.experience.carry import PartialRolloutState
-from lightrft.experience.partial import finish_groups, open_groups
+from lightrft.rollout.carry import PartialRolloutState
+from lightrft.rollout.partial import finish_groups, open_groups
 
 LIMIT = 30
 PARAMS = SamplingParams(max_tokens=LIMIT, n=2, seed=5)
@@ -42,21 +42,27 @@ class Scripted:
         tokens = tuple(range(len(so_far), len(so_far) + left))
         is_over = len(so_far) + left == length and length < LIMIT
         return Completion(
-            request_id=request.request_id, sample_index=0,
-            prompt_token_ids=request.prompt_token_ids, output_token_ids=tokens,
-            output_logprobs=tuple(-float(t) for t in tokens), logprobs_mode="temperature",
+            request_id=request.request_id,
+            sample_index=0,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=tokens,
+            output_logprobs=tuple(-float(t) for t in tokens),
+            logprobs_mode="temperature",
             finish_reason="stop" if is_over else "length",
             weights_version=self.inference_engine.weights_version,
-        )  # fmt: skip
+        )
 
 
 def run(lengths_by_step, *, max_staleness, num_prompts=4, chunk=2):
     """Trained lengths and oldest ages, step by step; each step draws the given prompts."""
     strategy, carry, first = Scripted(), PartialRolloutState(), 0
     config = TrainConfig(
-        rollout_batch_size=2, partial_rollout=True, partial_rollout_prompts=num_prompts,
-        partial_rollout_tokens=chunk, max_staleness=max_staleness,
-    )  # fmt: skip
+        rollout_batch_size=2,
+        partial_rollout=True,
+        partial_rollout_prompts=num_prompts,
+        partial_rollout_tokens=chunk,
+        max_staleness=max_staleness,
+    )
     steps = []
     for version, lengths in enumerate(lengths_by_step):
         strategy.inference_engine.weights_version = version

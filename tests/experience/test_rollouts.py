@@ -3,8 +3,8 @@ import pytest
 from lightrft.config import ConfigError
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.experience.rollout_groups import RolloutGroups
-from lightrft.experience.sampling import build_requests, own_positions
+from lightrft.rollout.rollout_groups import RolloutGroups
+from lightrft.rollout.sampler import build_requests, own_positions
 
 
 class Rank:

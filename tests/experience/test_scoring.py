@@ -9,11 +9,11 @@ import pytest
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.experience.group_scorer import GroupScorer
-from lightrft.experience.scoring import overlong_penalty, score_rollouts
-from lightrft.experience.types import Rollout
-from lightrft.rewards.remote import RemoteReward
+from lightrft.records.types import Rollout
 from lightrft.rewards.types import RewardError, RewardResult
+from lightrft.rollout.group_scorer import GroupScorer
+from lightrft.rollout.scoring import overlong_penalty, score_rollouts
+from lightrft.tools.rewards.remote import RemoteReward
 
 
 @dataclass
@@ -157,9 +157,9 @@ import time
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.experience.sampling import RolloutSampler
-from lightrft.experience.stages import StageMeter
-from lightrft.experience.types import Rollout
+from lightrft.rollout.sampler import RolloutSampler
+from lightrft.records.step_timer import StageMeter
+from lightrft.records.types import Rollout
 from lightrft.rewards.types import RewardResult
 from lightrft.strategy import get_fake_strategy
 

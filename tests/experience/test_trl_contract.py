@@ -60,18 +60,25 @@ CASES = {
     # TRL: both end the episode in silence.
     "a broken call is answered": (
         '<tool_call>\n{"name": "fixed"\n</tool_call>',
-        [json.dumps({"error": "a call is no JSON object: Expecting ',' delimiter: line 3 column 1 "
-                     "(char 18)"})],
+        [
+            json.dumps(
+                {
+                    "error": "a call is no JSON object: Expecting ',' delimiter: line 3 column 1 "
+                    "(char 18)"
+                }
+            )
+        ],
     ),
     "properties and private names are no tools": (
         call("broken") + call("__init__"),
         [
-            json.dumps({"error": f"no tool '{name}': there are close, columns, fixed, inherited, "
-                        "later"})
+            json.dumps(
+                {"error": f"no tool '{name}': there are close, columns, fixed, inherited, later"}
+            )
             for name in ("broken", "__init__")
         ],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("turn", "expected"), CASES.values(), ids=CASES)
@@ -131,9 +138,12 @@ def test_delays_of_tools_change_nothing_that_an_engine_sees(tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         stage = Stage(
-            folder, lambda i: [call("count_up")] * (1 + i % 3) + ["done"], environment="Delayed",
-            rows=[{"input": f"Find it {i}."} for i in range(2)], environment_workers=2,
-        )  # fmt: skip
+            folder,
+            lambda i: [call("count_up")] * (1 + i % 3) + ["done"],
+            environment="Delayed",
+            rows=[{"input": f"Find it {i}."} for i in range(2)],
+            environment_workers=2,
+        )
         batches, generate = [], stage.engine.generate
 
         def noted(requests, params, batches=batches, generate=generate, **keywords):
@@ -183,14 +193,19 @@ def test_rows_choose_among_several_environments(tmp_path):
     assert "no tool 'count_up'" in answers[2][1]
     assert answers[4] == answers[5] == ["1", "2"]  # an instance for each episode
     assert [dict(r.components) for r in rewards[::2]] == [
-        {"Guess": 1.0}, {"Contract": 1.0}, {"Counter": 3.0, "count": 2.0, "half": 1.0},
-    ]  # fmt: skip
+        {"Guess": 1.0},
+        {"Contract": 1.0},
+        {"Counter": 3.0, "count": 2.0, "half": 1.0},
+    ]
 
 
 def test_an_unknown_environment_is_named_before_the_run(tmp_path):
     rows = [{"input": "x", "environment": "guess"}, {"input": "x", "environment": "gess"}]
-    with pytest.raises(DataError, match=r"rows.jsonl.*2.*must name one of guess, contract, told, "
-                       r"made: got 'gess'"):  # fmt: skip
+    with pytest.raises(
+        DataError,
+        match=r"rows.jsonl.*2.*must name one of guess, contract, told, "
+        r"made: got 'gess'",
+    ):
         chosen(tmp_path, lambda i: ["done"], rows)
     with pytest.raises(DataError, match="column 'environment' must name one of"):
         chosen(tmp_path, lambda i: ["done"], [{"input": "x"}])
@@ -210,11 +225,13 @@ def test_one_environment_gets_the_whole_row(tmp_path):
 TOLD = {
     "nothing": (None, "Say it."),
     "a text": (" Now.", "Say it. Now."),
-    "blocks": ([{"type": "text", "text": " Right"}, {"type": "text", "text": " now."}],
-               "Say it. Right now."),
+    "blocks": (
+        [{"type": "text", "text": " Right"}, {"type": "text", "text": " now."}],
+        "Say it. Right now.",
+    ),
     "blocks and texts": ([" Right", {"type": "text", "text": " now."}], "Say it. Right now."),
     "no blocks": ([], "Say it."),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("told", "expected"), TOLD.values(), ids=TOLD)

@@ -48,11 +48,20 @@ def tiny_actor(*, tied: bool):
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=160, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=128,
-        initializer_range=0.1, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=1,
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=1,
         pad_token_id=0,
-    )  # fmt: skip
+    )
     return Actor(Qwen3ForCausalLM(config))
 
 
@@ -60,13 +69,26 @@ def arguments(backend: str) -> Namespace:
     return Namespace(
         fsdp=backend == "fsdp",
         zero_stage=int(backend[-1]) if backend.startswith("zero") else 2,
-        seed=3, max_norm=1.0, bf16=False, micro_train_batch_size=2, train_batch_size=8,
-        micro_rollout_batch_size=4, rollout_batch_size=NUM_PROMPTS,
-        n_samples_per_prompt=GROUP_SIZE, generate_max_len=12, actor_learning_rate=3e-4,
-        lr_warmup_ratio=0.0, lr_scheduler="constant", init_kl_coef=0.0, use_kl_loss=False,
-        advantage_estimator="group_norm", loss_agg_mode="token-mean", engine_type="hf",
-        pretrain=None, plot_every=-1,
-    )  # fmt: skip
+        seed=3,
+        max_norm=1.0,
+        bf16=False,
+        micro_train_batch_size=2,
+        train_batch_size=8,
+        micro_rollout_batch_size=4,
+        rollout_batch_size=NUM_PROMPTS,
+        n_samples_per_prompt=GROUP_SIZE,
+        generate_max_len=12,
+        actor_learning_rate=3e-4,
+        lr_warmup_ratio=0.0,
+        lr_scheduler="constant",
+        init_kl_coef=0.0,
+        use_kl_loss=False,
+        advantage_estimator="group_norm",
+        loss_agg_mode="token-mean",
+        engine_type="hf",
+        pretrain=None,
+        plot_every=-1,
+    )
 
 
 def train(rank: int, world_size: int, backend: str, tied: bool, folder: str) -> list[tuple]:

@@ -30,10 +30,17 @@ def build(*, is_tied: bool, is_fused: bool):
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, initializer_range=0.1,
-        tie_word_embeddings=is_tied, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        initializer_range=0.1,
+        tie_word_embeddings=is_tied,
+        max_position_embeddings=64,
+    )
     return Actor(Qwen3ForCausalLM(config), fused_linear_logprob=is_fused, chunk_size=CHUNK)
 
 
@@ -49,9 +56,13 @@ def batch_of(rank: int):
 def score(actor, rank: int):
     token_ids, attention_mask, scored_mask, upstream = batch_of(rank)
     output = actor(
-        token_ids, attention_mask, scored_mask=scored_mask, temperature=0.8, entropy="grad",
+        token_ids,
+        attention_mask,
+        scored_mask=scored_mask,
+        temperature=0.8,
+        entropy="grad",
         support=SamplingSupport(top_k=40, top_p=0.7),
-    )  # fmt: skip
+    )
     loss = (output.logprobs * upstream[0] + output.entropy * upstream[1]).sum()
     return output, loss
 
@@ -87,8 +98,11 @@ def compare(strategy, rank: int, *, is_tied: bool, is_fused: bool) -> dict[str, 
         strategy.optimizer_step(ready.optimizer, ready.model, None)
     norm = torch.stack([g.norm() for g in want.values()]).norm()
     errors = {name: float((found[name] - want[name]).norm()) for name in want}
-    kept = {name: errors[name] / float(want[name].norm()) for name in want
-            if want[name].norm() > 1e-4 * norm}  # fmt: skip
+    kept = {
+        name: errors[name] / float(want[name].norm())
+        for name in want
+        if want[name].norm() > 1e-4 * norm
+    }
     logprobs, entropy, mass = outputs[rank]
     return {
         "logprobs": float((output.logprobs - logprobs).abs().max()),

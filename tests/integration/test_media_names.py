@@ -13,10 +13,10 @@ from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.media.families import family_of
 from lightrft.models.actor import Actor
 from lightrft.models.loading import ModelLoadError, load_causal_lm, load_model
-from lightrft.models.vision.tiny import TINY_FAMILIES, write_tiny_vision_model
 from lightrft.strategy.weight_sync.accounting import WeightSyncError
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, module_parameter_source
 from lightrft.strategy.weight_sync.sync import WeightSync
+from lightrft.tools.tiny_vision_models import TINY_FAMILIES, write_tiny_vision_model
 
 
 class CopyingEngine(HFEngine):

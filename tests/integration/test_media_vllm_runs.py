@@ -8,8 +8,8 @@ from tests.trainer.vision_world import write_data
 
 from lightrft.config import TrainConfig
 from lightrft.models.loading import save_pretrained
+from lightrft.run.assembly import run_training
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.trainer.runs.assembly import run_training
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -20,14 +20,25 @@ def run(preset, folder, **options):
     save_pretrained(model, None, folder / "model")
     encoder.processor.save_pretrained(folder / "model")
     data = write_data(folder)
-    config = TrainConfig().replaced({
-        "pretrain": str(folder / "model"), "prompt_data": str(data / "train.jsonl"),
-        "reward_fn": (f"{data / 'reward.py'}:reward",), "apply_chat_template": True,
-        "prompt_max_len": 200, "generate_max_len": 6, "rollout_batch_size": 4,
-        "n_samples_per_prompt": 4, "train_batch_size": 16, "micro_train_batch_size": 8,
-        "max_steps": 2, "actor_learning_rate": 1e-3, "engine_type": "vllm",
-        "output_dir": str(folder / "out"), **options,
-    })  # fmt: skip
+    config = TrainConfig().replaced(
+        {
+            "pretrain": str(folder / "model"),
+            "prompt_data": str(data / "train.jsonl"),
+            "reward_fn": (f"{data / 'reward.py'}:reward",),
+            "apply_chat_template": True,
+            "prompt_max_len": 200,
+            "generate_max_len": 6,
+            "rollout_batch_size": 4,
+            "n_samples_per_prompt": 4,
+            "train_batch_size": 16,
+            "micro_train_batch_size": 8,
+            "max_steps": 2,
+            "actor_learning_rate": 1e-3,
+            "engine_type": "vllm",
+            "output_dir": str(folder / "out"),
+            **options,
+        }
+    )
     return run_training(config)
 
 

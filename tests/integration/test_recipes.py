@@ -70,7 +70,7 @@ def test_an_example_is_short_and_takes_a_learning_rate(repository, name, monkeyp
 def test_the_recipe_trains_on_four_processes(tmp_path, repository, recipe):
     from safetensors.torch import load_file
 
-    from lightrft.models.presets import write_tiny_model
+    from lightrft.tools.model_presets import write_tiny_model
 
     model = tmp_path / "model"
     write_tiny_model(str(model), "tiny-qwen3", seed=1)
@@ -80,18 +80,53 @@ def test_the_recipe_trains_on_four_processes(tmp_path, repository, recipe):
     words = shlex.split(RECIPES[recipe].replace("\\\n", " "))
     script = repository / "examples" / words[1]
     appended = [
-        "--pretrain", model, "--prompt_data", tmp_path / "train.jsonl",
-        "--reward_fn", f"{tmp_path / 'reward.py'}:score", "--save_path", tmp_path / "trained",
-        "--max_steps", 2, "--rollout_batch_size", 8, "--n_samples_per_prompt", 2,
-        "--generate_max_len", 6, "--train_batch_size", 8, "--micro_train_batch_size", 1,
-        "--log_dir", tmp_path / "logs", "--engine_type", "hf", "--bf16",
-        "--actor_learning_rate", "1e-3",
-    ]  # fmt: skip
+        "--pretrain",
+        model,
+        "--prompt_data",
+        tmp_path / "train.jsonl",
+        "--reward_fn",
+        f"{tmp_path / 'reward.py'}:score",
+        "--save_path",
+        tmp_path / "trained",
+        "--max_steps",
+        2,
+        "--rollout_batch_size",
+        8,
+        "--n_samples_per_prompt",
+        2,
+        "--generate_max_len",
+        6,
+        "--train_batch_size",
+        8,
+        "--micro_train_batch_size",
+        1,
+        "--log_dir",
+        tmp_path / "logs",
+        "--engine_type",
+        "hf",
+        "--bf16",
+        "--actor_learning_rate",
+        "1e-3",
+    ]
     finished = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "4",
-         "--master_port", str(find_free_port()), script, *words[2:], *map(str, appended)],
-        capture_output=True, text=True, timeout=1200, check=False, cwd=tmp_path,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            "4",
+            "--master_port",
+            str(find_free_port()),
+            script,
+            *words[2:],
+            *map(str, appended),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+        cwd=tmp_path,
+    )
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-6000:]
     assert "step 2: reward" in finished.stdout
     before, after = (

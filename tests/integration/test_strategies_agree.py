@@ -76,11 +76,20 @@ def tiny_actor():
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=37, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=128,
-        initializer_range=0.05, tie_word_embeddings=False, bos_token_id=None, eos_token_id=1,
+        vocab_size=37,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=128,
+        initializer_range=0.05,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=1,
         pad_token_id=0,
-    )  # fmt: skip
+    )
     return Actor(Qwen3ForCausalLM(config))
 
 
@@ -88,14 +97,29 @@ def arguments(backend: str) -> Namespace:
     return Namespace(
         fsdp=backend == "fsdp",
         zero_stage=int(backend[-1]) if backend.startswith("zero") else 2,
-        seed=3, max_norm=0.5, bf16=False, micro_train_batch_size=2, train_batch_size=8,
-        micro_rollout_batch_size=3, rollout_batch_size=NUM_PROMPTS,
-        n_samples_per_prompt=GROUP_SIZE, generate_max_len=16, actor_learning_rate=3e-4,
-        lr_warmup_ratio=0.0, lr_scheduler="constant", init_kl_coef=0.0, use_kl_loss=False,
-        advantage_estimator="dr_grpo", loss_agg_mode="token-mean", policy_loss="recorded",
-        engine_type="fake", engine_args={"vocab_size": 37, "eos_token_id": -1},
-        enable_engine_sleep=False, pretrain=None, plot_every=-1,
-    )  # fmt: skip
+        seed=3,
+        max_norm=0.5,
+        bf16=False,
+        micro_train_batch_size=2,
+        train_batch_size=8,
+        micro_rollout_batch_size=3,
+        rollout_batch_size=NUM_PROMPTS,
+        n_samples_per_prompt=GROUP_SIZE,
+        generate_max_len=16,
+        actor_learning_rate=3e-4,
+        lr_warmup_ratio=0.0,
+        lr_scheduler="constant",
+        init_kl_coef=0.0,
+        use_kl_loss=False,
+        advantage_estimator="dr_grpo",
+        loss_agg_mode="token-mean",
+        policy_loss="recorded",
+        engine_type="fake",
+        engine_args={"vocab_size": 37, "eos_token_id": -1},
+        enable_engine_sleep=False,
+        pretrain=None,
+        plot_every=-1,
+    )
 
 
 def record_losses(rows: list):

@@ -16,9 +16,15 @@ from lightrft.strategy.weight_sync.sync import WeightSync, WeightSyncError
 
 CPU = torch.device("cpu")
 SHAPE = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "head_dim": 32, "vocab_size": 131, "initializer_range": 0.1, "max_position_embeddings": 128,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 131,
+    "initializer_range": 0.1,
+    "max_position_embeddings": 128,
+}
 SMALL_BUCKET, LARGE_BUCKET = 20_000, 2**28
 
 
@@ -27,9 +33,13 @@ def moe_model(seed):
 
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
-        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
-        intermediate_size=96, tie_word_embeddings=False,
-    )  # fmt: skip
+        **SHAPE,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        intermediate_size=96,
+        tie_word_embeddings=False,
+    )
     return Qwen3MoeForCausalLM(config)
 
 

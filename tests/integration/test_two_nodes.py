@@ -88,14 +88,20 @@ def environment(**changes: str) -> dict[str, str]:
 
 def start_rank(node: Node, rank: int, folder: Path, place: str, master: str = FIRST):
     changes = {
-        "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": master, "MASTER_PORT": "29511",
-    }  # fmt: skip
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": master,
+        "MASTER_PORT": "29511",
+    }
     with (folder / f"rank{rank}.log").open("w") as log:
         return subprocess.Popen(
             node.command(sys.executable, __file__, place, str(folder)),
-            stdout=log, stderr=subprocess.STDOUT, env=environment(**changes),
-        )  # fmt: skip
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment(**changes),
+        )
 
 
 def run_rank(place: str, folder: str) -> int:
@@ -108,9 +114,12 @@ def run_rank(place: str, folder: str) -> int:
 
     def program() -> int:
         settings = {
-            "fsdp": True, "bf16": False, "train_batch_size": 2, "micro_train_batch_size": 1,
+            "fsdp": True,
+            "bf16": False,
+            "train_batch_size": 2,
+            "micro_train_batch_size": 1,
             "timeout_minutes": START_SECONDS / 60,
-        }  # fmt: skip
+        }
         with get_strategy(settings) as strategy:
             rank = int(os.environ["RANK"])
             gathered = strategy.gather_objects([rank, os.environ.get("GLOO_SOCKET_IFNAME")])
@@ -197,18 +206,60 @@ STRATEGIES = {"hsdp": ("--fsdp", "--fsdp_shard_size", "2"), "zero2": ("--zero_st
 def start_training(node: Node, folder: Path, data: Path, *arguments: str):
     """Two ranks on a node under torchrun, which meet those of the other one."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{FIRST}:29512", "--max-restarts", "0",
-        "--rdzv-conf", f"is_host={int(node.address == FIRST)}", "--local-addr", node.address,
-        "-m", "lightrft.cli.train", *arguments, "--pretrain", str(folder / "model"),
-        "--engine_type", "hf", "--prompt_data", str(data / "gsm8k" / "train.jsonl"),
-        "--input_key", "question", "--label_key", "answer", "--apply_chat_template",
-        "--max_samples", "64", "--prompt_max_len", "512", "--generate_max_len", "16",
-        "--reward_fn", f"{folder / 'reward.py'}:share_of_digits", "--init_kl_coef", "0",
-        "--rollout_batch_size", "4", "--n_samples_per_prompt", "4", "--train_batch_size", "16",
-        "--micro_train_batch_size", "4", "--timeout_minutes", str(START_SECONDS / 60),
-        "--output_dir", str(folder / "run"),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"{FIRST}:29512",
+        "--max-restarts",
+        "0",
+        "--rdzv-conf",
+        f"is_host={int(node.address == FIRST)}",
+        "--local-addr",
+        node.address,
+        "-m",
+        "lightrft.cli.train",
+        *arguments,
+        "--pretrain",
+        str(folder / "model"),
+        "--engine_type",
+        "hf",
+        "--prompt_data",
+        str(data / "gsm8k" / "train.jsonl"),
+        "--input_key",
+        "question",
+        "--label_key",
+        "answer",
+        "--apply_chat_template",
+        "--max_samples",
+        "64",
+        "--prompt_max_len",
+        "512",
+        "--generate_max_len",
+        "16",
+        "--reward_fn",
+        f"{folder / 'reward.py'}:share_of_digits",
+        "--init_kl_coef",
+        "0",
+        "--rollout_batch_size",
+        "4",
+        "--n_samples_per_prompt",
+        "4",
+        "--train_batch_size",
+        "16",
+        "--micro_train_batch_size",
+        "4",
+        "--timeout_minutes",
+        str(START_SECONDS / 60),
+        "--output_dir",
+        str(folder / "run"),
+    ]
     with (folder / f"{node.name}.log").open("w") as log:
         return subprocess.Popen(
             node.command(*command), stdout=log, stderr=subprocess.STDOUT, env=environment()
@@ -228,7 +279,7 @@ def steps_of(folder: Path) -> list[dict]:
 def test_two_nodes_train_on_real_questions_and_end_when_one_is_killed(
     strategy, nodes, tmp_path, test_data
 ):
-    from lightrft.models.presets import write_tiny_model
+    from lightrft.tools.model_presets import write_tiny_model
 
     write_tiny_model(tmp_path / "model", "tiny-qwen3", seed=0)
     (tmp_path / "reward.py").write_text(REWARD)

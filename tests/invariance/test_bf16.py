@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.trainer.invariance.batch import NUM_ROWS
-from lightrft.trainer.invariance.cells import (
+from lightrft.tools.invariance.batch import NUM_ROWS
+from lightrft.tools.invariance.cells import (
     FP32_BOUNDS,
     REFERENCE,
     Cell,
@@ -22,7 +22,7 @@ from lightrft.trainer.invariance.cells import (
     bf16_bounds,
     doctor_cells,
 )
-from lightrft.trainer.invariance.measure import measure_cells, write_reference
+from lightrft.tools.invariance.measure import measure_cells, write_reference
 
 WORLDS = {"zero1": 2, "zero2": 2, "zero3": 2, "fsdp": 2, "hsdp": 4}
 # Largest values over the product, on a CPU: outputs 0.026, loss 0.0031, gradient and weights
@@ -42,10 +42,17 @@ def product() -> list[Cell]:
             continue
         world = WORLDS[backend]
         cells += [
-            Cell(backend=backend, world_size=world, micro_batch_size=size, bf16=bf16,
-                 offloads=offloads, keeps_masters=masters)
-            for size in (1, 2, NUM_ROWS // world) if size == 1 or size < 4 or world == 2
-        ]  # fmt: skip
+            Cell(
+                backend=backend,
+                world_size=world,
+                micro_batch_size=size,
+                bf16=bf16,
+                offloads=offloads,
+                keeps_masters=masters,
+            )
+            for size in (1, 2, NUM_ROWS // world)
+            if size == 1 or size < 4 or world == 2
+        ]
     return [cell for cell in dict.fromkeys(cells) if is_available(cell)]
 
 
@@ -61,11 +68,17 @@ HANDFUL = [
         Cell(backend="zero3", world_size=2, micro_batch_size=4, bf16=True),
         Cell(backend="fsdp", world_size=2, micro_batch_size=1, bf16=True),
         Cell(backend="fsdp", world_size=2, micro_batch_size=1, bf16=True, keeps_masters=True),
-        Cell(backend="fsdp", world_size=2, micro_batch_size=2, bf16=True, keeps_masters=True,
-             offloads=True),
+        Cell(
+            backend="fsdp",
+            world_size=2,
+            micro_batch_size=2,
+            bf16=True,
+            keeps_masters=True,
+            offloads=True,
+        ),
     )
     if is_available(cell)
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +88,19 @@ def model(tmp_path_factory) -> tuple[str, str]:
 
     folder = tmp_path_factory.mktemp("bf16")
     config = Qwen3Config(
-        vocab_size=203, hidden_size=64, head_dim=32, num_attention_heads=4, num_key_value_heads=1,
-        num_hidden_layers=2, intermediate_size=96, initializer_range=0.1, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=203,
+        hidden_size=64,
+        head_dim=32,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        num_hidden_layers=2,
+        intermediate_size=96,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
     write_reference(str(folder / "model"), "actor", folder / "reference")

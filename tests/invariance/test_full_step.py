@@ -10,8 +10,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from lightrft.models.presets import write_tiny_model
 from lightrft.strategy.testing import run_multiprocess
+from lightrft.tools.model_presets import write_tiny_model
 
 pytestmark = pytest.mark.multiprocess
 
@@ -40,8 +40,8 @@ def train_each(rank, world_size, runs):
     from dataclasses import asdict
 
     from lightrft.config import TrainConfig
+    from lightrft.run.assembly import run_training
     from lightrft.strategy.distributed.process_groups import start_process_group
-    from lightrft.trainer.runs.assembly import run_training
 
     # Kept over all runs: to end one and start the next at the same address is a race.
     start_process_group(None)
@@ -51,15 +51,30 @@ def train_each(rank, world_size, runs):
 def run(folder, world_size, variants):
     """Metrics and folder of the trained model of each variant."""
     common = {
-        "pretrain": str(folder / "model"), "prompt_data": str(folder / "train.jsonl"),
-        "input_key": "prompt", "reward_fn": (f"{folder / 'reward.py'}:score",), "bf16": False,
-        "engine_type": "hf", "rollout_batch_size": 4, "n_samples_per_prompt": 4,
-        "train_batch_size": 8, "generate_max_len": 12, "prompt_max_len": 32, "max_steps": 1,
-        "advantage_estimator": "gae", "init_kl_coef": 0.05, "use_kl_loss": True,
-        "entropy_coef": 0.01, "high_entropy_token_ratio": 0.6, "off_policy_correction": "tis",
-        "loss_agg_mode": "token-mean", "actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3,
-        "lr_warmup_ratio": 0.0, "max_norm": 0.5,
-    }  # fmt: skip
+        "pretrain": str(folder / "model"),
+        "prompt_data": str(folder / "train.jsonl"),
+        "input_key": "prompt",
+        "reward_fn": (f"{folder / 'reward.py'}:score",),
+        "bf16": False,
+        "engine_type": "hf",
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "train_batch_size": 8,
+        "generate_max_len": 12,
+        "prompt_max_len": 32,
+        "max_steps": 1,
+        "advantage_estimator": "gae",
+        "init_kl_coef": 0.05,
+        "use_kl_loss": True,
+        "entropy_coef": 0.01,
+        "high_entropy_token_ratio": 0.6,
+        "off_policy_correction": "tis",
+        "loss_agg_mode": "token-mean",
+        "actor_learning_rate": 1e-3,
+        "critic_learning_rate": 1e-3,
+        "lr_warmup_ratio": 0.0,
+        "max_norm": 0.5,
+    }
     outputs = [str(folder / f"run_{world_size}_{i}") for i in range(len(variants))]
     runs = [{**common, **v, "output_dir": out} for v, out in zip(variants, outputs, strict=True)]
     ranks = run_multiprocess(train_each, world_size, timeout_seconds=850, args=(runs,))
@@ -72,9 +87,11 @@ def timeless(metrics):
     return {
         name: value
         for name, value in metrics.items()
-        if "second" not in name and not name.startswith("memory/") and name != "engine_hash"
+        if "second" not in name
+        and not name.startswith("memory/")
+        and name != "engine_hash"
         and "mfu" not in name
-    }  # fmt: skip
+    }
 
 
 def update_of(folder, output):

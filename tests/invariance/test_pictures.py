@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightrft.models.vision.tiny import write_tiny_vision_model
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.trainer.invariance.batch import NUM_ROWS
-from lightrft.trainer.invariance.cells import FP32_BOUNDS, Cell
-from lightrft.trainer.invariance.measure import measure_cells, rows_of, write_reference
+from lightrft.tools.invariance.batch import NUM_ROWS
+from lightrft.tools.invariance.cells import FP32_BOUNDS, Cell
+from lightrft.tools.invariance.measure import measure_cells, rows_of, write_reference
+from lightrft.tools.tiny_vision_models import write_tiny_vision_model
 
 PRESETS = ("tiny-qwen2.5-vl", "tiny-qwen3-vl", "tiny-gemma3", "tiny-internvl")
 ALONE = [
@@ -89,7 +89,7 @@ def test_one_process_gives_the_reference(cell, models):
 
 @pytest.mark.parametrize("planted", ["exchanged pictures", "a tower without gradient"])
 def test_planted_faults_are_caught(planted, models, monkeypatch):
-    from lightrft.trainer.invariance import measure
+    from lightrft.tools.invariance import measure
 
     cell = Cell(micro_batch_size=4)
     if planted == "exchanged pictures":

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.trainer.invariance.batch import ENTROPY_COEF, KL_COEF, make_rows
-from lightrft.trainer.invariance.cells import FP32_BOUNDS, Cell, Deviations, doctor_cells
-from lightrft.trainer.invariance.measure import measure_cells, write_reference
+from lightrft.tools.invariance.batch import ENTROPY_COEF, KL_COEF, make_rows
+from lightrft.tools.invariance.cells import FP32_BOUNDS, Cell, Deviations, doctor_cells
+from lightrft.tools.invariance.measure import measure_cells, write_reference
 
 MODELS = ("qwen3", "qwen3-tied", "llama", "llama-tied", "moe")
 # Largest values over the cover, on a CPU: outputs 0.030, loss 0.011, gradient and weights 0.018,
@@ -145,9 +145,11 @@ def models(tmp_path_factory):
         for role in ("actor", "critic"):
             moments = {}
             write_reference(
-                str(folder / name), role, folder / f"{name}.{role}",
+                str(folder / name),
+                role,
+                folder / f"{name}.{role}",
                 lambda strategy, ready, _, into=moments: into.update(moments_of(strategy, ready)),
-            )  # fmt: skip
+            )
             save_file(moments, folder / f"{name}.{role}.moments")
     return folder
 
@@ -156,11 +158,19 @@ def write_model(name, folder):
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
     sizes = {
-        "vocab_size": 203, "hidden_size": 64, "head_dim": 32, "num_attention_heads": 4,
-        "num_key_value_heads": 1, "num_hidden_layers": 2, "intermediate_size": 96,
-        "initializer_range": 0.1, "tie_word_embeddings": name.endswith("-tied"),
-        "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
-    }  # fmt: skip
+        "vocab_size": 203,
+        "hidden_size": 64,
+        "head_dim": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": name.endswith("-tied"),
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = {
         "qwen3": lambda: Qwen3Config(**sizes),
@@ -280,7 +290,7 @@ def test_the_reference_is_what_autograd_says_row_by_row_in_float64(models):
     ],
 )
 def test_planted_differences_are_caught(planted, caught, models, monkeypatch):
-    from lightrft.trainer.invariance import measure
+    from lightrft.tools.invariance import measure
 
     path, reference = str(models / "qwen3"), str(models / "qwen3.actor")
     prepare, share = measure.prepare, measure._share
@@ -340,9 +350,12 @@ def test_no_number_is_a_violation():
 def test_the_doctor_tries_every_feature():
     cells = doctor_cells(2, has_deepspeed=True)
     for name, values in {
-        "backend": {"fake", "fsdp", "zero2", "zero3"}, "packs_samples": {False, True},
-        "sp_size": {1, 2}, "recomputes": {False, True}, "is_fused": {False, True},
+        "backend": {"fake", "fsdp", "zero2", "zero3"},
+        "packs_samples": {False, True},
+        "sp_size": {1, 2},
+        "recomputes": {False, True},
+        "is_fused": {False, True},
         "loss_inside": {False, True},
-    }.items():  # fmt: skip
+    }.items():
         assert {getattr(cell, name) for cell in cells} == values
     assert {c.backend for c in doctor_cells(1, has_deepspeed=True)} == {"fake"}

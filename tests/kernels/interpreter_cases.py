@@ -40,9 +40,23 @@ ENGINES = {
 def engine_logprob(hidden, weight, bias, targets, engine, transform, entropy):
     """`linear_logprob` by this very engine."""
     logprobs, entropies, _, _ = logprob_forward(
-        hidden, weight, bias, targets, None, transform.temperature, transform.softcap, -100,
-        entropy, name_engine(engine), "fp32", "True", 1024, 0, len(weight), None,
-    )  # fmt: skip
+        hidden,
+        weight,
+        bias,
+        targets,
+        None,
+        transform.temperature,
+        transform.softcap,
+        -100,
+        entropy,
+        name_engine(engine),
+        "fp32",
+        "True",
+        1024,
+        0,
+        len(weight),
+        None,
+    )
     return LogprobOutput(logprobs, None if entropy == "none" else entropies)
 
 
@@ -258,9 +272,14 @@ def test_rows_of_a_batch_do_not_depend_on_each_other():
 
     def run(rows):
         return linear_logprob(
-            hidden[rows], weight, targets[rows], bias=bias, temperature=60.0, entropy="value",
+            hidden[rows],
+            weight,
+            targets[rows],
+            bias=bias,
+            temperature=60.0,
+            entropy="value",
             deterministic="batch_invariant",
-        )  # fmt: skip
+        )
 
     whole = run(slice(None))
     for part in (slice(0, 1), slice(3, 80), slice(149, 150)):

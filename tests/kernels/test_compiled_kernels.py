@@ -30,8 +30,11 @@ def compile_cases(*arguments: str) -> list[dict]:
     process = subprocess.run(
         [sys.executable, str(BENCHMARKS / "compile_table.py"), "--print", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=3000, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        check=False,
+    )
     assert process.returncode == 0, process.stderr[-6000:]
     return [json.loads(line) for line in process.stdout.splitlines()]
 
@@ -103,11 +106,13 @@ def test_the_table_has_every_case_as_it_is_launched(monkeypatch):
     rows = [row for row in read_table()["rows"] if "bucket.cu" not in row["case"]]
     launched = [
         (
-            case.name, case.warps, case.stages,
+            case.name,
+            case.warps,
+            case.stages,
             "x".join(str(value) for name, value in case.constants.items() if name in BLOCK),
         )
         for case in compile_table.CASES
-    ]  # fmt: skip
+    ]
     assert [tuple(row[k] for k in ("case", "warps", "stages", "tile")) for row in rows] == launched
     buckets = {row["case"] for row in read_table()["rows"] if "bucket.cu" in row["case"]}
     assert len(buckets) == 2 * len(compile_table.TARGETS)

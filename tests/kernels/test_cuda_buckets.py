@@ -123,9 +123,14 @@ def test_device_pack_equals_torch_bitwise(source_dtype, out_dtype, shift):
         bucket = torch.full((position,), 7, dtype=torch.uint8, device="cuda")
         hashes = torch.zeros(len(sources), dtype=torch.int64, device="cuda")
         pack(
-            sources, bucket, offsets, [out_dtype] * len(sources), impl=impl,
-            starts=[11, 0, 5, 0], hashes=hashes,
-        )  # fmt: skip
+            sources,
+            bucket,
+            offsets,
+            [out_dtype] * len(sources),
+            impl=impl,
+            starts=[11, 0, 5, 0],
+            hashes=hashes,
+        )
         results.append((bucket, hashes))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])

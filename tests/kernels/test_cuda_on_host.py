@@ -57,13 +57,15 @@ static unsigned narrow(float v) {
 }
 """
 REPLACEMENTS = {
-    '    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));':
-        "    bits = narrow(low) | narrow(high) << 16;",
-    '    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));':
-        "    bits = _cvtss_sh(low, 0) | static_cast<unsigned>(_cvtss_sh(high, 0)) << 16;",
+    '    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));': (
+        "    bits = narrow(low) | narrow(high) << 16;"
+    ),
+    '    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));': (
+        "    bits = _cvtss_sh(low, 0) | static_cast<unsigned>(_cvtss_sh(high, 0)) << 16;"
+    ),
     '    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));': "    value = _cvtsh_ss(bits);",
     "#include <cuda_runtime.h>": "",
-}  # fmt: skip
+}
 DRIVER = """
 }  // namespace
 extern "C" long run_on_host(
@@ -96,10 +98,22 @@ def run_on_host(repository, tmp_path_factory):
     (folder / "bucket.cpp").write_text(SHIM + source + DRIVER)
     library = folder / "bucket.so"
     subprocess.run(
-        ["g++", "-std=c++17", "-O1", "-mf16c", "-w", "-shared", "-fPIC", f"-I{csrc}",
-         "-o", str(library), str(folder / "bucket.cpp")],
-        check=True, timeout=120,
-    )  # fmt: skip
+        [
+            "g++",
+            "-std=c++17",
+            "-O1",
+            "-mf16c",
+            "-w",
+            "-shared",
+            "-fPIC",
+            f"-I{csrc}",
+            "-o",
+            str(library),
+            str(folder / "bucket.cpp"),
+        ],
+        check=True,
+        timeout=120,
+    )
     function = ctypes.CDLL(str(library)).run_on_host
     function.argtypes = [ctypes.c_void_p, *3 * [ctypes.c_int64], ctypes.c_void_p]
     function.restype = ctypes.c_long

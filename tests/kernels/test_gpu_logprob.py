@@ -125,9 +125,14 @@ def test_loss_inside_the_output_layer(precision, budget):
         return loss, data[0][rows], 0.1 * data[1][rows]
 
     output = linear_policy_loss(
-        hidden, weight, targets, token_loss, precision=precision, chunk_tokens=128,
+        hidden,
+        weight,
+        targets,
+        token_loss,
+        precision=precision,
+        chunk_tokens=128,
         logits_budget_bytes=budget,
-    )  # fmt: skip
+    )
     exact = linear_logprob(hidden, weight, targets, impl="chunked", entropy="grad")
     loss = (exact.logprobs * data[0] + 0.1 * exact.entropy * data[1]).sum()
     got = torch.autograd.grad(output.loss, (hidden, weight))
@@ -193,9 +198,23 @@ def test_bulk_gradients_equal_plain_ones(is_plain):
     for gradient in (tiles, plain):
         engine = triton_launch.TritonEngine(16384, plain, gradient)
         logprobs, *_ = logprob_forward(
-            hidden, weight, None, targets, None, 1.0, softcap, -100, "none", name_engine(engine),
-            "fp32", "True", 16384, 0, len(weight), None,
-        )  # fmt: skip
+            hidden,
+            weight,
+            None,
+            targets,
+            None,
+            1.0,
+            softcap,
+            -100,
+            "none",
+            name_engine(engine),
+            "fp32",
+            "True",
+            16384,
+            0,
+            len(weight),
+            None,
+        )
         results.append(torch.autograd.grad((logprobs * upstream[0]).sum(), (hidden, weight)))
     for value, reference in zip(*results, strict=True):
         assert relative_error(value, reference.double()) < 8e-3

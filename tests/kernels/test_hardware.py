@@ -28,8 +28,11 @@ def test_gpu_benchmarks_without_a_gpu_say_so_and_write_nothing(repository, tmp_p
     process = subprocess.run(
         [str(repository / "benchmarks" / "gpu" / "run_all.sh"), str(results)],
         env={**os.environ, "TMPDIR": str(scratch)},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert process.returncode == 1
     assert "no GPU" in process.stderr
     assert not results.exists()

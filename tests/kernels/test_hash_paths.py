@@ -33,16 +33,38 @@ def test_the_path_equals_the_definition(repository, tmp_path, path):
     supports = int(path == "avx2")
     library = tmp_path / "hash.so"
     subprocess.run(
-        ["g++", "-std=c++17", "-O2", "-c", "-fPIC", "-mavx2", str(csrc / "hash_avx2.cpp"), "-o",
-         str(tmp_path / "avx2.o")],
-        check=True, timeout=100,
-    )  # fmt: skip
+        [
+            "g++",
+            "-std=c++17",
+            "-O2",
+            "-c",
+            "-fPIC",
+            "-mavx2",
+            str(csrc / "hash_avx2.cpp"),
+            "-o",
+            str(tmp_path / "avx2.o"),
+        ],
+        check=True,
+        timeout=100,
+    )
     subprocess.run(
-        ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", f"-I{csrc}",
-         f"-D__builtin_cpu_supports(name)={supports}", str(tmp_path / "door.cpp"),
-         str(csrc / "hash.cpp"), str(tmp_path / "avx2.o"), "-o", str(library)],
-        check=True, timeout=100,
-    )  # fmt: skip
+        [
+            "g++",
+            "-std=c++17",
+            "-O2",
+            "-shared",
+            "-fPIC",
+            f"-I{csrc}",
+            f"-D__builtin_cpu_supports(name)={supports}",
+            str(tmp_path / "door.cpp"),
+            str(csrc / "hash.cpp"),
+            str(tmp_path / "avx2.o"),
+            "-o",
+            str(library),
+        ],
+        check=True,
+        timeout=100,
+    )
     hash_range = ctypes.CDLL(str(library)).hash_range
     hash_range.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint64]
     hash_range.restype = ctypes.c_int64

@@ -138,9 +138,16 @@ def test_gradcheck_in_float64(impl, softcap):
 
     def function(hidden, weight, bias):
         output = linear_logprob(
-            hidden, weight, targets, bias=bias, temperature=1.3, softcap=softcap,
-            entropy="grad", impl=impl, workspace=workspace,
-        )  # fmt: skip
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            temperature=1.3,
+            softcap=softcap,
+            entropy="grad",
+            impl=impl,
+            workspace=workspace,
+        )
         return output.logprobs, output.entropy
 
     assert torch.autograd.gradcheck(function, (hidden, weight, bias))

@@ -62,9 +62,15 @@ def test_loss_and_gradients_equal_autograd(chunk_tokens, budget, dtype):
     old = old_logprobs(leaves, targets, data)
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
     exact = linear_logprob(
-        doubles[0], doubles[1], targets, bias=doubles[2], temperature=0.9, softcap=15.0,
-        entropy="grad", impl="reference",
-    )  # fmt: skip
+        doubles[0],
+        doubles[1],
+        targets,
+        bias=doubles[2],
+        temperature=0.9,
+        softcap=15.0,
+        entropy="grad",
+        impl="reference",
+    )
     kept = targets != -100
     expected = clipped_loss(exact.logprobs[kept], exact.entropy[kept], data[0][kept], old[kept])
     want = torch.autograd.grad(3.0 * expected, doubles)
@@ -75,9 +81,16 @@ def test_loss_and_gradients_equal_autograd(chunk_tokens, budget, dtype):
         return clipped_loss(logprobs, entropy, data[0][rows], old[rows])
 
     output = linear_policy_loss(
-        hidden, weight, targets, token_loss_of(loss_of_rows, calls), bias=bias, temperature=0.9,
-        softcap=15.0, chunk_tokens=chunk_tokens, logits_budget_bytes=budget,
-    )  # fmt: skip
+        hidden,
+        weight,
+        targets,
+        token_loss_of(loss_of_rows, calls),
+        bias=bias,
+        temperature=0.9,
+        softcap=15.0,
+        chunk_tokens=chunk_tokens,
+        logits_budget_bytes=budget,
+    )
     assert output.loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert torch.allclose(output.logprobs.double(), exact.logprobs, atol=1e-5)
     assert torch.allclose(output.entropy.double(), exact.entropy, atol=1e-5)
@@ -109,9 +122,14 @@ def test_a_loss_over_sequences_sees_whole_sequences():
         lambda logprobs, entropy, rows: gspo_like(logprobs, rows) + 0 * entropy.sum(), calls
     )
     output = linear_policy_loss(
-        leaves[0], leaves[1], targets, token_loss, bias=leaves[2], chunk_tokens=12,
+        leaves[0],
+        leaves[1],
+        targets,
+        token_loss,
+        bias=leaves[2],
+        chunk_tokens=12,
         sequence_starts=starts,
-    )  # fmt: skip
+    )
     for rows in calls:
         others = torch.cat([other for other in calls if other is not rows])
         assert not torch.isin(sequence[rows], sequence[others]).any()
@@ -167,9 +185,11 @@ def test_wrong_shapes_are_refused():
     leaves, targets, _ = make_inputs(num_tokens=6)
     with pytest.raises(ValueError, match=r"got loss \(5,\) and gradients \[\(5,\)\]"):
         linear_policy_loss(
-            leaves[0], leaves[1], targets[1:].repeat(2)[:6].clamp(min=0),
+            leaves[0],
+            leaves[1],
+            targets[1:].repeat(2)[:6].clamp(min=0),
             lambda logprobs, entropy, rows: (logprobs[:5], logprobs[:5], None),
-        )  # fmt: skip
+        )
     with pytest.raises(ValueError, match="chunk_tokens must be positive: got 0"):
         linear_policy_loss(leaves[0], leaves[1], targets, None, chunk_tokens=0)
     with pytest.raises(ValueError, match="bfloat16"):

@@ -69,10 +69,15 @@ def test_loss_and_gradients_equal_float64(entropy, softcap, temperature, chunk_t
     options = {"temperature": temperature, "softcap": softcap}
     loss, wanted = slow(leaves, targets, upstream, **options)
     output = linear_policy_loss(
-        *leaves[:2], targets, weighted(upstream), bias=leaves[2], entropy=entropy,
-        chunk_tokens=chunk_tokens, logits_budget_bytes=None if chunk_tokens is None else 90_000,
+        *leaves[:2],
+        targets,
+        weighted(upstream),
+        bias=leaves[2],
+        entropy=entropy,
+        chunk_tokens=chunk_tokens,
+        logits_budget_bytes=None if chunk_tokens is None else 90_000,
         **options,
-    )  # fmt: skip
+    )
     assert float(output.loss) == pytest.approx(float(loss), rel=2e-5)
     assert (output.entropy is None) == (entropy == "none")
     for found, exact in zip(torch.autograd.grad(output.loss, leaves), wanted, strict=True):
@@ -177,9 +182,23 @@ def test_a_split_weight_gives_float32_logprobs_and_gradients():
     from lightrft.kernels.logprob.operators import logprob_forward
 
     logprobs = logprob_forward(
-        hidden, weight, None, targets, None, 1.0, None, -100, "none", name_engine(engine), "fp32",
-        "True", 512, 0, VOCAB, None,
-    )[0]  # fmt: skip
+        hidden,
+        weight,
+        None,
+        targets,
+        None,
+        1.0,
+        None,
+        -100,
+        "none",
+        name_engine(engine),
+        "fp32",
+        "True",
+        512,
+        0,
+        VOCAB,
+        None,
+    )[0]
     exact = torch.log_softmax(hidden.double() @ weight.double().T, 1)
     exact = exact.gather(1, targets[:, None]).squeeze(1)
     assert (logprobs.double() - exact).abs().max() < 5e-5
@@ -212,8 +231,9 @@ def test_bfloat16_products_of_a_cpu_are_exact():
         inside = linear_policy_loss(hidden, weight, targets, weighted(upstream), entropy="none")
         none = torch.zeros(VOCAB)
         _, wanted = slow((hidden, weight, none), targets, upstream, temperature=1.0, softcap=None)
-        for got, want in zip(torch.autograd.grad(inside.loss, (hidden, weight)), wanted[:2],
-                             strict=True):  # fmt: skip
+        for got, want in zip(
+            torch.autograd.grad(inside.loss, (hidden, weight)), wanted[:2], strict=True
+        ):
             assert distance(got, want) < 6e-3
     finally:
         torch.set_float32_matmul_precision(before)
@@ -243,12 +263,19 @@ def test_the_table_says_what_it_chooses_and_why():
 
     bf16, fp32 = torch.bfloat16, torch.float32
     found = [
-        of(fp32, fp32, 64, "cpu"), of(bf16, fp32, 4096), of(fp32, fp32, 4096),
-        of(bf16, bf16, 4096), of(bf16, bf16, 896),
-    ]  # fmt: skip
+        of(fp32, fp32, 64, "cpu"),
+        of(bf16, fp32, 4096),
+        of(fp32, fp32, 4096),
+        of(bf16, bf16, 4096),
+        of(bf16, bf16, 896),
+    ]
     assert [line.split(":")[0] for line in found] == [
-        "chunked", "cublas", "chunked", "cublas", "triton",
-    ]  # fmt: skip
+        "chunked",
+        "cublas",
+        "chunked",
+        "cublas",
+        "triton",
+    ]
     reasons = [rule.reason for rule in RULES]
     assert all(line.partition(": ")[2] in reasons for line in found)
     hidden, weight = torch.empty(700, 64), torch.empty(9999, 64)

@@ -73,9 +73,11 @@ def test_a_checkpoint_of_a_loss_inside_recomputes_it():
 
     def loss_of(hidden, weight):
         return linear_policy_loss(
-            hidden, weight, targets,
+            hidden,
+            weight,
+            targets,
             lambda logprobs, entropy, rows: (logprobs.sum(), torch.ones_like(logprobs), None),
-        ).loss  # fmt: skip
+        ).loss
 
     want = torch.autograd.grad(loss_of(hidden, weight), (hidden, weight))
     loss = checkpoint(loss_of, hidden, weight, use_reentrant=False)
@@ -122,9 +124,11 @@ def test_second_derivatives_are_refused_also_beside_another_term(inside):
     hidden, weight, _, targets = make_inputs()
     if inside:
         loss = linear_policy_loss(
-            hidden, weight, targets,
+            hidden,
+            weight,
+            targets,
             lambda logprobs, entropy, rows: (logprobs.sum(), torch.ones_like(logprobs), None),
-        ).loss  # fmt: skip
+        ).loss
     else:
         loss = linear_logprob(hidden, weight, targets).logprobs.sum()
     (gradient,) = torch.autograd.grad(loss + (hidden**3).sum(), hidden, create_graph=True)

@@ -54,8 +54,14 @@ def test_nothing_is_timed_where_there_is_nothing_to_compute(monkeypatch, num_tok
     first, second = ChunkedEngine(8), ChunkedEngine(16)
     monkeypatch.setattr(selection, "select_engines", lambda *_: [first, second])
     request = selection.Request.of(
-        "auto", "fp32", "False", "grad",
-        temperature=1.0, has_bias=False, has_softcap=False, chunk_columns=8,
-    )  # fmt: skip
+        "auto",
+        "fp32",
+        "False",
+        "grad",
+        temperature=1.0,
+        has_bias=False,
+        has_softcap=False,
+        chunk_columns=8,
+    )
     layer = OutputLayer(torch.randn(num_columns, 3), None, LogitsTransform(1.0, None))
     assert selection.choose_engine(request, torch.randn(num_tokens, 3), layer) is first

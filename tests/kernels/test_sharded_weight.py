@@ -45,9 +45,11 @@ def check(rank, world, placements, entropy):
         for tensor, placement in ((hidden, rows), (weight, columns), (bias, columns))
     ]
     output, got = value_and_gradients(
-        leaves, distribute_tensor(targets, mesh, [rows]),
-        [distribute_tensor(u, mesh, [rows]) for u in upstream], entropy,
-    )  # fmt: skip
+        leaves,
+        distribute_tensor(targets, mesh, [rows]),
+        [distribute_tensor(u, mesh, [rows]) for u in upstream],
+        entropy,
+    )
     assert isinstance(output.logprobs, DTensor)
     assert output.logprobs.placements == (rows,)
     assert (output.logprobs.full_tensor() - expected.logprobs).abs().max() < 1e-5
@@ -58,13 +60,19 @@ def check(rank, world, placements, entropy):
         assert (value.full_tensor() - reference).norm() < 3e-6 * reference.norm()
     # Positive control: a rank that holds the rows of the other one is noticed.
     swapped = DTensor.from_local(
-        weight[: leaves[1].to_local().shape[0]] if rank else leaves[1].to_local(), mesh, [columns],
-        run_check=False, shape=weight.shape, stride=weight.stride(),
-    )  # fmt: skip
+        weight[: leaves[1].to_local().shape[0]] if rank else leaves[1].to_local(),
+        mesh,
+        [columns],
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
     wrong, _ = value_and_gradients(
-        (leaves[0], swapped, leaves[2]), distribute_tensor(targets, mesh, [rows]),
-        [distribute_tensor(u, mesh, [rows]) for u in upstream], entropy,
-    )  # fmt: skip
+        (leaves[0], swapped, leaves[2]),
+        distribute_tensor(targets, mesh, [rows]),
+        [distribute_tensor(u, mesh, [rows]) for u in upstream],
+        entropy,
+    )
     assert (wrong.logprobs.full_tensor() - expected.logprobs).abs().max() > 1e-2
     return mesh, leaves
 

@@ -21,8 +21,11 @@ def test_values_in_the_interpreter():
     process = subprocess.run(
         [sys.executable, "-m", "pytest", str(case_file), "-q", "-p", "no:cacheprovider"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert process.returncode == 0, process.stdout[-6000:] + process.stderr[-6000:]
     assert "passed" in process.stdout
 

@@ -50,9 +50,12 @@ def compare(rank: int, world: int) -> None:
         real = max(0, min(step, vocab - start))
         with torch.autograd.profiler.profile() as profile:
             got, local = value_and_gradients(
-                (hidden, padded[part], padded_bias[part]), targets, upstream,
-                tp=VocabShard(None, start, vocab), workspace=Workspace(64),
-            )  # fmt: skip
+                (hidden, padded[part], padded_bias[part]),
+                targets,
+                upstream,
+                tp=VocabShard(None, start, vocab),
+                workspace=Workspace(64),
+            )
         counts = {event.key: event.count for event in profile.key_averages()}
         collectives = {name: n for name, n in counts.items() if name.startswith("gloo:")}
         # And one all-reduce, of the hidden gradient.
@@ -66,9 +69,12 @@ def compare(rank: int, world: int) -> None:
             assert not value[real:].any()
     # Positive control: a shard that believes it starts elsewhere is noticed.
     wrong, _ = value_and_gradients(
-        (hidden, padded[part], padded_bias[part]), targets, upstream,
-        tp=VocabShard(None, start + 1, vocab + 1), workspace=Workspace(64),
-    )  # fmt: skip
+        (hidden, padded[part], padded_bias[part]),
+        targets,
+        upstream,
+        tp=VocabShard(None, start + 1, vocab + 1),
+        workspace=Workspace(64),
+    )
     assert not torch.allclose(wrong[0], expected[0], atol=1e-2)
     dist.destroy_process_group()
 
@@ -89,6 +95,8 @@ def test_a_shard_must_lie_in_a_vocabulary():
         VocabShard(None, -1, 20)
     with pytest.raises(ValueError, match=r"targets must lie in \[0, 20\)"):
         linear_logprob(
-            torch.randn(2, 4), torch.randn(32, 4), torch.tensor([1, 20]),
+            torch.randn(2, 4),
+            torch.randn(32, 4),
+            torch.tensor([1, 20]),
             tp=VocabShard(None, 0, 20),
-        )  # fmt: skip
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightrft.models.presets import write_tiny_model
+from lightrft.tools.model_presets import write_tiny_model
 
 
 @pytest.fixture(scope="session")

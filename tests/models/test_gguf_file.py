@@ -41,20 +41,34 @@ def source_tokenizer():
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=MARKS[1], eos_token=MARKS[2], unk_token=MARKS[0],
-        pad_token=MARKS[2], chat_template=TEMPLATE,
-    )  # fmt: skip
+        tokenizer_object=backend,
+        bos_token=MARKS[1],
+        eos_token=MARKS[2],
+        unk_token=MARKS[0],
+        pad_token=MARKS[2],
+        chat_template=TEMPLATE,
+    )
 
 
 def source_model(architecture, seed=0):
     """Two layers, untied from the vocabulary's order: every tensor matters to the logits."""
     config = CONFIGS[architecture](
-        vocab_size=len(VOCAB), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=128,
-        tie_word_embeddings=True, initializer_range=0.2, rms_norm_eps=1e-5,
+        vocab_size=len(VOCAB),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
-        bos_token_id=1, eos_token_id=2, pad_token_id=2,
-    )  # fmt: skip
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():
@@ -130,8 +144,12 @@ def add_tokenizer(writer, pre):
 
 
 TEXTS = (
-    "hello", "  hello\n\n 45  4 x4", "what is 23+45?\n\n  7 8", "é ü 日本 🙂 don't", " 44\t4\n4"
-)  # fmt: skip
+    "hello",
+    "  hello\n\n 45  4 x4",
+    "what is 23+45?\n\n  7 8",
+    "é ü 日本 🙂 don't",
+    " 44\t4\n4",
+)
 TALK = [
     {"role": "user", "content": "hello 4"},
     {"role": "assistant", "content": "7"},
@@ -186,8 +204,10 @@ def test_tokenizer_template_and_ends_are_those_of_the_source(tmp_path):
         assert rendered == source.apply_chat_template(TALK, tokenize=False, **options)
         assert loaded(rendered)["input_ids"] == source(rendered)["input_ids"]
     assert (loaded.eos_token, loaded.pad_token, loaded.bos_token) == (
-        "<|im_end|>", "<|im_end|>", "<|im_start|>",
-    )  # fmt: skip
+        "<|im_end|>",
+        "<|im_end|>",
+        "<|im_start|>",
+    )
     assert loaded.model_max_length == 128
     settings = GenerationConfig.from_pretrained(tmp_path / "a")
     assert (settings.eos_token_id, settings.pad_token_id) == ([2, 0], 2)
@@ -263,7 +283,7 @@ def test_options_of_random_models_are_refused(tmp_path, capsys):
 
 
 def test_the_missing_package_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightrft.cli.init_model.find_spec", lambda name: None)
+    monkeypatch.setattr("lightrft.tools.init_model.find_spec", lambda name: None)
     code, error = refusal(tmp_path, capsys)
     assert code == 3
     assert "smollm2" in error

@@ -134,10 +134,17 @@ def test_product_has_the_same_bits_in_every_range(start, stop):
 
 def settings(path, **options):
     return {
-        "pretrain": path, "seed": 3, "train_batch_size": 4, "micro_train_batch_size": 2,
-        "actor_learning_rate": 0.02, "lr_warmup_ratio": 0.0, "engine_type": "hf", "bf16": False,
-        "enable_engine_sleep": False, **options,
-    }  # fmt: skip
+        "pretrain": path,
+        "seed": 3,
+        "train_batch_size": 4,
+        "micro_train_batch_size": 2,
+        "actor_learning_rate": 0.02,
+        "lr_warmup_ratio": 0.0,
+        "engine_type": "hf",
+        "bf16": False,
+        "enable_engine_sleep": False,
+        **options,
+    }
 
 
 def loss_of(actor, rank):

@@ -115,9 +115,16 @@ def test_a_model_that_says_it_is_not_causal_keeps_its_mask(checkpoint):
 def test_a_sliding_window_is_kept():
     torch.manual_seed(0)
     config = MistralConfig(
-        vocab_size=256, hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1,
-        num_hidden_layers=2, intermediate_size=96, initializer_range=0.1, sliding_window=7,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=64,
+        head_dim=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=2,
+        intermediate_size=96,
+        initializer_range=0.1,
+        sliding_window=7,
+    )
     actor = Actor(MistralForCausalLM(config))
     values, gradients, _ = results(actor)
     actor.layout_policy = Masked()

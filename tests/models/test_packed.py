@@ -131,9 +131,10 @@ def test_the_comparison_catches_sequences_that_see_each_other(checkpoint):
     expected = actor(token_ids, attention_mask, scored_mask=scored_mask).logprobs
     stream = token_ids[attention_mask][None]
     leaking = actor(
-        stream, torch.ones_like(stream, dtype=torch.bool),
+        stream,
+        torch.ones_like(stream, dtype=torch.bool),
         scored_mask=scored_mask[attention_mask][None],
-    ).logprobs[0]  # fmt: skip
+    ).logprobs[0]
     difference = (leaking - expected[attention_mask]).abs()
     assert difference[19:].max() > 0.1
 
@@ -141,9 +142,16 @@ def test_the_comparison_catches_sequences_that_see_each_other(checkpoint):
 def test_a_sliding_window_holds_inside_each_sequence():
     torch.manual_seed(0)
     config = MistralConfig(
-        vocab_size=256, hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1,
-        num_hidden_layers=2, intermediate_size=96, initializer_range=0.1, sliding_window=7,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=64,
+        head_dim=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=2,
+        intermediate_size=96,
+        initializer_range=0.1,
+        sliding_window=7,
+    )
     actor = Actor(MistralForCausalLM(config))
     logprobs, _, gradients = actor_results(actor)
     actor.pack_samples()

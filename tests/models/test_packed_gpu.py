@@ -27,10 +27,16 @@ def make_batch():
 def make_actor(dtype, *, sliding_window=None):
     torch.manual_seed(0)
     config = MistralConfig(
-        vocab_size=256, hidden_size=256, head_dim=64, num_attention_heads=4, num_key_value_heads=2,
-        num_hidden_layers=2, intermediate_size=384, initializer_range=0.05,
+        vocab_size=256,
+        hidden_size=256,
+        head_dim=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        intermediate_size=384,
+        initializer_range=0.05,
         sliding_window=sliding_window,
-    )  # fmt: skip
+    )
     return Actor(MistralForCausalLM(config).to("cuda", dtype))
 
 

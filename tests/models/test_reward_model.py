@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightrft.models.loading import ModelLoadError
-from lightrft.models.presets import PRESETS, byte_level_tokenizer
 from lightrft.models.reward_model import RewardModel
+from lightrft.tools.model_presets import PRESETS, byte_level_tokenizer
 
 
 def write_classifier(folder, num_labels=1):

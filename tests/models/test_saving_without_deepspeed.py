@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import sys
-from lightrft.models.presets import write_tiny_model
+from lightrft.tools.model_presets import write_tiny_model
 write_tiny_model(sys.argv[1], "tiny-qwen3", seed=0)
 from lightrft.models import Actor
 from lightrft.strategy import get_fake_strategy
@@ -24,7 +24,10 @@ print("deepspeed" in sys.modules)
 def test_writing_loading_and_saving_a_model_does_not_import_deepspeed(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "tiny")],
-        capture_output=True, text=True, check=True, timeout=240,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+    )
     assert done.stdout.splitlines()[-1] == "False"
     assert "accelerator" not in done.stderr

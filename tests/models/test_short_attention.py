@@ -9,8 +9,8 @@ from torch.nn.attention import SDPBackend
 
 from lightrft.models import short_attention as module
 from lightrft.models.loading import load_causal_lm
-from lightrft.models.presets import write_tiny_model
 from lightrft.models.short_attention import MAX_SHORT_TOKENS, SHORT, short_attention
+from lightrft.tools.model_presets import write_tiny_model
 
 
 class Layer(nn.Module):
@@ -58,9 +58,12 @@ def test_values_and_gradients_are_those_of_plain_attention(tokens):
 
 @pytest.mark.parametrize(
     ("tokens", "dtype", "is_product"),
-    [(MAX_SHORT_TOKENS, torch.bfloat16, True), (MAX_SHORT_TOKENS + 1, torch.bfloat16, False),
-     (9, torch.float32, False)],
-)  # fmt: skip
+    [
+        (MAX_SHORT_TOKENS, torch.bfloat16, True),
+        (MAX_SHORT_TOKENS + 1, torch.bfloat16, False),
+        (9, torch.float32, False),
+    ],
+)
 def test_only_short_rows_in_half_precision_are_computed_by_products(
     monkeypatch, tokens, dtype, is_product
 ):

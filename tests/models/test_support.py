@@ -41,8 +41,9 @@ def test_the_mass_is_that_of_the_definition(support):
     targets[::2] = logits[::2].argmax(-1)
     found = log_kept_mass(logits, targets, support)
     pairs = [slow_log_mass(*row, support) for row in zip(logits, targets.tolist(), strict=True)]
-    torch.testing.assert_close(found.double(), torch.stack([m for m, _ in pairs]).double(),
-                               rtol=0, atol=2e-6)  # fmt: skip
+    torch.testing.assert_close(
+        found.double(), torch.stack([m for m, _ in pairs]).double(), rtol=0, atol=2e-6
+    )
     sizes = {len(kept) for _, kept in pairs}
     assert (sizes == {VOCAB}) == (support == SamplingSupport())
     if support == SamplingSupport():
@@ -70,9 +71,13 @@ def test_blocks_and_chunks_change_nothing(block_logits, chunk_size):
     logits = 3 * torch.tanh((hidden @ weight.T + bias) / 3) / 0.7
     layer = OutputLayer(weight, bias, LogitsTransform(0.7, 3.0))
     found = replay_support(
-        hidden.requires_grad_(), layer, targets, support,
-        chunk_size=chunk_size, block_logits=block_logits,
-    )  # fmt: skip
+        hidden.requires_grad_(),
+        layer,
+        targets,
+        support,
+        chunk_size=chunk_size,
+        block_logits=block_logits,
+    )
     assert not found.requires_grad
     expected = log_kept_mass(logits, targets, support)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
@@ -97,9 +102,12 @@ def test_padded_and_packed_layouts_agree_and_gradients_stay(checkpoint, is_fused
     def run(with_support):
         actor.zero_grad()
         output = actor(
-            token_ids, attention_mask, scored_mask=scored_mask, temperature=0.8,
+            token_ids,
+            attention_mask,
+            scored_mask=scored_mask,
+            temperature=0.8,
             support=support if with_support else None,
-        )  # fmt: skip
+        )
         output.logprobs.sum().backward()
         return output, {name: p.grad.clone() for name, p in actor.named_parameters()}
 

@@ -15,10 +15,17 @@ import pytest
 
 FOLDER = Path(__file__).parent
 DEFAULTS = {
-    "rows": 1, "tokens": 1024, "prompt": 1, "padding": 0, "packed": False, "masked": False,
-    "lora": False, "checkpointing": False, "world": 0,
+    "rows": 1,
+    "tokens": 1024,
+    "prompt": 1,
+    "padding": 0,
+    "packed": False,
+    "masked": False,
+    "lora": False,
+    "checkpointing": False,
+    "world": 0,
     "micro_batches": 1,
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -40,11 +47,18 @@ def preloaded():
     includes = [flag for folder in headers for flag in ("-I", str(folder))]
     subprocess.run(
         [
-            compiler, "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", *includes,
-            "-o", str(target), str(FOLDER / "fake_device.c"),
+            compiler,
+            "-shared",
+            "-fPIC",
+            "-w",
+            "-Wl,-soname,libcuda.so.1",
+            *includes,
+            "-o",
+            str(target),
+            str(FOLDER / "fake_device.c"),
         ],
         check=True,
-    )  # fmt: skip
+    )
     return target
 
 
@@ -59,7 +73,10 @@ def run(script, *arguments, timeout=240):
     done = subprocess.run(
         [sys.executable, str(FOLDER / script), *arguments],
         env={**os.environ, "LD_PRELOAD": str(preloaded()), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=timeout, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from lightrft.config import TrainConfig
-from lightrft.trainer.budget.activations import trunk_bytes
-from lightrft.trainer.budget.backends import moments, resting
-from lightrft.trainer.budget.model_size import SHAPES, ModelSize
-from lightrft.trainer.budget.setup import Setup
+from lightrft.tools.plan.activations import trunk_bytes
+from lightrft.tools.plan.backends import moments, resting
+from lightrft.tools.plan.model_size import SHAPES, ModelSize
+from lightrft.tools.plan.setup import Setup
 
 spec = importlib.util.spec_from_file_location("fake_cuda", Path(__file__).parent / "fake_cuda.py")
 fake_cuda = importlib.util.module_from_spec(spec)
@@ -24,10 +24,14 @@ WORLD = 8
 def case(name, layers, **options):
     size = replace(SHAPES[name], num_layers=layers)
     config = {
-        "vocab_size": size.vocab, "hidden_size": size.hidden, "num_hidden_layers": layers,
-        "num_attention_heads": size.num_heads, "num_key_value_heads": size.num_kv_heads,
-        "intermediate_size": size.intermediate, "tie_word_embeddings": size.is_tied,
-    }  # fmt: skip
+        "vocab_size": size.vocab,
+        "hidden_size": size.hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": size.num_heads,
+        "num_key_value_heads": size.num_kv_heads,
+        "intermediate_size": size.intermediate,
+        "tie_word_embeddings": size.is_tied,
+    }
     kind = "Qwen3Config" if size.has_qk_norm else "Qwen2Config"
     if size.has_qk_norm:
         config["head_dim"] = size.head_dim
@@ -36,9 +40,13 @@ def case(name, layers, **options):
 
 def setup_of(name, layers, *, tokens, checkpointing=False, world=WORLD):
     config = TrainConfig(
-        fsdp=True, init_kl_coef=0, prompt_max_len=1, generate_max_len=tokens - 1,
-        gradient_checkpointing=checkpointing, micro_train_batch_size=1,
-    )  # fmt: skip
+        fsdp=True,
+        init_kl_coef=0,
+        prompt_max_len=1,
+        generate_max_len=tokens - 1,
+        gradient_checkpointing=checkpointing,
+        micro_train_batch_size=1,
+    )
     size = replace(SHAPES[name], num_layers=layers)
     return Setup(config, size, world, world, True, 80e9, "fake")
 
@@ -60,13 +68,20 @@ def predicted(setup, forgets=()):
 def variants(name, layers):
     return [
         case(
-            name, layers, tokens=256, rows=2, padding=56, prompt=32, packed=packed, lora=lora,
+            name,
+            layers,
+            tokens=256,
+            rows=2,
+            padding=56,
+            prompt=32,
+            packed=packed,
+            lora=lora,
             checkpointing=checkpointing,
         )
         for packed in (False, True)
         for lora in (False, True)
         for checkpointing in (False, True)
-    ]  # fmt: skip
+    ]
 
 
 def test_no_tensor_of_the_host_takes_part_in_a_micro_batch():

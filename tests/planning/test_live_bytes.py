@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.trainer.budget.backends import resting, train_peak
-from lightrft.trainer.budget.model_size import ModelSize
-from lightrft.trainer.budget.setup import Setup
+from lightrft.tools.plan.backends import resting, train_peak
+from lightrft.tools.plan.model_size import ModelSize
+from lightrft.tools.plan.setup import Setup
 
 spec = importlib.util.spec_from_file_location("two_ranks", Path(__file__).parent / "two_ranks.py")
 two_ranks = importlib.util.module_from_spec(spec)

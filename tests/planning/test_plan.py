@@ -11,12 +11,12 @@ import pytest
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.trainer.budget.advice import advise, remedies
-from lightrft.trainer.budget.duration import efficiency, exchange_bytes_per_rank, scale
-from lightrft.trainer.budget.machines import GPUS, find_gpu, gpu_of
-from lightrft.trainer.budget.memory import plan_memory
-from lightrft.trainer.budget.model_size import SHAPES, read_model_size
-from lightrft.trainer.budget.setup import Setup
+from lightrft.run.machines import GPUS, find_gpu, gpu_of
+from lightrft.tools.plan.advice import advise, remedies
+from lightrft.tools.plan.duration import efficiency, exchange_bytes_per_rank, scale
+from lightrft.tools.plan.memory import plan_memory
+from lightrft.tools.plan.model_size import SHAPES, read_model_size
+from lightrft.tools.plan.setup import Setup
 
 
 def setup_of(name, gpus, gpu, **options):
@@ -155,7 +155,7 @@ def test_tokens_fall_with_the_ranks_and_scalars_do_not():
 
 def test_planning_imports_no_torch():
     code = (
-        "import sys, lightrft.cli.plan, lightrft.trainer.budget.report;"
+        "import sys, lightrft.tools.plan.command, lightrft.tools.plan.report;"
         "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules); assert not heavy, heavy"
     )
     done = subprocess.run(

@@ -154,9 +154,13 @@ def trace(case):
                 peak = live.peak - before
                 optimizer.step()
     return {
-        "kept": kept, "peak": peak, "resting": before - others, "foreign": sorted(live.foreign),
-        "scored": num_scored, "largest": {str(k): n for k, n in live.largest.items() if k > 1e7},
-    }  # fmt: skip
+        "kept": kept,
+        "peak": peak,
+        "resting": before - others,
+        "foreign": sorted(live.foreign),
+        "scored": num_scored,
+        "largest": {str(k): n for k, n in live.largest.items() if k > 1e7},
+    }
 
 
 if __name__ == "__main__":

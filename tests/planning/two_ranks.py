@@ -23,21 +23,31 @@ def model_config(sizes):
 
     hidden = sizes["hidden"]
     return Qwen2Config(
-        vocab_size=sizes["vocab"], hidden_size=hidden, num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 128, num_hidden_layers=sizes["layers"],
-        intermediate_size=3 * hidden, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=sizes["vocab"],
+        hidden_size=hidden,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        num_hidden_layers=sizes["layers"],
+        intermediate_size=3 * hidden,
+        tie_word_embeddings=False,
+    )
 
 
 def run_config(sizes, options):
     from lightrft.config import TrainConfig
 
     return TrainConfig(
-        init_kl_coef=0, engine_type="hf", train_batch_size=4 * sizes["rows"],
-        rollout_batch_size=4 * sizes["rows"], n_samples_per_prompt=1,
-        micro_train_batch_size=sizes["rows"], prompt_max_len=1, bf16=sizes["bf16"],
-        generate_max_len=sizes["seq"] - 1, **options,
-    )  # fmt: skip
+        init_kl_coef=0,
+        engine_type="hf",
+        train_batch_size=4 * sizes["rows"],
+        rollout_batch_size=4 * sizes["rows"],
+        n_samples_per_prompt=1,
+        micro_train_batch_size=sizes["rows"],
+        prompt_max_len=1,
+        bf16=sizes["bf16"],
+        generate_max_len=sizes["seq"] - 1,
+        **options,
+    )
 
 
 def resident_bytes():

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from lightrft.rewards.math_rules import last_boxed, last_hashes, quick_match, to_number
+from lightrft.tools.rewards.math_rules import last_boxed, last_hashes, quick_match, to_number
 
 
 @pytest.mark.parametrize(
@@ -37,12 +37,26 @@ def test_last_hashes_takes_the_last_mark_to_the_end_of_its_line() -> None:
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("18", 18), ("-1,234.50", Fraction("-1234.5")), ("$ 18.", 18), (r"\$70,000", 70000),
-        ("3/4", Fraction(3, 4)), (".5", Fraction(1, 2)), ("+2", 2), ("1\\,000", 1000),
-        ("1,23", None), ("1/0", None), ("1/2/3", None), ("1 1/2", None), ("1 2", None),
-        ("x", None), ("", None), ("-", None), (".", None), ("1e3", None),
+        ("18", 18),
+        ("-1,234.50", Fraction("-1234.5")),
+        ("$ 18.", 18),
+        (r"\$70,000", 70000),
+        ("3/4", Fraction(3, 4)),
+        (".5", Fraction(1, 2)),
+        ("+2", 2),
+        ("1\\,000", 1000),
+        ("1,23", None),
+        ("1/0", None),
+        ("1/2/3", None),
+        ("1 1/2", None),
+        ("1 2", None),
+        ("x", None),
+        ("", None),
+        ("-", None),
+        (".", None),
+        ("1e3", None),
     ],
-)  # fmt: skip
+)
 def test_plain_numbers(text: str, number: object) -> None:
     assert to_number(text) == number
 
@@ -50,11 +64,21 @@ def test_plain_numbers(text: str, number: object) -> None:
 @pytest.mark.parametrize(
     ("answer", "gold", "match"),
     [
-        ("18.0", "18", True), ("0.50", "1/2", True), ("19", "18", False), ("1,000", "1000", True),
-        (r"\left( 1, 2 \right)", "(1,2)", True), ("east", "east", True), ("", "3", False),
-        ("1 2", "12", None), ("50%", "50%", True), ("50%", "50", None), ("40%", "50%", False),
-        ("x+1", "1+x", None), (r"\frac{1}{2}", "0.5", None), ("", "", False),
+        ("18.0", "18", True),
+        ("0.50", "1/2", True),
+        ("19", "18", False),
+        ("1,000", "1000", True),
+        (r"\left( 1, 2 \right)", "(1,2)", True),
+        ("east", "east", True),
+        ("", "3", False),
+        ("1 2", "12", None),
+        ("50%", "50%", True),
+        ("50%", "50", None),
+        ("40%", "50%", False),
+        ("x+1", "1+x", None),
+        (r"\frac{1}{2}", "0.5", None),
+        ("", "", False),
     ],
-)  # fmt: skip
+)
 def test_quick_match_decides_only_what_is_plain(answer: str, gold: str, match) -> None:
     assert quick_match(answer, gold) is match

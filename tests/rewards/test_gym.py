@@ -12,9 +12,9 @@ from lightrft.config import TrainConfig
 from lightrft.datasets import read_rows
 from lightrft.datasets.types import DataError
 from lightrft.rewards import RewardError, build_reward
-from lightrft.rewards.gym import find_answer
-from lightrft.rewards.gym_task import EVALUATED, PARSED, GymScorer, is_harmless
 from lightrft.strategy.config import ConfigError
+from lightrft.tools.rewards.gym import find_answer
+from lightrft.tools.rewards.gym_task import EVALUATED, PARSED, GymScorer, is_harmless
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
 GCD = "reasoning_gym:gcd?size=8&test_size=4&seed=3&min_value=2&max_value=20"
@@ -115,9 +115,14 @@ def test_a_scorer_that_raises_hangs_or_ends_costs_its_own_answer_only() -> None:
     answers = ["1", "hang", "1", "exit", "nan", "text", "1"]
     entries = [{"by": 2}] * 5 + [{}, {"by": 4}]
     assert scorer(score)((answers, entries, 0.5)) == [
-        (0.5, "scored"), (0.0, "timeout"), (0.5, "scored"), (0.0, "timeout"), (0.0, "failed"),
-        (0.0, "failed"), (0.25, "scored"),
-    ]  # fmt: skip
+        (0.5, "scored"),
+        (0.0, "timeout"),
+        (0.5, "scored"),
+        (0.0, "timeout"),
+        (0.0, "failed"),
+        (0.0, "failed"),
+        (0.25, "scored"),
+    ]
 
 
 def test_every_scorer_that_evaluates_answers_is_known() -> None:
@@ -136,11 +141,21 @@ def test_every_scorer_that_evaluates_answers_is_known() -> None:
 def test_no_code_of_an_answer_is_evaluated(name: str, tmp_path: Path) -> None:
     file = tmp_path / "made"
     for code in (
-        f"open('{file}', 'w')", f"[open('{file}', 'w')]", f"['a', open('{file}', 'w')]",
-        f"__import__('os').mkdir('{file}')", "().__class__", "x.__class__", "preview(x)", "test()",
+        f"open('{file}', 'w')",
+        f"[open('{file}', 'w')]",
+        f"['a', open('{file}', 'w')]",
+        f"__import__('os').mkdir('{file}')",
+        "().__class__",
+        "x.__class__",
+        "preview(x)",
+        "test()",
         f"[[1, 2], open('{file}', 'w')]",
-    ):  # fmt: skip
+    ):
         assert not is_harmless(name, code), code
-    right = {"string_insertion": "['A', 'B']", "spiral_matrix": "[1, 2, 3]", "n_queens": "_ Q\nQ _",
-             "binary_matrix": "[[0, 1], [1, 0]]"}  # fmt: skip
+    right = {
+        "string_insertion": "['A', 'B']",
+        "spiral_matrix": "[1, 2, 3]",
+        "n_queens": "_ Q\nQ _",
+        "binary_matrix": "[[0, 1], [1, 0]]",
+    }
     assert is_harmless(name, right.get(name, "2*x**2/3 + sin(x)*exp(-0.5*x) + C"))

@@ -11,8 +11,9 @@ import time
 
 import pytest
 
-from lightrft.rewards import http
-from lightrft.rewards.http import (
+from lightrft.rewards.types import RewardError
+from lightrft.tools.rewards import http
+from lightrft.tools.rewards.http import (
     HttpClient,
     HttpError,
     HttpLimits,
@@ -22,8 +23,7 @@ from lightrft.rewards.http import (
     parse_json,
     shown_address,
 )
-from lightrft.rewards.remote import RemoteReward
-from lightrft.rewards.types import RewardError
+from lightrft.tools.rewards.remote import RemoteReward
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 
@@ -171,14 +171,18 @@ def test_no_redirect_is_followed(serve, client, status):
 @pytest.mark.parametrize(
     "answer",
     [
-        b"", b"nonsense\r\n\r\n", b"HTTP/1.1 abc\r\n\r\n", b"\x16\x03\x01\x00",
+        b"",
+        b"nonsense\r\n\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"\x16\x03\x01\x00",
         b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{",
-        b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n", b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
         b"HTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 20_000 + b"\r\n",
         b"HTTP/1.1 200 OK\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_http_is_one_error_after_three_attempts(serve, client, answer):
     server = serve(answer)
     with pytest.raises(HttpError) as caught:
@@ -232,9 +236,20 @@ def test_attempts_may_be_counted(serve, client):
 
 @pytest.mark.parametrize(
     "url",
-    ["http://", "http://[::1", "http://a b/", "http://h:99999999/", "gopher://h/", "x", "",
-     "http://\x00/", "http://" + "a" * 300 + "/", "http://h\udcff/", "http://127.0.0.1:1/"],
-)  # fmt: skip
+    [
+        "http://",
+        "http://[::1",
+        "http://a b/",
+        "http://h:99999999/",
+        "gopher://h/",
+        "x",
+        "",
+        "http://\x00/",
+        "http://" + "a" * 300 + "/",
+        "http://h\udcff/",
+        "http://127.0.0.1:1/",
+    ],
+)
 def test_addresses_that_lead_nowhere_are_one_error(client, url):
     with pytest.raises(HttpError) as caught:
         client(0.5).fetch(HttpRequest(url, b"{}"))

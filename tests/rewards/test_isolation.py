@@ -156,10 +156,23 @@ def test_workers_do_not_inherit_secrets_unless_told(file, monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
-     "HUGGING_FACE_HUB_TOKEN", "GITHUB_PAT", "DB_PASSWORD", "PGPASSWORD", "MYTOKEN",
-     "SSH_AUTH_SOCK", "GOOGLE_APPLICATION_CREDENTIALS", "LIGHTRFT_REWARD_TOKEN", "WANDB_APIKEY2"],
-)  # fmt: skip
+    [
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "OPENAI_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+        "GITHUB_PAT",
+        "DB_PASSWORD",
+        "PGPASSWORD",
+        "MYTOKEN",
+        "SSH_AUTH_SOCK",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "LIGHTRFT_REWARD_TOKEN",
+        "WANDB_APIKEY2",
+    ],
+)
 def test_secrets_are_known_by_name(name):
     assert names_a_secret(name)
     assert worker_environment(source={name: "x"}) == {}
@@ -167,8 +180,14 @@ def test_secrets_are_known_by_name(name):
 
 
 def test_other_variables_pass_except_for_addresses_with_passwords():
-    kept = {"PATH": "/bin", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "0",
-            "HF_HOME": "/x", "LD_LIBRARY_PATH": "/a", "http_proxy": "http://proxy:1"}  # fmt: skip
+    kept = {
+        "PATH": "/bin",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "HF_HOME": "/x",
+        "LD_LIBRARY_PATH": "/a",
+        "http_proxy": "http://proxy:1",
+    }
     assert worker_environment(source=kept | {"https_proxy": "http://me:pw@proxy:1"}) == kept
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from lightrft.config import TrainConfig
-from lightrft.rewards import RewardError, build_reward, http
-from lightrft.rewards.judge import TEMPLATE, fill_template, read_score
+from lightrft.rewards import RewardError, build_reward
+from lightrft.run.resume import input_files
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.runs.plan import input_files
+from lightrft.tools.rewards import http
+from lightrft.tools.rewards.judge import TEMPLATE, fill_template, read_score
 
 
 class Judge(ThreadingHTTPServer):
@@ -81,8 +82,10 @@ class Handler(BaseHTTPRequestHandler):
 
 def completion(content, reason="stop") -> bytes:
     choice = {
-        "index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": content},
-    }  # fmt: skip
+        "index": 0,
+        "finish_reason": reason,
+        "message": {"role": "assistant", "content": content},
+    }
     return json.dumps({"id": "x", "object": "chat.completion", "choices": [choice]}).encode()
 
 
@@ -130,9 +133,14 @@ def test_the_request_is_that_of_the_protocol(judge, tmp_path, monkeypatch) -> No
     [seen] = judge.seen
     [message] = seen.pop("messages")
     assert seen == {
-        "path": "/v1/chat/completions", "model": "m", "temperature": 0, "max_tokens": 99,
-        "seed": 0, "n": 1, "top_p": 0.5,
-    }  # fmt: skip
+        "path": "/v1/chat/completions",
+        "model": "m",
+        "temperature": 0,
+        "max_tokens": 99,
+        "seed": 0,
+        "n": 1,
+        "top_p": 0.5,
+    }
     assert message["role"] == "user"
     assert all(text in message["content"] for text in ("the task", "gold", "\nr\n"))
     assert judge.headers[0]["authorization"] == "Bearer a-key"

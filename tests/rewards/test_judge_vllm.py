@@ -16,18 +16,20 @@ from pathlib import Path
 import pytest
 
 from lightrft.config import TrainConfig
-from lightrft.models.presets import write_tiny_model
 from lightrft.rewards import RewardError, build_reward
+from lightrft.tools.model_presets import write_tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 START_SECONDS = 720.0
 ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCH_COMPILE_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
     # Its second process need not compile every module again.
     "PYTHONDONTWRITEBYTECODE": "",
-}  # fmt: skip
+}
 
 
 def free_port() -> int:
@@ -53,16 +55,33 @@ def address(tmp_path_factory):
     port, log = free_port(), folder / "log"
     command = [
         # What `vllm serve` runs; that command itself needs a distribution of the name vllm.
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-        "--model", str(folder / "model"), "--served-model-name", "tiny",
-        "--host", "127.0.0.1", "--port", str(port),
-        "--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(folder / "model"),
+        "--served-model-name",
+        "tiny",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "512",
+        "--max-num-seqs",
+        "8",
+    ]
     with log.open("wb") as output:
         server = subprocess.Popen(
-            command, env={**os.environ, **ENVIRONMENT}, stdout=output, stderr=output,
+            command,
+            env={**os.environ, **ENVIRONMENT},
+            stdout=output,
+            stderr=output,
             start_new_session=True,
-        )  # fmt: skip
+        )
     try:
         wait_for(f"http://127.0.0.1:{port}/health", server, log)
         yield f"http://127.0.0.1:{port}/v1"
@@ -85,9 +104,13 @@ def ask(address, tmp_path):
 
     def call(responses: list[str], *, model: str = "tiny", seconds: float = 120.0, **fields):
         config = TrainConfig(
-            judge_url=address, judge_model=model, judge_template=str(template), judge_args=fields,
-            reward_timeout_seconds=seconds, output_dir=str(tmp_path),
-        )  # fmt: skip
+            judge_url=address,
+            judge_model=model,
+            judge_template=str(template),
+            judge_args=fields,
+            reward_timeout_seconds=seconds,
+            output_dir=str(tmp_path),
+        )
         count = len(responses)
         with build_reward(["judge"], config=config) as reward:
             found = reward.score(["p"] * count, responses, [None] * count, {})

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from lightrft.rewards import MathReward, RewardError, build_reward
-from lightrft.rewards.math_rules import BOXED_MATH, GSM8K, last_boxed
+from lightrft.tools.rewards.math_rules import BOXED_MATH, GSM8K, last_boxed
 
 
 def _scores(reward, responses: list[str], labels: list[str | None]) -> list[float]:
@@ -68,10 +68,16 @@ def test_plain_answers_start_no_grader() -> None:
 
 def test_the_grader_decides_by_value(boxed_math) -> None:
     cases = [
-        (r"\frac{1}{2}", "0.5", 1), (r"x^2+2x+1", "(x+1)^2", 1), (r"\sqrt{8}", r"2\sqrt{2}", 1),
-        (r"18 \text{ dollars}", "18", 1), (r"\{2, 1\}", r"\boxed{\{1, 2\}}", 1),
-        ("(2,1)", "(1,2)", 0), (r"\frac{", "3", 0), ("0.333", "1/3", 0), ("west", "east", 0),
-    ]  # fmt: skip
+        (r"\frac{1}{2}", "0.5", 1),
+        (r"x^2+2x+1", "(x+1)^2", 1),
+        (r"\sqrt{8}", r"2\sqrt{2}", 1),
+        (r"18 \text{ dollars}", "18", 1),
+        (r"\{2, 1\}", r"\boxed{\{1, 2\}}", 1),
+        ("(2,1)", "(1,2)", 0),
+        (r"\frac{", "3", 0),
+        ("0.333", "1/3", 0),
+        ("west", "east", 0),
+    ]
     responses = [f"\\boxed{{{answer}}}" for answer, _, _ in cases]
     expected = [float(score) for _, _, score in cases]
     assert _scores(boxed_math, responses, [gold for _, gold, _ in cases]) == expected
@@ -161,19 +167,32 @@ def test_the_last_box_is_that_of_the_slow_search() -> None:
 
 
 HOSTILE = [
-    r"9^{9^{9^{9}}}", r"(10^{10})!", r"10^{10^{10}}", r"\sqrt{2}^{\sqrt{2}^{\sqrt{2}^{99999}}}",
-    r"\frac{1}{" * 60 + "2" + "}" * 60, "(" * 300 + "1" + ")" * 300,
-    r"\sqrt{" * 120 + "2" + "}" * 120, "{" * 300 + "1" + "}" * 300,
-    "+".join(f"x^{{{i}}}" for i in range(150)), "*".join(["(x+y+z)"] * 120), r"(x+y+z)^{2000}",
+    r"9^{9^{9^{9}}}",
+    r"(10^{10})!",
+    r"10^{10^{10}}",
+    r"\sqrt{2}^{\sqrt{2}^{\sqrt{2}^{99999}}}",
+    r"\frac{1}{" * 60 + "2" + "}" * 60,
+    "(" * 300 + "1" + ")" * 300,
+    r"\sqrt{" * 120 + "2" + "}" * 120,
+    "{" * 300 + "1" + "}" * 300,
+    "+".join(f"x^{{{i}}}" for i in range(150)),
+    "*".join(["(x+y+z)"] * 120),
+    r"(x+y+z)^{2000}",
     r"\int_0^1 \int_0^1 e^{x^{y^{x^{y}}}} dx dy",
     r"\lim_{x\to 0} \frac{\sin(\sin(\sin(x^{99})))}{x^{999}}",
-    r"\sum_{k=1}^{10^{12}} \frac{1}{k^{k}}", r"\prod_{k=1}^{99999} (x+k)",
-    r"\binom{10^{9}}{5\cdot 10^{8}}", "9" * 999, "0." + "1" * 900, r"99999999^{9999999}",
+    r"\sum_{k=1}^{10^{12}} \frac{1}{k^{k}}",
+    r"\prod_{k=1}^{99999} (x+k)",
+    r"\binom{10^{9}}{5\cdot 10^{8}}",
+    "9" * 999,
+    "0." + "1" * 900,
+    r"99999999^{9999999}",
     r"\{" + ",".join(map(str, range(250))) + r"\}",
-    r"\begin{pmatrix}" + r"\\".join("&".join(["x^{9}"] * 8) for _ in range(8))
+    r"\begin{pmatrix}"
+    + r"\\".join("&".join(["x^{9}"] * 8) for _ in range(8))
     + r"\end{pmatrix}^{99}",
-    r"\log_{2}{(2^{2^{2^{2^{2^{2}}}}})}", r"x=y=z=\frac{x^{99}+y^{99}}{z^{99}-1}=\sin^{99}(x)",
-]  # fmt: skip
+    r"\log_{2}{(2^{2^{2^{2^{2^{2}}}}})}",
+    r"x=y=z=\frac{x^{99}+y^{99}}{z^{99}-1}=\sin^{99}(x)",
+]
 
 
 def test_hostile_answers_end_with_the_batch_and_leave_the_worker_alive() -> None:

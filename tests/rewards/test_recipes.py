@@ -36,13 +36,18 @@ def test_each_row_is_scored_by_the_rewards_of_its_recipe(tmp_path):
     one, ten = Length("one", 1), Length("ten", 10)
     combined = CombinedReward([one, ten], [1.0, 1.0], recipes=found)
     results = combined.score(
-        ["p"] * 4, ["a", "bb", "ccc", "dddd"], [None] * 4,
+        ["p"] * 4,
+        ["a", "bb", "ccc", "dddd"],
+        [None] * 4,
         {"task": ["math", "chat", "free", "math"]},
-    )  # fmt: skip
+    )
     assert [r.reward for r in results] == [2.0, 0.5 * 2 + 20, 0.0, 8.0]
     assert [dict(r.components) for r in results] == [
-        {"one": 1}, {"one": 2, "ten": 20}, {}, {"one": 4},
-    ]  # fmt: skip
+        {"one": 1},
+        {"one": 2, "ten": 20},
+        {},
+        {"one": 4},
+    ]
     assert one.seen == [["a", "bb", "dddd"]]
     assert ten.seen == [["bb"]]
     with pytest.raises(RewardError, match="no reward recipe for 'code' in column 'task'"):

@@ -9,10 +9,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from lightrft.rewards import build_reward
-from lightrft.rewards.remote import RemoteReward
-from lightrft.rewards.service import RewardServer
 from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.strategy.config import ConfigError
+from lightrft.tools.rewards.remote import RemoteReward
+from lightrft.tools.rewards.service import RewardServer
 
 
 @pytest.fixture
@@ -63,14 +63,19 @@ def ask(url, **options):
 def test_the_request_carries_queries_labels_and_columns(serve):
     url, seen = serve(lengths)
     assert ask(url) == [
-        RewardResult(1.0, {"remote": 1.0}), RewardResult(3.0, {"remote": 3.0}),
-    ]  # fmt: skip
+        RewardResult(1.0, {"remote": 1.0}),
+        RewardResult(3.0, {"remote": 3.0}),
+    ]
     assert seen == [
         {
-            "level": [3, 4], "queries": ["p1 a", "p2 bcd"], "prompts": ["p1 ", "p2 "],
-            "responses": ["a", "bcd"], "labels": ["1", None], "references": ["1", None],
+            "level": [3, 4],
+            "queries": ["p1 a", "p2 bcd"],
+            "prompts": ["p1 ", "p2 "],
+            "responses": ["a", "bcd"],
+            "labels": ["1", None],
+            "references": ["1", None],
         }
-    ]  # fmt: skip
+    ]
 
 
 def test_components_are_kept(serve):

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.rewards.sandbox import Ending, Sandbox, SandboxLimits
 from lightrft.strategy.config import ConfigError
+from lightrft.tools.rewards.sandbox import Ending, Sandbox, SandboxLimits
 
 # An AVX2 machine with other work: programs need little, but may wait for a processor.
 LIMITS = SandboxLimits(cpu_seconds=4.0)
@@ -337,7 +337,7 @@ def test_a_sandbox_that_does_not_hold_is_refused_with_its_remedies(
 # What an ordinary user starts: its programs are of the same user as the trainer.
 ORDINARY = """
 import json, os, socket, subprocess, sys
-from lightrft.rewards.sandbox import Sandbox, SandboxLimits
+from lightrft.tools.rewards.sandbox import Sandbox, SandboxLimits
 
 network, signals, forks, folder, hidden = sys.argv[1:]
 made = Sandbox("bubblewrap", SandboxLimits(cpu_seconds=4.0))
@@ -389,11 +389,23 @@ def test_an_ordinary_user_gets_the_same_sandbox(public_folder, tmp_path) -> None
         hidden.symlink_to(sys.executable)
     packages = [path for path in sys.path if path and not path.startswith(sys.base_prefix)]
     done = subprocess.run(
-        [*ordinary_command(), "-c", ORDINARY, NETWORK, SIGNALS, FORKS, str(public_folder),
-         str(hidden)],
+        [
+            *ordinary_command(),
+            "-c",
+            ORDINARY,
+            NETWORK,
+            SIGNALS,
+            FORKS,
+            str(public_folder),
+            str(hidden),
+        ],
         env={"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(packages)},
-        cwd="/", capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["user"] != 0

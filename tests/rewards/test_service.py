@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from lightrft.rewards.remote import TOKEN_VARIABLE, RemoteReward
-from lightrft.rewards.service import RewardServer, ServiceLimits
 from lightrft.rewards.types import RewardError, RewardResult
+from lightrft.tools.rewards.remote import TOKEN_VARIABLE, RemoteReward
+from lightrft.tools.rewards.service import RewardServer, ServiceLimits
 
 BODY = json.dumps({"responses": ["a", "bc"]}).encode()
 
@@ -183,8 +183,12 @@ def test_a_token_is_asked_for_before_anything_is_read(serve, monkeypatch):
     reward = Lengths()
     server = serve(reward, token="hunter2")
     url = f"http://127.0.0.1:{server.server_port}/"
-    wrong = [(), ("Authorization: Bearer hunter",), ("Authorization: hunter2",),
-             ("Authorization: Bearer \xfc",)]  # fmt: skip
+    wrong = [
+        (),
+        ("Authorization: Bearer hunter",),
+        ("Authorization: hunter2",),
+        ("Authorization: Bearer \xfc",),
+    ]
     for headers in wrong:
         answer = send(server, post(b" " * 300_000, *headers))
         assert status_of(answer) == 401

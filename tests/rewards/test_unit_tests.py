@@ -6,7 +6,7 @@ import pytest
 
 from lightrft.config import TrainConfig
 from lightrft.rewards import RewardError, build_reward
-from lightrft.rewards.code_tests import CodeTests, find_code, read_tests
+from lightrft.tools.rewards.code_tests import CodeTests, find_code, read_tests
 
 ADD = '["assert add(1, 2) == 3", "assert add(2, 2) == 4"]'
 SUM = '[{"input": "1 2\\n", "output": "3\\n"}, {"input": "3 4\\n", "output": "7"}]'
@@ -63,8 +63,13 @@ def test_an_end_without_an_error_is_no_proof(reward, code: str) -> None:
 
 def test_an_output_must_be_whole_and_its_program_end_well(reward) -> None:
     label = '[{"input": "", "output": "1\\n2\\n"}]'
-    responses = ["print(1)\nprint(2)", "print('1  ')\nprint('2')\nprint()", "print(' 1')\nprint(2)",
-                 "print(1)\nprint(2)\nraise SystemExit(3)", "print(1)"]  # fmt: skip
+    responses = [
+        "print(1)\nprint(2)",
+        "print('1  ')\nprint('2')\nprint()",
+        "print(' 1')\nprint(2)",
+        "print(1)\nprint(2)\nraise SystemExit(3)",
+        "print(1)",
+    ]
     rewards = [r.reward for r in score(reward, responses, [label] * len(responses))]
     assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0]
 

@@ -156,7 +156,7 @@ def test_messages_larger_than_a_pipe_pass(file) -> None:
         ("{folder}/broken.py:f", RewardError, "could not be loaded: SyntaxError"),
         ("{folder}/imports.py:f", RewardError, "could not be loaded: ModuleNotFoundError.*no_such"),
     ],
-)  # fmt: skip
+)
 def test_faults_are_found_before_the_first_call(file, name: str, kind, message: str) -> None:
     (file.parent / "broken.py").write_text("def f(:\n")
     (file.parent / "imports.py").write_text("import no_such_module\n")

@@ -24,24 +24,42 @@ def write_sums(example, folder) -> list[str]:
     spec.loader.exec_module(module)
     module.write(folder)
     return [
-        "--prompt_data", str(folder / "train.jsonl"), "--eval_data", str(folder / "eval.jsonl"),
-        "--reward_fn", f"{example / 'sums.py'}:first_line",
-    ]  # fmt: skip
+        "--prompt_data",
+        str(folder / "train.jsonl"),
+        "--eval_data",
+        str(folder / "eval.jsonl"),
+        "--reward_fn",
+        f"{example / 'sums.py'}:first_line",
+    ]
 
 
 @pytest.mark.timeout(3500)
 @pytest.mark.parametrize(
     ("config", "seed", "gain"),
-    [("sums", 0, 0.3), ("sums", 1, 0.3), ("sums_lora", 0, 0.3), ("sums_lora", 1, 0.3),
-     ("chain_sum", 0, 0.15)],
-)  # fmt: skip
+    [
+        ("sums", 0, 0.3),
+        ("sums", 1, 0.3),
+        ("sums_lora", 0, 0.3),
+        ("sums_lora", 1, 0.3),
+        ("chain_sum", 0, 0.15),
+    ],
+)
 def test_held_out_answers_become_right(example, smollm2, tmp_path, config, seed, gain):
     run = tmp_path / "run"
-    code = main([
-        "train", "--config", str(example / f"{config}.toml"), "--pretrain", str(smollm2),
-        *(write_sums(example, tmp_path) if config != "chain_sum" else ()), "--seed", str(seed),
-        "--output_dir", str(run),
-    ])  # fmt: skip
+    code = main(
+        [
+            "train",
+            "--config",
+            str(example / f"{config}.toml"),
+            "--pretrain",
+            str(smollm2),
+            *(write_sums(example, tmp_path) if config != "chain_sum" else ()),
+            "--seed",
+            str(seed),
+            "--output_dir",
+            str(run),
+        ]
+    )
     assert code == 0
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     held_out = [step["eval/reward"] for step in steps if "eval/reward" in step]

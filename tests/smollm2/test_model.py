@@ -12,9 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TEXTS = (
-    "What is 23+45?\n\n  7 8", " Hello é ü\tdon't  stop 12345\n", "\\boxed{7} 日本語 🙂",
-    "def f(x):\n    return x + 1  # 2 3\n\n\n4", "<|im_start|>user\n1<|im_end|>\n",
-)  # fmt: skip
+    "What is 23+45?\n\n  7 8",
+    " Hello é ü\tdon't  stop 12345\n",
+    "\\boxed{7} 日本語 🙂",
+    "def f(x):\n    return x + 1  # 2 3\n\n\n4",
+    "<|im_start|>user\n1<|im_end|>\n",
+)
 
 
 def fields_of(reader):
@@ -71,8 +74,10 @@ def test_it_answers_in_its_chat_format_and_ends(smollm2):
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
-        add_generation_prompt=True, return_tensors="pt", return_dict=True,
-    )  # fmt: skip
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
     produced = model.generate(**prompt, do_sample=False, max_new_tokens=48)
     answer = produced[0, prompt["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(answer)

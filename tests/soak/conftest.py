@@ -34,10 +34,23 @@ def soak(tmp_path):
         temporary.mkdir()
         environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, str(SCRIPT), str(tmp_path / "soak"), "--engine", engine,
-             "--steps", str(steps), "--leak", str(leak_kib)],
-            capture_output=True, text=True, timeout=3400, check=False, env=environment,
-        )  # fmt: skip
+            [
+                sys.executable,
+                str(SCRIPT),
+                str(tmp_path / "soak"),
+                "--engine",
+                engine,
+                "--steps",
+                str(steps),
+                "--leak",
+                str(leak_kib),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=3400,
+            check=False,
+            env=environment,
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         found = json.loads(done.stdout.splitlines()[-1])
         assert found.pop("steps") == steps

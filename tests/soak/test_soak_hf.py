@@ -10,10 +10,12 @@ QUANTITIES = ("memory_kib", "descriptors", "threads", "temporary_files")
 def rows(**growth):
     """Forty steps whose quantities grow by so much a step, after a start that fills caches."""
     return [
-        {name: 100.0 + growth.get(name, 0.0) * step + (20.0 if step > 5 else 4.0 * step)
-         for name in QUANTITIES}
+        {
+            name: 100.0 + growth.get(name, 0.0) * step + (20.0 if step > 5 else 4.0 * step)
+            for name in QUANTITIES
+        }
         for step in range(40)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("name", QUANTITIES)

@@ -299,7 +299,7 @@ def test_bfloat16_keeps_rotary_frequencies_and_averages_exactly(two_ranks, expec
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_weights_of_another_number_of_ranks_are_read_from_the_masters(two_ranks, one_rank):
-    (loss, norm), = two_ranks[0]["next"]  # fmt: skip
+    ((loss, norm),) = two_ranks[0]["next"]
     assert one_rank["next"] == [pytest.approx([loss, norm], rel=2e-2)]
 
 

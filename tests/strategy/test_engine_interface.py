@@ -68,8 +68,11 @@ def test_local_generation_takes_one_prompt_many_prompts_and_multimodal_inputs():
     strategy = strategy_with(engine)
     assert outputs(strategy.engine_generate_local({}, [4, 5])) == [(9, 2, 0)]
     assert outputs(strategy.engine_generate_local({"n": 2}, [[4], [5, 6]])) == [
-        (4, 1, 0), (4, 1, 1), (11, 2, 0), (11, 2, 1),
-    ]  # fmt: skip
+        (4, 1, 0),
+        (4, 1, 1),
+        (11, 2, 0),
+        (11, 2, 1),
+    ]
     item = {"prompt": "hi", "multi_modal_data": {"image": ["a", "b"], "video": "v"}}
     strategy.engine_generate_local({}, multi_modal_inputs=[item])
     assert engine.requests[-1].prompt_text == "hi"
@@ -263,8 +266,11 @@ def test_lengths_are_written_at_the_interval(tmp_path, capsys):
     for _ in range(3):
         strategy.gather_and_generate({"max_tokens": 2}, [[1], [2]])
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "gen_len_step_0.json", "gen_len_step_0.png", "gen_len_step_2.json", "gen_len_step_2.png",
-    ]  # fmt: skip
+        "gen_len_step_0.json",
+        "gen_len_step_0.png",
+        "gen_len_step_2.json",
+        "gen_len_step_2.png",
+    ]
     assert json.loads((tmp_path / "gen_len_step_2.json").read_text())["lengths"] == [2, 2]
     assert "mean_length=2.0" in capsys.readouterr().out
 
@@ -287,16 +293,27 @@ def test_an_update_wakes_the_weights_sends_them_and_then_wakes_the_cache():
     assert tags == [(("weights",), False), (None, True)]
     order = [name for name in engine.calls if name in ORDERED]
     assert order == [
-        "wake_up", "begin_weight_update", "load_weights", "finish_weight_update", "reset_caches",
-        "wake_up", "hash_parameters", "set_weights_version",
-    ]  # fmt: skip
+        "wake_up",
+        "begin_weight_update",
+        "load_weights",
+        "finish_weight_update",
+        "reset_caches",
+        "wake_up",
+        "hash_parameters",
+        "set_weights_version",
+    ]
     assert strategy.inference_engine_status is EngineStatus.WAKEUP
 
 
 ORDERED = {
-    "wake_up", "begin_weight_update", "load_weights", "finish_weight_update", "reset_caches",
-    "hash_parameters", "set_weights_version",
-}  # fmt: skip
+    "wake_up",
+    "begin_weight_update",
+    "load_weights",
+    "finish_weight_update",
+    "reset_caches",
+    "hash_parameters",
+    "set_weights_version",
+}
 
 
 def test_a_failed_update_leaves_the_engine_awake_and_barred():

@@ -232,8 +232,10 @@ def low_precision_cell(rank, world_size, folder):
             strategy.load_ckpt(fresh[0], target, optimizer=fresh[1])
             again = train(strategy, fresh, range(4, 6), rank, world_size)
             results[use_mp_opt] = {
-                "dtype": str(dtype), "losses": losses, "resumes": again == expected,
-            }  # fmt: skip
+                "dtype": str(dtype),
+                "losses": losses,
+                "resumes": again == expected,
+            }
     return results
 
 

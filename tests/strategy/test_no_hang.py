@@ -85,9 +85,14 @@ def run_rank(place: str, kind: str, folder: str) -> None:
 
     factory.ENGINES["fake"] = build
     strategy = get_strategy(
-        {"fsdp": True, "bf16": False, "timeout_minutes": START_SECONDS / 60,
-         "train_batch_size": 2, "micro_train_batch_size": 1}
-    )  # fmt: skip
+        {
+            "fsdp": True,
+            "bf16": False,
+            "timeout_minutes": START_SECONDS / 60,
+            "train_batch_size": 2,
+            "micro_train_batch_size": 1,
+        }
+    )
     # On a busy machine processes start far apart; from here on they are together.
     strategy.sync_and_clear_cache()
     strategy.config.timeout_minutes = DEADLINE_SECONDS / 60
@@ -116,16 +121,23 @@ def start(place: str, kind: str, folder: Path) -> list[subprocess.Popen]:
     processes = []
     for rank in range(2):
         environment = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+        }
         with (folder / f"rank{rank}.log").open("w") as log:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, __file__, place, kind, str(folder)],
-                    stdout=log, stderr=subprocess.STDOUT, env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
                 )
-            )  # fmt: skip
+            )
     return processes
 
 
@@ -148,13 +160,14 @@ def wait_for_error(processes: list[subprocess.Popen], limit: float) -> dict[int,
             place,
             kind,
             id=f"{place}-{kind}",
-            marks=[] if (place, kind) in {("gather", "stall"), ("update", "kill")}
+            marks=[]
+            if (place, kind) in {("gather", "stall"), ("update", "kill")}
             else pytest.mark.slow,
         )
         for place in PHASES
         for kind in ("kill", "stall")
     ],
-)  # fmt: skip
+)
 def test_a_lost_rank_ends_the_job_with_rank_and_phase(place, kind, tmp_path):
     processes = start(place, kind, tmp_path)
     try:

@@ -19,9 +19,13 @@ LIMIT_SECONDS = 60.0
 START_SECONDS = 900.0
 CAUSE = "the GPU of this rank has 3 bytes left"
 SETTINGS = {
-    "fsdp": True, "bf16": False, "train_batch_size": 2, "micro_train_batch_size": 1,
-    "timeout_minutes": 30.0, "engine_args": {},
-}  # fmt: skip
+    "fsdp": True,
+    "bf16": False,
+    "train_batch_size": 2,
+    "micro_train_batch_size": 1,
+    "timeout_minutes": 30.0,
+    "engine_args": {},
+}
 
 
 def fail_if_faulty(folder: str) -> None:
@@ -77,16 +81,27 @@ def run_vllm(place: str, folder: str) -> None:
 
     from lightrft.strategy import get_strategy
 
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32,
-             "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 128}  # fmt: skip
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "head_dim": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+    }
     torch.manual_seed(0)  # the same weights on both ranks
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, max_position_embeddings=64))
     settings = {**SETTINGS, "engine_tp_size": 2, "max_len": 32, "engine_args": {"block_size": 32}}
     with get_strategy(settings) as strategy:
         from vllm.v1.worker.cpu_worker import CPUWorker
 
-        name = {"memory": "determine_available_memory", "load": "load_model",
-                "canary": "execute_model", "generate": "execute_model"}[place]  # fmt: skip
+        name = {
+            "memory": "determine_available_memory",
+            "load": "load_model",
+            "canary": "execute_model",
+            "generate": "execute_model",
+        }[place]
         original = getattr(CPUWorker, name)
         is_faulty = place != "generate"
 
@@ -107,10 +122,15 @@ def run_pair(engine: str, place: str, folder: Path) -> tuple[list[int], list[str
     port, processes = str(find_free_port()), []
     for rank in range(2):
         environment = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
             "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+        }
         with (folder / f"rank{rank}.log").open("w") as log:
             command = [sys.executable, __file__, engine, place, str(folder)]
             processes.append(
@@ -202,9 +222,15 @@ def test_all_ranks_end_with_the_cause_when_one_fails_in_its_engine(place, tmp_pa
 @pytest.mark.vllm
 @pytest.mark.multiprocess
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("place", ["memory", pytest.param("load", marks=pytest.mark.slow),
-                                   pytest.param("canary", marks=pytest.mark.slow),
-                                   pytest.param("generate", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize(
+    "place",
+    [
+        "memory",
+        pytest.param("load", marks=pytest.mark.slow),
+        pytest.param("canary", marks=pytest.mark.slow),
+        pytest.param("generate", marks=pytest.mark.slow),
+    ],
+)
 def test_all_ranks_end_when_one_fails_inside_vllms_collectives(place, tmp_path):
     check("vllm", place, tmp_path)
 

@@ -70,13 +70,14 @@ def test_models_are_built_without_memory_on_gpus_above_two_gigabytes():
 
 @pytest.mark.parametrize(("device", "chosen"), [("cuda", True), ("cpu", False)])
 def test_the_decision_is_agreed_and_printed(device, chosen):
-    from lightrft.trainer.training.construction import ModelFacts, decide_by_machine
+    from lightrft.stages.construction import ModelFacts, decide_by_machine
 
     printed = []
     strategy = SimpleNamespace(
-        device=SimpleNamespace(type=device), print_detail=printed.append,
+        device=SimpleNamespace(type=device),
+        print_detail=printed.append,
         all_reduce=lambda facts, op: {**facts, "weights": 7 * 10**9},  # what another rank read
-    )  # fmt: skip
+    )
     facts = ModelFacts(num_weights=5, packs=True)
     given = {"fsdp": True, "fused_linear_logprob": False}
     config = TrainConfig(**given)
@@ -132,9 +133,14 @@ def test_sglangs_deterministic_mode_is_the_users_to_turn_off(monkeypatch):
     def built(**options):
         config = EngineConfig("sglang", "m", options=options)
         return engine_arguments(
-            config, model_path="m", context_length=8, load_format="auto", vocab_size=9,
-            ports=(1, 2), device_index=0,
-        )["enable_deterministic_inference"]  # fmt: skip
+            config,
+            model_path="m",
+            context_length=8,
+            load_format="auto",
+            vocab_size=9,
+            ports=(1, 2),
+            device_index=0,
+        )["enable_deterministic_inference"]
 
     assert built() is True
     assert built(enable_deterministic_inference="false") is False
@@ -147,9 +153,12 @@ def sharding_of(rank: int, world_size: int, shard_size: int) -> tuple[tuple[int,
 
     del rank, world_size
     settings = {
-        "fsdp": True, "bf16": False, "train_batch_size": 2, "micro_train_batch_size": 1,
+        "fsdp": True,
+        "bf16": False,
+        "train_batch_size": 2,
+        "micro_train_batch_size": 1,
         "fsdp_shard_size": shard_size,
-    }  # fmt: skip
+    }
     with get_strategy(settings) as strategy:
         model = strategy.prepare_model(torch.nn.Linear(8, 8), is_training=True)
         return tuple(model.weight.device_mesh.shape), model.weight.to_local().shape[0]

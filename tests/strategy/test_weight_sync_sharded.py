@@ -213,8 +213,12 @@ def fsdp2_rank(rank: int, world_size: int) -> dict[str, object]:
 
         results += check_hf_engine(
             lambda actor=actor: fsdp2_parameter_source(actor),
-            actor, actor, gather, step, is_tied=is_tied,
-        )  # fmt: skip
+            actor,
+            actor,
+            gather,
+            step,
+            is_tied=is_tied,
+        )
     return {"ranges": ranges, "results": results}
 
 
@@ -260,8 +264,12 @@ def zero_rank(rank: int, world_size: int, stages: tuple[int, ...]) -> dict[str, 
 
         results += check_hf_engine(
             lambda engine=engine: zero_parameter_source(engine),
-            actor, engine, lambda actor=actor: gathered(actor.model), step, is_tied=stage == 2,
-        )  # fmt: skip
+            actor,
+            engine,
+            lambda actor=actor: gathered(actor.model),
+            step,
+            is_tied=stage == 2,
+        )
     return {"ranges": ranges, "results": results}
 
 

@@ -12,9 +12,9 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.models import Actor, Critic
 from lightrft.models.loading import load_tokenizer
-from lightrft.models.presets import write_tiny_model
 from lightrft.rewards.types import RewardResult
 from lightrft.strategy import get_fake_strategy
+from lightrft.tools.model_presets import write_tiny_model
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
 

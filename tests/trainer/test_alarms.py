@@ -11,19 +11,26 @@ import torch
 
 from lightrft.cli.errors import ExitCode, exit_code_of
 from lightrft.config import TrainConfig
-from lightrft.experience.numerics import NumericsError
 from lightrft.models.loading import load_tokenizer
+from lightrft.records.numerics import NumericsError
 from lightrft.rewards.types import RewardResult
-from lightrft.trainer.reporting.inputs import read_run
-from lightrft.trainer.reporting.page import find_alarms, render_report
-from lightrft.trainer.runs.assembly import run_training, warn_without_end
-from lightrft.trainer.training.alarms import RunAlarmError, alarms, run_verdict, why_unchanged
+from lightrft.run.alarms import RunAlarmError, alarms, run_verdict, why_unchanged
+from lightrft.run.assembly import run_training, warn_without_end
+from lightrft.tools.report.page import find_alarms, render_report
+from lightrft.tools.report.run_data import read_run
 
 FINE = {
-    "actor_lr": 1e-3, "skipped_steps": 0.0, "zero_gradient_share": 0.0, "weights_changed": 1.0,
-    "reward": 0.5, "reward_std": 0.1, "advantage_abs": 0.4, "constant_group_share": 0.5,
-    "num_samples": 16.0, "nonfinite/logprobs": 0.0,
-}  # fmt: skip
+    "actor_lr": 1e-3,
+    "skipped_steps": 0.0,
+    "zero_gradient_share": 0.0,
+    "weights_changed": 1.0,
+    "reward": 0.5,
+    "reward_std": 0.1,
+    "advantage_abs": 0.4,
+    "constant_group_share": 0.5,
+    "num_samples": 16.0,
+    "nonfinite/logprobs": 0.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -59,8 +66,11 @@ def test_equal_groups_are_an_alarm_only_where_groups_are_compared():
 
 
 def test_a_frozen_actor_is_no_alarm():
-    frozen = {name: value for name, value in FINE.items() if name not in (
-        "actor_lr", "skipped_steps", "zero_gradient_share", "weights_changed")}  # fmt: skip
+    frozen = {
+        name: value
+        for name, value in FINE.items()
+        if name not in ("actor_lr", "skipped_steps", "zero_gradient_share", "weights_changed")
+    }
     assert why_unchanged(frozen) is None
     assert alarms(TrainConfig(), frozen) == []
 
@@ -184,12 +194,22 @@ def test_stop_on_alarm_ends_a_run_with_its_code_and_all_its_files(tmp_path, tiny
     (tmp_path / "reward.py").write_text("def score(responses): return [1.0] * len(responses)\n")
     run = tmp_path / "run"
     config = TrainConfig(
-        pretrain=tiny_model, prompt_data=str(tmp_path / "train.jsonl"), output_dir=str(run),
-        reward_fn=(f"{tmp_path / 'reward.py'}:score",), fsdp=True, engine_type="hf",
-        rollout_batch_size=4, n_samples_per_prompt=2, train_batch_size=8, prompt_max_len=32,
-        generate_max_len=4, micro_train_batch_size=8, init_kl_coef=0.0, actor_learning_rate=1e-3,
+        pretrain=tiny_model,
+        prompt_data=str(tmp_path / "train.jsonl"),
+        output_dir=str(run),
+        reward_fn=(f"{tmp_path / 'reward.py'}:score",),
+        fsdp=True,
+        engine_type="hf",
+        rollout_batch_size=4,
+        n_samples_per_prompt=2,
+        train_batch_size=8,
+        prompt_max_len=32,
+        generate_max_len=4,
+        micro_train_batch_size=8,
+        init_kl_coef=0.0,
+        actor_learning_rate=1e-3,
         stop_on_alarm=True,
-    )  # fmt: skip
+    )
     with pytest.raises(RunAlarmError, match="all rewards are equal") as caught:
         run_training(config)
     assert exit_code_of(caught.value) == ExitCode.NUMERICS

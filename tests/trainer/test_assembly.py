@@ -71,7 +71,7 @@ def train_each(rank, world_size, runs):
 
     import torch.distributed as dist
 
-    from lightrft.trainer.runs.assembly import run_training
+    from lightrft.run.assembly import run_training
 
     if world_size > 1:
         # Kept over all runs: to end one and start the next at the same address is a race.
@@ -109,8 +109,13 @@ def test_a_run_leaves_its_files_and_a_broken_one_is_continued(tmp_path, tiny_mod
     run = tmp_path / "run"
     assert whole["num_steps"] == 3
     assert {p.name for p in run.iterdir()} >= {
-        "config.toml", "metrics.jsonl", "samples.jsonl", "checkpoints", "summary.json", "model",
-    }  # fmt: skip
+        "config.toml",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "checkpoints",
+        "summary.json",
+        "model",
+    }
     assert json.loads((run / "summary.json").read_text())["num_steps"] == 3
     assert whole["first_eval"]["eval/num_prompts"] == 5
     assert whole["last_metrics"]["policy_loss"] != 0
@@ -172,7 +177,7 @@ def test_two_processes_train_like_one(tmp_path, tiny_model):
 
 def test_what_a_user_got_wrong_is_said_before_anything_starts(tmp_path, tiny_model):
     from lightrft.datasets import DataError
-    from lightrft.trainer.runs.assembly import run_training
+    from lightrft.run.assembly import run_training
 
     write_inputs(tmp_path)
     for changes, error, message in (

@@ -24,9 +24,11 @@ def test_the_best_model_stays(build_world, tmp_path):
 
     def world():
         return build_world(
-            trainer_class=Graded, ckpt_path=str(tmp_path), best_metric="eval/reward",
+            trainer_class=Graded,
+            ckpt_path=str(tmp_path),
+            best_metric="eval/reward",
             num_prompts=16,
-        )  # fmt: skip
+        )
 
     first = world()
     first.trainer.fit({"max_steps": 3, "eval_steps": 1, "num_episodes": 9})

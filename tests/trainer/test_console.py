@@ -11,10 +11,7 @@ import warnings
 import pytest
 from tests.trainer.terminal import Screen, open_terminal, wait_for
 
-from lightrft.strategy.distributed.context import print_on_first_rank, report_memory
-from lightrft.strategy.distributed.deadlines import current_phase, phase
-from lightrft.strategy.distributed.outlet import counted, current_count, lines_to, report_count
-from lightrft.trainer.reporting.console import (
+from lightrft.reporting.console import (
     PlainScreen,
     RunConsole,
     bar_text,
@@ -24,13 +21,21 @@ from lightrft.trainer.reporting.console import (
     remaining,
     step_line,
 )
-from lightrft.trainer.reporting.loggers import ConsoleLogger
-from lightrft.trainer.reporting.rank_log import rank_log
+from lightrft.reporting.loggers import ConsoleLogger
+from lightrft.reporting.rank_log import rank_log
+from lightrft.strategy.distributed.context import print_on_first_rank, report_memory
+from lightrft.strategy.distributed.deadlines import current_phase, phase
+from lightrft.strategy.distributed.outlet import counted, current_count, lines_to, report_count
 
 METRICS = {
-    "reward": 0.5, "kl": 0.001, "step_seconds": 2.0, "rare": 1.0, "eval/reward": 0.25,
-    "response_length": 31.25, "tokens_per_second": 12345.6,
-}  # fmt: skip
+    "reward": 0.5,
+    "kl": 0.001,
+    "step_seconds": 2.0,
+    "rare": 1.0,
+    "eval/reward": 0.25,
+    "response_length": 31.25,
+    "tokens_per_second": 12345.6,
+}
 
 
 @pytest.fixture
@@ -65,11 +70,20 @@ def test_the_line_of_a_step():
 @pytest.mark.parametrize(
     ("value", "decimals", "shown"),
     [
-        (0.5, 3, "0.500"), (-0.0384, 3, "-.038"), (-1.25, 3, "-1.25"), (12.3456, 3, "12.35"),
-        (-123456.789, 3, "-123k"), (31.25, 1, " 31.2"), (1234.5, 1, " 1234"), (414.4, 0, "  414"),
-        (123456.0, 0, " 123k"), (2e6, 0, "2.00M"), (9e15, 0, " 9e15"), (float("nan"), 3, "  nan"),
+        (0.5, 3, "0.500"),
+        (-0.0384, 3, "-.038"),
+        (-1.25, 3, "-1.25"),
+        (12.3456, 3, "12.35"),
+        (-123456.789, 3, "-123k"),
+        (31.25, 1, " 31.2"),
+        (1234.5, 1, " 1234"),
+        (414.4, 0, "  414"),
+        (123456.0, 0, " 123k"),
+        (2e6, 0, "2.00M"),
+        (9e15, 0, " 9e15"),
+        (float("nan"), 3, "  nan"),
     ],
-)  # fmt: skip
+)
 def test_a_number_takes_five_columns(value, decimals, shown):
     assert fitted(value, decimals) == shown
 

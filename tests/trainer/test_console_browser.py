@@ -13,10 +13,10 @@ import pytest
 from tests.trainer.browser import faults, needs_browser, open_browser, take_picture
 from tests.trainer.terminal import Screen, open_terminal, wait_for
 
-from lightrft.models.presets import write_tiny_model
+from lightrft.reporting.console import RunConsole
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.outlet import report_count
-from lightrft.trainer.reporting.console import RunConsole
+from lightrft.tools.model_presets import write_tiny_model
 
 pytestmark = needs_browser
 WIDTHS = (80, 200)
@@ -185,9 +185,14 @@ def test_a_real_run_on_a_terminal(browser, person, tmp_path, width):
     person.setenv("OMP_NUM_THREADS", "1")
     with open_terminal() as stream:
         done = subprocess.run(
-            program, cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream,
-            timeout=500, check=False,
-        )  # fmt: skip
+            program,
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            timeout=500,
+            check=False,
+        )
         stream.write("the end\n")
         stream.flush()
         wait_for(lambda: "the end" in stream.seen())

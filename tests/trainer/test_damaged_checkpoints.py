@@ -29,9 +29,19 @@ BACKENDS = {
     "zero3": {"zero_stage": 3},
 }
 HOSTILE_TEXTS = (
-    b"", b"{}", b"[]", b"7", b"null", b'"x"', b"\xff\xfe{", b"{" * 5000, b"[" * 200_000,
-    b"9" * 5001, b'{"format": "lightrft-checkpoint", "format_version": 2}', b"\0" * 64,
-)  # fmt: skip
+    b"",
+    b"{}",
+    b"[]",
+    b"7",
+    b"null",
+    b'"x"',
+    b"\xff\xfe{",
+    b"{" * 5000,
+    b"[" * 200_000,
+    b"9" * 5001,
+    b'{"format": "lightrft-checkpoint", "format_version": 2}',
+    b"\0" * 64,
+)
 
 
 class Run:
@@ -41,8 +51,8 @@ class Run:
         import torch
 
         from lightrft.config import TrainConfig
-        from lightrft.trainer.training.state import initial_state
-        from lightrft.trainer.training.updates import TrainedModel, TrainedModels
+        from lightrft.run.state import initial_state
+        from lightrft.stages.updates import TrainedModel, TrainedModels
 
         self.strategy, self.folder = strategy, folder
         self.config = TrainConfig(ckpt_path=str(folder), max_ckpt_num=5, max_ckpt_mem=1000)
@@ -90,7 +100,7 @@ class Run:
     def save(self, step):
         from dataclasses import replace
 
-        from lightrft.trainer.training.checkpointing import save_trainer
+        from lightrft.run.checkpointing import save_trainer
 
         state = replace(self.state, num_steps=step, num_requests=10 * step)
         save_trainer(self.strategy, self.config, state, self.models)
@@ -99,8 +109,8 @@ class Run:
         """The step that a load chooses, or its error; everything is spoiled before."""
         import torch
 
+        from lightrft.run.checkpointing import load_trainer
         from lightrft.strategy.checkpoints.errors import CheckpointError
-        from lightrft.trainer.training.checkpointing import load_trainer
 
         self.train(99)
         torch.manual_seed(99)
@@ -161,13 +171,20 @@ def edited(values, dice, *, is_forged):
         "order": lambda: dice.choice(["9", 9.5, None, True, []]),
         "tag": lambda: dice.choice(["..", "a/b", "", 3, "other", ".hidden"]),
         "files": lambda: dice.choice(
-            [None, {}, "x", [3], [{**values["files"][0], "path": "../../../../etc/passwd"}],
-             [{**values["files"][0], "path": "/etc/passwd"}],
-             [{**values["files"][0], "num_bytes": "1"}], [{}]]
+            [
+                None,
+                {},
+                "x",
+                [3],
+                [{**values["files"][0], "path": "../../../../etc/passwd"}],
+                [{**values["files"][0], "path": "/etc/passwd"}],
+                [{**values["files"][0], "num_bytes": "1"}],
+                [{}],
+            ]
         ),
         "details": lambda: dice.choice([None, [], {"zero_stage": [1]}]),
         "world_size": lambda: dice.choice(["2", None, {}]),
-    }  # fmt: skip
+    }
     name = dice.choice(list(lies))
     values[name] = lies[name]()
     if not is_forged:
@@ -266,8 +283,13 @@ def run_cases(rank, world_size, backend, folder, num_cases, seed):
     """Every case on one set of checkpoints, which is put back after each."""
     from lightrft.strategy import get_fake_strategy, get_strategy
 
-    settings = {"train_batch_size": world_size, "micro_train_batch_size": 1, "bf16": False,
-                "timeout_minutes": 2.0, **(BACKENDS[backend] or {})}  # fmt: skip
+    settings = {
+        "train_batch_size": world_size,
+        "micro_train_batch_size": 1,
+        "bf16": False,
+        "timeout_minutes": 2.0,
+        **(BACKENDS[backend] or {}),
+    }
     build = get_fake_strategy if BACKENDS[backend] is None else get_strategy
     folder, dice = Path(folder), random.Random(seed)
     with build(settings) as strategy:
@@ -308,9 +330,11 @@ def test_the_newest_whole_step_is_continued_whatever_is_damaged(
     # Other cases in every session; the seed stands in the message of a failure.
     seed = random.randrange(2**32)
     done = run_multiprocess(
-        run_backends, world_size, timeout_seconds=1500,
+        run_backends,
+        world_size,
+        timeout_seconds=1500,
         args=(backends, str(tmp_path), num_cases, seed),
-    )  # fmt: skip
+    )
     assert done == [[num_cases] * len(backends)] * world_size, seed
 
 

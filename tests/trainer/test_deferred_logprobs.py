@@ -37,8 +37,17 @@ def test_leaving_out_the_forward_changes_nothing(build_world, monkeypatch, optio
     full, expected, expected_weights = step_of(world)
     assert full.outputs.old_logprobs is not None
     assert set(expected) - set(metrics) <= {"forward_tokens_per_second"}
-    for name in ("policy_loss", "approx_kl", "ratio_mean", "grad_norm", "entropy",
-                 "logprob_diff_mean", "logprob_diff_max", "reward", "kl"):  # fmt: skip
+    for name in (
+        "policy_loss",
+        "approx_kl",
+        "ratio_mean",
+        "grad_norm",
+        "entropy",
+        "logprob_diff_mean",
+        "logprob_diff_max",
+        "reward",
+        "kl",
+    ):
         if name in expected:
             assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
     distance = math.sqrt(
@@ -69,7 +78,7 @@ def test_dropout_keeps_the_forward(build_world):
     world = build_world(**SINGLE)
     model = world.strategy.unwrap_model(world.trainer.actor)
     assert world.trainer.make_experience().outputs.old_logprobs is None
-    from lightrft.trainer.training.construction import is_deterministic
+    from lightrft.stages.construction import is_deterministic
 
     assert is_deterministic(model)
     model.config.attention_dropout = 0.1

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.audit.findings import DIFFERS, NOT_AUDITED
-from lightrft.audit.report import audit_step
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
 from lightrft.config import TrainConfig
 from lightrft.engines.raw_completions import request_seed
-from lightrft.experience.sampling import training_params
-from lightrft.models.presets import write_tiny_model
+from lightrft.rollout.sampler import training_params
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.trainer.runs import replay
+from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED
+from lightrft.tools.audit.report import audit_step
+from lightrft.tools.model_presets import write_tiny_model
+from lightrft.tools.replay import run_replay as replay
 
 pytestmark = pytest.mark.multiprocess
 
@@ -70,11 +70,11 @@ def with_stops(config):
 
 def train_each(rank, world_size, runs):
     """Random models write no calls either: here every turn does."""
-    import lightrft.experience.environments.kinds as kinds
-    import lightrft.experience.sampling as sampling
-    from lightrft.experience.environments.calls import ToolCall
+    import lightrft.rollout.environments.kinds as kinds
+    import lightrft.rollout.sampler as sampling
+    from lightrft.rollout.environments.calls import ToolCall
+    from lightrft.run.assembly import run_training
     from lightrft.strategy.distributed.process_groups import start_process_group
-    from lightrft.trainer.runs.assembly import run_training
 
     sampling.training_params = with_stops
     kinds.choose_parser = lambda *given: lambda text, *others: [ToolCall("count_up")]
@@ -84,17 +84,35 @@ def train_each(rank, world_size, runs):
 
 def run(folder, world_size, variants):
     common = {
-        "pretrain": str(folder / "model"), "prompt_data": str(folder / "train.jsonl"),
-        "input_key": "prompt", "reward_fn": (f"{folder / 'reward.py'}:score",), "bf16": False,
-        "engine_type": "hf", "rollout_batch_size": 4, "n_samples_per_prompt": 4,
-        "train_batch_size": 8, "generate_max_len": 12, "prompt_max_len": 64, "max_steps": 1,
-        "advantage_estimator": "gae", "init_kl_coef": 0.05, "use_kl_loss": True,
-        "entropy_coef": 0.01, "loss_agg_mode": "token-mean", "actor_learning_rate": 1e-3,
-        "critic_learning_rate": 1e-3, "lr_warmup_ratio": 0.0, "max_norm": 0.5, "max_turns": 3,
-        "environment": f"{CASES}:Counter", "chat_template": str(folder / "template.jinja"),
-        "apply_chat_template": True, "environment_workers": 1, "save_trajectories": True,
+        "pretrain": str(folder / "model"),
+        "prompt_data": str(folder / "train.jsonl"),
+        "input_key": "prompt",
+        "reward_fn": (f"{folder / 'reward.py'}:score",),
+        "bf16": False,
+        "engine_type": "hf",
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "train_batch_size": 8,
+        "generate_max_len": 12,
+        "prompt_max_len": 64,
+        "max_steps": 1,
+        "advantage_estimator": "gae",
+        "init_kl_coef": 0.05,
+        "use_kl_loss": True,
+        "entropy_coef": 0.01,
+        "loss_agg_mode": "token-mean",
+        "actor_learning_rate": 1e-3,
+        "critic_learning_rate": 1e-3,
+        "lr_warmup_ratio": 0.0,
+        "max_norm": 0.5,
+        "max_turns": 3,
+        "environment": f"{CASES}:Counter",
+        "chat_template": str(folder / "template.jinja"),
+        "apply_chat_template": True,
+        "environment_workers": 1,
+        "save_trajectories": True,
         "max_observation_tokens": 32,
-    }  # fmt: skip
+    }
     outputs = [folder / f"run_{world_size}_{i}" for i in range(len(variants))]
     runs = [
         {**common, **v, "output_dir": str(out)} for v, out in zip(variants, outputs, strict=True)
@@ -125,13 +143,20 @@ def alone(folder):
     seed = request_seed(TrainConfig().seed, LATE_SAMPLE, 0) % 2**31
     (folder / "late.py").write_text(LATE.format(cases=str(CASES.parent), seed=seed))
     late = {
-        **padded, "late_join": True, "environment_workers": 2,
+        **padded,
+        "late_join": True,
+        "environment_workers": 2,
         "environment": f"{folder / 'late.py'}:Counter",
-    }  # fmt: skip
+    }
     longer = {
-        "fsdp": True, "micro_train_batch_size": 4, "max_steps": 2, "audit_every": 2,
-        "save_steps": 1, "turn_credit": "discounted", "gamma": 0.9,
-    }  # fmt: skip
+        "fsdp": True,
+        "micro_train_batch_size": 4,
+        "max_steps": 2,
+        "audit_every": 2,
+        "save_steps": 1,
+        "turn_credit": "discounted",
+        "gamma": 0.9,
+    }
     return run(folder, 1, (padded, packed, late, longer))
 
 
@@ -194,8 +219,10 @@ def test_a_step_on_episodes_does_not_depend_on_the_layout(alone):
         assert entry["components"]["count"] == len(answers)
     several = 0
     for entry in lines(output / "trajectories.jsonl"):
-        flags = [any(a <= i < b for a, b in entry["sampled_spans"])
-                 for i in range(len(entry["token_ids"]))]  # fmt: skip
+        flags = [
+            any(a <= i < b for a, b in entry["sampled_spans"])
+            for i in range(len(entry["token_ids"]))
+        ]
         several += len(entry["sampled_spans"]) > 1
         for name in ("logprobs", "rollout_logprobs", "advantages", "returns", "values"):
             assert all(x == 0 for x, f in zip(entry[name], flags, strict=True) if not f), name

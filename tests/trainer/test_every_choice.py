@@ -13,21 +13,29 @@ from lightrft.algorithms.correction_terms import CORRECTION_PRESETS
 from lightrft.config import TrainConfig
 from lightrft.config.options import options_of
 from lightrft.experience.assemble import AdvantageSettings, assemble
-from lightrft.experience.collate import collate
-from lightrft.experience.exchange import SampleTable
-from lightrft.experience.types import PolicyOutputs
 from lightrft.models.types import ActorOutput
+from lightrft.records.collate import collate
+from lightrft.records.exchange import SampleTable
+from lightrft.records.types import PolicyOutputs
+from lightrft.stages.algorithm import check_algorithm, decide
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.updates import TrainedModel, Update
 from lightrft.strategy import get_fake_strategy
-from lightrft.trainer.training.algorithm import check_algorithm, decide
-from lightrft.trainer.training.metrics import StepMetrics
-from lightrft.trainer.training.updates import TrainedModel, Update
 
 VOCAB = 31
 BASE = {
-    "train_batch_size": 12, "n_samples_per_prompt": 4, "rollout_batch_size": 3,
-    "micro_train_batch_size": 4, "init_kl_coef": 0.3, "use_kl_loss": True, "bf16": False,
-    "generate_max_len": 40, "gamma": 0.95, "max_norm": 0.0, "loss_agg_mode": "token-mean",
-}  # fmt: skip
+    "train_batch_size": 12,
+    "n_samples_per_prompt": 4,
+    "rollout_batch_size": 3,
+    "micro_train_batch_size": 4,
+    "init_kl_coef": 0.3,
+    "use_kl_loss": True,
+    "bf16": False,
+    "generate_max_len": 40,
+    "gamma": 0.95,
+    "max_norm": 0.0,
+    "loss_agg_mode": "token-mean",
+}
 # Choices that are two names for one thing.
 SAME = {
     "policy_loss": ({"ppo", "clipped", "dr_grpo"},),
@@ -38,9 +46,17 @@ SAME = {
 }
 # The choices of these act elsewhere: on the model, the engine, the schedule, the processes.
 ELSEWHERE = {
-    "compile_backend", "engine_type", "grad_accum_dtype", "loggers", "lr_scheduler",
-    "reward_failure", "sandbox", "tool_parser", "turn_credit", "zero_stage",
-}  # fmt: skip
+    "compile_backend",
+    "engine_type",
+    "grad_accum_dtype",
+    "loggers",
+    "lr_scheduler",
+    "reward_failure",
+    "sandbox",
+    "tool_parser",
+    "turn_credit",
+    "zero_stage",
+}
 
 
 class TablePolicy(torch.nn.Module):
@@ -69,15 +85,23 @@ def samples():
     # A prompt that teaches nothing.
     rewards[8:] = 0.5
     return SampleTable(
-        sample_ids=np.arange(12), group_ids=np.arange(12) // 4, prompt_lengths=np.full(12, 2),
-        response_lengths=lengths, is_sampled=np.ones(num_tokens, dtype=bool),
+        sample_ids=np.arange(12),
+        group_ids=np.arange(12) // 4,
+        prompt_lengths=np.full(12, 2),
+        response_lengths=lengths,
+        is_sampled=np.ones(num_tokens, dtype=bool),
         token_ids=generator.integers(0, VOCAB, num_tokens + 24),
         rollout_logprobs=generator.normal(-3.9, 0.5, num_tokens).astype(np.float32),
-        rewards=rewards, accuracies=rewards, component_names=(), components=np.zeros((12, 0)),
-        is_truncated=np.zeros(12, bool), is_masked=np.zeros(12, bool),
-        is_untruncated=np.ones(12, bool), weights_versions=np.zeros(12, np.int64),
+        rewards=rewards,
+        accuracies=rewards,
+        component_names=(),
+        components=np.zeros((12, 0)),
+        is_truncated=np.zeros(12, bool),
+        is_masked=np.zeros(12, bool),
+        is_untruncated=np.ones(12, bool),
+        weights_versions=np.zeros(12, np.int64),
         token_versions=np.zeros(num_tokens, np.int64),
-    )  # fmt: skip
+    )
 
 
 def step(changes):
@@ -96,22 +120,29 @@ def step(changes):
 
     with torch.no_grad():
         now = policy(
-            rollouts.token_ids, None, scored_mask=None, temperature=1.0, entropy="grad",
+            rollouts.token_ids,
+            None,
+            scored_mask=None,
+            temperature=1.0,
+            entropy="grad",
             media=None,
-        )  # fmt: skip
+        )
     # Ratios on both sides of every clip range, and values.
     old = (now.logprobs.float() + noise(0.25)) * mask
     outputs = PolicyOutputs(old, old + noise(0.7), noise(0.6), now.entropy.float() * mask)
     greedy = torch.linspace(-1, 1, 12).double()
     batch = assemble(
-        table, torch.arange(12), rollouts, outputs, rewards=torch.from_numpy(table.rewards),
+        table,
+        torch.arange(12),
+        rollouts,
+        outputs,
+        rewards=torch.from_numpy(table.rewards),
         greedy_rewards=greedy,
         settings=AdvantageSettings(
             options, algorithm.estimator, kl_coef=0.0 if options.use_kl_loss else 0.3
         ),
-
         strategy=strategy,
-    )  # fmt: skip
+    )
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
     before = policy.table.detach().clone()
     update = Update(
@@ -174,15 +205,23 @@ def test_every_choice_is_accepted_and_gives_another_update(name):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"use_gspo": True}, {"use_cpg_loss": True}, {"eps_clip": 0.05}, {"eps_clip_low": 0.05},
-        {"eps_clip_high": 0.05}, {"dual_clip": 1.25}, {"high_entropy_token_ratio": 0.3},
-        {"off_policy_correction": "tis", "correction_high": 1.1}, {"init_kl_coef": 0.3,
-        "use_kl_loss": False}, {"entropy_coef": 0.1}, {"advantages_norm": True},
-        {"advantage_clip": 0.2}, {"generate_max_len": 80, "loss_agg_mode":
-        "seq-mean-token-sum-norm"}, {"advantage_estimator": "gae", "lambd": 0.5},
+        {"use_gspo": True},
+        {"use_cpg_loss": True},
+        {"eps_clip": 0.05},
+        {"eps_clip_low": 0.05},
+        {"eps_clip_high": 0.05},
+        {"dual_clip": 1.25},
+        {"high_entropy_token_ratio": 0.3},
+        {"off_policy_correction": "tis", "correction_high": 1.1},
+        {"init_kl_coef": 0.3, "use_kl_loss": False},
+        {"entropy_coef": 0.1},
+        {"advantages_norm": True},
+        {"advantage_clip": 0.2},
+        {"generate_max_len": 80, "loss_agg_mode": "seq-mean-token-sum-norm"},
+        {"advantage_estimator": "gae", "lambd": 0.5},
     ],
     ids=lambda changes: "-".join(changes),
-)  # fmt: skip
+)
 def test_every_option_of_the_update_changes_it(changes):
     # What it takes for an option to act stays as it is.
     needed = {"generate_max_len": "loss_agg_mode", "lambd": "advantage_estimator"}
@@ -193,6 +232,7 @@ def test_every_option_of_the_update_changes_it(changes):
 
 
 def test_no_choice_is_left_out():
-    offered = {name for name, (_, info) in options_of(TrainConfig).items()
-               if info.choices is not None}  # fmt: skip
+    offered = {
+        name for name, (_, info) in options_of(TrainConfig).items() if info.choices is not None
+    }
     assert offered - set(UPDATES) == ELSEWHERE

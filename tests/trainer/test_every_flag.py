@@ -16,14 +16,14 @@ from lightrft.cli.main import main
 from lightrft.cli.options import available_options
 from lightrft.cli.unavailable import UNAVAILABLE
 from lightrft.config import TrainConfig
-from lightrft.experience.sampling import training_params
-from lightrft.experience.scoring import overlong_penalty
+from lightrft.rollout.sampler import training_params
+from lightrft.rollout.scoring import overlong_penalty
+from lightrft.run.alarms import alarms
+from lightrft.run.assembly import _open_console, pretrain_mix
+from lightrft.run.models import build_models
+from lightrft.stages.algorithm import build_policy_loss
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.engine.session import engine_config
-from lightrft.trainer.runs.assembly import _open_console, pretrain_mix
-from lightrft.trainer.runs.models import build_models
-from lightrft.trainer.training.alarms import alarms
-from lightrft.trainer.training.algorithm import build_policy_loss
 
 PACKAGES = Path(__file__).parents[2] / "packages"
 
@@ -239,20 +239,20 @@ def _tokenizer(config):
 
 
 def eval_prompts(config):
-    from lightrft.trainer.runs.assembly import load_run_prompts
+    from lightrft.run.assembly import load_run_prompts
 
     prompts = load_run_prompts(config, _tokenizer(config), for_evaluation=True).prompts
     return [prompt.text for prompt in prompts]
 
 
 def recipes(config):
-    from lightrft.trainer.runs.models import reward_recipes
+    from lightrft.run.models import reward_recipes
 
     return reward_recipes(config, []).column
 
 
 def reward_deadline(config):
-    from lightrft.trainer.runs.assembly import read_inputs
+    from lightrft.run.assembly import read_inputs
 
     reward = read_inputs(config).reward
     reward.close()
@@ -351,10 +351,17 @@ def test_every_option_is_read_by_the_code_that_carries_it_out():
 def test_another_value_has_another_effect(folder, tiny_model, name):
     value, observe, needed = OBSERVED[name]
     base = {
-        "pretrain": tiny_model, "prompt_data": "train.jsonl", "reward_fn": ("r.py:f",),
-        "rollout_batch_size": 4, "train_batch_size": 8, "generate_max_len": 1024,
-        "init_kl_coef": 0.0, "output_dir": "run", "micro_train_batch_size": 1, **needed,
-    }  # fmt: skip
+        "pretrain": tiny_model,
+        "prompt_data": "train.jsonl",
+        "reward_fn": ("r.py:f",),
+        "rollout_batch_size": 4,
+        "train_batch_size": 8,
+        "generate_max_len": 1024,
+        "init_kl_coef": 0.0,
+        "output_dir": "run",
+        "micro_train_batch_size": 1,
+        **needed,
+    }
     before, again = observe(TrainConfig(**base)), observe(TrainConfig(**base))
     assert before == again  # what is observed depends on nothing else
     assert observe(TrainConfig(**{**base, name: value})) != before

@@ -31,15 +31,30 @@ class Interrupted(Exception):
 
 def settings(folder, model, backend, name):
     return {
-        "pretrain": model, "prompt_data": str(folder / "train.jsonl"), "input_key": "prompt",
-        "reward_fn": (f"{folder / 'reward.py'}:score",), "bf16": backend == "zero2",
-        "engine_type": "hf", "rollout_batch_size": 4, "n_samples_per_prompt": 2,
-        "train_batch_size": 4, "micro_train_batch_size": 1, "generate_max_len": 5,
-        "prompt_max_len": 32, "init_kl_coef": 0.05, "kl_target": 0.01, "num_episodes": 2,
-        "reward_running_norm": True, "actor_learning_rate": 1e-3, "max_steps": NUM_STEPS,
-        "save_steps": 2, "enable_ema": True, "ema_beta": 0.75,
-        "output_dir": str(folder / f"{backend}_{name}"), **BACKENDS[backend],
-    }  # fmt: skip
+        "pretrain": model,
+        "prompt_data": str(folder / "train.jsonl"),
+        "input_key": "prompt",
+        "reward_fn": (f"{folder / 'reward.py'}:score",),
+        "bf16": backend == "zero2",
+        "engine_type": "hf",
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 2,
+        "train_batch_size": 4,
+        "micro_train_batch_size": 1,
+        "generate_max_len": 5,
+        "prompt_max_len": 32,
+        "init_kl_coef": 0.05,
+        "kl_target": 0.01,
+        "num_episodes": 2,
+        "reward_running_norm": True,
+        "actor_learning_rate": 1e-3,
+        "max_steps": NUM_STEPS,
+        "save_steps": 2,
+        "enable_ema": True,
+        "ema_beta": 0.75,
+        "output_dir": str(folder / f"{backend}_{name}"),
+        **BACKENDS[backend],
+    }
 
 
 def interrupt(step):
@@ -63,7 +78,7 @@ def train_cells(rank, world_size, cells, folder, model):
     import torch.distributed as dist
 
     from lightrft.config import TrainConfig
-    from lightrft.trainer.runs.assembly import run_training
+    from lightrft.run.assembly import run_training
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=200))
     found = {}
@@ -104,9 +119,11 @@ def check(folder, model, world_size, backends):
     # Another step every time; it stands in the message of a failure.
     stops = {backend: random.randint(2, NUM_STEPS) for backend in backends}
     ranks = run_multiprocess(
-        train_cells, world_size, timeout_seconds=400,
+        train_cells,
+        world_size,
+        timeout_seconds=400,
         args=(list(stops.items()), Path(folder), model),
-    )  # fmt: skip
+    )
     for backend, stop in stops.items():
         where = f"{backend} on {world_size} ranks, interrupted in step {stop}"
         whole, parts = (folder / f"{backend}_{name}" for name in ("whole", "parts"))

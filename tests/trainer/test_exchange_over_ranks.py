@@ -33,7 +33,7 @@ def train_both_ways(rank, world_size, runs):
 
     import lightrft.experience.maker as maker
     from lightrft.config import TrainConfig
-    from lightrft.trainer.runs.assembly import run_training
+    from lightrft.run.assembly import run_training
 
     spec = importlib.util.spec_from_file_location("exchange_cases", CASES)
     cases = sys.modules["exchange_cases"] = importlib.util.module_from_spec(spec)
@@ -58,14 +58,29 @@ def train_both_ways(rank, world_size, runs):
 
 def settings(folder, model, name, **changes):
     return {
-        "pretrain": model, "prompt_data": str(folder / "train.jsonl"), "input_key": "prompt",
-        "reward_fn": (f"{folder / 'reward.py'}:score",), "fsdp": True, "bf16": False,
-        "engine_type": "hf", "output_dir": str(folder / name), "rollout_batch_size": 4,
-        "n_samples_per_prompt": 4, "train_batch_size": 8, "micro_train_batch_size": 2,
-        "generate_max_len": 8, "prompt_max_len": 32, "init_kl_coef": 0.0,
-        "actor_learning_rate": 1e-3, "lr_warmup_ratio": 0.0, "max_steps": 2, "audit_every": 1,
-        "reward_failure": "mask", "save_trajectories": True, **changes,
-    }  # fmt: skip
+        "pretrain": model,
+        "prompt_data": str(folder / "train.jsonl"),
+        "input_key": "prompt",
+        "reward_fn": (f"{folder / 'reward.py'}:score",),
+        "fsdp": True,
+        "bf16": False,
+        "engine_type": "hf",
+        "output_dir": str(folder / name),
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "train_batch_size": 8,
+        "micro_train_batch_size": 2,
+        "generate_max_len": 8,
+        "prompt_max_len": 32,
+        "init_kl_coef": 0.0,
+        "actor_learning_rate": 1e-3,
+        "lr_warmup_ratio": 0.0,
+        "max_steps": 2,
+        "audit_every": 1,
+        "reward_failure": "mask",
+        "save_trajectories": True,
+        **changes,
+    }
 
 
 def write_inputs(folder):
@@ -108,10 +123,17 @@ def test_two_ranks_train_the_same_bits(tmp_path, tiny_model):
     runs = [
         settings(tmp_path, tiny_model, "fire", use_fire=True, dynamic_sampling=True, max_steps=1),
         settings(
-            tmp_path, tiny_model, "partial", partial_rollout=True, partial_rollout_tokens=3,
-            partial_rollout_prompts=6, off_policy_correction="tis", fsdp=False, zero_stage=1,
+            tmp_path,
+            tiny_model,
+            "partial",
+            partial_rollout=True,
+            partial_rollout_tokens=3,
+            partial_rollout_prompts=6,
+            off_policy_correction="tis",
+            fsdp=False,
+            zero_stage=1,
         ),
-    ]  # fmt: skip
+    ]
     ranks = run_multiprocess(train_both_ways, 2, timeout_seconds=500, args=(runs,))
     assert_same_runs(ranks, runs)
     assert ranks[0][1][0]["partial/stale_token_share"] > 0
@@ -128,10 +150,15 @@ def test_four_ranks_train_the_same_bits(tmp_path, tiny_model):
     write_inputs(tmp_path)
     runs = [
         settings(
-            tmp_path, tiny_model, "sequences", sp_size=2, packing_samples=True,
-            micro_batch_tokens=60, dynamic_sampling=True,
+            tmp_path,
+            tiny_model,
+            "sequences",
+            sp_size=2,
+            packing_samples=True,
+            micro_batch_tokens=60,
+            dynamic_sampling=True,
         ),
         settings(tmp_path, tiny_model, "engines", engine_tp_size=2, fsdp=False, zero_stage=2),
-    ]  # fmt: skip
+    ]
     ranks = run_multiprocess(train_both_ways, 4, timeout_seconds=800, args=(runs,))
     assert_same_runs(ranks, runs)

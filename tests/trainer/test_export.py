@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.cli.main import main
-from lightrft.models.presets import write_tiny_model
-from lightrft.trainer.runs.export import ExportError, compare_models, differing_tensors
+from lightrft.tools.export.exported_model import ExportError, compare_models, differing_tensors
+from lightrft.tools.model_presets import write_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from lightrft.trainer.reporting.loggers import ConsoleLogger, JsonLinesLogger, drop_steps_after
-from lightrft.trainer.reporting.trajectories import SampleLog
+from lightrft.reporting.loggers import ConsoleLogger, JsonLinesLogger, drop_steps_after
+from lightrft.reporting.trajectories import SampleLog
 
 
 def read(path):

@@ -9,13 +9,13 @@ from lightrft.config import TrainConfig
 from lightrft.config.registry import POLICY_LOSSES
 from lightrft.datasets.prompts import load_texts
 from lightrft.datasets.types import DataError
-from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.models import Actor
 from lightrft.models.types import ActorOutput
+from lightrft.records.types import ExperienceBatch, PolicyOutputs, RolloutBatch
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.pretrain_mix import PretrainMix
+from lightrft.stages.updates import TrainedModel, Update
 from lightrft.strategy import get_fake_strategy
-from lightrft.trainer.training.metrics import StepMetrics
-from lightrft.trainer.training.pretrain_mix import PretrainMix
-from lightrft.trainer.training.updates import TrainedModel, Update
 
 VOCAB = 131
 
@@ -101,10 +101,19 @@ def tiny_experts():
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=64, moe_intermediate_size=32,
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-        num_experts=4, num_experts_per_tok=2, initializer_range=0.1, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        initializer_range=0.1,
+        max_position_embeddings=64,
+    )
     return Qwen3MoeForCausalLM(config)
 
 
@@ -116,9 +125,15 @@ def ragged_rollouts(rows=6, width=10):
     response = attention & (torch.arange(width)[None] >= 2)
     zeros = torch.zeros(rows, width)
     return RolloutBatch(
-        token_ids, attention, response, zeros, torch.zeros(rows), torch.arange(rows),
-        torch.arange(rows), 1.0,
-    )  # fmt: skip
+        token_ids,
+        attention,
+        response,
+        zeros,
+        torch.zeros(rows),
+        torch.arange(rows),
+        torch.arange(rows),
+        1.0,
+    )
 
 
 def reference_balance(model, rollouts):

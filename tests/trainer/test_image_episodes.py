@@ -9,11 +9,11 @@ from tests.trainer.test_environment_run import REWARD, with_stops
 
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
-from lightrft.experience import sampling
-from lightrft.experience.environments import kinds
-from lightrft.experience.environments.calls import ToolCall
-from lightrft.models.vision.tiny import write_tiny_vision_model
+from lightrft.rollout import sampler as sampling
+from lightrft.rollout.environments import kinds
+from lightrft.rollout.environments.calls import ToolCall
 from lightrft.strategy.testing import run_multiprocess
+from lightrft.tools.tiny_vision_models import write_tiny_vision_model
 
 CASES = Path(__file__).parent.parent / "experience" / "image_environments.py"
 COMPARED = ("reward", "policy_loss", "grad_norm", "entropy", "episode/turns", "response_length")
@@ -38,16 +38,51 @@ def train(model, rows, output, *words):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sampling, "training_params", with_stops)
         patched.setattr(kinds, "choose_parser", lambda *given: lambda *turn: [ToolCall("turn")])
-        return main([
-            "train", "--fsdp", "--pretrain", str(model), "--prompt_data", str(rows),
-            "--apply_chat_template", "--system_prompt", "Turn the pages.", "--label_key", "number",
-            "--reward_fn", f"{rows.parent / 'reward.py'}:score", "--engine_type", "hf", "--no_bf16",
-            "--environment", f"{CASES}:Album", "--environment_workers", "1", "--max_turns", "3",
-            "--rollout_batch_size", "4", "--n_samples_per_prompt", "2", "--train_batch_size", "8",
-            "--micro_train_batch_size", "4", "--prompt_max_len", "200", "--generate_max_len", "16",
-            "--actor_learning_rate", "1e-3", "--max_steps", "2", "--output_dir", str(output),
-            *words,
-        ])  # fmt: skip
+        return main(
+            [
+                "train",
+                "--fsdp",
+                "--pretrain",
+                str(model),
+                "--prompt_data",
+                str(rows),
+                "--apply_chat_template",
+                "--system_prompt",
+                "Turn the pages.",
+                "--label_key",
+                "number",
+                "--reward_fn",
+                f"{rows.parent / 'reward.py'}:score",
+                "--engine_type",
+                "hf",
+                "--no_bf16",
+                "--environment",
+                f"{CASES}:Album",
+                "--environment_workers",
+                "1",
+                "--max_turns",
+                "3",
+                "--rollout_batch_size",
+                "4",
+                "--n_samples_per_prompt",
+                "2",
+                "--train_batch_size",
+                "8",
+                "--micro_train_batch_size",
+                "4",
+                "--prompt_max_len",
+                "200",
+                "--generate_max_len",
+                "16",
+                "--actor_learning_rate",
+                "1e-3",
+                "--max_steps",
+                "2",
+                "--output_dir",
+                str(output),
+                *words,
+            ]
+        )
 
 
 def lines(path):
@@ -83,15 +118,15 @@ def test_a_run_shows_and_trains_the_images_of_all_turns(tmp_path, capsys):
 
 def train_rank(rank, world_size, *arguments):
     """One rank of a run."""
-    from lightrft.trainer.runs import assembly  # noqa: F401 - what `main` imports late
 
     return train(*arguments)
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("preset", ["tiny-qwen2.5-vl", "tiny-gemma3", "tiny-smolvlm",
-                                    "tiny-llava-onevision"])  # fmt: skip
+@pytest.mark.parametrize(
+    "preset", ["tiny-qwen2.5-vl", "tiny-gemma3", "tiny-smolvlm", "tiny-llava-onevision"]
+)
 def test_two_ranks_take_the_steps_of_one_process(preset, tmp_path):
     """Packed, so that rows of several ranks lie in one stream, with their images delivered."""
     write_tiny_vision_model(tmp_path / "model", preset, seed=1)

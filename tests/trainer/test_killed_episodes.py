@@ -60,16 +60,32 @@ TEMPLATE = """\
 
 def settings(folder, name):
     return {
-        "pretrain": str(folder / "model"), "prompt_data": str(folder / "train.jsonl"), "fsdp": True,
-        "environment": f"{folder / 'mixer.py'}:Mixer", "apply_chat_template": True, "bf16": False,
-        "chat_template": str(folder / "template.jinja"), "environment_workers": 1, "max_turns": 3,
-        "engine_type": "hf", "rollout_batch_size": 4, "n_samples_per_prompt": 2,
-        "train_batch_size": 8, "micro_train_batch_size": 4, "generate_max_len": 6,
-        "prompt_max_len": 48, "max_observation_tokens": 16, "init_kl_coef": 0.0,
-        "actor_learning_rate": 1e-3, "lr_warmup_ratio": 0.0, "max_steps": NUM_STEPS,
-        "save_steps": 1, "timeout_minutes": 2.0, "parity_check_steps": -1,
+        "pretrain": str(folder / "model"),
+        "prompt_data": str(folder / "train.jsonl"),
+        "fsdp": True,
+        "environment": f"{folder / 'mixer.py'}:Mixer",
+        "apply_chat_template": True,
+        "bf16": False,
+        "chat_template": str(folder / "template.jinja"),
+        "environment_workers": 1,
+        "max_turns": 3,
+        "engine_type": "hf",
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 2,
+        "train_batch_size": 8,
+        "micro_train_batch_size": 4,
+        "generate_max_len": 6,
+        "prompt_max_len": 48,
+        "max_observation_tokens": 16,
+        "init_kl_coef": 0.0,
+        "actor_learning_rate": 1e-3,
+        "lr_warmup_ratio": 0.0,
+        "max_steps": NUM_STEPS,
+        "save_steps": 1,
+        "timeout_minutes": 2.0,
+        "parity_check_steps": -1,
         "output_dir": str(folder / name),
-    }  # fmt: skip
+    }
 
 
 def write_inputs(folder):
@@ -80,9 +96,9 @@ def write_inputs(folder):
 
 def let_random_models_call():
     """They write no calls and seldom end: here bytes below 90 do, and every turn calls."""
-    import lightrft.experience.environments.kinds as kinds
-    import lightrft.experience.sampling as sampling
-    from lightrft.experience.environments.calls import ToolCall
+    import lightrft.rollout.environments.kinds as kinds
+    import lightrft.rollout.sampler as sampling
+    from lightrft.rollout.environments.calls import ToolCall
 
     own = sampling.training_params
     sampling.training_params = lambda config: replace(own(config), stop_token_ids=tuple(range(90)))

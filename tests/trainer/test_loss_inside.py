@@ -16,19 +16,27 @@ from lightrft.algorithms.declarations import PolicyLossTraits, policy_loss_trait
 from lightrft.config import TrainConfig
 from lightrft.config.registry import POLICY_LOSSES
 from lightrft.models import Actor
-from lightrft.trainer.runs.files import CONFIG_FILE, START_FILE
-from lightrft.trainer.runs.plan import plan_run
-from lightrft.trainer.training import objective
-from lightrft.trainer.training.construction import decide_by_machine
-from lightrft.trainer.training.objective import why_loss_outside
+from lightrft.reporting.files import CONFIG_FILE, START_FILE
+from lightrft.run.resume import plan_run
+from lightrft.stages import objective
+from lightrft.stages.construction import decide_by_machine
+from lightrft.stages.objective import why_loss_outside
 
 FUSED = {"fused_linear_logprob": True}
 # One optimizer batch a step: the policy's own logprobs are the old ones.
 FIRST = {**FUSED, "train_batch_size": 16}
 METRICS = (
-    "policy_loss", "grad_norm", "ratio_mean", "ratio_max", "clip_fraction_low",
-    "clip_fraction_high", "approx_kl", "clamped_share", "entropy", "logprob_diff_mean",
-)  # fmt: skip
+    "policy_loss",
+    "grad_norm",
+    "ratio_mean",
+    "ratio_max",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "approx_kl",
+    "clamped_share",
+    "entropy",
+    "logprob_diff_mean",
+)
 
 
 def step_of(world):

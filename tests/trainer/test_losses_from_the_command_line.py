@@ -12,14 +12,14 @@ import torch
 from lightrft.cli.options import parse_options
 from lightrft.cli.train import build_parser
 from lightrft.config.registry import POLICY_LOSSES
-from lightrft.experience.collate import collate
-from lightrft.experience.exchange import SampleTable
-from lightrft.experience.types import ExperienceBatch, PolicyOutputs
 from lightrft.models.types import ActorOutput
+from lightrft.records.collate import collate
+from lightrft.records.exchange import SampleTable
+from lightrft.records.types import ExperienceBatch, PolicyOutputs
+from lightrft.stages.algorithm import decide
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.updates import TrainedModel, Update
 from lightrft.strategy import get_fake_strategy
-from lightrft.trainer.training.algorithm import decide
-from lightrft.trainer.training.metrics import StepMetrics
-from lightrft.trainer.training.updates import TrainedModel, Update
 
 VOCAB, ROWS = 23, 12
 
@@ -56,16 +56,23 @@ def experience(policy):
     lengths = np.append(draw.integers(1, 30, ROWS - 1), 0)
     num_tokens = int(lengths.sum())
     table = SampleTable(
-        sample_ids=np.arange(ROWS), group_ids=np.arange(ROWS) // 4,
-        prompt_lengths=np.full(ROWS, 2), response_lengths=lengths,
+        sample_ids=np.arange(ROWS),
+        group_ids=np.arange(ROWS) // 4,
+        prompt_lengths=np.full(ROWS, 2),
+        response_lengths=lengths,
         is_sampled=np.ones(num_tokens, dtype=bool),
         token_ids=draw.integers(0, VOCAB, num_tokens + 2 * ROWS),
-        rollout_logprobs=np.zeros(num_tokens, np.float32), rewards=np.zeros(ROWS),
-        accuracies=np.zeros(ROWS), component_names=(), components=np.zeros((ROWS, 0)),
-        is_truncated=np.zeros(ROWS, bool), is_masked=np.zeros(ROWS, bool),
-        is_untruncated=np.ones(ROWS, bool), weights_versions=np.zeros(ROWS, np.int64),
+        rollout_logprobs=np.zeros(num_tokens, np.float32),
+        rewards=np.zeros(ROWS),
+        accuracies=np.zeros(ROWS),
+        component_names=(),
+        components=np.zeros((ROWS, 0)),
+        is_truncated=np.zeros(ROWS, bool),
+        is_masked=np.zeros(ROWS, bool),
+        is_untruncated=np.ones(ROWS, bool),
+        weights_versions=np.zeros(ROWS, np.int64),
         token_versions=np.zeros(num_tokens, np.int64),
-    )  # fmt: skip
+    )
     rollouts = collate(table, pad_token_id=0, temperature=1.0, device=torch.device("cpu"))
     mask = rollouts.response_mask
     with torch.no_grad():
@@ -101,11 +108,17 @@ CASES = [
     # An explicit value counts, also where it equals another loss's usual one.
     ("gspo", ("--eps_clip", "0.2"), {"clip_low": 0.2, "clip_high": 0.2}),
     ("gmpo", ("--policy_loss_args", "max_log_ratio=0.2"), {"max_log_ratio": 0.2}),
-    ("sapo", ("--policy_loss_args", "temperature_positive=2", "temperature_negative=3"),
-     {"temperature_positive": 2.0, "temperature_negative": 3.0}),
-    ("cpgd", ("--policy_loss_args", "drift_coef=0.5", "drift_cap=1.5"),
-     {"drift_coef": 0.5, "drift_cap": 1.5}),
-]  # fmt: skip
+    (
+        "sapo",
+        ("--policy_loss_args", "temperature_positive=2", "temperature_negative=3"),
+        {"temperature_positive": 2.0, "temperature_negative": 3.0},
+    ),
+    (
+        "cpgd",
+        ("--policy_loss_args", "drift_coef=0.5", "drift_cap=1.5"),
+        {"drift_coef": 0.5, "drift_cap": 1.5},
+    ),
+]
 
 
 @pytest.mark.parametrize(("name", "flags", "options"), CASES)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from lightrft.config import TrainConfig
-from lightrft.trainer.budget.memory import plan_memory
-from lightrft.trainer.budget.model_size import SHAPES
-from lightrft.trainer.budget.setup import Setup
-from lightrft.trainer.runs.memory_budget import settle
+from lightrft.tools.plan.memory import plan_memory
+from lightrft.tools.plan.model_size import SHAPES
+from lightrft.tools.plan.setup import Setup
+from lightrft.tools.plan.start_check import settle
 
 
 def setup_of(name, gpus, gigabytes, *, has_gpu=True, **options):

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lightrft.trainer.training.metrics import StepMetrics
+from lightrft.stages.metrics import StepMetrics
 
 
 class Ranks:

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.mismatch import record_mismatch
 from lightrft.strategy import get_fake_strategy
-from lightrft.trainer.training.metrics import StepMetrics
-from lightrft.trainer.training.mismatch import record_mismatch
 
 
 def recorded(*parts):

@@ -18,25 +18,41 @@ def score(responses, kind):
 """
 RUNS = (
     {
-        "high_entropy_token_ratio": 0.4, "off_policy_correction": "tis", "micro_batch_tokens": 60,
-        "dual_clip": 3.0, "policy_loss": "dapo",
+        "high_entropy_token_ratio": 0.4,
+        "off_policy_correction": "tis",
+        "micro_batch_tokens": 60,
+        "dual_clip": 3.0,
+        "policy_loss": "dapo",
     },
     {"dynamic_sampling": True, "use_fire": True, "train_batch_size": 16},
     {
-        "dynamic_sampling": True, "max_num_gen_batches": 1, "advantage_estimator": "gae",
-        "freezing_actor_steps": 1, "init_kl_coef": 0.0, "use_kl_loss": False,
+        "dynamic_sampling": True,
+        "max_num_gen_batches": 1,
+        "advantage_estimator": "gae",
+        "freezing_actor_steps": 1,
+        "init_kl_coef": 0.0,
+        "use_kl_loss": False,
     },
     {"dynamic_sampling": True, "use_fire": True, "train_batch_size": 16, "fsdp": False},
     {
-        "partial_rollout": True, "partial_rollout_tokens": 3, "partial_rollout_prompts": 6,
-        "off_policy_correction": "tis", "fsdp": False, "zero_stage": 1,
+        "partial_rollout": True,
+        "partial_rollout_tokens": 3,
+        "partial_rollout_prompts": 6,
+        "off_policy_correction": "tis",
+        "fsdp": False,
+        "zero_stage": 1,
     },
     {
-        "lora_rank": 4, "pretrain_data": "texts.jsonl", "ptx_coef": 0.1, "ptx_batch_size": 3,
-        "reward_pretrain": ("reward_model",), "reward_recipe": "recipes.toml",
-        "eval_data": "train.jsonl", "max_eval_samples": 5,
+        "lora_rank": 4,
+        "pretrain_data": "texts.jsonl",
+        "ptx_coef": 0.1,
+        "ptx_batch_size": 3,
+        "reward_pretrain": ("reward_model",),
+        "reward_recipe": "recipes.toml",
+        "eval_data": "train.jsonl",
+        "max_eval_samples": 5,
     },
-)  # fmt: skip
+)
 FILES = ("pretrain_data", "reward_pretrain", "reward_recipe", "eval_data")
 
 
@@ -46,7 +62,7 @@ def train_each(rank, world_size, runs):
     import torch.distributed as dist
 
     from lightrft.config import TrainConfig
-    from lightrft.trainer.runs.assembly import run_training
+    from lightrft.run.assembly import run_training
 
     # Kept over all runs: to end one and start the next at the same address is a race.
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
@@ -55,14 +71,26 @@ def train_each(rank, world_size, runs):
 
 def settings(folder, model, world_size):
     common = {
-        "pretrain": model, "prompt_data": str(folder / "train.jsonl"), "input_key": "prompt",
-        "reward_fn": (f"{folder / 'reward.py'}:score",), "fsdp": True, "bf16": False,
-        "engine_type": "hf", "rollout_batch_size": 4, "n_samples_per_prompt": 4,
-        "train_batch_size": 8, "micro_train_batch_size": 2, "generate_max_len": 8,
-        "prompt_max_len": 32, "init_kl_coef": 0.05, "use_kl_loss": True,
-        "loss_agg_mode": "token-mean", "actor_learning_rate": 1e-3, "max_steps": 2,
+        "pretrain": model,
+        "prompt_data": str(folder / "train.jsonl"),
+        "input_key": "prompt",
+        "reward_fn": (f"{folder / 'reward.py'}:score",),
+        "fsdp": True,
+        "bf16": False,
+        "engine_type": "hf",
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "train_batch_size": 8,
+        "micro_train_batch_size": 2,
+        "generate_max_len": 8,
+        "prompt_max_len": 32,
+        "init_kl_coef": 0.05,
+        "use_kl_loss": True,
+        "loss_agg_mode": "token-mean",
+        "actor_learning_rate": 1e-3,
+        "max_steps": 2,
         "critic_learning_rate": 1e-3,
-    }  # fmt: skip
+    }
     return [
         {**common, "output_dir": str(folder / f"run_{world_size}_{i}"), **placed(run, folder)}
         for i, run in enumerate(RUNS)
@@ -81,7 +109,7 @@ def placed(run, folder):
 def write_inputs(folder):
     from transformers import AutoModelForSequenceClassification
 
-    from lightrft.models.presets import PRESETS, byte_level_tokenizer
+    from lightrft.tools.model_presets import PRESETS, byte_level_tokenizer
 
     rows = [
         {"prompt": f"say {'aeiou'[i % 5] * (1 + i % 3)}", "kind": i, "task": "ab"[i % 2]}

@@ -11,13 +11,13 @@ from lightrft.cli.errors import ExitCode, exit_code_of
 from lightrft.engines import EngineConfig
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.experience.ledger_gate import LedgerError
-from lightrft.strategy.testing import run_multiprocess
-from lightrft.trainer.training.parity import (
+from lightrft.stages.parity import (
     PARITY_LIMITS,
     ParityError,
     compare_logprobs,
     parity_limits,
 )
+from lightrft.strategy.testing import run_multiprocess
 
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 
@@ -188,17 +188,24 @@ def gate_over_ranks(rank, world_size):
     """Two ranks with a sharded actor; only the engine of rank 1 has the fault."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from lightrft.experience.types import RolloutBatch
     from lightrft.models import Actor
+    from lightrft.records.types import RolloutBatch
+    from lightrft.stages.parity import check_parity
     from lightrft.strategy import get_strategy
-    from lightrft.trainer.training.parity import check_parity
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=32, vocab_size=97, initializer_range=0.1,
-        tie_word_embeddings=True, max_position_embeddings=64,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=97,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        max_position_embeddings=64,
+    )
     strategy = get_strategy({"fsdp": True, "bf16": False, "verify_weight_sync": False})
     actor = strategy.prepare_model(Actor(Qwen3ForCausalLM(config)))
     plant(strategy, actor, TransposesEngine if rank == 1 else HFEngine)
@@ -206,10 +213,16 @@ def gate_over_ranks(rank, world_size):
     logprobs = torch.tensor([strategy.inference_engine.score(tokens[0].tolist())])
     mask = torch.arange(12).view(1, 12) >= 4
     batch = RolloutBatch(
-        token_ids=tokens, attention_mask=torch.ones_like(mask), response_mask=mask,
-        rollout_logprobs=logprobs, rewards=torch.zeros(1), group_ids=torch.zeros(1).long(),
-        sample_ids=torch.tensor([10 + rank]), temperature=1.0, compared_mask=mask,
-    )  # fmt: skip
+        token_ids=tokens,
+        attention_mask=torch.ones_like(mask),
+        response_mask=mask,
+        rollout_logprobs=logprobs,
+        rewards=torch.zeros(1),
+        group_ids=torch.zeros(1).long(),
+        sample_ids=torch.tensor([10 + rank]),
+        temperature=1.0,
+        compared_mask=mask,
+    )
     own = actor(tokens, torch.ones_like(tokens)).logprobs.detach()
     try:
         check_parity(batch, own, actor, strategy=strategy)

@@ -7,13 +7,17 @@ import pytest
 import torch
 
 from lightrft.config import TrainConfig
-from lightrft.experience.carry import PartialRolloutState
+from lightrft.rollout.carry import PartialRolloutState
 from lightrft.strategy.config import ConfigError
 
 PARTIAL = {
-    "partial_rollout": True, "partial_rollout_prompts": 6, "partial_rollout_tokens": 3,
-    "max_staleness": 2, "generate_max_len": 12, "parity_check_steps": 0,
-}  # fmt: skip
+    "partial_rollout": True,
+    "partial_rollout_prompts": 6,
+    "partial_rollout_tokens": 3,
+    "max_staleness": 2,
+    "generate_max_len": 12,
+    "parity_check_steps": 0,
+}
 
 
 class EndsEarly:
@@ -138,10 +142,13 @@ def test_carried_responses_survive_json_and_another_count_of_versions(build_worl
 @pytest.mark.parametrize(
     "options",
     [
-        {"dynamic_sampling": True}, {"use_fire": True},
-        {"partial_rollout_prompts": 1025}, {"partial_rollout_prompts": 511}, {"max_staleness": 0},
+        {"dynamic_sampling": True},
+        {"use_fire": True},
+        {"partial_rollout_prompts": 1025},
+        {"partial_rollout_prompts": 511},
+        {"max_staleness": 0},
     ],
-)  # fmt: skip
+)
 def test_what_excludes_partial_rollouts_is_refused(options):
     with pytest.raises(ConfigError, match=r"partial_rollout|max_staleness"):
         TrainConfig(partial_rollout=True, **options)
@@ -155,9 +162,11 @@ def test_old_logprobs_of_the_engine_save_a_pass_and_change_nothing(build_world):
     actor = asked.strategy.unwrap_model(asked.trainer.actor)
     actor.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     asked.trainer.config = TrainConfig(
-        **{**{n: getattr(asked.trainer.config, n) for n in TrainConfig.__dataclass_fields__},
-           "parity_check_steps": -1}
-    )  # fmt: skip
+        **{
+            **{n: getattr(asked.trainer.config, n) for n in TrainConfig.__dataclass_fields__},
+            "parity_check_steps": -1,
+        }
+    )
     batch = asked.trainer.make_experience()
     assert calls == []
     mask = batch.rollouts.response_mask
@@ -175,10 +184,13 @@ def test_old_logprobs_of_the_engine_save_a_pass_and_change_nothing(build_world):
 @pytest.mark.parametrize(
     "options",
     [
-        {"top_p": 0.9}, {"top_k": 5}, {"use_fire": True}, {"off_policy_correction": "tis"},
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"use_fire": True},
+        {"off_policy_correction": "tis"},
         {"high_entropy_token_ratio": 0.2},
     ],
-)  # fmt: skip
+)
 def test_old_logprobs_of_the_engine_need_its_law_and_no_forward_pass(options):
     with pytest.raises(ConfigError, match="use_rollout_logprobs excludes"):
         TrainConfig(use_rollout_logprobs=True, **options)

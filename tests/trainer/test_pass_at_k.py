@@ -8,7 +8,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from lightrft.trainer.runs.evaluation import EvalSettings, default_k, pass_at_k
+from lightrft.tools.evaluation.evaluation_run import EvalSettings, default_k, pass_at_k
 
 
 def share_of_subsets_with_a_right_one(num_correct, num_samples, k):

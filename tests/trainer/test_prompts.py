@@ -2,9 +2,9 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightrft.config import TrainConfig
+from lightrft.datasets.prompt_stream import PromptStream, batches_per_episode, planned_steps
 from lightrft.datasets.types import Prompt
 from lightrft.strategy.sampler import DistributedSampler
-from lightrft.trainer.runs.prompts import PromptStream, batches_per_episode, planned_steps
 
 
 def prompts(count):

@@ -35,20 +35,36 @@ def score(responses):
 
 def settings(folder, backend, name):
     return {
-        "pretrain": str(folder / "model"), "critic_pretrain": str(folder / "model"),
-        "prompt_data": str(folder / "train.jsonl"), "reward_fn": (f"{folder / 'reward.py'}:score",),
-        "advantage_estimator": "gae", "bf16": False, "engine_type": "hf", "async_save": True,
-        "rollout_batch_size": 2, "n_samples_per_prompt": 2, "train_batch_size": 4,
-        "micro_train_batch_size": 2, "generate_max_len": 4, "prompt_max_len": 32,
-        "init_kl_coef": 0.0, "actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3,
-        "lr_warmup_ratio": 0.0, "num_episodes": 2, "max_steps": NUM_STEPS, "save_steps": 1,
-        "timeout_minutes": 2.0, "parity_check_steps": -1,
-        "output_dir": str(folder / f"{backend}_{name}"), **BACKENDS[backend],
-    }  # fmt: skip
+        "pretrain": str(folder / "model"),
+        "critic_pretrain": str(folder / "model"),
+        "prompt_data": str(folder / "train.jsonl"),
+        "reward_fn": (f"{folder / 'reward.py'}:score",),
+        "advantage_estimator": "gae",
+        "bf16": False,
+        "engine_type": "hf",
+        "async_save": True,
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "train_batch_size": 4,
+        "micro_train_batch_size": 2,
+        "generate_max_len": 4,
+        "prompt_max_len": 32,
+        "init_kl_coef": 0.0,
+        "actor_learning_rate": 1e-3,
+        "critic_learning_rate": 1e-3,
+        "lr_warmup_ratio": 0.0,
+        "num_episodes": 2,
+        "max_steps": NUM_STEPS,
+        "save_steps": 1,
+        "timeout_minutes": 2.0,
+        "parity_check_steps": -1,
+        "output_dir": str(folder / f"{backend}_{name}"),
+        **BACKENDS[backend],
+    }
 
 
 def write_inputs(folder, num_rows=NUM_STEPS):
-    from lightrft.models.presets import write_tiny_model
+    from lightrft.tools.model_presets import write_tiny_model
 
     write_tiny_model(folder / "model", "tiny-qwen3", seed=1)
     rows = [json.dumps({"input": f"say {'aeiou'[i % 5] * (1 + i % 3)}"}) for i in range(num_rows)]
@@ -79,7 +95,7 @@ class Ranks:
             os.environ.update(RANK=str(rank), WORLD_SIZE=size, LOCAL_RANK=str(rank))
             os.environ.update(LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             from lightrft.config import TrainConfig
-            from lightrft.trainer.runs.assembly import run_training
+            from lightrft.run.assembly import run_training
 
             run_training(TrainConfig(**options))
             self.log.with_suffix(".modules").write_text("\n".join(sys.modules))

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-import lightrft.trainer.reporting.page as report_module
+import lightrft.tools.report.page as report_module
 from lightrft.cli.main import main
-from lightrft.trainer.reporting.charts import MAX_BUCKETS, Chart, downsample
-from lightrft.trainer.reporting.inputs import NotARunError, read_run
-from lightrft.trainer.reporting.loggers import JsonLinesFile, JsonLinesLogger, drop_steps_after
-from lightrft.trainer.reporting.metric_table import METRICS, STAGES, metric_row
-from lightrft.trainer.reporting.page import find_alarms, format_seconds, render_report, write_report
-from lightrft.trainer.reporting.sample_page import (
+from lightrft.reporting.loggers import JsonLinesFile, JsonLinesLogger, drop_steps_after
+from lightrft.reporting.metric_table import METRICS, STAGES, metric_row
+from lightrft.tools.report.charts import MAX_BUCKETS, Chart, downsample
+from lightrft.tools.report.page import find_alarms, format_seconds, render_report, write_report
+from lightrft.tools.report.run_data import NotARunError, read_run
+from lightrft.tools.report.sample_page import (
     BYTE_BUDGET,
     MAX_TOKENS,
     QUANTITIES,

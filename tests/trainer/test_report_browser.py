@@ -12,11 +12,11 @@ from PIL import Image
 from tests.trainer.browser import faults, needs_browser, open_browser, take_picture
 from tests.trainer.report_runs import write_run
 
-from lightrft.trainer.reporting.comparison import write_comparison
-from lightrft.trainer.reporting.metric_table import STAGES
-from lightrft.trainer.reporting.page import write_report
-from lightrft.trainer.reporting.watch import serving
-from lightrft.trainer.runs.files import write_event
+from lightrft.reporting.files import write_event
+from lightrft.reporting.metric_table import STAGES
+from lightrft.tools.report.comparison import write_comparison
+from lightrft.tools.report.page import write_report
+from lightrft.tools.report.watch import serving
 
 pytestmark = needs_browser
 

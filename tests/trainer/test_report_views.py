@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 from tests.trainer.report_runs import write_run
 
-import lightrft.trainer.reporting as reporting
+import lightrft.reporting as reporting
 from lightrft.cli.main import main
-from lightrft.trainer.reporting.comparison import (
+from lightrft.reporting.files import note_interruption, write_event
+from lightrft.tools.report.comparison import (
     MAX_RUNS,
     differing_options,
     distinct_names,
     render_comparison,
 )
-from lightrft.trainer.reporting.inputs import read_run
-from lightrft.trainer.reporting.page import find_alarms, render_report, solved_sentence
-from lightrft.trainer.reporting.sample_page import choose_samples, choose_tokens
-from lightrft.trainer.reporting.watch import MAX_CONNECTIONS, LivePage, serving
-from lightrft.trainer.runs.files import note_interruption, write_event
+from lightrft.tools.report.page import find_alarms, render_report, solved_sentence
+from lightrft.tools.report.run_data import read_run
+from lightrft.tools.report.sample_page import choose_samples, choose_tokens
+from lightrft.tools.report.watch import MAX_CONNECTIONS, LivePage, serving
 
 
 def test_samples_and_tokens_open_on_the_last_step_whose_rewards_differ(tmp_path):
@@ -113,8 +113,9 @@ def test_an_interruption_is_told(tmp_path):
     note_interruption(folder)
     run = read_run(folder)
     assert (run.status, run.events[-1].sentence) == (
-        "interrupted", "interrupted (Ctrl-C) after step 3",
-    )  # fmt: skip
+        "interrupted",
+        "interrupted (Ctrl-C) after step 3",
+    )
     assert "interrupted by Ctrl-C: the same command continues" in render_report(folder)
     write_event(folder, "resumed", step=3, details={})
     assert read_run(folder).status == "running"
@@ -261,7 +262,7 @@ def test_connections_are_bounded_and_come_free_again(live):
 
 
 def test_a_version_is_rendered_once(tmp_path, monkeypatch):
-    import lightrft.trainer.reporting.watch as watch
+    import lightrft.tools.report.watch as watch
 
     made = []
     monkeypatch.setattr(watch, "render_report", lambda *_, **__: made.append(1) or "page")

@@ -67,12 +67,38 @@ def train(tmp_path, tiny_model, monkeypatch):
         data = data or str(tmp_path / "rows.jsonl")
         output = tmp_path / "run"
         arguments = (
-            "train", "--pretrain", str(tiny_model), "--prompt_data", data, "--reward_fn", reward,
-            "--output_dir", str(output), "--engine_type", "hf", "--fsdp", "--max_steps", "1",
-            "--rollout_batch_size", "4", "--n_samples_per_prompt", "2", "--train_batch_size", "8",
-            "--micro_train_batch_size", "4", "--generate_max_len", "8", "--prompt_max_len", "256",
-            "--init_kl_coef", "0", "--reward_workers", "2", *more,
-        )  # fmt: skip
+            "train",
+            "--pretrain",
+            str(tiny_model),
+            "--prompt_data",
+            data,
+            "--reward_fn",
+            reward,
+            "--output_dir",
+            str(output),
+            "--engine_type",
+            "hf",
+            "--fsdp",
+            "--max_steps",
+            "1",
+            "--rollout_batch_size",
+            "4",
+            "--n_samples_per_prompt",
+            "2",
+            "--train_batch_size",
+            "8",
+            "--micro_train_batch_size",
+            "4",
+            "--generate_max_len",
+            "8",
+            "--prompt_max_len",
+            "256",
+            "--init_kl_coef",
+            "0",
+            "--reward_workers",
+            "2",
+            *more,
+        )
         assert main(list(arguments)) == 0
         return json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
 

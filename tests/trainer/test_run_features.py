@@ -33,13 +33,26 @@ def write_inputs(folder):
 
 def options(folder, model, name, **changes):
     return {
-        "pretrain": model, "prompt_data": str(folder / "train.jsonl"), "input_key": "prompt",
-        "reward_fn": (f"{folder / 'reward.py'}:score",), "bf16": False, "engine_type": "hf",
-        "output_dir": str(folder / name), "rollout_batch_size": 4, "n_samples_per_prompt": 4,
-        "train_batch_size": 8, "micro_train_batch_size": 2, "generate_max_len": 8,
-        "prompt_max_len": 32, "init_kl_coef": 0.0, "actor_learning_rate": 1e-3,
-        "lr_warmup_ratio": 0.0, "lr_scheduler": "constant", "max_steps": 2, **changes,
-    }  # fmt: skip
+        "pretrain": model,
+        "prompt_data": str(folder / "train.jsonl"),
+        "input_key": "prompt",
+        "reward_fn": (f"{folder / 'reward.py'}:score",),
+        "bf16": False,
+        "engine_type": "hf",
+        "output_dir": str(folder / name),
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "train_batch_size": 8,
+        "micro_train_batch_size": 2,
+        "generate_max_len": 8,
+        "prompt_max_len": 32,
+        "init_kl_coef": 0.0,
+        "actor_learning_rate": 1e-3,
+        "lr_warmup_ratio": 0.0,
+        "lr_scheduler": "constant",
+        "max_steps": 2,
+        **changes,
+    }
 
 
 def train_each(rank, world_size, runs):
@@ -47,7 +60,7 @@ def train_each(rank, world_size, runs):
 
     import torch.distributed as dist
 
-    from lightrft.trainer.runs.assembly import run_training
+    from lightrft.run.assembly import run_training
 
     # Kept over all runs: to end one and start the next at the same address is a race.
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
@@ -72,7 +85,7 @@ def write_reward_model(folder):
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    from lightrft.models.presets import PRESETS, byte_level_tokenizer
+    from lightrft.tools.model_presets import PRESETS, byte_level_tokenizer
 
     torch.manual_seed(4)
     config = PRESETS["tiny-qwen3"]()
@@ -89,11 +102,20 @@ def all_features(folder, model, backend, name, **changes):
         write_reward_model(reward_model)
         (folder / "recipes.toml").write_text("[a]\nscore = 1\n[b]\nscore = 1\nmodel = 0.2\n")
     return options(
-        folder, model, f"{backend}_{name}", lora_rank=4, pretrain_data=str(folder / "texts.jsonl"),
-        ptx_coef=0.1, ptx_batch_size=3, fsdp=backend == "fsdp",
-        reward_pretrain=(str(reward_model),), reward_recipe=str(folder / "recipes.toml"),
-        eval_data=str(folder / "train.jsonl"), max_eval_samples=5, **changes,
-    )  # fmt: skip
+        folder,
+        model,
+        f"{backend}_{name}",
+        lora_rank=4,
+        pretrain_data=str(folder / "texts.jsonl"),
+        ptx_coef=0.1,
+        ptx_batch_size=3,
+        fsdp=backend == "fsdp",
+        reward_pretrain=(str(reward_model),),
+        reward_recipe=str(folder / "recipes.toml"),
+        eval_data=str(folder / "train.jsonl"),
+        max_eval_samples=5,
+        **changes,
+    )
 
 
 def runs_of(folder, model, backend, world):

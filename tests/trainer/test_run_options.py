@@ -9,11 +9,11 @@ import torch
 
 from lightrft.config import TrainConfig
 from lightrft.models.actor import Actor
-from lightrft.rewards.service import RewardServer
+from lightrft.reporting.trajectories import TrajectoryLog
 from lightrft.rewards.types import RewardResult
+from lightrft.run.alarms import alarms
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.trainer.reporting.trajectories import TrajectoryLog
-from lightrft.trainer.training.alarms import alarms
+from lightrft.tools.rewards.service import RewardServer
 
 
 def changed(before, after):
@@ -104,8 +104,12 @@ def test_bounds_of_alarms():
     assert alarms(config, fine) == []
     wrong = {"kl": 0.2, "entropy": 0.4, "response_length": 11, "reward_std": 0, "approx_kl": 1}
     assert [text.split()[0] for text in alarms(config, wrong)] == [
-        "kl", "approx_kl", "response_length", "entropy", "reward_std",
-    ]  # fmt: skip
+        "kl",
+        "approx_kl",
+        "response_length",
+        "entropy",
+        "reward_std",
+    ]
     assert alarms(config, {}) == []
     assert alarms(TrainConfig(), wrong) == []
     (text,) = alarms(TrainConfig(), {**wrong, "correction_invalid_share": 0.01})
@@ -122,9 +126,13 @@ def test_an_alarm_warns_and_stops_only_if_told_to(build_world, capsys, stops, st
 def test_trajectories_hold_one_value_per_token(build_world, tmp_path):
     log = TrajectoryLog(tmp_path / "t.jsonl", num_samples=3, every=2)
     world = build_world(
-        trajectory_log=log, train_batch_size=16, with_critic=True, with_reference=True,
-        use_kl_loss=True, args={"train_batch_size": 16},
-    )  # fmt: skip
+        trajectory_log=log,
+        train_batch_size=16,
+        with_critic=True,
+        with_reference=True,
+        use_kl_loss=True,
+        args={"train_batch_size": 16},
+    )
     for step in range(4):
         batch = world.trainer.make_experience()
         assert (batch.outputs.old_logprobs is None) == (step == 2)
@@ -135,8 +143,17 @@ def test_trajectories_hold_one_value_per_token(build_world, tmp_path):
     for line in lines[6:]:
         row = table.sample_ids.tolist().index(line["sample_id"])
         count = int(table.response_lengths[row])
-        for name in ("token_ids", "tokens", "logprobs", "rollout_logprobs", "ref_logprobs",
-                     "entropy", "values", "advantages", "returns"):  # fmt: skip
+        for name in (
+            "token_ids",
+            "tokens",
+            "logprobs",
+            "rollout_logprobs",
+            "ref_logprobs",
+            "entropy",
+            "values",
+            "advantages",
+            "returns",
+        ):
             assert len(line[name]) == count, name
         assert line["logprobs"] == pytest.approx(line["rollout_logprobs"], abs=1e-3)
         assert line["reward"] == pytest.approx(table.rewards[row])
@@ -158,7 +175,7 @@ def train(rank, world_size, values):
     from dataclasses import asdict
 
     from lightrft.config import TrainConfig
-    from lightrft.trainer.runs.assembly import run_training
+    from lightrft.run.assembly import run_training
 
     return asdict(run_training(TrainConfig(**values)))
 
@@ -174,16 +191,29 @@ def test_a_whole_run_with_a_service_an_average_and_trajectories(tmp_path, tiny_m
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         values = {
-            "pretrain": tiny_model, "prompt_data": str(tmp_path / "train.jsonl"),
-            "input_key": "prompt", "output_dir": str(tmp_path / "run"), "fsdp": True,
-            "bf16": False, "engine_type": "hf", "rollout_batch_size": 4,
-            "n_samples_per_prompt": 4, "train_batch_size": 16, "micro_train_batch_size": 8,
-            "generate_max_len": 6, "prompt_max_len": 32, "init_kl_coef": 0.0,
-            "actor_learning_rate": 1e-3, "reward_fn": (f"{tmp_path / 'r.py'}:one",),
+            "pretrain": tiny_model,
+            "prompt_data": str(tmp_path / "train.jsonl"),
+            "input_key": "prompt",
+            "output_dir": str(tmp_path / "run"),
+            "fsdp": True,
+            "bf16": False,
+            "engine_type": "hf",
+            "rollout_batch_size": 4,
+            "n_samples_per_prompt": 4,
+            "train_batch_size": 16,
+            "micro_train_batch_size": 8,
+            "generate_max_len": 6,
+            "prompt_max_len": 32,
+            "init_kl_coef": 0.0,
+            "actor_learning_rate": 1e-3,
+            "reward_fn": (f"{tmp_path / 'r.py'}:one",),
             "remote_rm_url": f"http://127.0.0.1:{server.server_port}",
-            "reward_weights": (2.0, 10.0), "enable_ema": True, "ema_beta": 0.5,
-            "save_trajectories": True, "num_trajectories_to_save": 2,
-        }  # fmt: skip
+            "reward_weights": (2.0, 10.0),
+            "enable_ema": True,
+            "ema_beta": 0.5,
+            "save_trajectories": True,
+            "num_trajectories_to_save": 2,
+        }
         (summary,) = run_multiprocess(train, 1, timeout_seconds=120, args=(values,))
     finally:
         server.shutdown()

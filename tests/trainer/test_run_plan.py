@@ -9,11 +9,11 @@ import sys
 import pytest
 
 from lightrft.config import TrainConfig
+from lightrft.reporting.files import set_aside, write_start
+from lightrft.reporting.loggers import drop_steps_after
+from lightrft.run.resume import describe_inputs, input_files, plan_run
+from lightrft.run.start import sole_writer
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.reporting.loggers import drop_steps_after
-from lightrft.trainer.runs.files import set_aside, write_start
-from lightrft.trainer.runs.plan import describe_inputs, input_files, plan_run
-from lightrft.trainer.runs.start import sole_writer
 
 
 @pytest.fixture
@@ -170,8 +170,16 @@ from parts.deeper import one
 def f(responses):
     from late import two
 """
-BESIDE = ("helper.py", "parts/__init__.py", "parts/weights.py", "parts/deeper.py", "late.py",
-          "parts/sibling.py", "of_helper.py", "parts/one.py")  # fmt: skip
+BESIDE = (
+    "helper.py",
+    "parts/__init__.py",
+    "parts/weights.py",
+    "parts/deeper.py",
+    "late.py",
+    "parts/sibling.py",
+    "of_helper.py",
+    "parts/one.py",
+)
 
 
 @pytest.mark.parametrize("kind", ["reward_fn", "policy_loss", "environment"])
@@ -212,13 +220,14 @@ def test_credentials_are_not_saved_and_do_not_look_like_a_change(config, tmp_pat
 def test_a_folder_has_one_writer(tmp_path):
     holder = (
         "import sys; from pathlib import Path\n"
-        "from lightrft.trainer.runs.start import sole_writer\n"
+        "from lightrft.run.start import sole_writer\n"
         "with sole_writer(Path(sys.argv[1])):\n    print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", holder, str(tmp_path)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    ) as other:  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
         other.stdout.readline()
         with (
             pytest.raises(ConfigError, match=f"being written by process {other.pid} on"),

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from lightrft.engines.types import SamplingParams
-from lightrft.experience.fire import generate_fire
-from lightrft.experience.sampling import build_requests
 from lightrft.rewards.types import RewardResult
+from lightrft.rollout.fire import generate_fire
+from lightrft.rollout.sampler import build_requests
 
 
 class LongPrompts:
@@ -28,9 +28,12 @@ class LongPrompts:
 
 def test_constant_groups_are_replaced_by_further_prompts(build_world):
     world = build_world(
-        reward=LongPrompts(), num_prompts=16, dynamic_sampling=True, overlong_buffer=True,
+        reward=LongPrompts(),
+        num_prompts=16,
+        dynamic_sampling=True,
+        overlong_buffer=True,
         overlong_buffer_len=4,
-    )  # fmt: skip
+    )
     world.trainer.make_experience()
     table = world.trainer._experience.table
     for group in np.unique(table.group_ids):
@@ -149,9 +152,11 @@ def test_fire_changes_the_first_token_and_is_trained_on(build_world):
 
 def test_fire_with_a_correction_weighs_the_first_token(build_world):
     world = build_world(
-        use_fire=True, first_token_temperature=0.05, off_policy_correction="tis",
+        use_fire=True,
+        first_token_temperature=0.05,
+        off_policy_correction="tis",
         correction_high=1e6,
-    )  # fmt: skip
+    )
     world.trainer.make_experience()
     metrics = world.trainer.ppo_train(1)
     assert metrics["correction_raw_weight"] < 0.99  # drawn more often than the policy would

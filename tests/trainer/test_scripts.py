@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrft.experience.types import ExperienceBatch
+from lightrft.records.types import ExperienceBatch
 
 
 class LongIsGood(torch.nn.Module):
@@ -54,10 +54,15 @@ def test_what_cannot_score_is_named(build_world):
 
 def test_options_reach_models_that_a_script_built(build_world):
     plain, fused = (
-        build_world(args={"fused_linear_logprob": is_fused, "chunk_size": 7,
-                          "gradient_checkpointing": is_fused})
+        build_world(
+            args={
+                "fused_linear_logprob": is_fused,
+                "chunk_size": 7,
+                "gradient_checkpointing": is_fused,
+            }
+        )
         for is_fused in (False, True)
-    )  # fmt: skip
+    )
     heads = [
         world.strategy.unwrap_model(world.trainer.actor).model.get_output_embeddings()
         for world in (plain, fused)

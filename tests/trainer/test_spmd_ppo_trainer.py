@@ -6,12 +6,33 @@ import torch
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, SPMDPPOTrainerVL
 
 ALWAYS = {
-    "policy_loss", "entropy", "ratio_mean", "ratio_max", "clip_fraction_low", "clip_fraction_high",
-    "approx_kl", "grad_norm", "actor_lr", "logprob_diff_mean", "logprob_diff_max",
-    "weights_version", "engine_hash", "rollout_seconds", "train_seconds", "weight_sync_seconds",
-    "step_seconds", "tokens_per_second", "reward", "reward_std", "reward/vowels", "reward/lower",
-    "response_length", "response_length_max", "truncated_share", "constant_group_share",
-}  # fmt: skip
+    "policy_loss",
+    "entropy",
+    "ratio_mean",
+    "ratio_max",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "approx_kl",
+    "grad_norm",
+    "actor_lr",
+    "logprob_diff_mean",
+    "logprob_diff_max",
+    "weights_version",
+    "engine_hash",
+    "rollout_seconds",
+    "train_seconds",
+    "weight_sync_seconds",
+    "step_seconds",
+    "tokens_per_second",
+    "reward",
+    "reward_std",
+    "reward/vowels",
+    "reward/lower",
+    "response_length",
+    "response_length_max",
+    "truncated_share",
+    "constant_group_share",
+}
 
 
 def distance(left, right):

@@ -5,15 +5,15 @@ import pytest
 
 from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig
-from lightrft.experience.exchange import SampleTable
-from lightrft.experience.types import AnsweredCall, Conversation
-from lightrft.strategy import get_fake_strategy
-from lightrft.trainer.training.metrics import StepMetrics
-from lightrft.trainer.training.step_metrics import (
+from lightrft.records.exchange import SampleTable
+from lightrft.records.types import AnsweredCall, Conversation
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.step_metrics import (
     constant_group_share,
     record_conversations,
     table_metrics,
 )
+from lightrft.strategy import get_fake_strategy
 
 
 def table(rewards, group_ids, lengths, *, masked=(), truncated=(), components=None):
@@ -89,12 +89,20 @@ def test_turns_and_calls_of_each_tool_are_counted():
     metrics = StepMetrics()
     record_conversations(scored, ("add", "look"), metrics)
     found = metrics.reduce(get_fake_strategy())
-    assert found == pytest.approx({
-        "episode/turns": 6 / 3, "episode/calls": 3 / 3, "episode/malformed_calls": 1 / 3,
-        "episode/refused_calls": 1 / 3, "episode/restarts": 3 / 3, "episode/failed_share": 1 / 3,
-        "tool/add/calls": 3 / 3, "tool/add/error_share": 1 / 3, "tool/add/seconds": 6 / 3,
-        "tool/look/calls": 0.0,  # nothing is said of calls that were not made
-    })  # fmt: skip
+    assert found == pytest.approx(
+        {
+            "episode/turns": 6 / 3,
+            "episode/calls": 3 / 3,
+            "episode/malformed_calls": 1 / 3,
+            "episode/refused_calls": 1 / 3,
+            "episode/restarts": 3 / 3,
+            "episode/failed_share": 1 / 3,
+            "tool/add/calls": 3 / 3,
+            "tool/add/error_share": 1 / 3,
+            "tool/add/seconds": 6 / 3,
+            "tool/look/calls": 0.0,  # nothing is said of calls that were not made
+        }
+    )
 
 
 def scripted_world(build_world, tiny_model, responses):
@@ -137,7 +145,7 @@ def test_an_engine_that_says_nothing_trains_nothing_and_breaks_nothing(build_wor
 
 
 def test_repeated_runs_of_tokens():
-    from lightrft.trainer.training.step_metrics import repeated_share
+    from lightrft.stages.step_metrics import repeated_share
 
     assert repeated_share([1, 2, 3, 4, 5, 6]) == 0
     assert repeated_share([7] * 6) == pytest.approx(2 / 3)  # three windows, one of them new

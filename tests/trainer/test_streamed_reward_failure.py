@@ -49,7 +49,7 @@ class Hangs:
 def told_by(values):
     """Exit code and what is told of it."""
     from lightrft.config import TrainConfig
-    from lightrft.trainer.runs.assembly import run_training
+    from lightrft.run.assembly import run_training
 
     with redirect_stderr(io.StringIO()) as told:
         code = run_guarded("lightrft", lambda: run_training(TrainConfig(**values)) and 0)
@@ -90,19 +90,35 @@ def test_both_ranks_end_with_the_code_of_rewards(tmp_path, tiny_model):
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
     (tmp_path / "reward.py").write_text(REWARD)
     values = {
-        "pretrain": str(tiny_model), "prompt_data": str(tmp_path / "train.jsonl"),
-        "input_key": "prompt", "reward_fn": (f"{tmp_path / 'reward.py'}:score",), "fsdp": True,
-        "bf16": False, "engine_type": "hf", "output_dir": str(tmp_path / "run"),
-        "rollout_batch_size": 4, "n_samples_per_prompt": 2, "train_batch_size": 8,
-        "micro_train_batch_size": 2, "generate_max_len": 32, "prompt_max_len": 32,
-        "init_kl_coef": 0.0, "max_steps": 1,
-    }  # fmt: skip
+        "pretrain": str(tiny_model),
+        "prompt_data": str(tmp_path / "train.jsonl"),
+        "input_key": "prompt",
+        "reward_fn": (f"{tmp_path / 'reward.py'}:score",),
+        "fsdp": True,
+        "bf16": False,
+        "engine_type": "hf",
+        "output_dir": str(tmp_path / "run"),
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 2,
+        "train_batch_size": 8,
+        "micro_train_batch_size": 2,
+        "generate_max_len": 32,
+        "prompt_max_len": 32,
+        "init_kl_coef": 0.0,
+        "max_steps": 1,
+    }
     (tmp_path / "hangs.py").write_text(HANGS)
     hanging = {
-        **values, "reward_fn": (), "environment": f"{tmp_path / 'hangs.py'}:Hangs",
-        "apply_chat_template": True, "tool_parser": "hermes", "tool_timeout_seconds": 3.0,
-        "environment_workers": 1, "output_dir": str(tmp_path / "hanging"), "prompt_max_len": 64,
-    }  # fmt: skip
+        **values,
+        "reward_fn": (),
+        "environment": f"{tmp_path / 'hangs.py'}:Hangs",
+        "apply_chat_template": True,
+        "tool_parser": "hermes",
+        "tool_timeout_seconds": 3.0,
+        "environment_workers": 1,
+        "output_dir": str(tmp_path / "hanging"),
+        "prompt_max_len": 64,
+    }
     failed = tuple(tmp_path / name for name in ("reward.failed", "hangs.failed"))
     ranks = run_multiprocess(train, 2, timeout_seconds=240, args=(values, hanging, failed))
     causes = (

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from lightrft.config import TrainConfig
-from lightrft.models.presets import write_tiny_model
-from lightrft.strategy.distributed.error_report import SHARED_THREADS_VARIABLE
-from lightrft.trainer.training.threads import (
+from lightrft.run.threads import (
     FLOPS_PER_THREAD,
     choose_threads,
     decide_threads,
     max_micro_batch_tokens,
 )
+from lightrft.strategy.distributed.error_report import SHARED_THREADS_VARIABLE
+from lightrft.tools.model_presets import write_tiny_model
 
 SMOLLM2_135M = {"hidden_size": 576, "intermediate_size": 1536}
 
@@ -54,9 +54,15 @@ def test_the_environment_counts_unless_the_launcher_set_it(sixteen, monkeypatch)
     assert decide_threads(SMOLLM2_135M, 10**6)[0] == 4
 
 
-@pytest.mark.parametrize(("device", "given", "chosen"), [
-    ("cpu", None, 1), ("cpu", 5, 5), ("cuda", 5, 5), ("cuda", None, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "given", "chosen"),
+    [
+        ("cpu", None, 1),
+        ("cpu", 5, 5),
+        ("cuda", 5, 5),
+        ("cuda", None, None),
+    ],
+)
 def test_a_choice_is_said_kept_and_set(sixteen, tmp_path, device, given, chosen):
     write_tiny_model(tmp_path, "tiny-llama")
     said = []

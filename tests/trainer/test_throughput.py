@@ -9,14 +9,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightrft.config import TrainConfig
 from lightrft.models import Actor
-from lightrft.models.presets import PRESETS
-from lightrft.strategy import get_fake_strategy
-from lightrft.trainer.training.throughput import (
+from lightrft.run.throughput import (
     TrainingFlops,
     peak_tflops,
     training_flops,
     utilisation,
 )
+from lightrft.strategy import get_fake_strategy
+from lightrft.tools.model_presets import PRESETS
 
 
 def tiny_actor(preset):
@@ -54,10 +54,17 @@ def test_frozen_weights_and_idle_experts_cost_less():
     actor.requires_grad_(False)
     assert training_flops(actor, strategy).per_token == pytest.approx(before.per_token * 4 / 6)
     config = Qwen3MoeConfig(
-        vocab_size=131, hidden_size=64, intermediate_size=64, moe_intermediate_size=32,
-        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-        num_experts=8, num_experts_per_tok=2,
-    )  # fmt: skip
+        vocab_size=131,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+    )
     model = Actor(Qwen3MoeForCausalLM(config))
     experts = 6 * (8 * 64 * 64 + 8 * 64 * 32)
     # q and o, k and v, and the router.

@@ -14,9 +14,12 @@ def test_the_step_does_not_depend_on_the_budget(build_world, budget):
     results = []
     for options in ({}, {"micro_batch_tokens": budget}):
         world = build_world(
-            with_critic=True, loss_agg_mode="token-mean", max_epochs=2, generate_max_len=12,
+            with_critic=True,
+            loss_agg_mode="token-mean",
+            max_epochs=2,
+            generate_max_len=12,
             **options,
-        )  # fmt: skip
+        )
         start = world.weights()
         world.trainer.make_experience()
         results.append((world.trainer.ppo_train(1), world.weights()))

@@ -8,9 +8,9 @@ import torch
 from lightrft.algorithms.correction_terms import parse_correction
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.registry import POLICY_LOSSES, bind
-from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
-from lightrft.trainer.training.metrics import StepMetrics
-from lightrft.trainer.training.updates import Update
+from lightrft.records.types import ExperienceBatch, PolicyOutputs, RolloutBatch
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.updates import Update
 
 
 class OneRank:
@@ -48,13 +48,21 @@ def batch(seed, rows=6, seq=10):
         return torch.randn(rows, seq, generator=generator)
 
     rollouts = RolloutBatch(
-        torch.zeros(rows, seq, dtype=torch.long), mask, mask, torch.where(mask, normal() - 2, 0.0),
-        torch.zeros(rows), torch.arange(rows), torch.arange(rows), 1.0,
-    )  # fmt: skip
+        torch.zeros(rows, seq, dtype=torch.long),
+        mask,
+        mask,
+        torch.where(mask, normal() - 2, 0.0),
+        torch.zeros(rows),
+        torch.arange(rows),
+        torch.arange(rows),
+        1.0,
+    )
     outputs = PolicyOutputs(
-        torch.where(mask, rollouts.rollout_logprobs + 0.5 * normal(), 0.0), None, None,
+        torch.where(mask, rollouts.rollout_logprobs + 0.5 * normal(), 0.0),
+        None,
+        None,
         torch.where(mask, normal().abs(), 0.0),
-    )  # fmt: skip
+    )
     return ExperienceBatch(rollouts, outputs, normal(), normal())
 
 

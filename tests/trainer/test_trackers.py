@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from lightrft.config import TrainConfig
-from lightrft.trainer.reporting.trackers import build_trackers
-from lightrft.trainer.reporting.trackers.best_effort import BestEffortLogger, TrackerError
+from lightrft.reporting.trackers import build_trackers
+from lightrft.reporting.trackers.best_effort import BestEffortLogger, TrackerError
 
 METRICS = {"reward": 0.5, "eval/reward": 0.25, "kl": math.nan}
 
@@ -92,10 +92,15 @@ def test_wandb_gets_the_options_without_secrets_and_one_id_for_all_parts(tmp_pat
 
     monkeypatch.setattr(wandb, "init", remember)
     config = TrainConfig(
-        output_dir=str(tmp_path), use_wandb="hunter2" * 6, seed=7,
-        remote_rm_url="http://a:hunter2@h", wandb_org="org", wandb_group="group",
-        wandb_project="lightrft_train_ppo", wandb_run_name="%H",
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        use_wandb="hunter2" * 6,
+        seed=7,
+        remote_rm_url="http://a:hunter2@h",
+        wandb_org="org",
+        wandb_group="group",
+        wandb_project="lightrft_train_ppo",
+        wandb_run_name="%H",
+    )
     (tracker,) = build_trackers(config)
     tracker.log(1, METRICS)
     tracker.close()
@@ -169,9 +174,12 @@ def parts(tmp_path, monkeypatch):
         asked = []
         monkeypatch.setattr(socket, "getaddrinfo", lambda *to, **_: asked.append(to[:2]) or [])
         config = TrainConfig(
-            output_dir=str(tmp_path / "run"), loggers=(name, *extra), seed=7,
-            wandb_project="sums", remote_rm_url="http://a:hunter2@h",
-        )  # fmt: skip
+            output_dir=str(tmp_path / "run"),
+            loggers=(name, *extra),
+            seed=7,
+            wandb_project="sums",
+            remote_rm_url="http://a:hunter2@h",
+        )
         for step in (1, 2):
             (tracker,) = build_trackers(config)
             tracker.log(step, {**METRICS, "reward": step / 2, "reward/<odd>": 1.0})

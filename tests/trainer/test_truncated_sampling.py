@@ -14,11 +14,11 @@ from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.types import SamplingParams
 from lightrft.experience.maker import replayed_support
 from lightrft.models.support import SamplingSupport
+from lightrft.reporting.trajectories import TrajectoryLog
+from lightrft.stages.algorithm import check_algorithm, decide
+from lightrft.stages.parity import ParityError
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.reporting.sample_page import token_sample
-from lightrft.trainer.reporting.trajectories import TrajectoryLog
-from lightrft.trainer.training.algorithm import check_algorithm, decide
-from lightrft.trainer.training.parity import ParityError
+from lightrft.tools.report.sample_page import token_sample
 
 ONE_UPDATE = {"train_batch_size": 16, "args": {"train_batch_size": 16}}
 TRUNCATIONS = [{"top_p": 0.8}, {"top_k": 5}, {"top_p": 0.7, "top_k": 40, "temperature": 0.8}]

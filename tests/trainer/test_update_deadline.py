@@ -18,15 +18,20 @@ def update(rank, world_size, settings):
     import torch
 
     from lightrft.config import TrainConfig
+    from lightrft.stages.metrics import StepMetrics
+    from lightrft.stages.updates import TrainedModel, Update
     from lightrft.strategy import get_strategy
-    from lightrft.trainer.training.metrics import StepMetrics
-    from lightrft.trainer.training.updates import TrainedModel, Update
 
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=300))
     strategy = get_strategy(
-        {"train_batch_size": 4, "micro_train_batch_size": 1, "bf16": False, "timeout_minutes": 5.0,
-         **settings}
-    )  # fmt: skip
+        {
+            "train_batch_size": 4,
+            "micro_train_batch_size": 1,
+            "bf16": False,
+            "timeout_minutes": 5.0,
+            **settings,
+        }
+    )
     model = strategy.prepare_model(torch.nn.Linear(4, 2), is_training=True)
     optimizer = strategy.create_optimizer(model, lr=0.1)
     ready = strategy.prepare((model, optimizer, None))

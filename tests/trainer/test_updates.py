@@ -6,11 +6,11 @@ import torch
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import POLICY_LOSSES, bind
-from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.models.types import ActorOutput
+from lightrft.records.types import ExperienceBatch, PolicyOutputs, RolloutBatch
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.updates import TrainedModel, Update
 from lightrft.strategy.optimizers import OptimizerStepResult
-from lightrft.trainer.training.metrics import StepMetrics
-from lightrft.trainer.training.updates import TrainedModel, Update
 
 ROWS, SEQ, VOCAB = 8, 9, 11
 
@@ -105,7 +105,7 @@ def experience(seed):
 
 
 def rows_of(batch, rows):
-    from lightrft.experience.collate import select_experience
+    from lightrft.records.collate import select_experience
 
     return select_experience(batch, rows)
 

@@ -8,8 +8,8 @@ from tests.trainer.vision_world import build_vision_trainer, write_data
 
 from lightrft.engines.media.prompts import RowMedia
 from lightrft.models.vision import forward
-from lightrft.models.vision.tiny import write_tiny_vision_model
-from lightrft.trainer.training import updates
+from lightrft.stages import updates
+from lightrft.tools.tiny_vision_models import write_tiny_vision_model
 
 # Of one forward pass computed twice, and of passes over the same rows in other company.
 SAME, REGROUPED = 1e-6, 1e-5
@@ -31,10 +31,14 @@ def build(data, tmp_path_factory):
             path = tmp_path_factory.mktemp("model")
             write_tiny_vision_model(path, preset, seed=1)
             built[key] = build_vision_trainer(
-                str(path), data, is_fake=True, max_epochs=2, actor_learning_rate=1e-4,
+                str(path),
+                data,
+                is_fake=True,
+                max_epochs=2,
+                actor_learning_rate=1e-4,
                 micro_train_batch_size=4,
                 micro_rollout_batch_size=micro_rollout_batch_size,
-            )  # fmt: skip
+            )
         trainer, strategy = built[key]
         strategy.unwrap_model(trainer.actor).pack_samples(is_packed)
         return trainer

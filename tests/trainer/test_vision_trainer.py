@@ -17,10 +17,10 @@ from lightrft.models import Actor, Critic, RewardModel
 from lightrft.models.freezing import freeze, has_prefix
 from lightrft.models.loading import ModelLoadError, load_causal_lm, load_trunk
 from lightrft.models.lora import LoraActor
-from lightrft.models.vision.tiny import write_tiny_vision_model
+from lightrft.run.assembly import run_training
 from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.trainer.runs.assembly import run_training
+from lightrft.tools.tiny_vision_models import write_tiny_vision_model
 
 BACKENDS = {
     "fsdp 1": (1, {"fsdp": True}),
@@ -129,14 +129,27 @@ def test_three_steps_on_every_backend(backend, model, data):
 
 def train_frozen(rank, world_size, model, data, folder, options):
     """Whether the run learned, and the model that it leaves."""
-    config = TrainConfig().replaced({
-        "pretrain": model, "prompt_data": str(data / "train.jsonl"), "apply_chat_template": True,
-        "reward_fn": (f"{data / 'reward.py'}:reward",), "prompt_max_len": 400,
-        "generate_max_len": 5, "rollout_batch_size": 4, "n_samples_per_prompt": 4,
-        "train_batch_size": 16, "max_steps": 2, "actor_learning_rate": 1e-3, "fsdp": True,
-        "engine_type": "hf", "freeze_prefix": ("visual",), "gradient_checkpointing": True,
-        "output_dir": str(folder / "run"), **options,
-    })  # fmt: skip
+    config = TrainConfig().replaced(
+        {
+            "pretrain": model,
+            "prompt_data": str(data / "train.jsonl"),
+            "apply_chat_template": True,
+            "reward_fn": (f"{data / 'reward.py'}:reward",),
+            "prompt_max_len": 400,
+            "generate_max_len": 5,
+            "rollout_batch_size": 4,
+            "n_samples_per_prompt": 4,
+            "train_batch_size": 16,
+            "max_steps": 2,
+            "actor_learning_rate": 1e-3,
+            "fsdp": True,
+            "engine_type": "hf",
+            "freeze_prefix": ("visual",),
+            "gradient_checkpointing": True,
+            "output_dir": str(folder / "run"),
+            **options,
+        }
+    )
     return run_training(config).verdict, config.model_dir
 
 
@@ -208,17 +221,44 @@ def test_adapters_of_a_tower_follow_what_is_frozen(frozen, has_tower, model):
 
 def test_the_example_trains_on_images(model, data, tmp_path, repository):
     flags = [
-        "--pretrain", model, "--prompt_data", data / "train.jsonl", "--apply_chat_template",
-        "--reward_fn", f"{data / 'reward.py'}:reward", "--fsdp", "--mixed_mm_data",
-        "--engine_type", "hf", "--prompt_max_len", 400, "--max_steps", 2,
-        "--rollout_batch_size", 4, "--n_samples_per_prompt", 2, "--train_batch_size", 8,
-        "--generate_max_len", 5, "--actor_learning_rate", "1e-3", "--lr_warmup_ratio", 0,
-        "--save_path", tmp_path / "trained",
-    ]  # fmt: skip
+        "--pretrain",
+        model,
+        "--prompt_data",
+        data / "train.jsonl",
+        "--apply_chat_template",
+        "--reward_fn",
+        f"{data / 'reward.py'}:reward",
+        "--fsdp",
+        "--mixed_mm_data",
+        "--engine_type",
+        "hf",
+        "--prompt_max_len",
+        400,
+        "--max_steps",
+        2,
+        "--rollout_batch_size",
+        4,
+        "--n_samples_per_prompt",
+        2,
+        "--train_batch_size",
+        8,
+        "--generate_max_len",
+        5,
+        "--actor_learning_rate",
+        "1e-3",
+        "--lr_warmup_ratio",
+        0,
+        "--save_path",
+        tmp_path / "trained",
+    ]
     finished = subprocess.run(
         [sys.executable, repository / "examples" / "train_vl.py", *map(str, flags)],
-        capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        cwd=tmp_path,
+    )
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-6000:]
     assert "step 2: reward" in finished.stdout
     before, after = (

@@ -9,10 +9,10 @@ from tests.trainer.vision_world import scorer_folder, write_data
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines.media.sources import ImageSource
 from lightrft.models.vision import forward
-from lightrft.models.vision.tiny import TINY_FAMILIES, write_tiny_vision_model
+from lightrft.run.assembly import run_training
+from lightrft.run.vision import load_vision
 from lightrft.strategy.testing import run_multiprocess
-from lightrft.trainer.runs.assembly import run_training
-from lightrft.trainer.runs.vision import load_vision
+from lightrft.tools.tiny_vision_models import TINY_FAMILIES, write_tiny_vision_model
 
 COMPARED = ("reward", "policy_loss", "grad_norm", "entropy", "logprob_diff_mean")
 
@@ -91,9 +91,15 @@ def test_a_rank_without_images_takes_the_step_of_one_process(data, models, tmp_p
     expected = metrics(data, model, tmp_path / "one")
     # With one row at a time, ranks often differ in having images.
     found = metrics(
-        data, model, tmp_path / "two", world_size=2, fsdp=True, packing_samples=True,
-        micro_train_batch_size=1, gradient_checkpointing=True,
-    )  # fmt: skip
+        data,
+        model,
+        tmp_path / "two",
+        world_size=2,
+        fsdp=True,
+        packing_samples=True,
+        micro_train_batch_size=1,
+        gradient_checkpointing=True,
+    )
     assert_same_steps(found, expected)
 
 
@@ -140,15 +146,29 @@ def test_a_wrong_cut_of_shared_rows_is_seen(preset, cut, data, models, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("preset", ["tiny-internvl", "tiny-llava", "tiny-llava-onevision",
-                                    "tiny-smolvlm", "tiny-mllama", "tiny-qwen2-vl"])  # fmt: skip
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "tiny-internvl",
+        "tiny-llava",
+        "tiny-llava-onevision",
+        "tiny-smolvlm",
+        "tiny-mllama",
+        "tiny-qwen2-vl",
+    ],
+)
 def test_every_family_takes_the_same_step_on_two_ranks(preset, data, models, tmp_path):
     model = models(preset)
     expected = metrics(data, model, tmp_path / "one")
     found = metrics(
-        data, model, tmp_path / "two", world_size=2, fsdp=True, micro_train_batch_size=2,
+        data,
+        model,
+        tmp_path / "two",
+        world_size=2,
+        fsdp=True,
+        micro_train_batch_size=2,
         packing_samples=preset != "tiny-mllama",
-    )  # fmt: skip
+    )
     assert_same_steps(found, expected)
 
 

@@ -13,8 +13,8 @@ from lightrft.models import Actor, Critic, load_tokenizer
 from lightrft.models.loading import load_processor, load_trunk
 from lightrft.models.vision.scorer import VisionScorer
 from lightrft.rewards.types import RewardResult
+from lightrft.run.vision import load_vision
 from lightrft.strategy import get_fake_strategy, get_strategy
-from lightrft.trainer.runs.vision import load_vision
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL
 
 REWARD = "def reward(responses):\n    return [float(len(r) % 3) for r in responses]\n"
@@ -61,13 +61,25 @@ class LengthReward:
 
 def build_vision_trainer(model, data, *, is_fake=False, reward_model=None, **options):
     """A trainer with critic and reference, written as the seeds write it; and its strategy."""
-    args = SimpleNamespace(**{
-        "pretrain": model, "seed": 3, "train_batch_size": 16, "micro_train_batch_size": 4,
-        "micro_rollout_batch_size": 8, "rollout_batch_size": 4, "n_samples_per_prompt": 4,
-        "generate_max_len": 5, "actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3,
-        "lr_warmup_ratio": 0.0, "init_kl_coef": 0.01, "advantage_estimator": "gae",
-        "engine_type": "hf", **options,
-    })  # fmt: skip
+    args = SimpleNamespace(
+        **{
+            "pretrain": model,
+            "seed": 3,
+            "train_batch_size": 16,
+            "micro_train_batch_size": 4,
+            "micro_rollout_batch_size": 8,
+            "rollout_batch_size": 4,
+            "n_samples_per_prompt": 4,
+            "generate_max_len": 5,
+            "actor_learning_rate": 1e-3,
+            "critic_learning_rate": 1e-3,
+            "lr_warmup_ratio": 0.0,
+            "init_kl_coef": 0.01,
+            "advantage_estimator": "gae",
+            "engine_type": "hf",
+            **options,
+        }
+    )
     strategy = get_fake_strategy(args) if is_fake else get_strategy(args)
     config = TrainConfig(pretrain=model, apply_chat_template=True, prompt_max_len=400)
     vision = load_vision(config)
@@ -76,13 +88,22 @@ def build_vision_trainer(model, data, *, is_fake=False, reward_model=None, **opt
         prompts, args.rollout_batch_size // strategy.world_size, collate_fn=collate_prompts
     )
     with strategy.init_model_context():
-        models = (Actor.from_pretrained(model), Critic.from_pretrained(model), None,
-                  Actor.from_pretrained(model))  # fmt: skip
+        models = (
+            Actor.from_pretrained(model),
+            Critic.from_pretrained(model),
+            None,
+            Actor.from_pretrained(model),
+        )
     actor, critic, _, reference = strategy.prepare_models_and_optimizers(*models, args, 100)
     strategy.setup_inference_engine(args, engine_type="hf", actor=actor)
     trainer = SPMDPPOTrainerVL(
-        strategy, actor, critic, reward_model or LengthReward(), reference,
-        tokenizer=load_tokenizer(model), processor=vision.encoder.processor,
+        strategy,
+        actor,
+        critic,
+        reward_model or LengthReward(),
+        reference,
+        tokenizer=load_tokenizer(model),
+        processor=vision.encoder.processor,
         prompts_dataloader=loader,
-    )  # fmt: skip
+    )
     return trainer, strategy

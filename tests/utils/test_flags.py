@@ -69,6 +69,9 @@ def test_both_parsers_have_the_same_options_and_read_the_same_values():
         if found.__dict__[entry.name] != default.__dict__[entry.name]
     }
     assert changed == {
-        "temperature": 0.5, "adam_betas": (0.8, 0.9), "fsdp": True, "reward_fn": ("a", "b"),
+        "temperature": 0.5,
+        "adam_betas": (0.8, 0.9),
+        "fsdp": True,
+        "reward_fn": ("a", "b"),
         "use_tensorboard": True,
-    }  # fmt: skip
+    }

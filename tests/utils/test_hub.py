@@ -15,8 +15,15 @@ from lightrft.utils.hub import is_hub_reachable
 @pytest.fixture(autouse=True)
 def online(monkeypatch):
     """Nothing says offline; no proxy."""
-    for name in ("HF_HUB_OFFLINE", "HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy",
-                 "ALL_PROXY", "all_proxy"):  # fmt: skip
+    for name in (
+        "HF_HUB_OFFLINE",
+        "HTTP_PROXY",
+        "http_proxy",
+        "HTTPS_PROXY",
+        "https_proxy",
+        "ALL_PROXY",
+        "all_proxy",
+    ):
         monkeypatch.delenv(name, raising=False)
     hub._answers.cache_clear()
     yield

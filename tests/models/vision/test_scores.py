@@ -15,7 +15,7 @@ from lightrft.models.actor import Actor
 from lightrft.models.layout import TokenLayout
 from lightrft.models.packed_attention import LayoutRefusedError
 from lightrft.models.vision.forward import vision_inputs
-from lightrft.models.vision.tiny import TINY_FAMILIES
+from lightrft.tools.tiny_vision_models import TINY_FAMILIES
 
 LOGPROB = 1e-5
 

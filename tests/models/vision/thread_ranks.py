@@ -20,9 +20,12 @@ def run_on_threads(work, world_size, *, timeout_seconds=60):
     def carry_out(rank, store):
         try:
             dist.init_process_group(
-                "threaded", rank=rank, world_size=world_size, store=store,
+                "threaded",
+                rank=rank,
+                world_size=world_size,
+                store=store,
                 timeout=timedelta(seconds=timeout_seconds),
-            )  # fmt: skip
+            )
             results[rank] = work(rank)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - raised by the caller's thread
             errors.append(error)

@@ -11,7 +11,7 @@ from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.media.prompts import RowMedia
 from lightrft.engines.media.sources import as_image
-from lightrft.models.vision.tiny import TINY_FAMILIES, build_tiny
+from lightrft.tools.tiny_vision_models import TINY_FAMILIES, build_tiny
 
 PACKABLE = [name for name in TINY_FAMILIES if name != "tiny-mllama"]
 MROPE = ["tiny-qwen2-vl", "tiny-qwen2.5-vl", "tiny-qwen3-vl"]

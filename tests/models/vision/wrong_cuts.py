@@ -121,5 +121,7 @@ SILENT = {
     "tiny-qwen3-vl": (first_features, inner_features_first, inner_features_dropped),
     "tiny-gemma3": (first_features,),
 }
-LOUD = {"tiny-qwen2.5-vl": (ids_before_merge,),
-        "tiny-qwen3-vl": (ids_before_merge, inner_features_whole)}  # fmt: skip
+LOUD = {
+    "tiny-qwen2.5-vl": (ids_before_merge,),
+    "tiny-qwen3-vl": (ids_before_merge, inner_features_whole),
+}

@@ -15,15 +15,29 @@ _NAMES = {field.name: field.name for field in dataclasses.fields(SamplingParams)
 _NEUTRAL = frozenset(
     {
         # vLLM
-        "logprobs", "flat_logprobs", "detokenize", "skip_special_tokens",
-        "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
-        "stream_interval", "skip_clone", "output_text_buffer_length", "_all_stop_token_ids",
-        "_eos_token_id", "_watermarking_skipped", "_bad_words_token_ids",
+        "logprobs",
+        "flat_logprobs",
+        "detokenize",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+        "output_kind",
+        "stream_interval",
+        "skip_clone",
+        "output_text_buffer_length",
+        "_all_stop_token_ids",
+        "_eos_token_id",
+        "_watermarking_skipped",
+        "_bad_words_token_ids",
         # SGLang
-        "no_stop_trim", "stop_strs", "stop_str_max_len", "stop_regex_strs", "stop_regex_max_len",
+        "no_stop_trim",
+        "stop_strs",
+        "stop_str_max_len",
+        "stop_regex_strs",
+        "stop_regex_max_len",
         "is_normalized",
     }
-)  # fmt: skip
+)
 # SGLang writes "all tokens" as 2**30.
 _ALL_TOKENS = (0, None, 1 << 30)
 

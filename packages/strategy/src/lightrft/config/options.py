@@ -83,10 +83,21 @@ def option(  # noqa: PLR0913 - the one place where an option is described
 ) -> T:
     """A dataclass field with a default and the `OptionInfo` of the other arguments."""
     info = OptionInfo(
-        help=help, group=group, choices=choices, at_least=at_least, at_most=at_most, above=above,
-        finite=finite, acts_with=acts_with, may_change=may_change,
-        by_machine=by_machine, secret=secret, common=common, path=path, commands=commands,
-    )  # fmt: skip
+        help=help,
+        group=group,
+        choices=choices,
+        at_least=at_least,
+        at_most=at_most,
+        above=above,
+        finite=finite,
+        acts_with=acts_with,
+        may_change=may_change,
+        by_machine=by_machine,
+        secret=secret,
+        common=common,
+        path=path,
+        commands=commands,
+    )
     made: T = field(default=default, metadata={"option": info})
     return made
 

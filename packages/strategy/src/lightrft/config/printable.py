@@ -33,6 +33,10 @@ def _spelled(match: re.Match[str]) -> str:
     if character.isprintable() or character in _JOINERS or unicodedata.category(character) == "Zs":
         return character
     code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else (
-        f"\\U{code:08x}"
-    )  # fmt: skip
+    return (
+        f"\\x{code:02x}"
+        if code < 0x100
+        else f"\\u{code:04x}"
+        if code < 0x10000
+        else (f"\\U{code:08x}")
+    )

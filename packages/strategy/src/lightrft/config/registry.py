@@ -190,57 +190,76 @@ def _annotation(function: Callable[..., object], parameter: inspect.Parameter) -
 _POLICY = "lightrft.algorithms.policy"
 _ROWS, _TOKENS = (f"lightrft.algorithms.advantages.{level}_level" for level in ("row", "token"))
 
-POLICY_LOSSES = Registry("policy loss", {
-    "ppo": f"{_POLICY}.clipped:clipped_policy_loss",
-    "clipped": f"{_POLICY}.clipped:clipped_policy_loss",
-    "dapo": f"{_POLICY}.clipped:dapo_policy_loss",
-    "dr_grpo": f"{_POLICY}.clipped:dr_grpo_policy_loss",
-    "gspo": f"{_POLICY}.gspo:gspo_policy_loss",
-    "gspo-token": f"{_POLICY}.gspo:gspo_token_policy_loss",
-    "gmpo": f"{_POLICY}.gmpo:gmpo_policy_loss",
-    "cpgd": f"{_POLICY}.cpgd:cpgd_policy_loss",
-    "cispo": f"{_POLICY}.cispo:cispo_policy_loss",
-    "sapo": f"{_POLICY}.sapo:sapo_policy_loss",
-    "clip_cov": f"{_POLICY}.covariance:clip_cov_policy_loss",
-    "kl_cov": f"{_POLICY}.covariance:kl_cov_policy_loss",
-    "reinforce": f"{_POLICY}.reinforce:reinforce_policy_loss",
-})  # fmt: skip
-ADVANTAGE_ESTIMATORS = Registry("advantage estimator", {
-    "gae": f"{_TOKENS}:gae_advantages",
-    "reinforce": f"{_TOKENS}:reinforce_advantages",
-    "reinforce++": f"{_TOKENS}:reinforce_plus_plus_advantages",
-    "reinforce_baseline": f"{_ROWS}:reinforce_baseline_advantages",
-    "rloo": f"{_ROWS}:rloo_advantages",
-    "group_norm": f"{_ROWS}:group_norm_advantages",
-    "grpo": f"{_ROWS}:group_norm_advantages",
-    "group_mean_batch_std": f"{_ROWS}:group_mean_batch_std_advantages",
-    "dr_grpo": f"{_ROWS}:group_centred_advantages",
-    "cpgd": f"{_ROWS}:cpgd_advantages",
-    "opo": f"{_ROWS}:opo_advantages",
-    "remax": f"{_ROWS}:remax_advantages",
-})  # fmt: skip
-REWARDS = Registry("reward function", {
-    "boxed_math": "lightrft.rewards.math_rules:BOXED_MATH",
-    "gsm8k": "lightrft.rewards.math_rules:GSM8K",
-    "unit_tests": "lightrft.rewards.unit_tests:UnitTestsReward",
-    "judge": "lightrft.rewards.judge:JudgeReward",
-})  # fmt: skip
-_TRACKERS = "lightrft.trainer.reporting.trackers"
-LOGGERS = Registry("logger", {
-    "trackio": f"{_TRACKERS}.trackio:open_trackio",
-    "mlflow": f"{_TRACKERS}.mlflow:open_mlflow",
-    "swanlab": f"{_TRACKERS}.swanlab:open_swanlab",
-})  # fmt: skip
+POLICY_LOSSES = Registry(
+    "policy loss",
+    {
+        "ppo": f"{_POLICY}.clipped:clipped_policy_loss",
+        "clipped": f"{_POLICY}.clipped:clipped_policy_loss",
+        "dapo": f"{_POLICY}.clipped:dapo_policy_loss",
+        "dr_grpo": f"{_POLICY}.clipped:dr_grpo_policy_loss",
+        "gspo": f"{_POLICY}.gspo:gspo_policy_loss",
+        "gspo-token": f"{_POLICY}.gspo:gspo_token_policy_loss",
+        "gmpo": f"{_POLICY}.gmpo:gmpo_policy_loss",
+        "cpgd": f"{_POLICY}.cpgd:cpgd_policy_loss",
+        "cispo": f"{_POLICY}.cispo:cispo_policy_loss",
+        "sapo": f"{_POLICY}.sapo:sapo_policy_loss",
+        "clip_cov": f"{_POLICY}.covariance:clip_cov_policy_loss",
+        "kl_cov": f"{_POLICY}.covariance:kl_cov_policy_loss",
+        "reinforce": f"{_POLICY}.reinforce:reinforce_policy_loss",
+    },
+)
+ADVANTAGE_ESTIMATORS = Registry(
+    "advantage estimator",
+    {
+        "gae": f"{_TOKENS}:gae_advantages",
+        "reinforce": f"{_TOKENS}:reinforce_advantages",
+        "reinforce++": f"{_TOKENS}:reinforce_plus_plus_advantages",
+        "reinforce_baseline": f"{_ROWS}:reinforce_baseline_advantages",
+        "rloo": f"{_ROWS}:rloo_advantages",
+        "group_norm": f"{_ROWS}:group_norm_advantages",
+        "grpo": f"{_ROWS}:group_norm_advantages",
+        "group_mean_batch_std": f"{_ROWS}:group_mean_batch_std_advantages",
+        "dr_grpo": f"{_ROWS}:group_centred_advantages",
+        "cpgd": f"{_ROWS}:cpgd_advantages",
+        "opo": f"{_ROWS}:opo_advantages",
+        "remax": f"{_ROWS}:remax_advantages",
+    },
+)
+REWARDS = Registry(
+    "reward function",
+    {
+        "boxed_math": "lightrft.tools.rewards.math_rules:BOXED_MATH",
+        "gsm8k": "lightrft.tools.rewards.math_rules:GSM8K",
+        "unit_tests": "lightrft.tools.rewards.unit_tests:UnitTestsReward",
+        "judge": "lightrft.tools.rewards.judge:JudgeReward",
+    },
+)
+_TRACKERS = "lightrft.reporting.trackers"
+LOGGERS = Registry(
+    "logger",
+    {
+        "trackio": f"{_TRACKERS}.trackio:open_trackio",
+        "mlflow": f"{_TRACKERS}.mlflow:open_mlflow",
+        "swanlab": f"{_TRACKERS}.swanlab:open_swanlab",
+    },
+)
 # Environments of other makes: `KIND:WHAT`, where the adapter makes a class of WHAT.
-ENVIRONMENT_KINDS = Registry("kind of environment", {
-    "openenv": "lightrft.experience.environments.openenv:connect",
-    "skyrl_gym": "lightrft.experience.environments.skyrl_gym:converse",
-}, takes_own=False)  # fmt: skip
+ENVIRONMENT_KINDS = Registry(
+    "kind of environment",
+    {
+        "openenv": "lightrft.tools.environments.openenv:connect",
+        "skyrl_gym": "lightrft.tools.environments.skyrl_gym:converse",
+    },
+    takes_own=False,
+)
 # Choices that are the branches of one function.
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k3_unclamped", "k3_is")
 AGGREGATIONS = (
-    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
-)  # fmt: skip
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 
 # The registries that take a user's own choices, by the option that chooses.
 REGISTRIES = {

@@ -58,77 +58,130 @@ RULES: tuple[Rule, ...] = (
     _nonzero("save_steps"),
     _nonzero("eval_steps"),
     _nonzero("top_k"),
-    lambda c: c.input_template is not None and not PROMPT_SLOT.search(c.input_template) and (
-        f"input_template: got {c.input_template!r}, expected a text with {{}} where the prompt goes"
+    lambda c: (
+        c.input_template is not None
+        and not PROMPT_SLOT.search(c.input_template)
+        and (
+            f"input_template: got {c.input_template!r}, "
+            "expected a text with {} where the prompt goes"
+        )
     ),
     lambda c: "" in c.stop and "stop: got an empty text, which would end every response",
-    lambda c: c.system_prompt is not None and not c.apply_chat_template and (
-        "system_prompt is part of the chat template: add apply_chat_template"
+    lambda c: (
+        c.system_prompt is not None
+        and not c.apply_chat_template
+        and ("system_prompt is part of the chat template: add apply_chat_template")
     ),
     lambda c: probability_problem(split_sources(c.prompt_data or ""), c.prompt_data_probs),
-    lambda c: c.use_kl_loss and c.init_kl_coef == 0 and (
-        "use_kl_loss needs init_kl_coef > 0: got 0, which loads no reference model"
+    lambda c: (
+        c.use_kl_loss
+        and c.init_kl_coef == 0
+        and ("use_kl_loss needs init_kl_coef > 0: got 0, which loads no reference model")
     ),
-    lambda c: len(set(_named_losses(c).values())) > 1 and (
-        f"{' and '.join(_named_losses(c))} name different policy losses: give one of them"
+    lambda c: (
+        len(set(_named_losses(c).values())) > 1
+        and (f"{' and '.join(_named_losses(c))} name different policy losses: give one of them")
     ),
-    lambda c: c.off_policy_correction and not has_known_order(
-        c.engine_type, top_k=c.top_k, top_p=c.top_p
-    ) and UNKNOWN_ORDER.format(engine=c.engine_type),
-    lambda c: c.off_policy_correction and c.use_fire and _truncates(c) and (
-        "off_policy_correction cannot tell which first tokens top_p and top_k left at "
-        "first_token_temperature: leave out top_p and top_k, use_fire or the correction"
+    lambda c: (
+        c.off_policy_correction
+        and not has_known_order(c.engine_type, top_k=c.top_k, top_p=c.top_p)
+        and UNKNOWN_ORDER.format(engine=c.engine_type)
     ),
-    lambda c: not c.off_policy_correction
-    and (c.correction_low is not None or c.correction_high is not None) and (
-        "correction_low and correction_high need off_policy_correction"
+    lambda c: (
+        c.off_policy_correction
+        and c.use_fire
+        and _truncates(c)
+        and (
+            "off_policy_correction cannot tell which first tokens top_p and top_k left at "
+            "first_token_temperature: leave out top_p and top_k, use_fire or the correction"
+        )
     ),
-    lambda c: c.correction_low is not None and c.correction_high is not None
-    and c.correction_low >= c.correction_high and (
-        f"correction_low must be below correction_high: got {c.correction_low} and "
-        f"{c.correction_high}"
+    lambda c: (
+        not c.off_policy_correction
+        and (c.correction_low is not None or c.correction_high is not None)
+        and ("correction_low and correction_high need off_policy_correction")
     ),
-    lambda c: c.meta_init and c.lora_rank > 0 and (
-        "meta_init fills a model from its files, and adapters are in none: leave out one of "
-        "meta_init and lora_rank"
+    lambda c: (
+        c.correction_low is not None
+        and c.correction_high is not None
+        and c.correction_low >= c.correction_high
+        and (
+            f"correction_low must be below correction_high: got {c.correction_low} and "
+            f"{c.correction_high}"
+        )
     ),
-    lambda c: c.audit_every > 0 and bool(c.freeze_prefix) and (
-        "an audit follows all weights: leave out one of audit_every and freeze_prefix"
+    lambda c: (
+        c.meta_init
+        and c.lora_rank > 0
+        and (
+            "meta_init fills a model from its files, and adapters are in none: leave out one of "
+            "meta_init and lora_rank"
+        )
     ),
-    lambda c: len(c.reward_weights) not in (0, _num_rewards(c)) and (
-        f"reward_weights: got {len(c.reward_weights)} numbers for {_num_rewards(c)} rewards; "
-        "give one per --reward_fn, then per --remote_rm_url, then per --reward_pretrain"
+    lambda c: (
+        c.audit_every > 0
+        and bool(c.freeze_prefix)
+        and ("an audit follows all weights: leave out one of audit_every and freeze_prefix")
     ),
-    lambda c: bool(c.reward_weights) and c.reward_recipe is not None and (
-        "reward_recipe gives the weights: leave reward_weights out"
+    lambda c: (
+        len(c.reward_weights) not in (0, _num_rewards(c))
+        and (
+            f"reward_weights: got {len(c.reward_weights)} numbers for {_num_rewards(c)} rewards; "
+            "give one per --reward_fn, then per --remote_rm_url, then per --reward_pretrain"
+        )
     ),
-    lambda c: c.dynamic_sampling and c.n_samples_per_prompt < 2 and (
-        "dynamic_sampling compares the samples of one prompt: it needs n_samples_per_prompt >= 2, "
-        f"got {c.n_samples_per_prompt}"
+    lambda c: (
+        bool(c.reward_weights)
+        and c.reward_recipe is not None
+        and ("reward_recipe gives the weights: leave reward_weights out")
     ),
-    lambda c: c.overlong_buffer and c.overlong_buffer_len > c.generate_max_len and (
-        "overlong_buffer_len must be at most generate_max_len: got "
-        f"{c.overlong_buffer_len} and {c.generate_max_len}"
+    lambda c: (
+        c.dynamic_sampling
+        and c.n_samples_per_prompt < 2
+        and (
+            "dynamic_sampling compares the samples of one prompt: "
+            f"it needs n_samples_per_prompt >= 2, got {c.n_samples_per_prompt}"
+        )
     ),
-    lambda c: c.rollout_batch_size * c.n_samples_per_prompt > MAX_SAMPLES and (
-        "rollout_batch_size * n_samples_per_prompt: got "
-        f"{c.rollout_batch_size} * {c.n_samples_per_prompt}, expected at most {MAX_SAMPLES} "
-        "responses of a step: every process holds all of them"
+    lambda c: (
+        c.overlong_buffer
+        and c.overlong_buffer_len > c.generate_max_len
+        and (
+            "overlong_buffer_len must be at most generate_max_len: got "
+            f"{c.overlong_buffer_len} and {c.generate_max_len}"
+        )
     ),
-    lambda c: c.max_len is not None and c.max_len < c.prompt_max_len + c.generate_max_len and (
-        f"max_len must hold prompt_max_len + generate_max_len: got {c.max_len} and "
-        f"{c.prompt_max_len} + {c.generate_max_len}; raise it or lower one of the others"
+    lambda c: (
+        c.rollout_batch_size * c.n_samples_per_prompt > MAX_SAMPLES
+        and (
+            "rollout_batch_size * n_samples_per_prompt: got "
+            f"{c.rollout_batch_size} * {c.n_samples_per_prompt}, expected at most {MAX_SAMPLES} "
+            "responses of a step: every process holds all of them"
+        )
     ),
-    lambda c: c.partial_rollout_prompts is not None
-    and not c.rollout_batch_size <= c.partial_rollout_prompts <= 2 * c.rollout_batch_size and (
-        "partial_rollout_prompts must lie between rollout_batch_size and twice that, or old "
-        "responses could not all be trained on in time: got "
-        f"{c.partial_rollout_prompts} and {c.rollout_batch_size}"
+    lambda c: (
+        c.max_len is not None
+        and c.max_len < c.prompt_max_len + c.generate_max_len
+        and (
+            f"max_len must hold prompt_max_len + generate_max_len: got {c.max_len} and "
+            f"{c.prompt_max_len} + {c.generate_max_len}; raise it or lower one of the others"
+        )
+    ),
+    lambda c: (
+        c.partial_rollout_prompts is not None
+        and not c.rollout_batch_size <= c.partial_rollout_prompts <= 2 * c.rollout_batch_size
+        and (
+            "partial_rollout_prompts must lie between rollout_batch_size and twice that, or old "
+            "responses could not all be trained on in time: got "
+            f"{c.partial_rollout_prompts} and {c.rollout_batch_size}"
+        )
     ),
     _excludes("partial_rollout", "dynamic_sampling", lambda c: c.dynamic_sampling),
     _excludes("partial_rollout", "use_fire", lambda c: c.use_fire),
-    lambda c: _has_episodes(c) and not c.apply_chat_template and (
-        "environment and tools need turns: add apply_chat_template"
+    lambda c: (
+        _has_episodes(c)
+        and not c.apply_chat_template
+        and ("environment and tools need turns: add apply_chat_template")
     ),
     _excludes("partial_rollout", "environment and tools", _has_episodes),
     _excludes("use_fire", "environment and tools", _has_episodes),
@@ -152,7 +205,7 @@ RULES: tuple[Rule, ...] = (
         "high_entropy_token_ratio: it needs a forward pass",
         lambda c: c.high_entropy_token_ratio > 0,
     ),
-)  # fmt: skip
+)
 
 
 class _UnreadableError(Exception):

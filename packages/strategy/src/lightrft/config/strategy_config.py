@@ -45,228 +45,393 @@ class StrategyConfig:
     """
 
     seed: int = option(
-        42, "Seed of all random number generators.", group="training", at_least=0,
+        42,
+        "Seed of all random number generators.",
+        group="training",
+        at_least=0,
         commands=("eval",),
-    )  # fmt: skip
+    )
     max_norm: float = option(
-        1.0, "Global gradient norm above which gradients are scaled down; 0 never clips.",
-        group="training", at_least=0, finite=False,
-    )  # fmt: skip
+        1.0,
+        "Global gradient norm above which gradients are scaled down; 0 never clips.",
+        group="training",
+        at_least=0,
+        finite=False,
+    )
     micro_train_batch_size: int = option(
-        1, "Samples per rank in one forward and backward pass.", group="training", at_least=1,
+        1,
+        "Samples per rank in one forward and backward pass.",
+        group="training",
+        at_least=1,
         common=True,
-    )  # fmt: skip
+    )
     train_batch_size: int = option(
-        128, "Samples per optimizer step over all ranks.", group="training", at_least=1,
+        128,
+        "Samples per optimizer step over all ranks.",
+        group="training",
+        at_least=1,
         common=True,
-    )  # fmt: skip
+    )
     bf16: bool | None = option(
-        None, "Compute in bfloat16; unset means yes on a GPU and float32 on a CPU.",
-        group="training", commands=("eval",),
-    )  # fmt: skip
+        None,
+        "Compute in bfloat16; unset means yes on a GPU and float32 on a CPU.",
+        group="training",
+        commands=("eval",),
+    )
     actor_learning_rate: float = option(
-        1e-6, "Peak learning rate of the actor.", group="training", at_least=0, common=True,
-    )  # fmt: skip
+        1e-6,
+        "Peak learning rate of the actor.",
+        group="training",
+        at_least=0,
+        common=True,
+    )
     critic_learning_rate: float = option(
-        9e-6, "Peak learning rate of the critic.", group="training", at_least=0, acts_with=CRITIC,
-    )  # fmt: skip
+        9e-6,
+        "Peak learning rate of the critic.",
+        group="training",
+        at_least=0,
+        acts_with=CRITIC,
+    )
     adam_betas: tuple[float, float] = option(
-        (0.9, 0.95), "Adam's decay rates of the two moments.", group="training",
-    )  # fmt: skip
+        (0.9, 0.95),
+        "Adam's decay rates of the two moments.",
+        group="training",
+    )
     l2: float = option(0.0, "Decoupled weight decay of matrices.", group="training", at_least=0)
     lr_warmup_ratio: float = option(
-        0.03, "Share of all optimizer steps in which the learning rate rises; the first of them "
-        "has a part of it already.", group="training", at_least=0, at_most=1,
-    )  # fmt: skip
+        0.03,
+        "Share of all optimizer steps in which the learning rate rises; the first of them "
+        "has a part of it already.",
+        group="training",
+        at_least=0,
+        at_most=1,
+    )
     lr_scheduler: str = option(
-        "cosine_with_min_lr", "How the learning rate changes after the rise.", group="training",
+        "cosine_with_min_lr",
+        "How the learning rate changes after the rise.",
+        group="training",
         choices=("cosine_with_min_lr", "linear", "constant"),
-    )  # fmt: skip
+    )
     min_lr_ratio: float = option(
-        0.1, "Final over peak learning rate of cosine_with_min_lr.", group="training", at_least=0,
-        at_most=1, acts_with="lr_scheduler cosine_with_min_lr",
-    )  # fmt: skip
+        0.1,
+        "Final over peak learning rate of cosine_with_min_lr.",
+        group="training",
+        at_least=0,
+        at_most=1,
+        acts_with="lr_scheduler cosine_with_min_lr",
+    )
     gradient_checkpointing: bool = option(
-        False, "Recompute activations in the backward pass.", group="training",
-    )  # fmt: skip
+        False,
+        "Recompute activations in the backward pass.",
+        group="training",
+    )
     packing_samples: bool | None = option(
-        None, "Pack several samples into one row without padding; unset means yes on GPUs with "
+        None,
+        "Pack several samples into one row without padding; unset means yes on GPUs with "
         "FlashAttention in bfloat16, where the models can and no micro_* size was changed.",
-        group="training", by_machine=True,
-    )  # fmt: skip
-    use_mp_opt: bool = option(
-        False, "FSDP2: bfloat16 parameters with float32 master copies in the optimizer.",
-        group="training", acts_with="fsdp",
-    )  # fmt: skip
-    fused_linear_logprob: bool | None = option(
-        None, "Compute logprobs, where it allows it the policy loss, and the output projection "
-        "together, in chunks; unset means yes on GPUs and no on CPUs.", group="training",
+        group="training",
         by_machine=True,
-    )  # fmt: skip
+    )
+    use_mp_opt: bool = option(
+        False,
+        "FSDP2: bfloat16 parameters with float32 master copies in the optimizer.",
+        group="training",
+        acts_with="fsdp",
+    )
+    fused_linear_logprob: bool | None = option(
+        None,
+        "Compute logprobs, where it allows it the policy loss, and the output projection "
+        "together, in chunks; unset means yes on GPUs and no on CPUs.",
+        group="training",
+        by_machine=True,
+    )
     chunk_size: int | None = option(
-        None, "Vocabulary columns per chunk of the fused output projection; unset is what suits "
-        "the device.", group="training", at_least=1, acts_with="fused_linear_logprob",
-    )  # fmt: skip
+        None,
+        "Vocabulary columns per chunk of the fused output projection; unset is what suits "
+        "the device.",
+        group="training",
+        at_least=1,
+        acts_with="fused_linear_logprob",
+    )
     fsdp: bool = option(
-        False, "Use FSDP2 instead of DeepSpeed ZeRO.", group="distributed", common=True,
-    )  # fmt: skip
+        False,
+        "Use FSDP2 instead of DeepSpeed ZeRO.",
+        group="distributed",
+        common=True,
+    )
     zero_stage: int = option(2, "DeepSpeed ZeRO stage.", group="distributed", choices=(0, 1, 2, 3))
     fsdp_cpu_offload: bool = option(
-        False, "FSDP2: keep parameters, gradients and optimizer states on the CPU.",
-        group="distributed", acts_with="fsdp",
-    )  # fmt: skip
-    adam_offload: bool = option(
-        False, "Keep Adam's states on the CPU (FSDP2: between training phases).",
+        False,
+        "FSDP2: keep parameters, gradients and optimizer states on the CPU.",
         group="distributed",
-    )  # fmt: skip
-    zpg: int = option(
-        1, "ZeRO++ secondary partition size; 1 is off.", group="distributed", at_least=1,
-        acts_with="not fsdp",
-    )  # fmt: skip
-    grad_accum_dtype: str | None = option(
-        None, "DeepSpeed: dtype in which gradients accumulate; unset is fp32.", group="distributed",
-        choices=("fp32", "bf16", "fp16"), acts_with="not fsdp",
-    )  # fmt: skip
-    overlap_comm: bool = option(
-        False, "DeepSpeed: reduce gradients while the backward pass runs.", group="distributed",
-        acts_with="not fsdp",
-    )  # fmt: skip
-    sp_size: int = option(
-        1, "Ranks that share one sequence (sequence parallelism).", group="distributed", at_least=1,
-    )  # fmt: skip
-    local_rank: int = option(
-        -1, "Index of this process' device on its node; -1 reads LOCAL_RANK.", group="distributed",
-        at_least=-1, may_change=True,
-    )  # fmt: skip
-    mixed_mm_data: bool = option(
-        False, "Ranks may differ in having images; the vision tower stays in FSDP2's root unit.",
-        group="distributed", acts_with="fsdp",
-    )  # fmt: skip
-    async_save: bool = option(
-        False, "Write checkpoints in the background, from copies in host memory.",
-        group="distributed",
-    )  # fmt: skip
-    meta_init: bool | None = option(
-        None, "FSDP2: build models without memory: ranks read their own rows of the files; unset "
-        "means yes on GPUs, above 2 GB of weights and without adapters.",
-        group="distributed", acts_with="fsdp", by_machine=True,
-    )  # fmt: skip
-    compile_backend: str | None = option(
-        None, "FSDP2: compile every block by torch.compile with this backend; unset does not.",
-        group="distributed", choices=("inductor", "aot_eager", "eager"), acts_with="fsdp",
-    )  # fmt: skip
-    timeout_minutes: float = option(
-        60.0, "Deadline of every collective and of every phase.", group="distributed", above=0,
-        at_most=1e6, may_change=True, commands=("eval",),
-    )  # fmt: skip
-    fsdp_shard_size: int = option(
-        -1, "FSDP2: ranks over which a model is divided, mostly those of a node; groups of so many "
-        "ranks are replicas (HSDP). -1 divides over all.", group="distributed", at_least=-1,
         acts_with="fsdp",
-    )  # fmt: skip
+    )
+    adam_offload: bool = option(
+        False,
+        "Keep Adam's states on the CPU (FSDP2: between training phases).",
+        group="distributed",
+    )
+    zpg: int = option(
+        1,
+        "ZeRO++ secondary partition size; 1 is off.",
+        group="distributed",
+        at_least=1,
+        acts_with="not fsdp",
+    )
+    grad_accum_dtype: str | None = option(
+        None,
+        "DeepSpeed: dtype in which gradients accumulate; unset is fp32.",
+        group="distributed",
+        choices=("fp32", "bf16", "fp16"),
+        acts_with="not fsdp",
+    )
+    overlap_comm: bool = option(
+        False,
+        "DeepSpeed: reduce gradients while the backward pass runs.",
+        group="distributed",
+        acts_with="not fsdp",
+    )
+    sp_size: int = option(
+        1,
+        "Ranks that share one sequence (sequence parallelism).",
+        group="distributed",
+        at_least=1,
+    )
+    local_rank: int = option(
+        -1,
+        "Index of this process' device on its node; -1 reads LOCAL_RANK.",
+        group="distributed",
+        at_least=-1,
+        may_change=True,
+    )
+    mixed_mm_data: bool = option(
+        False,
+        "Ranks may differ in having images; the vision tower stays in FSDP2's root unit.",
+        group="distributed",
+        acts_with="fsdp",
+    )
+    async_save: bool = option(
+        False,
+        "Write checkpoints in the background, from copies in host memory.",
+        group="distributed",
+    )
+    meta_init: bool | None = option(
+        None,
+        "FSDP2: build models without memory: ranks read their own rows of the files; unset "
+        "means yes on GPUs, above 2 GB of weights and without adapters.",
+        group="distributed",
+        acts_with="fsdp",
+        by_machine=True,
+    )
+    compile_backend: str | None = option(
+        None,
+        "FSDP2: compile every block by torch.compile with this backend; unset does not.",
+        group="distributed",
+        choices=("inductor", "aot_eager", "eager"),
+        acts_with="fsdp",
+    )
+    timeout_minutes: float = option(
+        60.0,
+        "Deadline of every collective and of every phase.",
+        group="distributed",
+        above=0,
+        at_most=1e6,
+        may_change=True,
+        commands=("eval",),
+    )
+    fsdp_shard_size: int = option(
+        -1,
+        "FSDP2: ranks over which a model is divided, mostly those of a node; groups of so many "
+        "ranks are replicas (HSDP). -1 divides over all.",
+        group="distributed",
+        at_least=-1,
+        acts_with="fsdp",
+    )
     engine_type: str = option(
-        "vllm", "Rollout engine.", group="engine", choices=ENGINE_TYPES, common=True,
+        "vllm",
+        "Rollout engine.",
+        group="engine",
+        choices=ENGINE_TYPES,
+        common=True,
         commands=("eval",),
-    )  # fmt: skip
+    )
     engine_tp_size: int = option(
-        1, "Ranks that share one engine (tensor parallelism).", group="engine", at_least=1,
+        1,
+        "Ranks that share one engine (tensor parallelism).",
+        group="engine",
+        at_least=1,
         commands=("eval",),
-    )  # fmt: skip
+    )
     engine_mem_util: float = option(
-        0.5, "Share of device memory the engine may take.", group="engine", above=0, at_most=1,
-        may_change=True, commands=("eval",),
-    )  # fmt: skip
+        0.5,
+        "Share of device memory the engine may take.",
+        group="engine",
+        above=0,
+        at_most=1,
+        may_change=True,
+        commands=("eval",),
+    )
     enable_engine_sleep: bool = option(
-        True, "Release the engine's memory while the trainer runs.", group="engine",
+        True,
+        "Release the engine's memory while the trainer runs.",
+        group="engine",
         may_change=True,
-    )  # fmt: skip
+    )
     engine_args: Arguments = option(
-        None, "Further options under the engine's own names.", group="engine", commands=("eval",),
-    )  # fmt: skip
+        None,
+        "Further options under the engine's own names.",
+        group="engine",
+        commands=("eval",),
+    )
     max_len: int | None = option(
-        None, "Longest prompt plus completion, in tokens.", group="engine", at_least=1,
-    )  # fmt: skip
+        None,
+        "Longest prompt plus completion, in tokens.",
+        group="engine",
+        at_least=1,
+    )
     weight_bucket_mb: int = option(
-        256, "Size of one weight transfer bucket.", group="engine", at_least=1, may_change=True,
-    )  # fmt: skip
-    verify_weight_sync: bool = option(
-        True, "Compare hashes of the trainer's and the engine's weights.", group="engine",
+        256,
+        "Size of one weight transfer bucket.",
+        group="engine",
+        at_least=1,
         may_change=True,
-    )  # fmt: skip
+    )
+    verify_weight_sync: bool = option(
+        True,
+        "Compare hashes of the trainer's and the engine's weights.",
+        group="engine",
+        may_change=True,
+    )
     rm_use_engine: bool = option(False, "Serve reward models by an engine.", group="engine")
     rm_engine_cudagraph: bool = option(False, "CUDA graphs in the reward engine.", group="engine")
     pretrain: str | None = option(
-        None, "Checkpoint directory of the actor.", group="models", common=True, path="folder",
+        None,
+        "Checkpoint directory of the actor.",
+        group="models",
+        common=True,
+        path="folder",
         commands=("data",),
-    )  # fmt: skip
+    )
     critic_pretrain: str | bool | None = option(
-        False, "Checkpoint directory of the critic; unset trains no critic.", group="models",
-        path="folder", acts_with=CRITIC,
-    )  # fmt: skip
+        False,
+        "Checkpoint directory of the critic; unset trains no critic.",
+        group="models",
+        path="folder",
+        acts_with=CRITIC,
+    )
     remote_rm_url: str | tuple[str, ...] | None = option(
-        None, "Address of a reward service, in which ${NAME} is an environment variable; local "
-        "reward models are then left alone.", group="models", may_change=True,
+        None,
+        "Address of a reward service, in which ${NAME} is an environment variable; local "
+        "reward models are then left alone.",
+        group="models",
+        may_change=True,
         commands=("data", "eval"),
-    )  # fmt: skip
+    )
     pretrain_data: str | None = option(
-        None, "Text mixed into the loss.", group="models", acts_with="ptx_coef", path="file",
-    )  # fmt: skip
+        None,
+        "Text mixed into the loss.",
+        group="models",
+        acts_with="ptx_coef",
+        path="file",
+    )
     micro_rollout_batch_size: int = option(
-        2, "Samples per rank in one forward pass before training.", group="rollout", at_least=1,
+        2,
+        "Samples per rank in one forward pass before training.",
+        group="rollout",
+        at_least=1,
         acts_with="not micro_batch_tokens",
-    )  # fmt: skip
+    )
     n_samples_per_prompt: int = option(
-        8, "Completions per prompt.", group="rollout", at_least=1, common=True,
-    )  # fmt: skip
+        8,
+        "Completions per prompt.",
+        group="rollout",
+        at_least=1,
+        common=True,
+    )
     advantage_estimator: str = option(
-        "group_norm", "Advantage estimator; gae is PPO with a critic.", group="algorithm",
-        choices=ADVANTAGE_ESTIMATORS, common=True,
-    )  # fmt: skip
+        "group_norm",
+        "Advantage estimator; gae is PPO with a critic.",
+        group="algorithm",
+        choices=ADVANTAGE_ESTIMATORS,
+        common=True,
+    )
     use_kl_loss: bool = option(False, "Add the KL divergence to the loss.", group="rollout")
     kl_estimator: str = option(
-        "k3", "Estimator of the KL divergence.", group="rollout", choices=KL_ESTIMATORS,
+        "k3",
+        "Estimator of the KL divergence.",
+        group="rollout",
+        choices=KL_ESTIMATORS,
         acts_with="init_kl_coef",
-    )  # fmt: skip
+    )
     advantages_norm: bool = option(False, "Normalise advantages over all ranks.", group="rollout")
     advantage_clip: float = option(
-        0.0, "Clip advantages to this magnitude; 0 is off.", group="rollout", at_least=0,
-    )  # fmt: skip
+        0.0,
+        "Clip advantages to this magnitude; 0 is off.",
+        group="rollout",
+        at_least=0,
+    )
     reward_clip: float = option(
-        0.0, "Clip rewards to this magnitude; 0 is off.", group="rollout", at_least=0,
-    )  # fmt: skip
+        0.0,
+        "Clip rewards to this magnitude; 0 is off.",
+        group="rollout",
+        at_least=0,
+    )
     reward_running_norm: bool = option(
-        False, "Divide rewards by their running standard deviation.", group="rollout",
-    )  # fmt: skip
+        False,
+        "Divide rewards by their running standard deviation.",
+        group="rollout",
+    )
     reward_running_norm_minus_mean: bool = option(
-        False, "Subtract the running mean as well.", group="rollout",
+        False,
+        "Subtract the running mean as well.",
+        group="rollout",
         acts_with="reward_running_norm",
-    )  # fmt: skip
+    )
     overlong_buffer: bool = option(False, "Punish overlong responses softly.", group="rollout")
     overlong_buffer_len: int = option(
-        1024, "Tokens before the limit in which the punishment rises.", group="rollout", at_least=1,
+        1024,
+        "Tokens before the limit in which the punishment rises.",
+        group="rollout",
+        at_least=1,
         acts_with="overlong_buffer",
-    )  # fmt: skip
+    )
     overlong_buffer_penalty_factor: float = option(
-        1.0, "Punishment at the limit.", group="rollout", at_least=0, acts_with="overlong_buffer",
-    )  # fmt: skip
+        1.0,
+        "Punishment at the limit.",
+        group="rollout",
+        at_least=0,
+        acts_with="overlong_buffer",
+    )
     dynamic_sampling: bool = option(
-        False, "Draw again for groups whose rewards are all equal.", group="rollout",
-    )  # fmt: skip
+        False,
+        "Draw again for groups whose rewards are all equal.",
+        group="rollout",
+    )
     log_dir: str | None = option(
-        None, "Folder of logs and of length distributions.", group="monitoring", may_change=True,
-    )  # fmt: skip
-    plot_every: int = option(
-        -1, "Write the generation length distribution every N steps; 0 or less never.",
-        group="monitoring", acts_with="log_dir", may_change=True,
-    )  # fmt: skip
-    use_tensorboard: str | bool | None = option(
-        False, "Write TensorBoard logs, into this folder or OUTPUT_DIR/tensorboard.",
-        group="monitoring", may_change=True,
-    )  # fmt: skip
-    strict: bool = option(
-        False, "Options without effect are errors instead of warnings.", group="monitoring",
+        None,
+        "Folder of logs and of length distributions.",
+        group="monitoring",
         may_change=True,
-    )  # fmt: skip
+    )
+    plot_every: int = option(
+        -1,
+        "Write the generation length distribution every N steps; 0 or less never.",
+        group="monitoring",
+        acts_with="log_dir",
+        may_change=True,
+    )
+    use_tensorboard: str | bool | None = option(
+        False,
+        "Write TensorBoard logs, into this folder or OUTPUT_DIR/tensorboard.",
+        group="monitoring",
+        may_change=True,
+    )
+    strict: bool = option(
+        False,
+        "Options without effect are errors instead of warnings.",
+        group="monitoring",
+        may_change=True,
+    )
 
     extra_args: dict[str, object] = field(default_factory=dict, repr=False)
 
@@ -299,13 +464,17 @@ class StrategyConfig:
                 verb = "acts only without" if needed.startswith("not ") else "acts only with"
                 found.append(f"{name} {verb} {needed.removeprefix('not ')}")
         rules = (
-            (self.fsdp and self.fsdp_cpu_offload and self.adam_offload,
-             "adam_offload has no effect: fsdp_cpu_offload keeps Adam's states on the CPU"),
-            (not self.fsdp and self.zpg != 1 and self.zero_stage != 3,
-             "zpg acts only with zero_stage 3"),
+            (
+                self.fsdp and self.fsdp_cpu_offload and self.adam_offload,
+                "adam_offload has no effect: fsdp_cpu_offload keeps Adam's states on the CPU",
+            ),
+            (
+                not self.fsdp and self.zpg != 1 and self.zero_stage != 3,
+                "zpg acts only with zero_stage 3",
+            ),
             (self.rm_use_engine, "rm_use_engine: reward models run in the trainer's process"),
             (self.rm_engine_cudagraph, "rm_engine_cudagraph: no reward engine exists"),
-        )  # fmt: skip
+        )
         return found + [text for applies, text in rules if applies]
 
     def _acts(self, info: OptionInfo) -> bool:

@@ -112,8 +112,11 @@ class TrainConfig(RunOptions):
             ConfigError: The values are wrong together.
         """
         known = options_of(type(self))
-        unknown = [f"no option {name!r}{did_you_mean(name, known)}" for name in changes
-                   if name not in known]  # fmt: skip
+        unknown = [
+            f"no option {name!r}{did_you_mean(name, known)}"
+            for name in changes
+            if name not in known
+        ]
         if unknown:
             raise TypeError("; ".join(unknown))
         return type(self).from_args({**self.__dict__, **changes})
@@ -133,7 +136,9 @@ class TrainConfig(RunOptions):
         config = cls.from_args(read_toml(Path(path)))
         if config.extra_args:
             known = options_of(cls)
-            lines = [f"{path}: unknown option {name!r}{did_you_mean(name, known)}"
-                     for name in config.extra_args]  # fmt: skip
+            lines = [
+                f"{path}: unknown option {name!r}{did_you_mean(name, known)}"
+                for name in config.extra_args
+            ]
             raise ConfigError("invalid configuration:\n  " + "\n  ".join(lines))
         return config

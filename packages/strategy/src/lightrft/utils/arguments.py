@@ -9,16 +9,41 @@ from lightrft.config.strategy_config import StrategyConfig
 
 # The flags that the published interface gives to a parser of a training program.
 LIBRARY_FLAGS: tuple[str, ...] = (
-    "engine_tp_size", "engine_mem_util", "engine_type", "enable_engine_sleep", "fsdp",
-    "zero_stage", "fsdp_cpu_offload", "adam_offload", "sp_size", "packing_samples", "use_mp_opt",
-    "fused_linear_logprob", "chunk_size", "log_dir", "plot_every", "mixed_mm_data", "bf16",
-    "micro_train_batch_size", "train_batch_size", "micro_rollout_batch_size", "rm_use_engine",
+    "engine_tp_size",
+    "engine_mem_util",
+    "engine_type",
+    "enable_engine_sleep",
+    "fsdp",
+    "zero_stage",
+    "fsdp_cpu_offload",
+    "adam_offload",
+    "sp_size",
+    "packing_samples",
+    "use_mp_opt",
+    "fused_linear_logprob",
+    "chunk_size",
+    "log_dir",
+    "plot_every",
+    "mixed_mm_data",
+    "bf16",
+    "micro_train_batch_size",
+    "train_batch_size",
+    "micro_rollout_batch_size",
+    "rm_use_engine",
     "rm_engine_cudagraph",
-)  # fmt: skip
+)
 GROUPS = (
-    "models", "data", "reward", "rollout", "algorithm", "training", "distributed", "engine",
-    "run", "monitoring",
-)  # fmt: skip
+    "models",
+    "data",
+    "reward",
+    "rollout",
+    "algorithm",
+    "training",
+    "distributed",
+    "engine",
+    "run",
+    "monitoring",
+)
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -86,16 +111,26 @@ def _add_flag(
             (shape.opposites, False, opposite_help),
         ):
             group.add_argument(
-                *strings, dest=entry.name, action="store_const", const=value, default=default,
+                *strings,
+                dest=entry.name,
+                action="store_const",
+                const=value,
+                default=default,
                 help=help_text,
-            )  # fmt: skip
+            )
         return
     if shape.form == "pairs":
         # Several of them may come at once, or one after each of several flags.
         group.add_argument(
-            flag, flag.removesuffix("s"), dest=entry.name, action="extend", nargs="+",
-            metavar="KEY=VALUE", default=default, help=text,
-        )  # fmt: skip
+            flag,
+            flag.removesuffix("s"),
+            dest=entry.name,
+            action="extend",
+            nargs="+",
+            metavar="KEY=VALUE",
+            default=default,
+            help=text,
+        )
         return
     counts: dict[str, object] = {}
     if shape.form == "values":

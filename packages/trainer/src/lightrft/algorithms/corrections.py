@@ -112,9 +112,12 @@ def correction_weights(
 
 
 def _statistic(
-    term: CorrectionTerm, log_ratios: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor,
+    term: CorrectionTerm,
+    log_ratios: Tensor,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
     mask: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """What a term compares with its bounds: [batch, seq]."""
     if term.statistic == "ratio":
         return _exp(_at_level(log_ratios, mask, term.level))

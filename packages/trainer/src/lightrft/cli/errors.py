@@ -73,21 +73,26 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.strategy.checkpoints.errors", "CheckpointError", ExitCode.USAGE),
     ("lightrft.strategy.distributed.network", "NetworkError", ExitCode.PREFLIGHT),
     ("lightrft.strategy.weight_sync.accounting", "WeightSyncError", ExitCode.VERIFICATION),
-    ("lightrft.experience.numerics", "NumericsError", ExitCode.NUMERICS),
-    ("lightrft.trainer.training.parity", "ParityError", ExitCode.VERIFICATION),
+    ("lightrft.records.numerics", "NumericsError", ExitCode.NUMERICS),
+    ("lightrft.stages.parity", "ParityError", ExitCode.VERIFICATION),
     ("lightrft.experience.ledger_gate", "LedgerError", ExitCode.VERIFICATION),
-    ("lightrft.trainer.runs.export", "ExportError", ExitCode.VERIFICATION),
-    ("lightrft.audit.record", "RecordError", ExitCode.USAGE),
-    ("lightrft.trainer.reporting.trackers.best_effort", "TrackerError", ExitCode.PREFLIGHT),
-    ("lightrft.trainer.reporting.inputs", "NotARunError", ExitCode.USAGE),
-    ("lightrft.trainer.training.stopping", "RunStoppedError", ExitCode.STOPPED),
+    ("lightrft.tools.export.exported_model", "ExportError", ExitCode.VERIFICATION),
+    ("lightrft.tools.audit.record", "RecordError", ExitCode.USAGE),
+    ("lightrft.reporting.trackers.best_effort", "TrackerError", ExitCode.PREFLIGHT),
+    ("lightrft.tools.report.run_data", "NotARunError", ExitCode.USAGE),
+    ("lightrft.run.stopping", "RunStoppedError", ExitCode.STOPPED),
 )
 MAX_ERROR_CHARACTERS = 20_000
 LAUNCHED_BY_LIGHTRFT = "LIGHTRFT_LAUNCHED"
 _NOT_POSSIBLE_HERE = (
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
     errno.EADDRINUSE,
-)  # fmt: skip
+)
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # How Python and safetensors write the system's error number.
 _ERROR_NUMBER = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")

@@ -21,13 +21,13 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import LAUNCHED_BY_LIGHTRFT, ExitCode, WorkerError
+from lightrft.run.stopping import STOP_SIGNALS
 from lightrft.strategy.distributed.error_report import (
     PHASE_FOLDER_VARIABLE,
     SHARED_THREADS_VARIABLE,
     LastPhase,
     read_phase,
 )
-from lightrft.trainer.training.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -36,10 +36,16 @@ _PR_SET_PDEATHSIG = 1
 _SCRATCH_PREFIX = "lightrft_launch_"
 # What gloo, NCCL and the store say when another process is gone.
 _LOST_PEER = (
-    "connection closed by peer", "connection reset by peer", "connection refused", "broken pipe",
-    "failed to recv", "recvvalue failed", "remote process exited", "connectfullmesh failed",
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "failed to recv",
+    "recvvalue failed",
+    "remote process exited",
+    "connectfullmesh failed",
     "ended because another rank failed",
-)  # fmt: skip
+)
 
 
 def is_worker() -> bool:

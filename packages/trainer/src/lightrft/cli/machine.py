@@ -73,29 +73,40 @@ def package_problems(config: TrainConfig) -> list[str]:
     needed = [
         (not config.fsdp, "deepspeed", "the default strategy", "install it, or choose --fsdp"),
         (
-            bool(config.use_tensorboard), "tensorboard", "--use_tensorboard",
+            bool(config.use_tensorboard),
+            "tensorboard",
+            "--use_tensorboard",
             "install lightrft-trainer[tensorboard], or leave it out",
         ),
         (
-            bool(config.use_wandb), "wandb", "--use_wandb",
+            bool(config.use_wandb),
+            "wandb",
+            "--use_wandb",
             "install lightrft-trainer[wandb], or leave it out",
         ),
         (
-            config.plot_every > 0 and config.log_dir is not None, "matplotlib", "--plot_every",
+            config.plot_every > 0 and config.log_dir is not None,
+            "matplotlib",
+            "--plot_every",
             "install it, or leave plot_every at -1",
         ),
         (
-            config.lora_rank > 0, "peft", "--lora_rank",
+            config.lora_rank > 0,
+            "peft",
+            "--lora_rank",
             "install lightrft-trainer[lora], or leave it out",
         ),
         *(
             (
-                name in config.loggers, name, f"--loggers {name}",
+                name in config.loggers,
+                name,
+                f"--loggers {name}",
                 f"install it (scripts/trackers.txt has the versions), or leave {name} out",
             )
-            for name in LOGGERS if LOGGERS.is_built_in(name)
+            for name in LOGGERS
+            if LOGGERS.is_built_in(name)
         ),
-    ]  # fmt: skip
+    ]
     return [
         f"{option} needs the package {package}, which is not installed: {remedy}"
         for is_used, package, option, remedy in needed

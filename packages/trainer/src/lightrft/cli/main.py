@@ -7,22 +7,44 @@ from collections.abc import Sequence
 from lightrft.cli.errors import UsageError, run_guarded
 from lightrft.config.options import did_you_mean
 
+_TOOLS = "lightrft.tools"
 COMMANDS = {
-    "quickstart": ("lightrft.cli.quickstart.command", "a complete run in a minute on a CPU"),
+    "quickstart": (f"{_TOOLS}.quickstart.command", "a complete run in a minute on a CPU"),
     "train": ("lightrft.cli.train", "fine-tune a language model by reinforcement learning"),
-    "data": ("lightrft.cli.data", "check a file of prompts: layout, lengths, bad rows, answers"),
-    "eval": ("lightrft.cli.evaluate", "a model on held-out prompts: greedy, avg@n, pass@k"),
-    "launch": ("lightrft.cli.launch_command", "print what starts a run on several nodes"),
-    "serve-reward": ("lightrft.cli.serve_reward", "serve a reward function over HTTP"),
-    "report": ("lightrft.cli.report", "one HTML page about a run: curves, times, samples, options"),
-    "audit": ("lightrft.cli.audit", "recompute a step of a run in float64 and compare"),
-    "replay": ("lightrft.cli.replay", "sample a step's episodes again from its journal"),
-    "export": ("lightrft.cli.export", "the final model of a run as a checked HF checkpoint"),
-    "plan": ("lightrft.cli.plan", "memory and seconds of a run on given GPUs, without any"),
-    "doctor": ("lightrft.cli.doctor", "whether this machine can train, and a model exactly"),
-    "config": ("lightrft.cli.config_command", "options as they come out, compared, or as a schema"),
-    "completion": ("lightrft.cli.completion", "completion of commands and flags for a shell"),
-    "init-model": ("lightrft.cli.init_model", "write a tiny model with random weights"),
+    "data": (
+        f"{_TOOLS}.data.command",
+        "check a file of prompts: layout, lengths, bad rows, answers",
+    ),
+    "eval": (
+        f"{_TOOLS}.evaluation.command",
+        "a model on held-out prompts: greedy, avg@n, pass@k",
+    ),
+    "launch": (f"{_TOOLS}.launch.command", "print what starts a run on several nodes"),
+    "serve-reward": (f"{_TOOLS}.rewards.serve_command", "serve a reward function over HTTP"),
+    "report": (
+        f"{_TOOLS}.report.command",
+        "one HTML page about a run: curves, times, samples, options",
+    ),
+    "audit": (f"{_TOOLS}.audit_command", "recompute a step of a run in float64 and compare"),
+    "replay": (f"{_TOOLS}.replay.command", "sample a step's episodes again from its journal"),
+    "export": (
+        f"{_TOOLS}.export.command",
+        "the final model of a run as a checked HF checkpoint",
+    ),
+    "plan": (
+        f"{_TOOLS}.plan.command",
+        "memory and seconds of a run on given GPUs, without any",
+    ),
+    "doctor": (
+        f"{_TOOLS}.doctor.command",
+        "whether this machine can train, and a model exactly",
+    ),
+    "config": (
+        f"{_TOOLS}.config_command",
+        "options as they come out, compared, or as a schema",
+    ),
+    "completion": (f"{_TOOLS}.completion", "completion of commands and flags for a shell"),
+    "init-model": (f"{_TOOLS}.init_model", "write a tiny model with random weights"),
 }
 
 
@@ -43,7 +65,7 @@ def _dispatch(arguments: list[str]) -> int:
     name, *rest = arguments
     if name in ("-V", "--version"):
         # Imported here: it costs more than the rest of `lightrft --help`.
-        from lightrft.trainer.runs.files import package_versions
+        from lightrft.reporting.files import package_versions
 
         print("lightrft", package_versions(["lightrft-trainer"]).get("lightrft-trainer", "unknown"))
         return 0

@@ -8,9 +8,12 @@ from lightrft.config import TrainConfig
 
 NUM_REMEDIES = 3
 _TEXTS = (
-    "can't allocate memory", "cannot allocate memory", "out of memory", "not enough memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "out of memory",
+    "not enough memory",
     "can't start new thread",
-)  # fmt: skip
+)
 # Phases and stages by name, and whose remedies apply.
 _KINDS = {
     "train": "train",
@@ -92,23 +95,29 @@ def remedies(kind: str, config: TrainConfig) -> list[str]:
     available = {
         "train": (
             _halved(config, "micro_train_batch_size", "same result, activations of fewer samples"),
-            *_activations(config), *_states(config), shorter,
+            *_activations(config),
+            *_states(config),
+            shorter,
         ),
         "forward": (
             _halved(config, "micro_rollout_batch_size", "same result, fewer rows at once"),
-            *_activations(config), no_reference, shorter,
+            *_activations(config),
+            no_reference,
+            shorter,
         ),
         "generate": (
             *_engine(config),
             _halved(config, "rollout_batch_size", "fewer prompts at once"),
-            _halved(config, "n_samples_per_prompt", "fewer samples at once"), shorter,
+            _halved(config, "n_samples_per_prompt", "fewer samples at once"),
+            shorter,
         ),
         "engine": (*_engine(config), shorter),
         "sync": (
-            _halved(config, "weight_bucket_mb", "same result, smaller messages"), *_engine(config)
+            _halved(config, "weight_bucket_mb", "same result, smaller messages"),
+            *_engine(config),
         ),
         "models": (no_reference,),
-    }[kind]  # fmt: skip
+    }[kind]
     return [text for text in dict.fromkeys((*available, *always)) if text]
 
 
@@ -119,11 +128,13 @@ def _halved(config: TrainConfig, name: str, effect: str) -> str:
 
 def _activations(config: TrainConfig) -> list[str]:
     return [
-        "" if config.gradient_checkpointing
+        ""
+        if config.gradient_checkpointing
         else "--gradient_checkpointing: same result, activations are computed again",
-        "" if config.fuses_logprob(has_gpu=_has_gpu())
+        ""
+        if config.fuses_logprob(has_gpu=_has_gpu())
         else "--fused_linear_logprob: same result, the logits never exist as a whole",
-    ]  # fmt: skip
+    ]
 
 
 def _has_gpu() -> bool:
@@ -135,21 +146,27 @@ def _has_gpu() -> bool:
 def _states(config: TrainConfig) -> list[str]:
     if config.fsdp:
         return [
-            "" if config.adam_offload or config.fsdp_cpu_offload
+            ""
+            if config.adam_offload or config.fsdp_cpu_offload
             else "--adam_offload: Adam's states wait on the CPU",
             "" if config.fsdp_cpu_offload else "--fsdp_cpu_offload: parameters stay on the CPU",
-        ]  # fmt: skip
+        ]
     return [
-        "" if config.zero_stage == 3
+        ""
+        if config.zero_stage == 3
         else f"--zero_stage 3 (now {config.zero_stage}): parameters are divided among processes",
         "" if config.adam_offload else "--adam_offload: Adam's states stay on the CPU",
-    ]  # fmt: skip
+    ]
 
 
 def _engine(config: TrainConfig) -> list[str]:
     share = config.engine_mem_util
     sleeps = config.enable_engine_sleep
-    return [
-        f"--engine_mem_util {share / 2:g} (now {share:g}): a smaller cache of the engine",
-        "" if sleeps else "--enable_engine_sleep: the engine's memory is free while training",
-    ] if config.engine_type != "hf" else []  # fmt: skip
+    return (
+        [
+            f"--engine_mem_util {share / 2:g} (now {share:g}): a smaller cache of the engine",
+            "" if sleeps else "--enable_engine_sleep: the engine's memory is free while training",
+        ]
+        if config.engine_type != "hf"
+        else []
+    )

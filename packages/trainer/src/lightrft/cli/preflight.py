@@ -7,9 +7,9 @@ from pathlib import Path
 from lightrft.config import TrainConfig
 from lightrft.datasets.mixture import read_sources
 from lightrft.datasets.render import render
+from lightrft.reporting.files import read_json
+from lightrft.run.resume import plan_run
 from lightrft.strategy.config import ConfigError
-from lightrft.trainer.runs.files import read_json
-from lightrft.trainer.runs.plan import plan_run
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 MODEL_FILES = {
@@ -76,7 +76,7 @@ def check_algorithm(config: TrainConfig) -> None:
             they do not use was changed.
     """
     # Here, and not in the rules of the options: it needs torch.
-    from lightrft.trainer.training.algorithm import (
+    from lightrft.stages.algorithm import (
         algorithm_problems,
         build_algorithm,
         unused_algorithm_options,

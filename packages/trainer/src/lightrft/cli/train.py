@@ -21,8 +21,8 @@ from lightrft.cli.options import (
 )
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.rules import batch_problems
-from lightrft.trainer.runs.files import note_interruption
-from lightrft.trainer.training.stopping import StopRequest
+from lightrft.reporting.files import note_interruption
+from lightrft.run.stopping import StopRequest
 
 EPILOG = """\
 Boolean options have a negative form, --no_NAME. Options may stand in TOML files as well
@@ -80,8 +80,8 @@ def _train_stoppably(argv: Sequence[str]) -> int:
 
 def train(config: TrainConfig, stop_request: StopRequest) -> int:
     """Train as one of the processes of a run, whose rank is in the environment."""
+    from lightrft.run.assembly import run_training
     from lightrft.strategy.distributed.deadlines import phase_of
-    from lightrft.trainer.runs.assembly import run_training
 
     hide_progress_bars()
     try:
@@ -115,8 +115,10 @@ def interruption_explained(config: TrainConfig) -> Iterator[None]:
         from lightrft.strategy.checkpoints.manifest import checkpoint_folders
 
         note_interruption(Path(config.output_dir))
-        steps = [path.name.removeprefix("global_step") for path in
-                 checkpoint_folders(config.checkpoint_dir / "_actor")]  # fmt: skip
+        steps = [
+            path.name.removeprefix("global_step")
+            for path in checkpoint_folders(config.checkpoint_dir / "_actor")
+        ]
         saved = max((int(step) for step in steps if step.isdecimal()), default=None)
         what = (
             f"continues after step {saved}"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from lightrft.datasets.gym import gym_rows, is_gym_source
 from lightrft.datasets.types import DataError
+from lightrft.tools.rewards.gym_data import gym_rows, is_gym_source
 from lightrft.utils.hub import is_hub_reachable
 
 # One of these marks a folder that `save_to_disk` has written.
@@ -42,7 +42,7 @@ def read_rows(path: str | Path, *, split: str = "train") -> list[Row]:
         path: A .jsonl, .json (a list of objects) or .parquet file; a folder that holds
             `<split>.jsonl`, or `<split>-*.parquet` and the like, itself or in `data/`; a folder
             that `datasets` has saved; the name of a data set, `owner/name[:configuration]`; or
-            a task of reasoning-gym, see `lightrft.datasets.gym`.
+            a task of reasoning-gym, see `lightrft.tools.rewards.gym_data`.
         split: Which files of a folder or part of a data set; a file has no splits.
 
     Raises:

@@ -11,8 +11,15 @@ from lightrft.datasets.files import Row
 from lightrft.datasets.types import DataError
 
 INPUT_KEYS = (
-    "input", "prompt", "question", "problem", "instruction", "query", "messages", "conversations",
-)  # fmt: skip
+    "input",
+    "prompt",
+    "question",
+    "problem",
+    "instruction",
+    "query",
+    "messages",
+    "conversations",
+)
 
 
 class PromptTokenizer(Protocol):

@@ -341,8 +341,10 @@ class TurnSuffix:
         name = f"f{self._mark}"
         parameters: dict[str, object] = {"type": "object", "properties": {}}
         function: dict[str, object] = {
-            "name": name, "description": "Nothing.", "parameters": parameters,
-        }  # fmt: skip
+            "name": name,
+            "description": "Nothing.",
+            "parameters": parameters,
+        }
         try:
             shown = self._render(
                 [_user("question")], tools=[*tools, {"type": "function", "function": function}]
@@ -362,8 +364,9 @@ class TurnSuffix:
         try:
             prompt = self._render(opening, tools=shown)
             text = self._mark + "y"
-            whole = self._render([*opening, self._answered_turn(), *self._results(_TEXT, ["ok"])],
-                                 tools=shown)  # fmt: skip
+            whole = self._render(
+                [*opening, self._answered_turn(), *self._results(_TEXT, ["ok"])], tools=shown
+            )
         except Exception as error:  # a template is a program of the model's author
             raise _refused(f"it fails on a prompt like those of the data: {error}") from error
         if not whole.startswith(prompt):

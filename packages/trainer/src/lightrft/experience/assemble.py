@@ -23,9 +23,9 @@ from lightrft.algorithms.types import (
     TokenAdvantages,
 )
 from lightrft.config import TrainConfig
-from lightrft.experience.exchange import RowTable
-from lightrft.experience.numerics import NumericsError
-from lightrft.experience.types import ExperienceBatch, PolicyOutputs, RolloutBatch
+from lightrft.records.exchange import RowTable
+from lightrft.records.numerics import NumericsError
+from lightrft.records.types import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.strategy.strategy_base import StrategyBase
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightrft.experience.collate import join_micro_batches, select_rollouts
-from lightrft.experience.types import PolicyOutputs, RolloutBatch
 from lightrft.models.types import ActorOutput, EntropyMode, PolicyModel, ValueModel
+from lightrft.records.collate import join_micro_batches, select_rollouts
+from lightrft.records.types import PolicyOutputs, RolloutBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightrft.engines.ledger import hash_context
-from lightrft.experience.evidence import Evidence, LedgerError
-from lightrft.experience.exchange import SampleTable
-from lightrft.experience.types import RolloutBatch, Segment
 from lightrft.models.layout import LayoutPolicy, TokenLayout
+from lightrft.records.exchange import SampleTable
+from lightrft.records.types import RolloutBatch, Segment
+from lightrft.rollout.ledger_records import Evidence, LedgerError
 from lightrft.strategy.strategy_base import StrategyBase
 
 

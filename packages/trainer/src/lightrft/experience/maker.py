@@ -14,19 +14,19 @@ from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.prompts import NO_MEDIA
 from lightrft.engines.types import SamplingParams, has_known_order
 from lightrft.experience.assemble import AdvantageSettings, ShapedRewards, assemble, shape_rewards
-from lightrft.experience.collate import collate
-from lightrft.experience.delivery import deliver_rows
-from lightrft.experience.evidence import deliver_evidence
-from lightrft.experience.exchange import RowTable, SampleTable, tabulate
 from lightrft.experience.forward import ForwardModels, compute_outputs
 from lightrft.experience.ledger_gate import check_ledger
-from lightrft.experience.media import deliver_media
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
-from lightrft.experience.sampling import Samples, training_params
-from lightrft.experience.types import ExperienceBatch, RolloutBatch
 from lightrft.models.layout import LayoutPolicy
 from lightrft.models.sequence_model import layout_policy
 from lightrft.models.support import SamplingSupport
+from lightrft.records.collate import collate
+from lightrft.records.delivery import deliver_rows
+from lightrft.records.exchange import RowTable, SampleTable, tabulate
+from lightrft.records.media import deliver_media
+from lightrft.records.types import ExperienceBatch, RolloutBatch
+from lightrft.rollout.ledger_records import deliver_evidence
+from lightrft.rollout.sampler import Samples, training_params
 from lightrft.strategy.strategy_base import StrategyBase
 
 

@@ -186,8 +186,10 @@ def load_model(
         left_out: Patterns of tensors that may stand in the file unused.
     """
     options = {
-        "dtype": parse_dtype(dtype), "attn_implementation": "sdpa", "trust_remote_code": False,
-    }  # fmt: skip
+        "dtype": parse_dtype(dtype),
+        "attn_implementation": "sdpa",
+        "trust_remote_code": False,
+    }
     config = load_config(path)
     _require(path, WEIGHT_PATTERNS, "weights")
     is_on_meta = is_building_on_meta()

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
         CombinedReward as CombinedReward,
         build_reward as build_reward,
     )
-    from lightrft.rewards.math_rules import MathReward as MathReward
     from lightrft.rewards.types import (
         RewardError as RewardError,
         RewardFunction as RewardFunction,
         RewardResult as RewardResult,
     )
+    from lightrft.tools.rewards.math_rules import MathReward as MathReward
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -10,10 +10,7 @@ from typing import Self, cast
 from lightrft.config import TrainConfig
 from lightrft.config.registry import REWARDS
 from lightrft.config.sources import GYM_PREFIX
-from lightrft.rewards.gym import GymReward
-from lightrft.rewards.math_rules import MathReward, MathRule
 from lightrft.rewards.recipes import RewardRecipes
-from lightrft.rewards.remote import RemoteReward
 from lightrft.rewards.types import (
     CallStyle,
     ChecksLabels,
@@ -26,6 +23,9 @@ from lightrft.rewards.types import (
 )
 from lightrft.rewards.user import FunctionReward, PlainReward, UserReward
 from lightrft.strategy.config import ConfigError
+from lightrft.tools.rewards.gym import GymReward
+from lightrft.tools.rewards.math_rules import MathReward, MathRule
+from lightrft.tools.rewards.remote import RemoteReward
 
 
 def reward_urls(config: TrainConfig) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ def build_reward(
 
     Args:
         names: Names in `REWARDS` or `FILE.py:FUNCTION`; their rewards are summed.
-        urls: Addresses of reward services, see `lightrft.rewards.remote`.
+        urls: Addresses of reward services, see `lightrft.tools.rewards.remote`.
         weights: One factor per name and then per address; None means 1 each.
         recipes: Weights by row instead of `weights`, or None.
         has_models: Reward models score the responses too, so that there may be no names.

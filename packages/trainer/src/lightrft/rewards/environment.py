@@ -5,10 +5,25 @@ import re
 from collections.abc import Collection, Mapping
 
 # A variable is kept back if one of its words, between underscores, is one of these ...
-_WORDS = frozenset({
-    "key", "keys", "apikey", "token", "tokens", "secret", "secrets", "password", "passwd", "pass",
-    "pat", "auth", "credential", "credentials", "cookie",
-})  # fmt: skip
+_WORDS = frozenset(
+    {
+        "key",
+        "keys",
+        "apikey",
+        "token",
+        "tokens",
+        "secret",
+        "secrets",
+        "password",
+        "passwd",
+        "pass",
+        "pat",
+        "auth",
+        "credential",
+        "credentials",
+        "cookie",
+    }
+)
 # ... or ends so, as WANDB_APIKEY2 or MYTOKEN do, or if its value is an address with a password.
 _ENDINGS = re.compile(r"(apikey|token|secret|password|passwd)\d*$")
 _HAS_PASSWORD = re.compile(r"://[^/\s]*@")

@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
-from lightrft.rewards import keeper as keeper_module, worker as worker_module
+from lightrft.rewards import supervisor as keeper_module, worker as worker_module
 from lightrft.rewards.environment import worker_environment
-from lightrft.rewards.keeper import MEMORY_REASON
 from lightrft.rewards.output import WorkerOutput
+from lightrft.rewards.supervisor import MEMORY_REASON
 from lightrft.rewards.worker import FRAME
 
 _CHUNK = 1 << 16
@@ -125,8 +125,12 @@ class WorkerProcess:
         task = self._task
         process = subprocess.Popen(
             [
-                sys.executable, "-P", str(Path(keeper_module.__file__)), str(theirs.fileno()),
-                str(task.resident_bytes or 0), str(Path(worker_module.__file__)),
+                sys.executable,
+                "-P",
+                str(Path(keeper_module.__file__)),
+                str(theirs.fileno()),
+                str(task.resident_bytes or 0),
+                str(Path(worker_module.__file__)),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -134,7 +138,7 @@ class WorkerProcess:
             env=worker_environment(task.passed_variables),
             pass_fds=(theirs.fileno(),),
             start_new_session=True,  # Ctrl-C does not hit it
-        )  # fmt: skip
+        )
         theirs.close()
         for pipe in (process.stdin, process.stdout, process.stderr):
             assert pipe is not None

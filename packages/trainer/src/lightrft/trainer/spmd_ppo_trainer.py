@@ -15,25 +15,35 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.config import ConfigError, StrategyConfig, TrainConfig
 from lightrft.config.options import options_of
+from lightrft.datasets.prompt_stream import (
+    PromptBatches,
+    PromptStream,
+    check_lengths,
+    planned_steps,
+)
 from lightrft.datasets.types import Prompt
 from lightrft.experience.assemble import AdvantageSettings
-from lightrft.experience.environments.rounds import Environments
 from lightrft.experience.forward import ForwardModels, score_actor
 from lightrft.experience.maker import StepExperience, make_experience
-from lightrft.experience.model_rewards import ModelRewards
-from lightrft.experience.sampling import RolloutSampler
-from lightrft.experience.types import ExperienceBatch
+from lightrft.records.types import ExperienceBatch
+from lightrft.reporting.loggers import ConsoleLogger, LoggerGroup, MetricsLogger
+from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.rewards.types import RewardFunction
-from lightrft.strategy.prepared import Arguments, PreparedModel
-from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.trainer.reporting.loggers import ConsoleLogger, LoggerGroup, MetricsLogger
-from lightrft.trainer.reporting.trajectories import SampleLog, TrajectoryLog
-from lightrft.trainer.runs.prompts import PromptBatches, PromptStream, check_lengths, planned_steps
-from lightrft.trainer.training.alarms import alarms
-from lightrft.trainer.training.algorithm import check_algorithm, decide, unused_algorithm_options
-from lightrft.trainer.training.audit_record import NoRecord, StepRecorder
-from lightrft.trainer.training.checkpointing import load_trainer, save_trainer
-from lightrft.trainer.training.construction import (
+from lightrft.rollout.environments.rounds import Environments
+from lightrft.rollout.model_rewards import ModelRewards
+from lightrft.rollout.sampler import RolloutSampler
+from lightrft.run.alarms import alarms
+from lightrft.run.checkpointing import load_trainer, save_trainer
+from lightrft.run.state import BestModel, initial_state
+from lightrft.run.threads import use_threads
+from lightrft.run.throughput import (
+    TrainingFlops,
+    peak_tflops,
+    training_flops,
+    utilisation,
+)
+from lightrft.stages.algorithm import check_algorithm, decide, unused_algorithm_options
+from lightrft.stages.construction import (
     build_trainer_rewards,
     check_environments,
     check_parts,
@@ -44,25 +54,20 @@ from lightrft.trainer.training.construction import (
     prompt_encoder,
     trained_model,
 )
-from lightrft.trainer.training.evaluation import evaluate
-from lightrft.trainer.training.metrics import StepMetrics
-from lightrft.trainer.training.objective import why_loss_outside
-from lightrft.trainer.training.parity import ParityReport, check_parity
-from lightrft.trainer.training.pretrain_mix import PretrainMix
-from lightrft.trainer.training.state import BestModel, initial_state
-from lightrft.trainer.training.step_metrics import (
+from lightrft.stages.evaluation import evaluate
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.objective import why_loss_outside
+from lightrft.stages.parity import ParityReport, check_parity
+from lightrft.stages.pretrain_mix import PretrainMix
+from lightrft.stages.step_metrics import (
     finished_metrics,
     record_experience,
     record_stages,
 )
-from lightrft.trainer.training.threads import use_threads
-from lightrft.trainer.training.throughput import (
-    TrainingFlops,
-    peak_tflops,
-    training_flops,
-    utilisation,
-)
-from lightrft.trainer.training.updates import TrainedModels, Update
+from lightrft.stages.updates import TrainedModels, Update
+from lightrft.strategy.prepared import Arguments, PreparedModel
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.tools.audit_recorder import NoRecord, StepRecorder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -92,9 +92,12 @@ def _load(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     auto_class = AutoModelForImageTextToText if family_of(config) else AutoModelForCausalLM
     model, report = auto_class.from_pretrained(
-        model_path, dtype=dtype, local_files_only=True, output_loading_info=True,
+        model_path,
+        dtype=dtype,
+        local_files_only=True,
+        output_loading_info=True,
         trust_remote_code=False,
-    )  # fmt: skip
+    )
     if report["missing_keys"]:
         raise ValueError(
             f"the checkpoint at {model_path} lacks {len(report['missing_keys'])} parameters "

@@ -174,8 +174,12 @@ _FAMILIES = (
     _qwen("qwen2_5_vl", "second_per_grid_ts"),
     _qwen("qwen3_vl"),
     VisionFamily(
-        "gemma3", {"pixel_values": "items"}, _image_dummy, token_types="token_type_ids",
-        takes_types=True, image_mark="boi_token",
+        "gemma3",
+        {"pixel_values": "items"},
+        _image_dummy,
+        token_types="token_type_ids",
+        takes_types=True,
+        image_mark="boi_token",
     ),
     # Frames of a video are images to it.
     VisionFamily("internvl", {"pixel_values": "items"}, _image_dummy, reads_videos=True),
@@ -183,21 +187,29 @@ _FAMILIES = (
     VisionFamily(
         "llava_onevision",
         {
-            "pixel_values": "tiled", "image_sizes": "items", "batch_num_images": "items",
-            "pixel_values_videos": "tiled", "image_sizes_videos": "items",
+            "pixel_values": "tiled",
+            "image_sizes": "items",
+            "batch_num_images": "items",
+            "pixel_values_videos": "tiled",
+            "image_sizes_videos": "items",
         },
         _tiled_dummy,
         kinds={"image": "pixel_values", "video": "pixel_values_videos"},
         reads_videos=True,
     ),
     VisionFamily(
-        "smolvlm", {"pixel_values": "stream", "pixel_attention_mask": "stream"}, _stream_dummy,
-        towers=("vision_model",), projectors=("connector",),
+        "smolvlm",
+        {"pixel_values": "stream", "pixel_attention_mask": "stream"},
+        _stream_dummy,
+        towers=("vision_model",),
+        projectors=("connector",),
     ),
     VisionFamily(
         "mllama",
         {
-            "pixel_values": "rows", "aspect_ratio_ids": "rows", "aspect_ratio_mask": "rows",
+            "pixel_values": "rows",
+            "aspect_ratio_ids": "rows",
+            "aspect_ratio_mask": "rows",
             "cross_attention_mask": "rows",
         },
         _cross_dummy,
@@ -205,7 +217,7 @@ _FAMILIES = (
         attends_to_images=True,
         token_axis=("cross_attention_mask",),
     ),
-)  # fmt: skip
+)
 FAMILIES: Mapping[str, VisionFamily] = {family.model_type: family for family in _FAMILIES}
 
 

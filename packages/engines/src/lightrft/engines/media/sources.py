@@ -131,10 +131,14 @@ class VideoSource:
             raise MediaError(f"{self.name} has frames of {len(sizes)} sizes: {sorted(sizes)[:3]}")
         count = len(images)
         facts: dict[str, object] = {
-            "fps": fps, "total_num_frames": count, "duration": count / fps,
-            "frames_indices": list(range(count)), "video_backend": "pillow",
-            "width": images[0].width, "height": images[0].height,
-        }  # fmt: skip
+            "fps": fps,
+            "total_num_frames": count,
+            "duration": count / fps,
+            "frames_indices": list(range(count)),
+            "video_backend": "pillow",
+            "width": images[0].width,
+            "height": images[0].height,
+        }
         return np.stack([np.asarray(image) for image in images]), facts
 
 

@@ -32,9 +32,15 @@ GROUP_SECONDS = 600
 
 
 def engine_arguments(
-    config: EngineConfig, *, model_path: str, max_model_len: int, load_format: str | None,
-    has_tokenizer: bool, is_on_cpu: bool, executor: str,
-) -> dict[str, object]:  # fmt: skip
+    config: EngineConfig,
+    *,
+    model_path: str,
+    max_model_len: int,
+    load_format: str | None,
+    has_tokenizer: bool,
+    is_on_cpu: bool,
+    executor: str,
+) -> dict[str, object]:
     """Keyword arguments of `vllm.LLM`.
 
     Args:

@@ -104,10 +104,23 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
         hidden, weight, targets, bias, tp = problem.arguments
     shard = tp or VocabShard(None, 0, weight.shape[0])
     logprobs, entropies, _, _ = logprob_forward(
-        hidden, weight, bias, targets, workspace.grad_weight, layer.transform.temperature,
-        layer.transform.softcap, ignore_index, entropy, impl, precision, str(deterministic),
-        workspace.chunk_columns, shard.start, shard.vocab_size, tp and tp.group_name,
-    )  # fmt: skip
+        hidden,
+        weight,
+        bias,
+        targets,
+        workspace.grad_weight,
+        layer.transform.temperature,
+        layer.transform.softcap,
+        ignore_index,
+        entropy,
+        impl,
+        precision,
+        str(deterministic),
+        workspace.chunk_columns,
+        shard.start,
+        shard.vocab_size,
+        tp and tp.group_name,
+    )
     if problem is not None:
         logprobs, entropies = problem.distribute(logprobs), problem.distribute(entropies)
     return LogprobOutput(logprobs, None if entropy == "none" else entropies)

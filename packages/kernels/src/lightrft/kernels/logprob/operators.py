@@ -98,31 +98,54 @@ def _gradients(weight_total, *arguments):
             bias=_rows_to_write(grads[2], num_rows),
         )
         grad_hidden = gradients_of_layer(
-            hidden, layer, targets, RowResults(*results), Upstream(grad_logprobs, grad_entropies),
-            sink, passes,
-        )  # fmt: skip
+            hidden,
+            layer,
+            targets,
+            RowResults(*results),
+            Upstream(grad_logprobs, grad_entropies),
+            sink,
+            passes,
+        )
     return grads[0] if grad_hidden is None else grad_hidden, grads[1], grads[2]
 
 
 def _prepare(hidden, weight, bias, options):
     """How the options are carried out: (PassOptions, OutputLayer)."""
     (
-        temperature, softcap, ignore_index, entropy, impl, precision, deterministic,
-        chunk_columns, start, vocab_size, group,
-    ) = options  # fmt: skip
+        temperature,
+        softcap,
+        ignore_index,
+        entropy,
+        impl,
+        precision,
+        deterministic,
+        chunk_columns,
+        start,
+        vocab_size,
+        group,
+    ) = options
     request = Request.of(
-        impl, precision, deterministic, entropy,
-        temperature=temperature, has_bias=bias is not None, has_softcap=softcap is not None,
+        impl,
+        precision,
+        deterministic,
+        entropy,
+        temperature=temperature,
+        has_bias=bias is not None,
+        has_softcap=softcap is not None,
         chunk_columns=chunk_columns,
-    )  # fmt: skip
+    )
     num_rows = max(0, vocab_size - start)  # rows beyond pad the vocabulary
     columns = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = None if bias is None else bias[:num_rows]
     layer = OutputLayer(columns[:num_rows], bias, LogitsTransform(temperature, softcap))
     passes = PassOptions(
-        engine=choose_engine(request, hidden, layer), needs_entropy=request.needs_entropy,
-        ignore_index=ignore_index, start=start, vocab_size=vocab_size, group=group,
-    )  # fmt: skip
+        engine=choose_engine(request, hidden, layer),
+        needs_entropy=request.needs_entropy,
+        ignore_index=ignore_index,
+        start=start,
+        vocab_size=vocab_size,
+        group=group,
+    )
     return passes, layer
 
 
@@ -166,8 +189,16 @@ def _differentiate(ctx, grad_logprobs, grad_entropies, *_):
     if grad_logprobs is None and grad_entropies is None:
         return (None, None, None, *nothing)
     arguments = (
-        grad_logprobs, grad_entropies, hidden, weight, bias, targets, *results, needs, *ctx.options
-    )  # fmt: skip
+        grad_logprobs,
+        grad_entropies,
+        hidden,
+        weight,
+        bias,
+        targets,
+        *results,
+        needs,
+        *ctx.options,
+    )
     if ctx.weight_total is None:
         grads = logprob_backward(*arguments)
     else:

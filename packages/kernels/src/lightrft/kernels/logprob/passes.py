@@ -114,9 +114,11 @@ def statistics_of_rows(
         options: The rest.
     """
     chosen = select_rows(
-        targets != options.ignore_index, targets, options.vocab_size,
+        targets != options.ignore_index,
+        targets,
+        options.vocab_size,
         multiple=options.engine.row_multiple,
-    )  # fmt: skip
+    )
     if chosen.smallest < 0 or chosen.largest >= options.vocab_size:
         raise ValueError(
             f"targets must lie in [0, {options.vocab_size}) or equal "

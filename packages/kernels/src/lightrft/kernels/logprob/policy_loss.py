@@ -110,15 +110,25 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
     validation.validate_options(temperature, softcap, entropy, "auto", precision, True)
     _validate_sizes(chunk_tokens, logits_budget_bytes)
     request = Request(
-        "auto", precision, True, entropy, temperature, bias is not None, softcap is not None,
+        "auto",
+        precision,
+        True,
+        entropy,
+        temperature,
+        bias is not None,
+        softcap is not None,
         DEFAULT_CHUNK_COLUMNS,
-    )  # fmt: skip
+    )
     active = (targets != ignore_index).nonzero().squeeze(1)
     validation.validate_targets(targets[active], len(weight), ignore_index)
     plan = plan_loss(
-        len(active), hidden, weight, precision=precision, chunk_tokens=chunk_tokens,
+        len(active),
+        hidden,
+        weight,
+        precision=precision,
+        chunk_tokens=chunk_tokens,
         budget_bytes=logits_budget_bytes,
-    )  # fmt: skip
+    )
     row_chunks = plan_row_chunks(active, len(targets), plan.chunk_tokens, sequence_starts)
     engine = select_loss_engine(request, hidden, weight)
     options = PolicyLossOptions(engine, token_loss, row_chunks, plan, entropy)
@@ -320,11 +330,14 @@ def _add_chunks(
             kept = _Forward.run(hidden[rows], layer, targets[rows], engine, options)
         else:
             kept = StoredLogits.compute(
-                hidden[rows].to(totals.logprobs.dtype), layer, targets[rows], store,
+                hidden[rows].to(totals.logprobs.dtype),
+                layer,
+                targets[rows],
+                store,
                 needs_entropy=options.entropy != "none",
                 keeps_logits=options.entropy == "grad" or layer.transform.softcap is not None,
                 rounds_operands=engine.rounds_operands,
-            )  # fmt: skip
+            )
         grad_rows = _rows_with_loss(totals, kept, targets, rows, options)
         if totals.gradients.are_needed:
             kept.add_gradients(totals.gradients, grad_rows, rows)

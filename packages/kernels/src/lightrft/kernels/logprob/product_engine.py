@@ -78,9 +78,13 @@ class ProductEngine:
             for start, _, chunk in chunks(layer, self.chunk_columns, dtype):
                 products = self.products(hidden[block], chunk, block_centre)
                 part = self.fold(
-                    products, chunk, block_centre, targets[block], start,
+                    products,
+                    chunk,
+                    block_centre,
+                    targets[block],
+                    start,
                     needs_entropy=needs_entropy,
-                )  # fmt: skip
+                )
                 rows = rows.merge(part)
             blocks.append(rows)
         if not blocks:
@@ -111,9 +115,15 @@ class ProductEngine:
         return torch.addmm(-centre, chunk.weight, hidden.T)
 
     def fold(
-        self, products: Tensor, chunk: OutputLayer, centre: Tensor | None, targets: Tensor,
-        first_column: int, *, needs_entropy: bool,
-    ) -> RowStatistics:  # fmt: skip
+        self,
+        products: Tensor,
+        chunk: OutputLayer,
+        centre: Tensor | None,
+        targets: Tensor,
+        first_column: int,
+        *,
+        needs_entropy: bool,
+    ) -> RowStatistics:
         """Statistics of stored products; without the target's logit where Triton computes them."""
         shift = None if centre is None else centre.float()
         if self.uses_triton and products.shape[1] > 0:
@@ -131,9 +141,13 @@ class ProductEngine:
         return RowStatistics.of_logits(logits, targets, first_column, needs_entropy=needs_entropy)
 
     def grad_of_products(
-        self, products: Tensor, rows: GradRows, chunk: OutputLayer, centre: Tensor | None,
+        self,
+        products: Tensor,
+        rows: GradRows,
+        chunk: OutputLayer,
+        centre: Tensor | None,
         first_column: int,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Gradient of stored products, which may be overwritten: [rows, columns]."""
         shift = None if centre is None else centre.float()
         dtype = torch.bfloat16 if self.splits_weight else rows.hidden.dtype
@@ -151,9 +165,14 @@ class ProductEngine:
         return max(128, _BLOCK_BYTES // (columns * itemsize) // 128 * 128)
 
     def _fold_on_chip(
-        self, hidden: Tensor, layer: OutputLayer, centre: Tensor | None, target_logits: Tensor,
-        *, needs_entropy: bool,
-    ) -> RowStatistics:  # fmt: skip
+        self,
+        hidden: Tensor,
+        layer: OutputLayer,
+        centre: Tensor | None,
+        target_logits: Tensor,
+        *,
+        needs_entropy: bool,
+    ) -> RowStatistics:
         """Products block by block; their statistics go to one table that is merged at the end."""
         from lightrft.kernels.logprob import triton_launch
 
@@ -170,9 +189,13 @@ class ProductEngine:
                 block_centre = None if centre is None else centre[first : first + step]
                 products = self.products(hidden[first : first + step], chunk, block_centre)
                 triton_launch.fold_products(
-                    products, chunk, shift, partials, first_row=first,
+                    products,
+                    chunk,
+                    shift,
+                    partials,
+                    first_row=first,
                     first_split=start // self.chunk_columns * per_chunk,
-                )  # fmt: skip
+                )
         return partials.merge(target_logits)
 
 

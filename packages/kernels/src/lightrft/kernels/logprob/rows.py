@@ -266,9 +266,13 @@ class RowSelection:
 
 
 def select_rows(
-    mask: Tensor, values: Tensor | None = None, bound: int = 0, *, multiple: int = 1,
+    mask: Tensor,
+    values: Tensor | None = None,
+    bound: int = 0,
+    *,
+    multiple: int = 1,
     is_static: bool | None = None,
-) -> RowSelection:  # fmt: skip
+) -> RowSelection:
     """Chooses rows with one transfer to the host, or with none while CUDA records a graph.
 
     Args:

@@ -63,15 +63,28 @@ class Request:
 
     @classmethod
     def of(
-        cls, impl: str, precision: str, deterministic: str, entropy: str, *,
-        temperature: float, has_bias: bool, has_softcap: bool, chunk_columns: int,
-    ) -> Request:  # fmt: skip
+        cls,
+        impl: str,
+        precision: str,
+        deterministic: str,
+        entropy: str,
+        *,
+        temperature: float,
+        has_bias: bool,
+        has_softcap: bool,
+        chunk_columns: int,
+    ) -> Request:
         """From an operator's arguments, checked before."""
         return cls(
-            cast(LogprobImplementation, impl), cast(Precision, precision),
-            _DETERMINISM[deterministic], cast(EntropyMode, entropy), temperature, has_bias,
-            has_softcap, chunk_columns,
-        )  # fmt: skip
+            cast(LogprobImplementation, impl),
+            cast(Precision, precision),
+            _DETERMINISM[deterministic],
+            cast(EntropyMode, entropy),
+            temperature,
+            has_bias,
+            has_softcap,
+            chunk_columns,
+        )
 
     @property
     def needs_entropy(self) -> bool:
@@ -81,8 +94,10 @@ class Request:
 
 # An operator's argument is a string.
 _DETERMINISM: dict[str, Determinism] = {
-    "True": True, "False": False, "batch_invariant": "batch_invariant",
-}  # fmt: skip
+    "True": True,
+    "False": False,
+    "batch_invariant": "batch_invariant",
+}
 _chosen: dict[Hashable, int] = {}
 # Engines that are asked for by a name of their own.
 _named: dict[str, LogprobEngine] = {}
@@ -386,9 +401,14 @@ def _automatic(request: Request, hidden: Tensor, weight: Tensor) -> list[Logprob
     if why_not_triton(hidden, weight) is not None:
         return [products]
     fused = _triton_engine(request, hidden, weight)
-    ordered: list[LogprobEngine] = [products, fused] if rule.engine == "cublas" else [
-        fused, products,
-    ]  # fmt: skip
+    ordered: list[LogprobEngine] = (
+        [products, fused]
+        if rule.engine == "cublas"
+        else [
+            fused,
+            products,
+        ]
+    )
     if request.deterministic is not False:
         return ordered[:1]
     candidate = _bulk_gradient_engine(request, fused, hidden, weight)
@@ -490,7 +510,9 @@ def _triton_engine(request: Request, hidden: Tensor, weight: Tensor) -> TritonEn
         bulk = working_bulk_tiles(hidden.device, hidden.dtype, is_plain)
     plain = triton_launch.plain_tiles(capability, is_half=is_half, is_aligned=is_aligned)
     gradient = triton_launch.gradient_tiles(
-        capability, is_half=is_half, is_aligned=is_aligned,
+        capability,
+        is_half=is_half,
+        is_aligned=is_aligned,
         is_plain=is_plain and request.entropy != "grad",
-    )  # fmt: skip
+    )
     return triton_launch.TritonEngine(request.chunk_columns, bulk or plain, gradient)

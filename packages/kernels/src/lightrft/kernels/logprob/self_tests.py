@@ -42,10 +42,15 @@ def run_once(
     rows = engine.statistics(hidden, layer, targets, needs_entropy=entropy != "none")
     ones = torch.ones_like(rows.maximum)
     known = GradRows(
-        hidden.to(engine.product_dtype(hidden, layer.weight)), targets, rows.maximum, rows.log_sum,
-        rows.logprobs, rows.entropy if entropy != "none" else rows.logprobs, ones,
+        hidden.to(engine.product_dtype(hidden, layer.weight)),
+        targets,
+        rows.maximum,
+        rows.log_sum,
+        rows.logprobs,
+        rows.entropy if entropy != "none" else rows.logprobs,
+        ones,
         ones if entropy == "grad" else None,
-    )  # fmt: skip
+    )
     _, _, chunk = next(chunks(layer, engine.chunk_columns, known.hidden.dtype))
     return rows, engine.grad_logits(known, chunk, 0)
 

@@ -71,10 +71,20 @@ def _tile_position(tile, num_rows, num_splits, BLOCK_ROWS: tl.constexpr, GROUP: 
 
 @triton.jit
 def _product_tile(
-    hidden, weight, rows, columns, is_row, is_column, size, stride_h, stride_w,
-    UPCAST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    hidden,
+    weight,
+    rows,
+    columns,
+    is_row,
+    is_column,
+    size,
+    stride_h,
+    stride_w,
+    UPCAST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
+):
     """hidden[rows] @ weight[columns].T in float32; out-of-range rows and columns give 0."""
     product = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
     inner = tl.arange(0, BLOCK_SIZE)
@@ -95,12 +105,28 @@ def _product_tile(
 
 @triton.jit(do_not_specialize=COUNTS)
 def forward_partials(
-    hidden, weight, bias, partials, num_rows, num_columns, size, num_splits, stride_h, stride_w,
-    scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    NEEDS_ENTROPY: tl.constexpr, UPCAST: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILES_PER_SPLIT: tl.constexpr,
+    hidden,
+    weight,
+    bias,
+    partials,
+    num_rows,
+    num_columns,
+    size,
+    num_splits,
+    stride_h,
+    stride_w,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    NEEDS_ENTROPY: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILES_PER_SPLIT: tl.constexpr,
     GROUP: tl.constexpr,
-):  # fmt: skip
+):
     """Statistics of one row block over one split of the vocabulary: partials [3, splits, rows].
 
     One program runs TILES_PER_SPLIT tiles and merges them in registers. Nothing depends on the
@@ -118,13 +144,30 @@ def forward_partials(
         columns = start + tl.arange(0, BLOCK_COLUMNS)
         is_column = columns < num_columns
         product = _product_tile(
-            hidden, weight, rows, columns, is_row, is_column, size, stride_h, stride_w,
-            UPCAST, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_SIZE,
-        )  # fmt: skip
+            hidden,
+            weight,
+            rows,
+            columns,
+            is_row,
+            is_column,
+            size,
+            stride_h,
+            stride_w,
+            UPCAST,
+            BLOCK_ROWS,
+            BLOCK_COLUMNS,
+            BLOCK_SIZE,
+        )
         z = _scaled_logits(
-            product, bias, columns[None, :], is_column[None, :], scale, softcap,
-            HAS_BIAS, HAS_SOFTCAP,
-        )  # fmt: skip
+            product,
+            bias,
+            columns[None, :],
+            is_column[None, :],
+            scale,
+            softcap,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+        )
         maximum, exp_sum, weighted_sum = _fold(
             z, is_column[None, :], maximum, exp_sum, weighted_sum, 1, NEEDS_ENTROPY
         )
@@ -135,11 +178,26 @@ def forward_partials(
 
 @triton.jit(do_not_specialize=COUNTS)
 def forward_partials_tma(
-    hidden, weight, bias, partials, num_rows, num_columns, size, num_splits, num_programs,
-    scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    NEEDS_ENTROPY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
-):  # fmt: skip
+    hidden,
+    weight,
+    bias,
+    partials,
+    num_rows,
+    num_columns,
+    size,
+    num_splits,
+    num_programs,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    NEEDS_ENTROPY: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+):
     """`forward_partials` for sm_90 and later: persistent, one tile per split, bulk copies.
 
     hidden and weight are descriptors made on the host: those made on the device need an allocator
@@ -159,9 +217,15 @@ def forward_partials_tma(
         columns = split * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         is_column = columns < num_columns
         z = _scaled_logits(
-            product, bias, columns[None, :], is_column[None, :], scale, softcap,
-            HAS_BIAS, HAS_SOFTCAP,
-        )  # fmt: skip
+            product,
+            bias,
+            columns[None, :],
+            is_column[None, :],
+            scale,
+            softcap,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+        )
         z = tl.where(is_column[None, :], z, MINUS_INFINITY)
         maximum = tl.max(z, 1)
         reference = tl.where(maximum == MINUS_INFINITY, 0.0, maximum)
@@ -179,9 +243,16 @@ def forward_partials_tma(
 
 @triton.jit(do_not_specialize=COUNTS)
 def merge_partials(
-    partials, maximum_out, exp_sum_out, weighted_sum_out, num_rows, num_splits,
-    NEEDS_ENTROPY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-):  # fmt: skip
+    partials,
+    maximum_out,
+    exp_sum_out,
+    weighted_sum_out,
+    num_rows,
+    num_splits,
+    NEEDS_ENTROPY: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
     """Merges partials [3, splits, rows]: BLOCK_SPLITS at a time, in the order of splits.
 
     A block of splits is loaded at once, so that many loads are in flight.
@@ -220,9 +291,18 @@ def merge_partials(
 
 @triton.jit(do_not_specialize=COUNTS)
 def target_products(
-    hidden, weight, targets, out, num_rows, num_columns, size, stride_h, stride_w,
-    BLOCK_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
+    hidden,
+    weight,
+    targets,
+    out,
+    num_rows,
+    num_columns,
+    size,
+    stride_h,
+    stride_w,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
     """out[row] = hidden[row] . weight[target] in float32, or 0 where the target is not here."""
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_row = rows < num_rows
@@ -243,12 +323,27 @@ def target_products(
 
 @triton.jit(do_not_specialize=COUNTS)
 def fold_products(
-    products, bias, centre, partials, num_rows, num_columns, stride, scale, softcap,
-    row_start, total_rows, split_start, total_splits,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CENTRE: tl.constexpr,
-    NEEDS_ENTROPY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    products,
+    bias,
+    centre,
+    partials,
+    num_rows,
+    num_columns,
+    stride,
+    scale,
+    softcap,
+    row_start,
+    total_rows,
+    split_start,
+    total_splits,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_CENTRE: tl.constexpr,
+    NEEDS_ENTROPY: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
     COLUMNS_PER_SPLIT: tl.constexpr,
-):  # fmt: skip
+):
     """Statistics of products [columns, rows], written to partials [3, total_splits, total_rows].
 
     Rows of logits run along the contiguous dimension, so that every access is a full line.
@@ -284,9 +379,21 @@ def fold_products(
 
 @triton.jit
 def _gradient(
-    z, is_target, maximum, log_sum, logprob, entropy, grad_logprob, grad_entropy, scale, softcap,
-    HAS_SOFTCAP, HAS_GRAD_LOGPROB, HAS_GRAD_ENTROPY, HAS_CENTRE,
-):  # fmt: skip
+    z,
+    is_target,
+    maximum,
+    log_sum,
+    logprob,
+    entropy,
+    grad_logprob,
+    grad_entropy,
+    scale,
+    softcap,
+    HAS_SOFTCAP,
+    HAS_GRAD_LOGPROB,
+    HAS_GRAD_ENTROPY,
+    HAS_CENTRE,
+):
     """Gradient of the products from logits z; row values broadcast against z."""
     # Where products were rounded to 16 bits the difference may come out positive.
     log_p = tl.minimum((z - maximum) - log_sum, 0.0)
@@ -309,10 +416,27 @@ def _gradient(
 
 @triton.jit
 def _tile_gradient(
-    product, bias, targets, maximum, log_sum, logprobs, entropy, grad_logprobs, grad_entropy,
-    rows, columns, is_row, is_column, first_column, scale, softcap,
-    HAS_BIAS, HAS_SOFTCAP, HAS_GRAD_LOGPROB, HAS_GRAD_ENTROPY,
-):  # fmt: skip
+    product,
+    bias,
+    targets,
+    maximum,
+    log_sum,
+    logprobs,
+    entropy,
+    grad_logprobs,
+    grad_entropy,
+    rows,
+    columns,
+    is_row,
+    is_column,
+    first_column,
+    scale,
+    softcap,
+    HAS_BIAS,
+    HAS_SOFTCAP,
+    HAS_GRAD_LOGPROB,
+    HAS_GRAD_ENTROPY,
+):
     """Gradient of a tile of products [rows, columns] of one chunk."""
     z = _scaled_logits(
         product, bias, columns[None, :], is_column[None, :], scale, softcap, HAS_BIAS, HAS_SOFTCAP
@@ -330,22 +454,56 @@ def _tile_gradient(
         row_entropy = tl.load(entropy + rows, mask=is_row, other=0.0)
         row_grad_entropy = tl.load(grad_entropy + rows, mask=is_row, other=0.0)
     return _gradient(
-        z, columns[None, :] == target[:, None], row_maximum[:, None], row_log_sum[:, None],
-        row_logprob[:, None], row_entropy[:, None], row_grad_logprob[:, None],
-        row_grad_entropy[:, None], scale, softcap, HAS_SOFTCAP, HAS_GRAD_LOGPROB,
-        HAS_GRAD_ENTROPY, False,
-    )  # fmt: skip
+        z,
+        columns[None, :] == target[:, None],
+        row_maximum[:, None],
+        row_log_sum[:, None],
+        row_logprob[:, None],
+        row_entropy[:, None],
+        row_grad_logprob[:, None],
+        row_grad_entropy[:, None],
+        scale,
+        softcap,
+        HAS_SOFTCAP,
+        HAS_GRAD_LOGPROB,
+        HAS_GRAD_ENTROPY,
+        False,
+    )
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def grad_products(
-    hidden, weight, bias, targets, maximum, log_sum, logprobs, entropy, grad_logprobs,
-    grad_entropy, out, num_rows, num_columns, num_padded, size, first_column, stride_h, stride_w,
-    stride_out, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_GRAD_LOGPROB: tl.constexpr, HAS_GRAD_ENTROPY: tl.constexpr, UPCAST: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    hidden,
+    weight,
+    bias,
+    targets,
+    maximum,
+    log_sum,
+    logprobs,
+    entropy,
+    grad_logprobs,
+    grad_entropy,
+    out,
+    num_rows,
+    num_columns,
+    num_padded,
+    size,
+    first_column,
+    stride_h,
+    stride_w,
+    stride_out,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_GRAD_LOGPROB: tl.constexpr,
+    HAS_GRAD_ENTROPY: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
-):  # fmt: skip
+):
     """Recomputes products of one chunk and stores their gradient: out [rows, columns].
 
     Rows of `out` are padded to num_padded elements, so that whole vectors are stored also where the
@@ -360,14 +518,42 @@ def grad_products(
     is_row = rows < num_rows
     is_column = columns < num_columns
     product = _product_tile(
-        hidden, weight, rows, columns, is_row, is_column, size, stride_h, stride_w,
-        UPCAST, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_SIZE,
-    )  # fmt: skip
+        hidden,
+        weight,
+        rows,
+        columns,
+        is_row,
+        is_column,
+        size,
+        stride_h,
+        stride_w,
+        UPCAST,
+        BLOCK_ROWS,
+        BLOCK_COLUMNS,
+        BLOCK_SIZE,
+    )
     grad = _tile_gradient(
-        product, bias, targets, maximum, log_sum, logprobs, entropy, grad_logprobs, grad_entropy,
-        rows, columns, is_row, is_column, first_column, scale, softcap,
-        HAS_BIAS, HAS_SOFTCAP, HAS_GRAD_LOGPROB, HAS_GRAD_ENTROPY,
-    )  # fmt: skip
+        product,
+        bias,
+        targets,
+        maximum,
+        log_sum,
+        logprobs,
+        entropy,
+        grad_logprobs,
+        grad_entropy,
+        rows,
+        columns,
+        is_row,
+        is_column,
+        first_column,
+        scale,
+        softcap,
+        HAS_BIAS,
+        HAS_SOFTCAP,
+        HAS_GRAD_LOGPROB,
+        HAS_GRAD_ENTROPY,
+    )
     pointers = out + rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
     is_stored = is_row[:, None] & (columns < num_padded)[None, :]
     tl.store(pointers, grad.to(out.dtype.element_ty), mask=is_stored)
@@ -375,12 +561,33 @@ def grad_products(
 
 @triton.jit(do_not_specialize=COUNTS)
 def grad_products_tma(
-    hidden, weight, bias, targets, maximum, log_sum, logprobs, entropy, grad_logprobs,
-    grad_entropy, out, num_rows, num_columns, size, first_column, num_programs, scale, softcap,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_GRAD_LOGPROB: tl.constexpr,
-    HAS_GRAD_ENTROPY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    hidden,
+    weight,
+    bias,
+    targets,
+    maximum,
+    log_sum,
+    logprobs,
+    entropy,
+    grad_logprobs,
+    grad_entropy,
+    out,
+    num_rows,
+    num_columns,
+    size,
+    first_column,
+    num_programs,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_GRAD_LOGPROB: tl.constexpr,
+    HAS_GRAD_ENTROPY: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """`grad_products` for sm_90 and later: persistent, bulk copies in and out.
 
     hidden, weight and out are descriptors made on the host, as for `forward_partials_tma`; what
@@ -398,21 +605,57 @@ def grad_products_tma(
         rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         columns = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         grad = _tile_gradient(
-            product, bias, targets, maximum, log_sum, logprobs, entropy, grad_logprobs,
-            grad_entropy, rows, columns, rows < num_rows, columns < num_columns, first_column,
-            scale, softcap, HAS_BIAS, HAS_SOFTCAP, HAS_GRAD_LOGPROB, HAS_GRAD_ENTROPY,
-        )  # fmt: skip
+            product,
+            bias,
+            targets,
+            maximum,
+            log_sum,
+            logprobs,
+            entropy,
+            grad_logprobs,
+            grad_entropy,
+            rows,
+            columns,
+            rows < num_rows,
+            columns < num_columns,
+            first_column,
+            scale,
+            softcap,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+            HAS_GRAD_LOGPROB,
+            HAS_GRAD_ENTROPY,
+        )
         out.store([row_block * BLOCK_ROWS, block * BLOCK_COLUMNS], grad.to(out.dtype))
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def grad_of_stored_products(
-    products, bias, centre, targets, maximum, log_sum, logprobs, entropy, grad_logprobs,
-    grad_entropy, out, num_rows, num_columns, first_column, stride, scale, softcap,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CENTRE: tl.constexpr,
-    HAS_GRAD_LOGPROB: tl.constexpr, HAS_GRAD_ENTROPY: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    products,
+    bias,
+    centre,
+    targets,
+    maximum,
+    log_sum,
+    logprobs,
+    entropy,
+    grad_logprobs,
+    grad_entropy,
+    out,
+    num_rows,
+    num_columns,
+    first_column,
+    stride,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_CENTRE: tl.constexpr,
+    HAS_GRAD_LOGPROB: tl.constexpr,
+    HAS_GRAD_ENTROPY: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
     """Gradient of products [columns, rows], one element each; `out` may be `products`."""
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -437,9 +680,19 @@ def grad_of_stored_products(
         row_entropy = tl.load(entropy + rows, mask=is_row, other=0.0)
         row_grad_entropy = tl.load(grad_entropy + rows, mask=is_row, other=0.0)
     grad = _gradient(
-        z, columns[:, None] == target[None, :], row_maximum[None, :], row_log_sum[None, :],
-        row_logprob[None, :], row_entropy[None, :], row_grad_logprob[None, :],
-        row_grad_entropy[None, :], scale, softcap, HAS_SOFTCAP, HAS_GRAD_LOGPROB,
-        HAS_GRAD_ENTROPY, HAS_CENTRE,
-    )  # fmt: skip
+        z,
+        columns[:, None] == target[None, :],
+        row_maximum[None, :],
+        row_log_sum[None, :],
+        row_logprob[None, :],
+        row_entropy[None, :],
+        row_grad_logprob[None, :],
+        row_grad_entropy[None, :],
+        scale,
+        softcap,
+        HAS_SOFTCAP,
+        HAS_GRAD_LOGPROB,
+        HAS_GRAD_ENTROPY,
+        HAS_CENTRE,
+    )
     tl.store(out + offsets, grad.to(out.dtype.element_ty), mask=mask)

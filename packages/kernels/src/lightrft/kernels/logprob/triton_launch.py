@@ -179,9 +179,15 @@ class Partials:
         _, num_splits, num_rows = self.values.shape
         maximum, exp_sum, weighted_sum = self.values.new_zeros((3, num_rows)).unbind()
         triton_kernels.merge_partials[(triton.cdiv(num_rows, MERGE_BLOCK["BLOCK_ROWS"]),)](
-            self.values, maximum, exp_sum, weighted_sum, num_rows, num_splits,
-            NEEDS_ENTROPY=self.needs_entropy, **MERGE_BLOCK,
-        )  # fmt: skip
+            self.values,
+            maximum,
+            exp_sum,
+            weighted_sum,
+            num_rows,
+            num_splits,
+            NEEDS_ENTROPY=self.needs_entropy,
+            **MERGE_BLOCK,
+        )
         return RowStatistics(maximum, exp_sum, weighted_sum, target_logits)
 
 
@@ -197,25 +203,50 @@ def forward_partials(
     scale, softcap, flags = transform_arguments(layer)
     bias = hidden if layer.bias is None else layer.bias
     common = {
-        "NEEDS_ENTROPY": needs_entropy, "BLOCK_ROWS": tiles.block_rows,
-        "BLOCK_COLUMNS": tiles.block_columns, "BLOCK_SIZE": tiles.block_size,
-        "GROUP": tiles.group, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages,
+        "NEEDS_ENTROPY": needs_entropy,
+        "BLOCK_ROWS": tiles.block_rows,
+        "BLOCK_COLUMNS": tiles.block_columns,
+        "BLOCK_SIZE": tiles.block_size,
+        "GROUP": tiles.group,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
         **flags,
-    }  # fmt: skip
+    }
     if tiles.uses_tma:
         num_programs = min(num_tiles, _num_cores(hidden) * tiles.programs_per_core)
         triton_kernels.forward_partials_tma[(num_programs,)](
             TensorDescriptor.from_tensor(hidden, [tiles.block_rows, tiles.block_size]),
             TensorDescriptor.from_tensor(layer.weight, [tiles.block_columns, tiles.block_size]),
-            bias, partials.values, num_rows, num_columns, size, num_splits, num_programs,
-            scale, softcap, WARP_SPECIALIZE=tiles.is_specialized, **common,
-        )  # fmt: skip
+            bias,
+            partials.values,
+            num_rows,
+            num_columns,
+            size,
+            num_splits,
+            num_programs,
+            scale,
+            softcap,
+            WARP_SPECIALIZE=tiles.is_specialized,
+            **common,
+        )
         return partials
     triton_kernels.forward_partials[(num_tiles,)](
-        hidden, layer.weight, bias, partials.values, num_rows, num_columns, size, num_splits,
-        hidden.stride(0), layer.weight.stride(0), scale, softcap, UPCAST=is_interpreted(),
-        TILES_PER_SPLIT=tiles.tiles_per_split, **common,
-    )  # fmt: skip
+        hidden,
+        layer.weight,
+        bias,
+        partials.values,
+        num_rows,
+        num_columns,
+        size,
+        num_splits,
+        hidden.stride(0),
+        layer.weight.stride(0),
+        scale,
+        softcap,
+        UPCAST=is_interpreted(),
+        TILES_PER_SPLIT=tiles.tiles_per_split,
+        **common,
+    )
     return partials
 
 
@@ -225,9 +256,17 @@ def target_products(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     out = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
     block = _INTERPRETED_TARGET_BLOCK if is_interpreted() else TARGET_BLOCK
     triton_kernels.target_products[(triton.cdiv(num_rows, block["BLOCK_ROWS"]),)](
-        hidden, weight, targets, out, num_rows, len(weight), size, hidden.stride(0),
-        weight.stride(0), **block,
-    )  # fmt: skip
+        hidden,
+        weight,
+        targets,
+        out,
+        num_rows,
+        len(weight),
+        size,
+        hidden.stride(0),
+        weight.stride(0),
+        **block,
+    )
     return out
 
 
@@ -239,21 +278,38 @@ def fold_grid(num_rows: int, num_columns: int) -> tuple[int, int]:
 
 
 def fold_products(
-    products: Tensor, layer: OutputLayer, centre: Tensor | None, partials: Partials,
-    *, first_row: int, first_split: int,
-) -> None:  # fmt: skip
+    products: Tensor,
+    layer: OutputLayer,
+    centre: Tensor | None,
+    partials: Partials,
+    *,
+    first_row: int,
+    first_split: int,
+) -> None:
     """Writes the statistics of products [columns, rows] to their place in `partials`."""
     num_columns, num_rows = products.shape
     _, total_splits, total_rows = partials.values.shape
     scale, softcap, flags = transform_arguments(layer)
     triton_kernels.fold_products[fold_grid(num_rows, num_columns)](
-        products, products if layer.bias is None else layer.bias,
-        products if centre is None else centre, partials.values, num_rows, num_columns,
-        products.stride(0), scale, softcap, first_row, total_rows, first_split, total_splits,
-        HAS_CENTRE=centre is not None, NEEDS_ENTROPY=partials.needs_entropy,
+        products,
+        products if layer.bias is None else layer.bias,
+        products if centre is None else centre,
+        partials.values,
+        num_rows,
+        num_columns,
+        products.stride(0),
+        scale,
+        softcap,
+        first_row,
+        total_rows,
+        first_split,
+        total_splits,
+        HAS_CENTRE=centre is not None,
+        NEEDS_ENTROPY=partials.needs_entropy,
         **EPILOGUE_BLOCK,
-        COLUMNS_PER_SPLIT=COLUMNS_PER_SPLIT, **flags,
-    )  # fmt: skip
+        COLUMNS_PER_SPLIT=COLUMNS_PER_SPLIT,
+        **flags,
+    )
 
 
 def grad_products(
@@ -273,33 +329,62 @@ def grad_products(
     num_tiles *= triton.cdiv(num_columns, tiles.block_columns)
     bias = hidden if layer.bias is None else layer.bias
     common = {
-        "BLOCK_ROWS": tiles.block_rows, "BLOCK_COLUMNS": tiles.block_columns,
-        "BLOCK_SIZE": tiles.block_size, "GROUP": tiles.group, "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages, **_gradient_flags(rows), **flags,
-    }  # fmt: skip
+        "BLOCK_ROWS": tiles.block_rows,
+        "BLOCK_COLUMNS": tiles.block_columns,
+        "BLOCK_SIZE": tiles.block_size,
+        "GROUP": tiles.group,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+        **_gradient_flags(rows),
+        **flags,
+    }
     if tiles.uses_tma:
         num_programs = min(num_tiles, _num_cores(hidden) * tiles.programs_per_core)
         triton_kernels.grad_products_tma[(num_programs,)](
             TensorDescriptor.from_tensor(hidden, [tiles.block_rows, tiles.block_size]),
             TensorDescriptor.from_tensor(weight, [tiles.block_columns, tiles.block_size]),
-            bias, *_row_arguments(rows),
+            bias,
+            *_row_arguments(rows),
             TensorDescriptor.from_tensor(out, [tiles.block_rows, tiles.block_columns]),
-            num_rows, num_columns, hidden.shape[1], first_column, num_programs, scale, softcap,
+            num_rows,
+            num_columns,
+            hidden.shape[1],
+            first_column,
+            num_programs,
+            scale,
+            softcap,
             **common,
-        )  # fmt: skip
+        )
         return out
     triton_kernels.grad_products[(num_tiles,)](
-        hidden, weight, bias, *_row_arguments(rows), out, num_rows, num_columns, padded,
-        hidden.shape[1], first_column, hidden.stride(0), weight.stride(0), out.stride(0), scale,
-        softcap, UPCAST=is_interpreted(), **common,
-    )  # fmt: skip
+        hidden,
+        weight,
+        bias,
+        *_row_arguments(rows),
+        out,
+        num_rows,
+        num_columns,
+        padded,
+        hidden.shape[1],
+        first_column,
+        hidden.stride(0),
+        weight.stride(0),
+        out.stride(0),
+        scale,
+        softcap,
+        UPCAST=is_interpreted(),
+        **common,
+    )
     return out
 
 
 def grad_of_stored_products(
-    products: Tensor, rows: GradRows, layer: OutputLayer, centre: Tensor | None,
+    products: Tensor,
+    rows: GradRows,
+    layer: OutputLayer,
+    centre: Tensor | None,
     first_column: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Gradient of products [columns, rows] in hidden's dtype; in place if that is theirs."""
     num_columns, num_rows = products.shape
     out = products
@@ -313,11 +398,22 @@ def grad_of_stored_products(
         triton.cdiv(num_columns, EPILOGUE_BLOCK["BLOCK_COLUMNS"]),
     )
     triton_kernels.grad_of_stored_products[grid](
-        products, products if layer.bias is None else layer.bias,
-        products if centre is None else centre, *_row_arguments(rows), out, num_rows,
-        num_columns, first_column, products.stride(0), scale, softcap,
-        HAS_CENTRE=centre is not None, **_gradient_flags(rows), **EPILOGUE_BLOCK, **flags,
-    )  # fmt: skip
+        products,
+        products if layer.bias is None else layer.bias,
+        products if centre is None else centre,
+        *_row_arguments(rows),
+        out,
+        num_rows,
+        num_columns,
+        first_column,
+        products.stride(0),
+        scale,
+        softcap,
+        HAS_CENTRE=centre is not None,
+        **_gradient_flags(rows),
+        **EPILOGUE_BLOCK,
+        **flags,
+    )
     return out
 
 
@@ -331,10 +427,14 @@ def transform_arguments(layer: OutputLayer) -> tuple[float, float, dict[str, boo
 def _row_arguments(rows: GradRows) -> tuple[Tensor, ...]:
     nothing = rows.maximum
     return (
-        rows.targets, rows.maximum, rows.log_sum, rows.logprobs, rows.entropy,
+        rows.targets,
+        rows.maximum,
+        rows.log_sum,
+        rows.logprobs,
+        rows.entropy,
         nothing if rows.grad_logprobs is None else rows.grad_logprobs,
         nothing if rows.grad_entropy is None else rows.grad_entropy,
-    )  # fmt: skip
+    )
 
 
 def _gradient_flags(rows: GradRows) -> dict[str, bool]:

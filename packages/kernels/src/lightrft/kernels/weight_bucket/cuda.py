@@ -73,9 +73,21 @@ def build_table(moves: Sequence[Move], tile_elements: int) -> tuple[array[int], 
         if operation is None:
             raise ValueError(f"no device cast from {move.source_dtype} to {move.dtype}")
         words.extend(
-            (move.source, move.destination, num_rows, row_elements, move.row_stride, row_elements,
-             row_elements, move.start, operation, num_tiles, slot, 0)
-        )  # fmt: skip
+            (
+                move.source,
+                move.destination,
+                num_rows,
+                row_elements,
+                move.row_stride,
+                row_elements,
+                row_elements,
+                move.start,
+                operation,
+                num_tiles,
+                slot,
+                0,
+            )
+        )
         num_tiles += -(-num_rows * row_elements // tile_elements)
     return words, num_tiles
 

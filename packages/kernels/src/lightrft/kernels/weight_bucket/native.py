@@ -63,9 +63,14 @@ class Extension(Protocol):
         """
 
     def launch_segments(
-        self, segments: int, num_segments: int, num_tiles: int, hashes: int, device: int,
+        self,
+        segments: int,
+        num_segments: int,
+        num_tiles: int,
+        hashes: int,
+        device: int,
         stream: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Runs a table of device segments on a stream; only if `has_cuda`."""
 
 

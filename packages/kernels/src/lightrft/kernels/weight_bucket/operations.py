@@ -140,10 +140,16 @@ def pack(
         are_beside &= source.device == device
         moves.append(
             Move(
-                source.data_ptr(), address + offset, num_rows, row_elements, stride,
-                source.dtype, dtype, 0 if starts is None else starts[slot],
+                source.data_ptr(),
+                address + offset,
+                num_rows,
+                row_elements,
+                stride,
+                source.dtype,
+                dtype,
+                0 if starts is None else starts[slot],
             )
-        )  # fmt: skip
+        )
     runner = _choose(impl, moves, device if are_beside else None)
     if runner is not None:
         _run(runner, moves, device, num_threads, hashes)

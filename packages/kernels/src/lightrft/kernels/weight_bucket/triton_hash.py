@@ -17,9 +17,17 @@ _BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 # The block changes from call to call and says nothing about alignment.
 @triton.jit(do_not_specialize=["first_block"])
 def hash_blocks(
-    values, masks, factors, totals, first_block, place, numel,
-    NUM_BITS: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    values,
+    masks,
+    factors,
+    totals,
+    first_block,
+    place,
+    numel,
+    NUM_BITS: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """totals[program] = hash of NUM_BLOCKS blocks, less the part before `place` and past the end.
 
     values: [numel] integers of NUM_BITS, the first of which lies at `place` of block `first_block`.
@@ -60,8 +68,15 @@ def hash_flat(tensor: Tensor, start: int) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=flat.device)
     totals = torch.empty(num_programs, dtype=torch.int64, device=flat.device)
     hash_blocks[(num_programs,)](
-        flat, *key_table(flat.device), totals, first_block, place, flat.numel(),
-        NUM_BITS=8 * flat.dtype.itemsize, NUM_BLOCKS=_BLOCKS_PER_PROGRAM, BLOCK=BLOCK_ELEMENTS,
+        flat,
+        *key_table(flat.device),
+        totals,
+        first_block,
+        place,
+        flat.numel(),
+        NUM_BITS=8 * flat.dtype.itemsize,
+        NUM_BLOCKS=_BLOCKS_PER_PROGRAM,
+        BLOCK=BLOCK_ELEMENTS,
         num_warps=8,
-    )  # fmt: skip
+    )
     return totals.sum()

@@ -1,0 +1,1 @@
+"""Records of a step: rollouts, tables of rows, batches."""

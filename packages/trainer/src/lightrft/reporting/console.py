@@ -1,0 +1,346 @@
+"""What a run shows: a line a step, on a terminal a bar below it, and the engine room on demand."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from lightrft.reporting.loggers import ConsoleLogger
+from lightrft.strategy.distributed.deadlines import current_phase
+from lightrft.strategy.distributed.outlet import current_count
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+logger = logging.getLogger(__name__)
+BAR_WIDTH = 20
+NAME_WIDTH = 20
+# A line about less flickers.
+LONG_PHASE_SECONDS = 1.0
+# Every number of a step's line has this many columns, so that each stands below the one before.
+NUMBER_WIDTH = 5
+# Metric, label, most decimals and unit of what a step's line shows.
+FIELDS = (
+    ("reward", "reward ", 3, ""),
+    ("eval/reward", "held-out ", 3, ""),
+    ("response_length", "len ", 1, ""),
+    ("tokens_per_second", "", 0, " tok/s"),
+)
+# What a line that had to be broken goes on with.
+INDENT = "    "
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a bar that redraws itself is welcome: on a terminal of a person."""
+    return stream.isatty() and "CI" not in os.environ and os.environ.get("TERM") != "dumb"
+
+
+def step_line(
+    step: int,
+    num_steps: int,
+    metrics: Mapping[str, float],
+    *,
+    seconds_left: float | None = None,
+    width: int | None = None,
+) -> str:
+    """One line about a step, whose columns stand below those of other steps.
+
+    Args:
+        step, num_steps: Done, and of the whole run.
+        metrics: Of the step.
+        seconds_left: Of the whole run, or None.
+        width: Columns of the terminal; until the line fits fields are left out, the speed first.
+    """
+    digits = len(str(num_steps))
+    fields = [f"step {step:>{digits}}/{num_steps}"]
+    for name, label, decimals, unit in FIELDS:
+        field = f"{label}{fitted(metrics.get(name, 0.0), decimals)}{unit}"
+        fields.append(field if name in metrics else " " * len(field))
+    if seconds_left is not None:
+        fields.append(f"{remaining(seconds_left):>6} left")
+    while width is not None and len(fields) > 1 and len("  ".join(fields).rstrip()) > width:
+        fields.pop(len(FIELDS) if len(fields) > len(FIELDS) else -1)
+    return "  ".join(fields).rstrip()
+
+
+def fitted(value: float, decimals: int) -> str:
+    """A number in `NUMBER_WIDTH` columns, with as many decimals as find room there."""
+    for scaled, unit in ((value, ""), (value / 1e3, "k"), (value / 1e6, "M"), (value / 1e9, "G")):
+        if unit and abs(scaled) >= 1000:
+            continue
+        for places in range(2 if unit else decimals, -1, -1):
+            text = f"{scaled:.{places}f}{unit}".replace("-0.", "-.")
+            if len(text) <= NUMBER_WIDTH:
+                return text.rjust(NUMBER_WIDTH)
+    return f"{value:.0e}".replace("e+", "e").rjust(NUMBER_WIDTH)
+
+
+def remaining(seconds: float) -> str:
+    """The two largest units of what is left: 1:05 (minutes, seconds), 2h05m, 3d04h."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h"
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}:{rest:02}"
+
+
+def clock(seconds: float) -> str:
+    """Hours, where there are any, minutes and seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Screen(Protocol):
+    """What shows lines, and between them that something is under way."""
+
+    def line(self, text: str) -> None:
+        """Shows a line, or several."""
+        ...
+
+    def close(self) -> None:
+        """Shows nothing but lines from here on."""
+        ...
+
+
+class RunConsole:
+    """The console of the first rank: a logger of metrics, and an outlet of lines.
+
+    Args:
+        every: Steps between two lines; lines with evaluation results are always shown.
+        heartbeat_seconds: Silence after which the phase under way is named, where no bar is.
+        is_verbose: Show news of the engine room, and all metrics of the console, too.
+    """
+
+    def __init__(
+        self, *, heartbeat_seconds: float, every: int = 1, is_verbose: bool = False
+    ) -> None:
+        self._every, self._is_verbose = every, is_verbose
+        self._step, self._num_steps = 0, 0
+        self._first_step: int | None = None
+        self._started = 0.0
+        self._stream = sys.stdout
+        self._screen: Screen = (
+            TerminalScreen(self._stream, self._title)
+            if is_terminal(self._stream)
+            else PlainScreen(self._stream, lambda: self._step, seconds=heartbeat_seconds)
+        )
+
+    def plan(self, num_steps: int) -> None:
+        """Takes the number of steps of the run."""
+        self._num_steps = num_steps
+
+    def continue_after(self, step: int) -> None:
+        """Takes the last step that was completed before."""
+        self._step = step
+
+    def tell(self, text: str, is_detail: bool) -> None:
+        """Shows and logs a line; one of the engine room is only logged, unless verbose."""
+        logger.info("%s", text)
+        if self._is_verbose or not is_detail:
+            self._screen.line(text)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows the line of a step."""
+        now = time.monotonic()
+        if step > 0 and self._first_step is None:
+            # The first step shown may not be the first of the run: its own time counts.
+            self._first_step, self._started = step, now - metrics.get("step_seconds", 0.0)
+        self._step = step
+        if "eval/reward" in metrics or step % self._every == 0:
+            width = shutil.get_terminal_size().columns if self.is_live else None
+            left = self._seconds_left(now)
+            self._screen.line(
+                step_line(step, self._num_steps, metrics, seconds_left=left, width=width)
+            )
+        if self._is_verbose:
+            ConsoleLogger(self._screen.line, every=self._every).log(step, metrics)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a bar."""
+        return isinstance(self._screen, TerminalScreen)
+
+    def close(self) -> None:
+        """Ends the bar and the signs of life; lines are still shown."""
+        self._screen.close()
+
+    def _seconds_left(self, now: float) -> float | None:
+        if self._first_step is None:
+            return None
+        per_step = (now - self._started) / (self._step - self._first_step + 1)
+        return per_step * max(0, self._num_steps - self._step)
+
+    def _title(self) -> str:
+        """Of the bar: the step under way, or what comes before the first."""
+        if not self._num_steps:
+            return "start"
+        return f"step {min(self._step + 1, self._num_steps)}/{self._num_steps}"
+
+
+class PlainScreen:
+    """Lines in a stream, and one more whenever none came for a while.
+
+    Args:
+        stream: Where to write.
+        step: Gives the last completed step.
+        seconds: Silence that is too long.
+    """
+
+    def __init__(self, stream: TextIO, step: Callable[[], int], *, seconds: float) -> None:
+        self._stream, self._step, self._seconds = stream, step, seconds
+        self._stop, self._spoke = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def line(self, text: str) -> None:
+        """Writes a line."""
+        self._spoke.set()
+        self._write(text)
+
+    def close(self) -> None:
+        """Ends the signs of life."""
+        self._stop.set()
+        self._spoke.set()
+        self._thread.join()
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            if self._spoke.wait(self._seconds):
+                self._spoke.clear()
+                continue
+            self._write(f"heartbeat {phase_text(self._step())}")
+
+
+def phase_text(step: int) -> str:
+    """What is under way after `step`, as key=value pairs."""
+    phase = current_phase()
+    if phase is None:
+        return f"after_step={step} phase=none"
+    name, seconds = phase
+    return f"after_step={step} phase={name.replace(' ', '_')} phase_seconds={seconds:.0f}"
+
+
+class TerminalScreen:
+    """Lines above a bar, which says what is under way and how far it is.
+
+    Args:
+        stream: A terminal.
+        title: Gives the first words of the bar.
+    """
+
+    def __init__(self, stream: TextIO, title: Callable[[], str]) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._title = title
+        self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
+        self._live = Live(
+            get_renderable=self._render,
+            console=self._console,
+            refresh_per_second=2,
+            transient=True,
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        self._led: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
+        past = terminal_handlers()
+        self._live.start()
+        for handler in past:
+            # Libraries keep the stream of their import, past the one that knows of the bar.
+            self._led.append((handler, handler.stream))
+            handler.setStream(sys.stdout)
+
+    def line(self, text: str) -> None:
+        """Writes a line above the bar; a longer one than the terminal is broken between words."""
+        width = self._console.width
+        for part in text.split("\n"):
+            whole = textwrap.fill(
+                part,
+                width,
+                subsequent_indent=INDENT,
+                replace_whitespace=False,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            # A path that is too long is left to the terminal, from which it is copied as one.
+            self._console.print(whole, soft_wrap=True)
+
+    def close(self) -> None:
+        """Removes the bar."""
+        self._live.stop()
+        while self._led:
+            handler, stream = self._led.pop()
+            handler.setStream(stream)
+
+    def _render(self) -> Text:
+        from rich.text import Text
+
+        text = bar_text(self._title(), current_count(), current_phase())
+        return Text(text[: self._console.width], no_wrap=True)
+
+
+def terminal_handlers() -> list[logging.StreamHandler[TextIO]]:
+    """Handlers of all loggers that write to the terminal, or did so past an earlier bar."""
+    from rich.file_proxy import FileProxy
+
+    streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    standard = [s for s in streams if s is not None and not s.closed and s.isatty()]
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    return [
+        handler
+        for logger in loggers
+        if isinstance(logger, logging.Logger)
+        for handler in logger.handlers
+        # One without a stream of its own looks up the standard one each time.
+        if isinstance(handler, logging.StreamHandler)
+        and "stream" in vars(handler)
+        and (
+            isinstance(handler.stream, FileProxy)
+            or any(handler.stream is stream for stream in standard)
+        )
+    ]
+
+
+@contextmanager
+def bar_below(title: str) -> Iterator[None]:
+    """On a terminal, a bar below what is printed while the body runs."""
+    if not is_terminal(sys.stdout):
+        yield
+        return
+    screen = TerminalScreen(sys.stdout, lambda: title)
+    try:
+        yield
+    finally:
+        screen.close()
+
+
+def bar_text(
+    title: str, count: tuple[str, int, int] | None, phase: tuple[str, float] | None
+) -> str:
+    """What is under way: a bar where it is counted, else its seconds; empty for what is short.
+
+    Args:
+        title: First words.
+        count: Name, done and total.
+        phase: Name and seconds.
+    """
+    if count is not None:
+        name, done, total = count
+        bar = f"{'#' * (BAR_WIDTH * done // total):-<{BAR_WIDTH}}"
+        return f"{title}  {name:{NAME_WIDTH}.{NAME_WIDTH}}  {bar}  {done}/{total}"
+    if phase is not None and phase[1] >= LONG_PHASE_SECONDS:
+        return f"{title}  {phase[0]:{NAME_WIDTH}.{NAME_WIDTH}}  {clock(phase[1])}"
+    return ""

@@ -1,0 +1,45 @@
+"""Experiment trackers: asked for, checked before the run, and never the end of one.
+
+Each has an adapter of its own here: a function that takes the options of the run and gives back a
+`BestEffortLogger`. What they write stays on the machine unless the user's environment says where
+else.
+"""
+
+from collections.abc import Callable
+from typing import cast
+
+from lightrft.config import TrainConfig
+from lightrft.config.registry import LOGGERS, Registry
+from lightrft.reporting.loggers import MetricsLogger
+from lightrft.reporting.trackers.best_effort import TrackerError
+
+# The trackers that have options of their own; the others are names of the option `loggers`.
+_BY_OPTION = Registry(
+    "tracker",
+    {
+        "use_tensorboard": f"{__name__}.tensorboard:open_tensorboard",
+        "use_wandb": f"{__name__}.wandb:open_wandb",
+    },
+    takes_own=False,
+)
+
+
+def build_trackers(config: TrainConfig) -> list[MetricsLogger]:
+    """The trackers that were asked for, ready to use; to be called on the first rank only.
+
+    Raises:
+        TrackerError: One cannot be used.
+    """
+    asked = [(f"--{name}", _BY_OPTION, name) for name in _BY_OPTION if getattr(config, name)]
+    built_in = filter(LOGGERS.is_built_in, config.loggers)
+    asked += [(f"--loggers {name}", LOGGERS, name) for name in built_in]
+    trackers = []
+    for option, registry, name in asked:
+        try:
+            build = cast("Callable[[TrainConfig], MetricsLogger]", registry.load(name))
+            trackers.append(build(config))
+        except Exception as error:
+            raise TrackerError(
+                f"{option}: cannot be used: {error}; fix it or leave the option out"
+            ) from error
+    return trackers

@@ -1,0 +1,47 @@
+"""SwanLab: offline in the run's folder; `SWANLAB_MODE` chooses otherwise."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from lightrft.config import TrainConfig
+from lightrft.config.toml import without_secrets
+from lightrft.reporting.trackers.best_effort import (
+    BestEffortLogger,
+    finite,
+    kept_id,
+    told_to_log,
+)
+
+FOLDER, ID_FILE = "swanlab", "swanlab_id"
+
+
+def open_swanlab(config: TrainConfig) -> BestEffortLogger:
+    """A run of SwanLab; offline, each part of a run has a folder, and all have one id."""
+    import swanlab
+
+    folder = Path(config.output_dir).resolve()
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    with told_to_log("swanlab"):
+        run = swanlab.init(
+            project=config.wandb_project,
+            workspace=config.wandb_org,
+            name=folder.name,
+            group=config.wandb_group,
+            id=kept_id(folder, ID_FILE),
+            resume="allow",
+            config=without_secrets(config),
+            mode=os.environ.get("SWANLAB_MODE", "offline"),
+            log_dir=str(folder / FOLDER),
+            # Standard output belongs to the run's console.
+            settings=swanlab.Settings(terminal={"proxy_type": "none"}, interactive=False),
+        )
+
+    def send(step: int, metrics: Mapping[str, float]) -> None:
+        run.log(finite(metrics), step=step)
+
+    def end() -> None:
+        with told_to_log("swanlab"):
+            run.finish()
+
+    return BestEffortLogger("--loggers swanlab", send, end)

@@ -1,0 +1,177 @@
+"""Samples of a step token by token, for analysis by programs."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightrft.records.types import Rollout, ScoredRollout
+from lightrft.reporting.loggers import JsonLinesFile
+from lightrft.reporting.thumbnails import thumbnails
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from lightrft.experience.maker import StepExperience
+    from lightrft.rollout.rollout_groups import Decoder
+
+
+# Of a tool's answer in a line about a sample; the journal has all of it.
+MAX_ANSWER_CHARACTERS = 4000
+
+
+class TrajectoryLog(JsonLinesFile):
+    """Appends samples of each step to a JSONL file, with one value per response token.
+
+    Each line has step, sample_id, group_id, prompt, response, reward (as the estimator saw it),
+    components, truncated, masked, weights_version, token_ids, tokens (their text), sampled_spans
+    ([start, stop) of the tokens that were sampled; the others are observations), logprobs (of
+    the trainer before the update), rollout_logprobs (of the engine), advantages, returns and,
+    where the step has them, ref_logprobs, values, entropy and log_kept_mass (to be taken from
+    logprobs before they are compared with the engine's).
+
+    Args:
+        path: The file.
+        num_samples: Samples of one step, those of the lowest ids that the first rank trains on.
+        every: Steps between two steps that are written; the first one is, too.
+    """
+
+    def __init__(self, path: Path, *, num_samples: int = 10, every: int = 1) -> None:
+        super().__init__(path)
+        self._num_samples = num_samples
+        self._every = max(1, every)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is written."""
+        return step == 1 or step % self._every == 0
+
+    def log(self, step: int, experience: StepExperience, decoder: Decoder) -> None:
+        """Writes the samples of a step."""
+        if not self.is_due(step):
+            return
+        ids = experience.batch.rollouts.sample_ids.tolist()
+        order = sorted(range(len(ids)), key=lambda row: ids[row])
+        for row in order[: self._num_samples]:
+            self.append(_as_line(step, experience, row, decoder))
+
+
+def _as_line(
+    step: int, experience: StepExperience, row: int, decoder: Decoder
+) -> dict[str, object]:
+    batch, table = experience.batch, experience.table
+    rollouts, outputs = batch.rollouts, batch.outputs
+    sample_id = int(rollouts.sample_ids[row])
+    where = int(np.searchsorted(table.sample_ids, sample_id))
+    start, stop = int(table.prompt_lengths[where]), int(table.lengths[where])
+    token_ids = rollouts.token_ids[row, :stop].tolist()
+
+    def values(tensor: Tensor | None) -> list[float] | None:
+        return None if tensor is None else [round(x, 6) for x in tensor[row, start:stop].tolist()]
+
+    per_token = {
+        "logprobs": values(outputs.old_logprobs),
+        "rollout_logprobs": values(rollouts.rollout_logprobs),
+        "log_kept_mass": values(outputs.log_kept_mass),
+        "ref_logprobs": values(outputs.ref_logprobs),
+        "entropy": values(outputs.entropy),
+        "values": values(outputs.values),
+        "advantages": values(batch.advantages),
+        "returns": values(batch.returns),
+    }
+    is_sampled = experience.rows.take(np.array([row])).is_sampled
+    components = zip(table.component_names, table.components[where].tolist(), strict=True)
+    return {
+        "step": step,
+        "sample_id": sample_id,
+        "group_id": int(table.group_ids[where]),
+        "prompt": decoder.decode(token_ids[:start], skip_special_tokens=False),
+        "response": decoder.decode(token_ids[start:], skip_special_tokens=False),
+        "reward": float(experience.rewards.rewards[where]),
+        "components": {name: value for name, value in components if not np.isnan(value)},
+        "truncated": bool(table.is_truncated[where]),
+        "masked": bool(table.is_masked[where]),
+        "weights_version": int(table.weights_versions[where]),
+        "token_ids": token_ids[start:],
+        "tokens": [decoder.decode([i], skip_special_tokens=False) for i in token_ids[start:]],
+        "sampled_spans": spans(is_sampled.tolist()),
+        **{name: found for name, found in per_token.items() if found is not None},
+    }
+
+
+def spans(flags: Sequence[bool]) -> list[tuple[int, int]]:
+    """[start, stop) of each run of True."""
+    edges = np.flatnonzero(np.diff([0, *map(int, flags), 0])).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+class SampleLog(JsonLinesFile):
+    """Appends the first samples of each step to a JSONL file.
+
+    Each line has step, prompt_id, prompt, response, label, reward, components, response_length,
+    truncated; of rows with images or videos, images: small pictures of them as data
+    addresses; and, with an environment or tools, turns: what was said, and each call's name,
+    arguments, outcome and answer.
+
+    Args:
+        path: The file.
+        num_samples: Samples of one step.
+    """
+
+    def __init__(self, path: Path, *, num_samples: int = 8) -> None:
+        super().__init__(path)
+        self._num_samples = num_samples
+
+    def log(self, step: int, scored: Sequence[ScoredRollout]) -> None:
+        """Writes the samples of a step."""
+        pictures: dict[tuple[int, int], list[str]] = {}
+        for item in scored[: self._num_samples]:
+            rollout = item.rollout
+            # Samples of a prompt share its images, unless an environment may show others.
+            key = (rollout.group_id, rollout.sample_id if rollout.conversation else -1)
+            if key not in pictures:
+                pictures[key] = thumbnails(rollout)
+            self.append(
+                {
+                    "step": step,
+                    "prompt_id": rollout.prompt.id,
+                    "sample_id": rollout.sample_id,
+                    "prompt": rollout.prompt.text,
+                    "response": rollout.response_text,
+                    "label": rollout.prompt.label,
+                    "reward": item.reward,
+                    "components": dict(item.components),
+                    "response_length": len(rollout.completion.sampled_token_ids),
+                    "truncated": rollout.completion.finish_reason == "length",
+                    **({"images": found} if (found := pictures[key]) else {}),
+                    **_turns(rollout),
+                }
+            )
+
+
+def _turns(rollout: Rollout) -> dict[str, object]:
+    conversation = rollout.conversation
+    if conversation is None:
+        return {}
+    pairs = zip_longest(conversation.turns, conversation.answers, fillvalue=())
+    return {
+        "turns": [
+            {
+                "said": said,
+                "calls": [
+                    {
+                        "name": call.name,
+                        "arguments": dict(call.arguments),
+                        "outcome": call.outcome,
+                        "answer": call.text[:MAX_ANSWER_CHARACTERS],
+                    }
+                    for call in answers
+                ],
+            }
+            for said, answers in pairs
+        ]
+    }

@@ -1,0 +1,1 @@
+"""Sources of rollouts and their rewards."""

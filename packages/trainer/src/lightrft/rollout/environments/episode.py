@@ -1,0 +1,174 @@
+"""One episode: its ids so far, what was said and what was answered."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+from lightrft.datasets.suffix import Observation
+from lightrft.datasets.types import Prompt
+from lightrft.engines.media.prompts import LaterImages
+from lightrft.engines.types import Completion
+from lightrft.records.types import AnsweredCall, Conversation, Rollout, Segment
+from lightrft.rollout.environments.calls import ToolCall
+from lightrft.rollout.environments.content import Parts, from_json
+from lightrft.rollout.environments.kinds import Kind
+from lightrft.rollout.environments.pool import EpisodeError, Host
+
+
+@dataclass(slots=True)
+class Episode:
+    """An episode in progress.
+
+    Args:
+        number: Among those of the rank; says which worker hosts it.
+        prompt: The data row, with what `reset` added.
+        request_id: Of all its requests.
+        group_id, sample_id: As in `Rollout`.
+        row: What `reset` gets.
+        kind: Its environment.
+    """
+
+    number: int
+    prompt: Prompt
+    request_id: int
+    group_id: int
+    sample_id: int
+    row: dict[str, object]
+    kind: Kind
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    turn_texts: list[str] = field(default_factory=list)
+    answers: list[list[AnsweredCall]] = field(default_factory=list)
+    last: Completion | None = None
+    is_open: bool = True
+    failure: EpisodeError | None = None
+    told: str | None = None
+    told_parts: Parts = ()
+    later: list[LaterImages] = field(default_factory=list)
+    generation: int = 0
+    num_restarts: int = 0
+    pending: list[ToolCall] = field(default_factory=list)
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """What the next turn continues."""
+        return (*self.prompt.token_ids, *self.token_ids)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the calls of the last turn are, so that their answers can be appended."""
+        return self.is_open and 0 < len(self.segments) == len(self.answers)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that were made."""
+        return sum(call.outcome in ("ok", "error") for turn in self.answers for call in turn)
+
+    def add_turn(self, turn: Completion, text: str) -> None:
+        """Appends what was sampled."""
+        count = len(turn.output_token_ids)
+        self.token_ids += turn.output_token_ids
+        self.logprobs += turn.output_logprobs
+        self.sampled += [True] * count
+        self.versions += [turn.weights_version] * count
+        self.segments.append(Segment(turn.request_id, turn.sample_index))
+        self.turn_texts.append(text)
+        self.last = turn
+
+    def add_observation(self, found: Observation) -> None:
+        """Appends what nobody sampled."""
+        ids, place = found.token_ids, len(self.context)
+        self.later += [replace(each, start=each.start + place) for each in found.later]
+        self.token_ids += ids
+        self.logprobs += [0.0] * len(ids)
+        self.sampled += [False] * len(ids)
+        self.versions += [-1] * len(ids)
+        turn = self.segments[-1]
+        self.segments[-1] = Segment(turn.request_id, turn.sample_index, ids, found.text_spans)
+
+    def start_over(self) -> None:
+        """Forgets all turns; the prompt stays."""
+        for turns in (
+            self.token_ids,
+            self.logprobs,
+            self.sampled,
+            self.versions,
+            self.segments,
+            self.turn_texts,
+            self.answers,
+            self.pending,
+            self.later,
+        ):
+            turns.clear()
+        self.last, self.is_open, self.generation = None, True, -1
+        self.num_restarts += 1
+
+    def host_on(
+        self, host: Host, *, seconds: float, stateless: Collection[str] = frozenset()
+    ) -> None:
+        """Resets the environment, or brings it to where the episode is after its worker's end.
+
+        Every call is made again, and must be answered as before; those of functions without state
+        need not be made.
+
+        Raises:
+            EpisodeError: It cannot be reset, or answers otherwise.
+        """
+        host.start()
+        if self.generation == host.generation:
+            return
+        is_new = self.generation == 0
+        key = str(self.number)
+        answer = host.ask("reset", key, seconds=seconds, row=self.row)
+        told = answer["text"] if isinstance(answer, dict) else answer
+        if not is_new and told != self.told:
+            raise EpisodeError("reset answered otherwise when it was repeated")
+        self.told = None if told is None else str(told)
+        self.told_parts = () if told is None else (str(told),)
+        if isinstance(answer, dict):
+            self.told_parts = from_json(answer["content"], "an image of reset")
+        for call in (call for turn in self.answers for call in turn):
+            if call.outcome not in ("ok", "error") or call.name in stateless:
+                continue
+            again = host.ask("call", key, seconds=seconds, name=call.name, arguments=call.arguments)
+            if not isinstance(again, dict) or again["text"] != call.text:
+                raise EpisodeError(f"{call.name} answered otherwise when it was repeated")
+        self.generation = host.generation
+
+    def as_rollout(self) -> Rollout:
+        """The finished episode as a sample."""
+        last = self.last
+        if last is None:  # the environment failed before the first turn
+            last = Completion(
+                self.request_id, 0, self.prompt.token_ids, (), (), "temperature", "abort"
+            )
+        completion = Completion(
+            request_id=self.request_id,
+            sample_index=0,
+            prompt_token_ids=self.prompt.token_ids,
+            output_token_ids=tuple(self.token_ids),
+            output_logprobs=tuple(self.logprobs),
+            logprobs_mode=last.logprobs_mode,
+            finish_reason=last.finish_reason,
+            weights_version=last.weights_version,
+            sampled=tuple(self.sampled),
+        )
+        return Rollout(
+            prompt=self.prompt,
+            completion=completion,
+            group_id=self.group_id,
+            sample_id=self.sample_id,
+            response_text="\n".join(self.turn_texts),
+            token_versions=tuple(self.versions),
+            segments=tuple(self.segments),
+            conversation=Conversation(
+                tuple(self.turn_texts),
+                tuple(tuple(turn) for turn in self.answers),
+                self.num_restarts,
+            ),
+            later=tuple(self.later),
+        )

@@ -1,0 +1,288 @@
+"""Environments and tools as they live in a worker process: many episodes, one call at a time.
+
+The author's interface is TRL's: a class with `reset(**row)`, further public methods as tools, and
+optionally `get_reward()`; a function that makes one; or a dict of them, of which each row names
+one. Other makes come through adapters. Runs in the worker; imports the standard library, NumPy for
+images, and transformers once for the schemas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from lightrft.config import ConfigError
+from lightrft.config.registry import ENVIRONMENT_KINDS, load_reference, split_kind, split_reference
+from lightrft.rewards.worker import ReportedError
+from lightrft.rollout.environments.adapted import KIND_COLUMN, Adapted, EpisodeLostError
+from lightrft.rollout.environments.content import (
+    ContentError,
+    Parts,
+    as_parts,
+    has_image,
+    named,
+    to_json,
+)
+
+NOT_TOOLS = ("reset", "get_reward")
+Tool = Callable[..., object]
+Factory = Callable[[], object]
+
+
+class HostedEnvironments:
+    """The handler of a worker: resets, calls, rewards.
+
+    Args:
+        environment: Import string of a class, of a function that makes an environment or of a dict
+            of such by name; None for stateless tools alone.
+        tools: Import strings of functions.
+        max_characters: Longest answer that is sent; the rest is cut, and said to be.
+        describes: Say what there is; one worker of several does.
+        reads_images: The model does, so that answers may have some.
+    """
+
+    def __init__(
+        self,
+        environment: str | None,
+        tools: Sequence[str],
+        max_characters: int,
+        describes: bool,
+        reads_images: bool = False,
+    ) -> None:
+        self._pid = os.getpid()
+        self._reads_images = reads_images
+        self._describes = describes
+        self._max_characters = max_characters
+        self._factories = {} if environment is None else _factories(environment)
+        self._tools: dict[str, Tool] = {}
+        for text in tools:
+            tool = _load(text, "tool")
+            if not inspect.isroutine(tool):
+                raise ReportedError(f"tool {text} is no function: got {type(tool).__name__}")
+            self._tools[tool.__name__] = cast("Tool", tool)
+        self._episodes: dict[str, object] = {}
+
+    def describe(self) -> object:
+        """Of each environment by its name: schemas of its tools, and what its class has."""
+        if not self._describes:
+            return None
+        kinds: Mapping[str, Factory | None] = self._factories or {"": None}
+        return {name: self._described(name, make) for name, make in kinds.items()}
+
+    def _described(self, name: str, make: Factory | None) -> object:
+        instance = None if make is None else make()
+        cls = None if make is None else type(instance)
+        reset = getattr(cls, "reset", None)
+        if cls is not None and not inspect.isfunction(reset):
+            raise ReportedError(_not_a_class(f"{name or 'environment'}: class {cls.__name__}"))
+        own = cls if cls is not None and issubclass(cls, Adapted) else None
+        methods = {} if cls is None else {n: getattr(instance, n) for n in tool_names(cls)}
+        twice = sorted(set(methods) & set(self._tools))
+        if twice:
+            raise ReportedError(f"tools must differ: {twice[0]!r} is a method and a function")
+        if own is not None and own.answers_turns and self._tools:
+            raise ReportedError(f"{own.__name__} answers whole turns: it takes no tools beside it")
+        shown = self._tools if own is not None else {**methods, **self._tools}
+        schemas = [] if own is None else own.schemas()
+        return {
+            "name": None if cls is None else cls.__name__,
+            "schemas": [*schemas, *(_schema(n, tool) for n, tool in shown.items())],
+            "has_reward": hasattr(cls, "get_reward"),
+            "takes_seed": reset is not None and "seed" in inspect.signature(reset).parameters,
+            "answers_turns": own is not None and own.answers_turns,
+            "stateless": sorted(self._tools),
+        }
+
+    def __call__(self, request: object) -> object:
+        """One operation on one episode."""
+        asked = cast("dict[str, object]", request)
+        operation, episode = str(asked["operation"]), str(asked["episode"])
+        if operation == "reset":
+            return self._reset(episode, cast("dict[str, object]", asked["row"]))
+        if operation == "call":
+            return self._call(
+                episode, str(asked["name"]), cast("dict[str, object]", asked["arguments"])
+            )
+        if operation == "reward":
+            return self._reward(episode)
+        self._episodes.pop(episode, None)
+        return None
+
+    def _reset(self, episode: str, row: dict[str, object]) -> object:
+        if not self._factories:
+            return None
+        # Where a row chooses, its environment does not get the choice, as in TRL.
+        kind = "" if "" in self._factories else str(row.pop(KIND_COLUMN))
+        environment = self._factories[kind]()
+        self._episodes[episode] = environment
+        told = cast("Tool", environment.reset)(**row)  # type: ignore[attr-defined]
+        if inspect.isawaitable(told):
+            told = asyncio.run(_wait(told))
+        name = f"{type(environment).__name__}.reset"
+        parts = self._parts(told, name)
+        return _as_told(told, name) if parts is None else _answer(parts)
+
+    def _call(self, episode: str, name: str, arguments: dict[str, object]) -> dict[str, object]:
+        tool = self._tools.get(name)
+        try:
+            if tool is None:
+                tool = cast("Tool", getattr(self._episodes[episode], name))
+            result = tool(**arguments)
+            if inspect.isawaitable(result):
+                result = asyncio.run(_wait(result))
+            parts = self._parts(result, name)
+            if parts is None:
+                answer: dict[str, object] = {"text": self._cut(as_text(result))}
+            else:
+                cut = (self._cut(as_text(p)) if isinstance(p, str) else p for p in parts)
+                answer = _answer(tuple(cut))
+            environment = self._episodes.get(episode)
+            if isinstance(environment, Adapted) and environment.is_done:
+                answer["ends_episode"] = "yes"
+        except EpisodeLostError:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the model
+            text = self._cut(f"{type(error).__name__}: {error}")
+            answer = {"text": as_text({"error": text}), "error": type(error).__name__}
+        if os.getpid() != self._pid:
+            os._exit(0)  # a tool forked: only the worker itself may answer
+        return answer
+
+    def _reward(self, episode: str) -> list[object] | None:
+        environment = self._episodes.get(episode)
+        if environment is None or not hasattr(environment, "get_reward"):
+            return None
+        reward = environment.get_reward()
+        if inspect.isawaitable(reward):
+            reward = asyncio.run(_wait(reward))
+        if reward is None:
+            return None
+        if isinstance(reward, Mapping):
+            parts = {str(name): _number(value) for name, value in reward.items()}
+            total = parts.pop("reward", None)
+            return [sum(parts.values()) if total is None else total, parts]
+        return [_number(reward), {}]
+
+    def _parts(self, result: object, name: str) -> Parts | None:
+        """Texts and images of an answer; None where it has no images.
+
+        Raises:
+            EpisodeLostError: The model reads text only, or an image cannot be read.
+        """
+        if not has_image(result):
+            return None
+        if not self._reads_images:
+            raise EpisodeLostError(
+                f"{name} answered with an image, and the model reads text only: train a "
+                "vision-language model, or answer in text"
+            )
+        try:
+            return as_parts(result)
+        except ContentError as error:
+            raise EpisodeLostError(f"{name}: {error}") from error
+
+    def _cut(self, text: str) -> str:
+        if len(text) <= self._max_characters:
+            return text
+        return f"{text[: self._max_characters]}\n[cut: {len(text)} characters in all]"
+
+
+def tool_names(cls: type[object]) -> list[str]:
+    """Public functions of a class but `reset` and `get_reward`, sorted."""
+    return [
+        name
+        for name, _ in inspect.getmembers(cls, inspect.isfunction)
+        if not name.startswith("_") and name not in NOT_TOOLS
+    ]
+
+
+def as_text(result: object) -> str:
+    """A result as text: strings as they are, all else as JSON."""
+    text = (
+        result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+    )
+    return text.encode("utf-8", "replace").decode("utf-8")  # halves of surrogate pairs
+
+
+def _answer(parts: Parts) -> dict[str, object]:
+    return {"text": named(parts), "content": to_json(parts)}
+
+
+async def _wait(awaitable: object) -> object:
+    return await awaitable  # type: ignore[misc]
+
+
+def _number(value: object) -> float:
+    number = float(cast("float", value))
+    if not math.isfinite(number):
+        raise ReportedError(f"get_reward must return finite numbers: got {value!r}")
+    return number
+
+
+def _load(text: str, kind: str) -> object:
+    place = (split_reference(text) or ("", ""))[0]
+    if place.endswith(".py"):
+        # The user's imports from beside the file work, as if it were run as a script.
+        sys.path.insert(0, str(Path(place).resolve().parent))
+    try:
+        return load_reference(text, kind=kind)
+    except ConfigError as error:
+        raise ReportedError(str(error)) from error
+
+
+def _factories(text: str) -> dict[str, Factory]:
+    """What makes environments, by the names that rows have for them; "" where there is one."""
+    kind, rest = split_kind(text)
+    if kind is not None:
+        adapt = cast("Callable[[str], Factory]", ENVIRONMENT_KINDS.load(kind))
+        return {"": adapt(rest)}
+    found = _load(text, "environment")
+    named = found if isinstance(found, Mapping) and found else {"": found}
+    for name, make in named.items():
+        is_named = isinstance(name, str) and bool(name) == (named is found)
+        if not callable(make) or not is_named:
+            raise ReportedError(_not_a_class(f"environment {text} {name}".rstrip()))
+    return dict(named)
+
+
+def _not_a_class(what: str) -> str:
+    return (
+        f"{what}: expected a class with reset(**row), further public methods as tools, and "
+        "optionally get_reward(); a function that makes one, or a dict of such by name"
+    )
+
+
+def _as_told(result: object, name: str) -> str | None:
+    """What `reset` returned as text: None, a string, or blocks of content that are text."""
+    if result is None or isinstance(result, str):
+        return result
+    texts = []
+    for block in result if isinstance(result, (list, tuple)) else [result]:
+        text = block.get("text") if isinstance(block, Mapping) else block
+        if not isinstance(text, str):
+            own = type(block).__name__
+            kind = block.get("type", own) if isinstance(block, Mapping) else own
+            raise ReportedError(
+                f"{name} must return a string, blocks of type text or image, or None: got {kind!r}"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _schema(name: str, tool: Tool) -> object:
+    from transformers.utils import get_json_schema
+
+    try:
+        return get_json_schema(tool)
+    except Exception as error:  # several types, all about the author's signature or docstring
+        raise ReportedError(
+            f"tool {name} needs type hints and a Google docstring that describes each argument: "
+            f"{error}"
+        ) from error

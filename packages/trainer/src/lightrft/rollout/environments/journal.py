@@ -1,0 +1,299 @@
+"""What happened in the episodes of a step, one JSON line an event, written before it is used.
+
+begin        what must be equal for a file to be continued
+reset        the prompt of an episode, with what `reset` told
+turn         what the engine sampled, and a hash of the ids before it
+round        which episodes had a turn together; it completes their lines
+answer       a call of the last turn and what came back
+observation  the ids that were appended after a turn
+failed       the environment failed; the episode is left out
+again        what a continued run was answered otherwise: the episode starts over
+end          the reward
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+from lightrft.engines.ledger import LedgerEntry, hash_context
+from lightrft.engines.types import Completion, FinishReason, LogprobsMode
+from lightrft.records.types import AnsweredCall
+from lightrft.rollout.environments.episode import Episode
+
+JOURNAL_FOLDER = "journal"
+FORMAT = 1
+Event = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTurn:
+    """What one call of the engine sampled.
+
+    Args:
+        turn: Its number in the episode.
+        request_id: Under which it was sampled.
+        context_hash: Of the ids before it.
+        token_ids, logprobs, logprobs_mode, finish_reason: As in `Completion`.
+    """
+
+    turn: int
+    request_id: int
+    context_hash: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    logprobs_mode: LogprobsMode
+    finish_reason: FinishReason
+
+    def completion(self, context: tuple[int, ...], version: int) -> Completion:
+        """As the engine gave it, which counts its weights from its own start."""
+        return Completion(
+            self.request_id,
+            0,
+            context,
+            self.token_ids,
+            self.logprobs,
+            self.logprobs_mode,
+            self.finish_reason,
+            version,
+        )
+
+    def entry(self, version: int) -> LedgerEntry:
+        """As the engine's ledger had it."""
+        return LedgerEntry(
+            self.request_id, 0, self.context_hash, self.token_ids, self.logprobs, version
+        )
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A journal, read back.
+
+    Args:
+        header: What was known when it was begun.
+        rounds: Of each complete round, the turns by sample id.
+        resets, ends: Their events by sample id.
+        answers: By sample id and turn, in their order.
+        observations: Their events by sample id and turn.
+        failures: By sample id and number of turns before.
+    """
+
+    header: Event = field(default_factory=dict)
+    rounds: list[dict[int, RecordedTurn]] = field(default_factory=list)
+    resets: dict[int, Event] = field(default_factory=dict)
+    ends: dict[int, Event] = field(default_factory=dict)
+    answers: dict[tuple[int, int], list[AnsweredCall]] = field(default_factory=dict)
+    observations: dict[tuple[int, int], Event] = field(default_factory=dict)
+    failures: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def keep(self, num_rounds: int) -> None:
+        """Forgets what is not in the first rounds."""
+        del self.rounds[num_rounds:]
+        kept = {(sample, turn.turn) for own in self.rounds for sample, turn in own.items()}
+        self.answers = {key: found for key, found in self.answers.items() if key in kept}
+        self.observations = {k: found for k, found in self.observations.items() if k in kept}
+
+    def forget(self, sample_id: int) -> None:
+        """Forgets all of an episode but its prompt."""
+        for turns in self.rounds:
+            turns.pop(sample_id, None)
+        for by_turn in (self.answers, self.observations, self.failures):
+            for key in [key for key in by_turn if key[0] == sample_id]:
+                del by_turn[key]
+        self.ends.pop(sample_id, None)
+
+
+def read_journal(path: Path) -> Recorded:
+    """A journal as far as it goes; a torn last line is dropped.
+
+    Raises:
+        ValueError: It is none of ours.
+    """
+    found, open_turns = Recorded(), cast("dict[int, RecordedTurn]", {})
+    # Not splitlines: texts may hold other ends of lines. The last character may be torn, too.
+    lines = path.read_bytes().decode("utf-8", "replace").removesuffix("\n").split("\n")
+    for number, line in enumerate(lines):
+        try:
+            event = json.loads(line)
+            _take(found, open_turns, event)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if number + 1 == len(lines):
+                break
+            place = f"{path}, line {number + 1}"
+            raise ValueError(f"{place} is no event of a journal: {error!r}") from error
+    return found
+
+
+def _take(found: Recorded, open_turns: dict[int, RecordedTurn], event: Event) -> None:
+    """Adds one event."""
+    kind = event["event"]
+    if kind == "begin":
+        found.header = event
+        return
+    if kind == "round":
+        samples = cast("list[int]", event["sample_ids"])
+        found.rounds.append({i: open_turns.pop(i) for i in samples if i in open_turns})
+        return
+    sample = cast("int", event["sample_id"])
+    turn = cast("int", event.get("turn", 0))
+    if kind == "turn":
+        open_turns[sample] = RecordedTurn(
+            turn,
+            cast("int", event["request_id"]),
+            str(event["context_hash"]),
+            tuple(cast("list[int]", event["token_ids"])),
+            tuple(cast("list[float]", event["logprobs"])),
+            cast("LogprobsMode", event["logprobs_mode"]),
+            cast("FinishReason", event["finish_reason"]),
+        )
+    elif kind == "answer":
+        call = AnsweredCall(**cast("dict[str, object]", event["call"]))  # type: ignore[arg-type]
+        found.answers.setdefault((sample, turn), []).append(call)
+    elif kind == "again":
+        found.forget(sample)
+    elif kind == "failed":
+        found.failures[sample, turn] = str(event["failure"])
+    elif kind == "observation":
+        found.observations[sample, turn] = event
+    elif kind in ("reset", "end"):
+        (found.resets if kind == "reset" else found.ends)[sample] = event
+
+
+def journal_path(folder: Path, step: int, batch: int, rank: int) -> Path:
+    """The file of one rank; further batches of dynamic sampling have their own."""
+    part = f".batch-{batch}" if batch else ""
+    return folder / f"step-{step:06d}{part}.rank-{rank}.jsonl"
+
+
+class Journal:
+    """The file of one rank and one step; nothing is written without a path.
+
+    What a killed process wrote is followed if it began as this one does. Its file stays until all
+    that is followed has been written again.
+
+    Args:
+        path: Of the file, or None.
+        header: What must be equal for a file to be followed.
+
+    Attributes:
+        recorded: What is followed.
+    """
+
+    def __init__(self, path: Path | None, header: Mapping[str, object]) -> None:
+        self._lock = threading.Lock()
+        self._path, self._file = path, None
+        self.recorded = Recorded()
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        begin: Event = {"event": "begin", "format": FORMAT, **header}
+        text = json.dumps(begin, ensure_ascii=False)
+        if path.is_file():
+            try:
+                old = read_journal(path)
+            except (ValueError, OSError):
+                old = Recorded()
+            # Without a hash nobody knows whether the same weights sampled it.
+            if header.get("weights") and old.header == json.loads(text):
+                self.recorded = old
+        self._partial = path.with_name(f".{path.name}.partial")
+        self._file = self._partial.open("w", encoding="utf-8")
+        self._file.write(text + "\n")
+
+    def follow(self, num_rounds: int) -> None:
+        """So many rounds are followed."""
+        self.recorded.keep(num_rounds)
+        self.leave(0)
+
+    def leave(self, number: int) -> None:
+        """Takes the place of the file that was followed, once round `number` is none of it."""
+        if self._file is None or self._path is None or number < len(self.recorded.rounds):
+            return
+        self._file.flush()
+        if self._partial.exists():
+            os.replace(self._partial, self._path)
+
+    def reset(self, episode: Episode) -> None:
+        """The prompt of an episode, with what `reset` added."""
+        prompt = episode.prompt
+        self._write(
+            episode,
+            "reset",
+            told=episode.told,
+            prompt_id=prompt.id,
+            request_id=episode.request_id,
+            prompt_token_ids=prompt.token_ids,
+        )
+
+    def round(self, number: int, episodes: Sequence[Episode]) -> None:
+        """The last turns of episodes that were sampled together."""
+        for episode in episodes:
+            last = episode.last
+            if last is None:
+                continue
+            self._write(
+                episode,
+                "turn",
+                turn=len(episode.segments) - 1,
+                request_id=last.request_id,
+                text=episode.turn_texts[-1],
+                context_hash=hash_context(last.prompt_token_ids),
+                token_ids=last.output_token_ids,
+                logprobs=last.output_logprobs,
+                logprobs_mode=last.logprobs_mode,
+                finish_reason=last.finish_reason,
+                weights_version=last.weights_version,
+            )
+        line = {"event": "round", "round": number, "sample_ids": [e.sample_id for e in episodes]}
+        self._append(line)
+
+    def answer(self, episode: Episode, call: AnsweredCall) -> None:
+        """A call of the last turn and its answer."""
+        found = asdict(replace(call, content=()))  # its images are named in the text
+        del found["content"]
+        self._write(episode, "answer", turn=len(episode.segments) - 1, call=found)
+
+    def observation(self, episode: Episode) -> None:
+        """What was appended after the last turn."""
+        segment = episode.segments[-1]
+        self._write(
+            episode,
+            "observation",
+            turn=len(episode.segments) - 1,
+            token_ids=segment.observation,
+            text_spans=segment.text_spans,
+        )
+
+    def failed(self, episode: Episode, failure: str) -> None:
+        """The environment failed, and the episode is left out."""
+        self._write(episode, "failed", turn=len(episode.segments), failure=failure)
+
+    def again(self, episode: Episode, reason: str) -> None:
+        """The episode starts over, and nothing that was followed of it counts any more."""
+        self._write(episode, "again", reason=reason)
+        self.recorded.forget(episode.sample_id)
+
+    def end(self, episode: Episode, reward: object) -> None:
+        """The reward of an episode, or why it failed."""
+        failure = None if episode.failure is None else str(episode.failure)
+        self._write(episode, "end", reward=reward, failure=failure)
+
+    def close(self) -> None:
+        """Closes the file; what was followed and not reached is kept as it was."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, episode: Episode, event: str, **details: object) -> None:
+        self._append({"event": event, "sample_id": episode.sample_id, **details})
+
+    def _append(self, line: Event) -> None:
+        if self._file is not None:
+            with self._lock:
+                self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                self._file.flush()

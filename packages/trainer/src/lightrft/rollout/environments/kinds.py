@@ -1,0 +1,161 @@
+"""The environments of a run: what each means for the prompts and the calls of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from lightrft.datasets.media import VisionPrompts
+from lightrft.datasets.types import DataError
+from lightrft.rollout.environments.adapted import KIND_COLUMN
+from lightrft.rollout.environments.calls import Parser, choose_parser, whole_turn
+from lightrft.rollout.environments.pool import EnvironmentSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Schema = dict[str, object]
+
+
+class ToolTokenizer:
+    """A tokenizer whose chat template shows the tools.
+
+    Args:
+        tokenizer: Of the model.
+        schemas: Of the tools.
+        by_kind: The tokenizers of several environments, of which a row names one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | VisionPrompts,
+        schemas: Sequence[Schema],
+        by_kind: Mapping[str, ToolTokenizer] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._schemas = list(schemas) or None
+        self._by_kind = by_kind
+        self.chat_template = cast("str | None", tokenizer.chat_template)
+
+    def for_row(self, columns: Mapping[str, object]) -> ToolTokenizer:
+        """The one that shows what the row's environment has.
+
+        Raises:
+            DataError: There is no such environment.
+        """
+        if self._by_kind is None:
+            return self
+        return self._by_kind[kind_of(columns, self._by_kind)]
+
+    def __call__(
+        self, text: list[str], *, add_special_tokens: bool
+    ) -> Mapping[str, list[list[int]]]:
+        """Token ids under the key `input_ids`."""
+        found: Mapping[str, list[list[int]]] = self._tokenizer(
+            text, add_special_tokens=add_special_tokens
+        )
+        return found
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, object]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> object:
+        """The rendered conversation with the tools."""
+        return self._tokenizer.apply_chat_template(
+            conversation,
+            tools=self._schemas,
+            tokenize=tokenize,
+            add_generation_prompt=add_generation_prompt,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One environment.
+
+    Args:
+        spec: What its class has.
+        functions: Schema of each tool by its name.
+        parse: Reads calls.
+        tokenizer: Shows its tools.
+    """
+
+    spec: EnvironmentSpec
+    functions: Mapping[str, Schema]
+    parse: Parser
+    tokenizer: ToolTokenizer
+
+
+class Kinds:
+    """All environments of a run; most have one.
+
+    Args:
+        specs: By the name that rows have for them; "" where there is only one.
+        tokenizer: Of the model.
+        tool_parser: Name of the format of calls.
+        vision: Renders prompts in its place, of a model that reads images.
+
+    Attributes:
+        whole: What they have together.
+        tokenizer: Shows each row the tools of its environment.
+
+    Raises:
+        ConfigError: The format of calls cannot be told from the tokenizer.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, EnvironmentSpec],
+        tokenizer: PreTrainedTokenizerBase,
+        tool_parser: str,
+        vision: VisionPrompts | None = None,
+    ) -> None:
+        self.whole, chat = _together(specs), vision or tokenizer
+        shown = {name: ToolTokenizer(chat, spec.schemas) for name, spec in specs.items()}
+        self.tokenizer = shown.get("") or ToolTokenizer(chat, (), shown)
+        self._kinds = {
+            name: Kind(
+                spec,
+                spec.functions,
+                whole_turn
+                if spec.answers_turns
+                else choose_parser(tool_parser, tokenizer, spec.schemas),
+                shown[name],
+            )
+            for name, spec in specs.items()
+        }
+
+    def of(self, columns: Mapping[str, object]) -> Kind:
+        """The environment of a row."""
+        return self._kinds[kind_of(columns, self._kinds)]
+
+
+def kind_of(columns: Mapping[str, object], known: Mapping[str, object]) -> str:
+    """The name of a row's environment.
+
+    Raises:
+        DataError: There is no such environment.
+    """
+    if "" in known:
+        return ""
+    name = columns.get(KIND_COLUMN)
+    if name not in known:
+        raise DataError(
+            f"column {KIND_COLUMN!r} must name one of {', '.join(known)}: got {str(name)[:80]!r}"
+        )
+    return str(name)
+
+
+def _together(specs: Mapping[str, EnvironmentSpec]) -> EnvironmentSpec:
+    if "" in specs:
+        return specs[""]
+    schemas: list[Schema] = []
+    for spec in specs.values():
+        schemas += [schema for schema in spec.schemas if schema not in schemas]
+    return EnvironmentSpec(
+        ", ".join(f"{name}={spec.name}" for name, spec in specs.items()),
+        tuple(schemas),
+        any(spec.has_reward for spec in specs.values()),
+        any(spec.takes_seed for spec in specs.values()),
+        stateless=frozenset().union(*(spec.stateless for spec in specs.values())),
+    )

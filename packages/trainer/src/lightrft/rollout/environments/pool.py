@@ -1,0 +1,218 @@
+"""Worker processes that host the environments of one rank, each for many episodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self, TypeVar, cast
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.registry import ENVIRONMENT_KINDS, split_kind, split_reference
+from lightrft.rewards.process import (
+    WorkerFailedError,
+    WorkerProcess,
+    WorkerTask,
+    WorkerTimeoutError,
+)
+from lightrft.rollout.environments.calls import TURN_TOOL
+
+Result = TypeVar("Result")
+_TURN_SCHEMA: dict[str, object] = {"parameters": {"properties": {"action": {"type": "string"}}}}
+# Longest answer of a tool that crosses the pipe, in characters for each token that is kept.
+CHARACTERS_PER_TOKEN = 16
+
+
+class EpisodeError(RuntimeError):
+    """An episode cannot go on: its environment failed, hung or died."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSpec:
+    """What the author's class and tools are.
+
+    Args:
+        name: Of the class, and of its reward; None for stateless tools alone.
+        schemas: Of the tools, as chat templates take them.
+        has_reward: The class has `get_reward`.
+        takes_seed: Its `reset` has a parameter `seed`.
+        answers_turns: It answers all that is said in a turn, as a user does, instead of calls.
+        stateless: Names of the tools that are plain functions.
+    """
+
+    name: str | None
+    schemas: tuple[dict[str, object], ...]
+    has_reward: bool
+    takes_seed: bool
+    answers_turns: bool = False
+    stateless: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, described: Mapping[str, object]) -> Self:
+        """As the worker describes it."""
+        return cls(
+            cast("str | None", described["name"]),
+            tuple(cast("list[dict[str, object]]", described["schemas"])),
+            bool(described["has_reward"]),
+            bool(described["takes_seed"]),
+            bool(described["answers_turns"]),
+            frozenset(cast("list[str]", described["stateless"])),
+        )
+
+    @property
+    def functions(self) -> dict[str, dict[str, object]]:
+        """Schema of each tool by its name."""
+        if self.answers_turns:
+            return {TURN_TOOL: _TURN_SCHEMA}
+        found = [cast("dict[str, object]", schema["function"]) for schema in self.schemas]
+        return {str(function["name"]): function for function in found}
+
+
+class Host:
+    """One worker and how often it was started: what it hosted before is gone."""
+
+    def __init__(self, task: WorkerTask) -> None:
+        self._next_task = task
+        self._worker = WorkerProcess(task)
+        self._is_running = False
+        self.generation = 0
+
+    def start(self) -> object:
+        """Starts the worker if it does not run; what it says of itself if it was started.
+
+        Raises:
+            WorkerFailedError: It cannot be set up.
+        """
+        if self._is_running:
+            return None
+        described = self._worker.start()
+        self._is_running = True
+        self.generation += 1
+        return described
+
+    def ask(self, operation: str, episode: str, *, seconds: float, **details: object) -> object:
+        """One operation on one episode of a worker that runs.
+
+        Raises:
+            EpisodeError: It failed, hung or died; in the latter cases the worker is gone.
+        """
+        try:
+            request = {"operation": operation, "episode": episode, **details}
+            return self._worker.call(request, seconds=seconds)
+        except WorkerTimeoutError as error:
+            self.close()
+            raise EpisodeError(
+                f"{operation} did not return within {seconds:g} s; its worker was killed"
+            ) from error
+        except WorkerFailedError as error:
+            if not error.kind:  # the process itself ended
+                self.close()
+            where = f"\n{error.traceback}" if error.traceback else ""
+            raise EpisodeError(f"{operation} failed: {error}{where}") from error
+
+    def restart_with(self, task: WorkerTask) -> None:
+        """Starts with another task from the next time on."""
+        self._next_task = task
+
+    def close(self) -> None:
+        """Ends the worker."""
+        self._is_running = False
+        self._worker.close()
+        self._worker = WorkerProcess(self._next_task)
+
+
+class EnvironmentPool:
+    """The workers of one rank; a context manager that ends them.
+
+    Args:
+        config: Its options `environment`, `tools`, `environment_workers`.
+        reads_images: The model does, so that answers may have some.
+
+    Attributes:
+        specs: What the author's class and tools are; of several classes, by their names.
+
+    Raises:
+        ConfigError: The class or a tool cannot be loaded, or is not what it must be.
+    """
+
+    def __init__(self, config: TrainConfig, *, reads_images: bool = False) -> None:
+        environment = None if config.environment is None else _absolute(config.environment)
+        task = WorkerTask(
+            "lightrft.rollout.environments.hosted",
+            "HostedEnvironments",
+            (
+                environment,
+                tuple(_absolute(text) for text in config.tools),
+                CHARACTERS_PER_TOKEN * config.max_observation_tokens,
+                False,
+                reads_images,
+            ),
+            shown_file=(split_reference(split_kind(environment or "")[1]) or ("", ""))[0] or None,
+        )
+        count = config.environment_workers or os.cpu_count() or 1
+        # Schemas take a library that is slow to import and that no episode needs.
+        describing = replace(task, arguments=(*task.arguments[:-2], True, reads_images))
+        self._hosts = [Host(describing), *(Host(task) for _ in range(count - 1))]
+        try:
+            described = cast("dict[str, dict[str, object]]", self._hosts[0].start())
+        except WorkerFailedError as error:
+            raise ConfigError(f"environment or tools: {error}") from error
+        self._hosts[0].restart_with(task)
+        self.specs = {name: EnvironmentSpec.of(spec) for name, spec in described.items()}
+        self._threads = [
+            ThreadPoolExecutor(1, thread_name_prefix="environment") for _ in self._hosts
+        ]
+
+    def each(
+        self, numbers: Sequence[int], work: Callable[[int, Host], Result]
+    ) -> list[Result | EpisodeError]:
+        """`work(number, host)` for each number, all hosts at once; results in the given order.
+
+        Episodes of one host take turns. An EpisodeError is a result; others are raised.
+        """
+        begun = self.begin(numbers, work)
+        wait(begun.values())  # all end before the first error is raised
+        return [begun[number].result() for number in numbers]
+
+    def begin(
+        self, numbers: Sequence[int], work: Callable[[int, Host], Result]
+    ) -> dict[int, Future[Result | EpisodeError]]:
+        """The same, not waited for."""
+
+        def serve(number: int, host: Host) -> Result | EpisodeError:
+            try:
+                return work(number, host)
+            except EpisodeError as error:
+                return error
+
+        size = len(self._hosts)
+        return {n: self._threads[n % size].submit(serve, n, self._hosts[n % size]) for n in numbers}
+
+    def close(self) -> None:
+        """Ends the workers; may be called twice."""
+        for threads in self._threads:
+            threads.shutdown(wait=False, cancel_futures=True)
+        for host in self._hosts:
+            host.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _absolute(text: str) -> str:
+    """An import string that means the same in the worker; an address stays as it is."""
+    kind, rest = split_kind(text)
+    place, name = split_reference(rest) or ("", rest)
+    if not place and kind is None:
+        raise ConfigError(
+            f"environment {text}: expected FILE.py:NAME or package.module:NAME, or KIND:... with "
+            f"one of {', '.join(ENVIRONMENT_KINDS)}"
+        )
+    if not place.endswith(".py"):
+        return text
+    return f"{'' if kind is None else f'{kind}:'}{Path(place).resolve()}:{name}"

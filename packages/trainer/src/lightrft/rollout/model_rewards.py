@@ -1,0 +1,165 @@
+"""Rewards from models in the trainer's processes, over all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from lightrft.engines.media.encoder import PromptEncoder
+from lightrft.engines.media.prompts import MediumKind, RowMedia
+from lightrft.models import RewardModel
+from lightrft.records.collate import pad_rows
+from lightrft.records.media import agree_on_kinds, encode_row
+from lightrft.records.types import Rollout
+from lightrft.rewards.recipes import RewardRecipes
+from lightrft.rewards.types import RewardResult
+from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringModel:
+    """A prepared reward model.
+
+    Args:
+        name: Of its component, and in recipes.
+        model: [batch, seq] token ids and attention mask -> [batch] scores; see
+            `lightrft.models.reward_model.RewardModel`.
+        tokenizer: Of the model; None if it reads the sampled ids themselves.
+        weight: Of its score in the reward, without recipes.
+    """
+
+    name: str
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase | None = None
+    weight: float = 1.0
+
+
+class ModelRewards:
+    """Scores the rollouts of all ranks, one model after the other.
+
+    Every model is on the device only while it scores. Sharded models are called equally often on
+    every rank, with a row of padding where a rank has nothing left.
+
+    Args:
+        strategy: Moves models and counts over ranks.
+        models: What scores.
+        micro_batch_size: Rows of one forward pass.
+        recipes: Weights by row, instead of those of the models; None is off.
+    """
+
+    def __init__(
+        self,
+        strategy: StrategyBase,
+        models: Sequence[ScoringModel],
+        *,
+        micro_batch_size: int,
+        recipes: RewardRecipes | None = None,
+    ) -> None:
+        self._strategy = strategy
+        self._models = tuple(models)
+        self._micro_batch_size = micro_batch_size
+        self._recipes = recipes
+        for entry in models:
+            strategy.offload_model(entry.model)
+
+    def score(
+        self, rollouts: Sequence[Rollout], encoder: PromptEncoder | None = None
+    ) -> list[RewardResult]:
+        """What the models say about this rank's rollouts; collective.
+
+        Args:
+            rollouts: Of this rank.
+            encoder: Of prompts with images or videos; the same on every rank, or None.
+
+        Returns:
+            One result a rollout: the weighted sum, and each score unweighted by name.
+
+        Raises:
+            RewardError: A row has no recipe.
+            ValueError: A row has images or videos that a model cannot see.
+        """
+        weights = [self._weights(rollout) for rollout in rollouts]
+        scores: list[dict[str, float]] = [{} for _ in rollouts]
+        present = self._kinds(rollouts, encoder)
+        encoded = [encode_row(rollout, encoder) for rollout in rollouts]
+        for entry in self._models:
+            wanted = [i for i, row in enumerate(weights) if entry.name in row]
+            texts = [_token_ids(rollouts[i], entry.tokenizer) for i in wanted]
+            media = RowMedia(tuple(encoded[i] for i in wanted), present)
+            values = self._score_texts(entry.model, texts, media)
+            for i, value in zip(wanted, values, strict=True):
+                scores[i][entry.name] = value
+        return [
+            RewardResult(sum(row[name] * value for name, value in found.items()), found)
+            for row, found in zip(weights, scores, strict=True)
+        ]
+
+    def _weights(self, rollout: Rollout) -> Mapping[str, float]:
+        if self._recipes is None:
+            return {entry.name: entry.weight for entry in self._models}
+        return self._recipes.weights_of(rollout.prompt.columns.get(self._recipes.column))
+
+    def _kinds(
+        self, rollouts: Sequence[Rollout], encoder: PromptEncoder | None
+    ) -> frozenset[MediumKind]:
+        """Kinds of media that some rank has; raises on all ranks if a model cannot see them."""
+        if encoder is None:
+            return frozenset()
+        own: list[MediumKind] = []
+        for rollout in rollouts:
+            own += ["image"] * bool(rollout.images)
+            own += ["video"] * bool(rollout.prompt.videos)
+        present = agree_on_kinds(self._strategy, own)
+        for entry in self._models if present else ():
+            module = self._strategy.unwrap_model(entry.model)
+            is_seeing = isinstance(module, RewardModel) and module.reads_media
+            if entry.tokenizer is not None or not is_seeing:
+                raise ValueError(
+                    f"the reward model {entry.name} cannot see the images of the prompts: give a "
+                    "vision-language reward model with the vocabulary of the actor, or leave media "
+                    "out with --text_only"
+                )
+        return present
+
+    @torch.no_grad()
+    def _score_texts(
+        self, model: nn.Module, texts: Sequence[Sequence[int]], media: RowMedia
+    ) -> list[float]:
+        size, device = self._micro_batch_size, self._strategy.device
+        num_batches = max(self._strategy.gather_objects(-(-len(texts) // size)))
+        # Texts of like length share a batch.
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        scores = [0.0] * len(texts)
+        self._strategy.reload_model(model)
+        for number in range(num_batches):
+            rows = order[number * size : (number + 1) * size]
+            token_ids, mask = pad_rows([texts[i] for i in rows] or [(0,)], device)
+            if media.present:
+                prompts = tuple(media.prompts[i] for i in rows) or (None,)
+                own = RowMedia(prompts, media.present)
+                found: Tensor = model(token_ids, mask, media=own)
+            else:
+                found = model(token_ids, mask)
+            for i, value in zip(rows, found.tolist(), strict=False):
+                scores[i] = value
+        self._strategy.offload_model(model)
+        return scores
+
+
+def _token_ids(rollout: Rollout, tokenizer: PreTrainedTokenizerBase | None) -> Sequence[int]:
+    """Prompt and response as a model reads them; a finished response ends with its end token."""
+    completion = rollout.completion
+    if tokenizer is None:
+        return (*completion.prompt_token_ids, *completion.output_token_ids)
+    text = rollout.prompt.text + rollout.response_text
+    token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if completion.finish_reason == "stop" and tokenizer.eos_token_id is not None:
+        token_ids = [*token_ids, tokenizer.eos_token_id]
+    return token_ids

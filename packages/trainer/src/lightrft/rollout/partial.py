@@ -1,0 +1,183 @@
+"""Partial rollouts: a step trains on the responses that are finished and carries the others over.
+
+More prompts are in flight than a step trains on. They are continued in chunks of tokens until
+enough groups are finished; the rest goes on in the next step under its new weights. Each token
+keeps the logprob and the version of the weights that sampled it.
+
+Source: Kimi Team 2025 (k1.5), arXiv:2501.12599, sec. 2.6.2.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.types import Prompt
+from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
+from lightrft.rollout.carry import InFlightGroup, OpenSample, PartialRolloutState
+from lightrft.strategy.strategy_base import StrategyBase
+
+# Every call of the engine draws under a seed of its own.
+_SEED_STEP = 2_000_003
+
+
+@dataclass(frozen=True, slots=True)
+class PartialReport:
+    """What a step sampled, finished and left.
+
+    Args:
+        carry: For the next step.
+        version: Of the weights of this step.
+        num_chunks: Calls of the engine.
+        num_sampled_tokens: Sampled in this step, over all ranks.
+        num_carried: Groups that have begun and go on.
+        num_carried_tokens: Tokens that they have.
+    """
+
+    carry: PartialRolloutState
+    version: int
+    num_chunks: int
+    num_sampled_tokens: int
+    num_carried: int
+    num_carried_tokens: int
+
+
+def open_groups(
+    prompts: Sequence[Prompt], *, first_request_id: int, group_size: int, strategy: StrategyBase
+) -> list[InFlightGroup]:
+    """The prompts of all ranks as groups without tokens, in global order; collective.
+
+    Args:
+        prompts: This rank's; every rank has equally many.
+        first_request_id: Of the first prompt over all ranks.
+        group_size: Responses of each.
+        strategy: Gathers the prompts.
+    """
+    shares: list[list[Prompt]] = strategy.gather_objects(list(prompts))
+    distributed = [share[i] for i in range(len(prompts)) for share in shares]
+    empty = (OpenSample(),) * group_size
+    return [
+        InFlightGroup(first_request_id + i, prompt, empty) for i, prompt in enumerate(distributed)
+    ]
+
+
+def finish_groups(
+    carry: PartialRolloutState,
+    num_wanted: int,
+    *,
+    config: TrainConfig,
+    sampling_params: SamplingParams,
+    strategy: StrategyBase,
+) -> tuple[list[InFlightGroup], PartialReport]:
+    """Continues what is in flight until enough groups are finished; collective.
+
+    Groups whose oldest token is `max_staleness` updates old are trained on in this step, so they
+    are waited for. Of the others, those with the oldest tokens come first.
+
+    Args:
+        carry: All groups, those of this step's prompts included; the same on every rank.
+        num_wanted: Groups that a step trains on.
+        config: How many prompts are in flight, and how old their tokens may become.
+        sampling_params: Of whole responses; `max_tokens` is the longest.
+        strategy: Generates.
+
+    Returns:
+        The groups to train on, the same on every rank, and what became of the others.
+
+    Raises:
+        ValueError: There are fewer groups than wanted, or no engine.
+    """
+    engine = strategy.inference_engine
+    if engine is None or len(carry.groups) < num_wanted:
+        raise ValueError(
+            f"partial rollouts need an engine and {num_wanted} prompts or more: got "
+            f"{len(carry.groups)}"
+        )
+    version = engine.weights_version
+    flight = {group.request_id: group for group in carry.groups[: config.num_prompts_in_flight]}
+    due = _overdue(flight, version - config.max_staleness)
+    num_calls, num_before = carry.num_calls, _num_tokens(flight.values())
+    chunk = min(config.tokens_per_chunk, sampling_params.max_tokens)
+    while not _is_enough(flight, due, num_wanted):
+        num_calls += 1
+        seed = sampling_params.seed + _SEED_STEP * num_calls
+        params = replace(sampling_params, n=1, max_tokens=chunk, seed=seed)
+        flight = _continue(flight, params, sampling_params.max_tokens, strategy)
+    chosen = sorted(
+        (group for group in flight.values() if group.is_finished),
+        key=lambda group: (group.request_id not in due, group.oldest_version, group.request_id),
+    )[:num_wanted]
+    kept = {group.request_id for group in chosen}
+    left = [flight.get(g.request_id, g) for g in carry.groups if g.request_id not in kept]
+    begun = [group for group in left if group.oldest_version is not None]
+    return chosen, PartialReport(
+        carry=PartialRolloutState(tuple(left), num_calls, version),
+        version=version,
+        num_chunks=num_calls - carry.num_calls,
+        num_sampled_tokens=_num_tokens(flight.values()) - num_before,
+        num_carried=len(begun),
+        num_carried_tokens=_num_tokens(begun),
+    )
+
+
+def _overdue(flight: dict[int, InFlightGroup], version: int) -> set[int]:
+    """Groups that hold a token of this version or an older one."""
+    return {
+        key
+        for key, group in flight.items()
+        if group.oldest_version is not None and group.oldest_version <= version
+    }
+
+
+def _is_enough(flight: dict[int, InFlightGroup], due: set[int], num_wanted: int) -> bool:
+    num_finished = sum(group.is_finished for group in flight.values())
+    return num_finished >= num_wanted and all(flight[key].is_finished for key in due)
+
+
+def _num_tokens(groups: Iterable[InFlightGroup]) -> int:
+    return sum(len(sample.token_ids) for group in groups for sample in group.samples)
+
+
+def _continue(
+    flight: dict[int, InFlightGroup],
+    params: SamplingParams,
+    max_tokens: int,
+    strategy: StrategyBase,
+) -> dict[int, InFlightGroup]:
+    """Every unfinished response with one more chunk; distributed over ranks evenly."""
+    places = [
+        (key, index)
+        for key, group in flight.items()
+        for index, sample in enumerate(group.samples)
+        if sample.finish_reason is None
+    ]
+    own = places[strategy.get_rank() :: strategy.world_size]
+    requests = []
+    for key, index in own:
+        group, sample = flight[key], flight[key].samples[index]
+        requests.append(
+            GenerationRequest(
+                prompt_token_ids=(*group.prompt.token_ids, *sample.token_ids),
+                request_id=group.request_id * len(group.samples) + index,
+                max_tokens=min(params.max_tokens, max_tokens - len(sample.token_ids)),
+            )
+        )
+    parts: list[Completion] = strategy.gather_and_generate(params, requests, sleep_engine=False)
+    # Every rank knows the contexts.
+    found = {
+        place: replace(part, prompt_token_ids=()) for place, part in zip(own, parts, strict=True)
+    }
+    everything: dict[tuple[int, int], Completion] = {}
+    for share in strategy.gather_objects(found):
+        everything |= share
+    return {
+        key: replace(
+            group,
+            samples=tuple(
+                sample.extended(everything[key, index], max_tokens=max_tokens)
+                if (key, index) in everything
+                else sample
+                for index, sample in enumerate(group.samples)
+            ),
+        )
+        for key, group in flight.items()
+    }

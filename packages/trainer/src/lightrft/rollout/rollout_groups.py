@@ -1,0 +1,123 @@
+"""Completions with the prompts they answer, group by group."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from lightrft.datasets.types import Prompt
+from lightrft.engines.types import Completion
+from lightrft.records.types import Rollout, Segment
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that turns sampled ids into text."""
+
+    pad_token_id: int | None
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of the ids."""
+        ...
+
+
+class RolloutGroups:
+    """The groups of one call of the engine, each made when its last completion has come.
+
+    Args:
+        prompts: This rank's.
+        request_ids, group_ids: Of each prompt.
+        group_size: Completions of each prompt.
+        decoder: Turns sampled ids into text.
+        on_group: Called with every group that `add` completes, if given.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        request_ids: Sequence[int],
+        *,
+        group_ids: Sequence[int],
+        group_size: int,
+        decoder: Decoder,
+        on_group: Callable[[list[Rollout]], None] | None = None,
+    ) -> None:
+        self._prompts = prompts
+        self._request_ids = request_ids
+        self._group_ids = group_ids
+        self._group_size = group_size
+        self._decoder = decoder
+        self._on_group = on_group
+        self._index_of = {request_id: index for index, request_id in enumerate(request_ids)}
+        self._open: dict[int, list[Completion]] = {}
+        self._done: dict[int, list[Rollout]] = {}
+
+    def add(self, completions: Sequence[Completion]) -> None:
+        """Takes completions in any order; what is wrong with them, `in_order` finds."""
+        for completion in completions:
+            index = self._index_of.get(completion.request_id)
+            if index is None or completion.finish_reason == "abort":
+                continue
+            members = self._open.setdefault(index, [])
+            members.append(completion)
+            if len(members) == self._group_size:
+                self._done[index] = self._group(index, self._open.pop(index))
+                if self._on_group is not None:
+                    self._on_group(self._done[index])
+
+    def in_order(self, completions: Sequence[Completion]) -> list[Rollout]:
+        """All rollouts, prompt-major; those which `add` made are the same objects.
+
+        Args:
+            completions: All of them, as the engine returned them.
+
+        Raises:
+            RuntimeError: The engine returned another number or order of completions than asked
+                for, or gave a completion up.
+        """
+        _check_completions(completions, self._request_ids, self._group_size)
+        rollouts: list[Rollout] = []
+        for index in range(len(self._prompts)):
+            start = index * self._group_size
+            given = completions[start : start + self._group_size]
+            rollouts += self._done.get(index) or self._group(index, given)
+        return rollouts
+
+    def _group(self, index: int, completions: Sequence[Completion]) -> list[Rollout]:
+        group_id = self._group_ids[index]
+        return [
+            Rollout(
+                prompt=self._prompts[index],
+                completion=item,
+                group_id=group_id,
+                sample_id=group_id * self._group_size + item.sample_index,
+                response_text=self._decoder.decode(item.output_token_ids, skip_special_tokens=True),
+                segments=(Segment(item.request_id, item.sample_index),),
+            )
+            for item in sorted(completions, key=lambda c: c.sample_index)
+        ]
+
+
+def _check_completions(
+    completions: Sequence[Completion], request_ids: Sequence[int], group_size: int
+) -> None:
+    expected = [(request_id, index) for request_id in request_ids for index in range(group_size)]
+    received = [(item.request_id, item.sample_index) for item in completions]
+    if received != expected:
+        raise RuntimeError(
+            f"the engine must return {group_size} completions for each of {len(request_ids)} "
+            f"prompts, prompt after prompt: got {len(received)} completions, first difference at "
+            f"{_first_difference(received, expected)}"
+        )
+    aborted = [item.request_id for item in completions if item.finish_reason == "abort"]
+    if aborted:
+        raise RuntimeError(
+            f"the engine aborted {len(aborted)} completions (requests {aborted[:10]}); an aborted "
+            "completion is not a sample of the policy. Look for the cause in the engine's output"
+        )
+
+
+def _first_difference(
+    received: Sequence[tuple[int, int]], expected: Sequence[tuple[int, int]]
+) -> str:
+    for position, (got, wanted) in enumerate(zip(received, expected, strict=False)):
+        if got != wanted:
+            return f"position {position}: got (request, sample) {got}, expected {wanted}"
+    return f"position {min(len(received), len(expected))}: one of the lists ends"

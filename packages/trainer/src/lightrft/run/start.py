@@ -1,0 +1,141 @@
+"""What stands in a run's folder before its first step and after its last."""
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from lightrft.config import TrainConfig
+from lightrft.reporting.files import (
+    CONFIG_FILE,
+    START_FILE,
+    STEP_FILES,
+    SUMMARY_FILE,
+    write_event,
+    write_start,
+)
+from lightrft.reporting.loggers import drop_steps_after
+from lightrft.run.resume import Change, RunPlan, describe_inputs
+from lightrft.strategy.config import ConfigError
+from lightrft.strategy.optimizers import PlannedLR
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
+
+LOCK_FILE = ".lock"
+
+
+def start_run(config: TrainConfig, trainer: SPMDPPOTrainer, plan: RunPlan) -> int:
+    """Continues from a checkpoint if that is the plan, and writes the first files of the run.
+
+    Lines of steps that the checkpoint does not have are removed: they are about to come again.
+
+    Returns:
+        Steps that the checkpoint brought along.
+    """
+    strategy = trainer.strategy
+    resumed = plan.resumes and trainer.load_checkpoint()
+    num_steps = trainer.state.num_steps
+    rows = resume_rows(config, trainer, plan.changes) if resumed else []
+    if resumed:
+        strategy.print(resume_table(config, num_steps, rows))
+    if strategy.is_rank_0():
+        folder = Path(config.output_dir)
+        config.save(folder / CONFIG_FILE)
+        write_start(
+            folder / START_FILE, world_size=strategy.world_size, inputs=describe_inputs(config)
+        )
+        (folder / SUMMARY_FILE).unlink(missing_ok=True)
+        for name in STEP_FILES:
+            # The evaluation before the first step comes again, too.
+            drop_steps_after(folder / name, num_steps or -1)
+        details: dict[str, object] = {"world_size": strategy.world_size}
+        if resumed:
+            details["restored"] = dict(rows)
+            details["changes"] = [asdict(change) for change in plan.changes]
+        write_event(folder, "resumed" if resumed else "started", step=num_steps, details=details)
+    strategy.barrier()
+    return num_steps
+
+
+def end_run(config: TrainConfig, strategy: StrategyBase, event: str, num_steps: int) -> None:
+    """Records how a run ended; no rank returns before that."""
+    if strategy.is_rank_0():
+        write_event(Path(config.output_dir), event, step=num_steps, details={})
+    strategy.barrier()
+
+
+def resume_rows(
+    config: TrainConfig, trainer: SPMDPPOTrainer, changes: Sequence[Change]
+) -> list[tuple[str, str]]:
+    """Name and state of everything that a checkpoint brought back."""
+    state, strategy = trainer.state, trainer.strategy
+    folder = config.checkpoint_dir / "_actor" / f"global_step{state.num_steps}"
+    num_files = sum(path.is_file() for path in folder.rglob("*"))
+    num_generators = len(list((folder / "rng").glob("*.json")))
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))
+    models = "actor" if trainer.critic is None else "actor and critic"
+    moments = state.reward_moments
+    sync = strategy.last_weight_sync
+    rows = [
+        ("checkpoint", f"{folder}: complete, {num_files} files, written {written}"),
+        ("weights", f"{models}, hashes of all files as written"),
+        ("optimizer", f"{models}, with learning rate schedule"),
+        (
+            "generators",
+            f"{min(num_generators, strategy.world_size)} of {strategy.world_size} processes",
+        ),
+        ("data", f"pass {state.episode + 1}, {state.num_episode_prompts} of its prompts used"),
+        ("kl_coef", f"{state.kl.coef:g}"),
+        ("reward moments", "not used" if moments is None else f"of {moments.count} rewards"),
+        (
+            "engine",
+            "holds the restored weights"
+            + (f", version {sync.weights_version}" if sync is not None else ""),
+        ),
+    ]
+    scheduler = trainer.actor_scheduler
+    if isinstance(scheduler, PlannedLR) and scheduler.change:
+        rows.append(("learning rate", scheduler.change))
+    for change in changes:
+        kind = "changed" if change.is_free else "changed, exactness lost"
+        rows.append((kind, str(change)))
+    return rows
+
+
+def resume_table(config: TrainConfig, num_steps: int, rows: Sequence[tuple[str, str]]) -> str:
+    """The rows below a headline."""
+    width = max(len(name) for name, _ in rows)
+    lines = [f"  {name:{width}}  {text}" for name, text in rows]
+    return "\n".join([f"continuing {config.output_dir} after step {num_steps}", *lines])
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Holds the folder; the system lets go of it when the process ends, however it does.
+
+    A file system without locks is taken as it is.
+
+    Raises:
+        ConfigError: Another process holds it; the message names that process.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK_FILE).open("a+", encoding="utf-8") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.seek(0)
+            raise ConfigError(
+                f"--output_dir: {folder} is being written by {stream.read().strip()}: wait for "
+                "that run to end, or give another folder"
+            ) from None
+        except OSError:  # network file systems may know no locks
+            yield
+            return
+        stream.truncate(0)
+        stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        stream.flush()
+        yield

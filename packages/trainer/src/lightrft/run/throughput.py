@@ -1,0 +1,139 @@
+"""Floating-point operations of an update, and the share of the hardware's peak that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from lightrft.config import TrainConfig
+from lightrft.records.exchange import RowTable
+from lightrft.run.machines import gpu_of
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFlops:
+    """Operations of one forward and backward pass of a model.
+
+    Multiplications and additions count one each. A weight costs 6 a token, a frozen one 4: it
+    gets no gradient. Attention costs 6 heads * head_dim a layer and pair of tokens that see each
+    other twice over, s^2 / 2 pairs. What gradient checkpointing computes again does not count.
+
+    Source: Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B, with causal attention.
+
+    Args:
+        per_token: Of the layers.
+        per_scored_token: Of the output projection, which sees sampled tokens only.
+        per_squared_length: Of attention.
+    """
+
+    per_token: float
+    per_scored_token: float
+    per_squared_length: float
+
+    def total(self, lengths: NDArray[np.int64], sampled_lengths: NDArray[np.int64]) -> float:
+        """Operations for rows of these lengths, padding not counted."""
+        return float(
+            self.per_token * lengths.sum()
+            + self.per_scored_token * sampled_lengths.sum()
+            + self.per_squared_length * (lengths.astype(float) ** 2).sum()
+        )
+
+
+def training_flops(model: nn.Module, strategy: StrategyBase) -> TrainingFlops | None:
+    """The operations of a prepared model; None if it holds no transformers model.
+
+    Args:
+        model: As the strategy wrapped it.
+        strategy: Knows its parameters, whole or sharded.
+    """
+    from transformers import PreTrainedModel
+
+    root = checkpoint_module(strategy.unwrap_model(model))
+    pretrained = root if isinstance(root, PreTrainedModel) else _inner(root)
+    if pretrained is None:
+        return None
+    embeddings = pretrained.get_input_embeddings()
+    lookup_name = next((n for n, m in root.named_modules() if m is embeddings), "") + ".weight"
+    source = strategy.parameter_source(model)
+    is_tied = lookup_name in source.tied_names.values()
+    head, layers = 0.0, 0.0
+    share = _active_share(pretrained.config)
+    for entry in source.parameters():
+        cost = float(entry.numel * (4 if entry.frozen else 6))
+        is_matrix = len(entry.shape) >= 2
+        if entry.checkpoint_name == lookup_name:
+            # A lookup costs nothing; tied, it is the output projection too.
+            head += cost if is_tied else 0.0
+        elif entry.checkpoint_name.startswith("lm_head."):
+            head += cost if is_matrix else 0.0
+        elif is_matrix:
+            layers += cost * (share if ".experts." in entry.checkpoint_name else 1.0)
+    text = pretrained.config.get_text_config()
+    num_heads = text.num_attention_heads
+    width = num_heads * int(text.to_dict().get("head_dim") or text.hidden_size // num_heads)
+    return TrainingFlops(layers, head, 6.0 * text.num_hidden_layers * width)
+
+
+def peak_tflops(config: TrainConfig) -> float | None:
+    """The device's peak in 1e12 operations per second: as given, or of a known GPU in bfloat16."""
+    has_gpu = torch.cuda.is_available()
+    if config.peak_tflops is not None:
+        return config.peak_tflops
+    if not has_gpu or not config.computes_in_bf16(has_gpu=has_gpu):
+        return None
+    gpu = gpu_of(torch.cuda.get_device_name())
+    return None if gpu is None else gpu.tflops
+
+
+def utilisation(
+    costs: Sequence[TrainingFlops],
+    table: RowTable,
+    *,
+    num_epochs: int,
+    seconds: float,
+    num_devices: int,
+    peak: float | None,
+) -> dict[str, float]:
+    """`train_tflops_per_second` of each device and, where the peak is known, its share `mfu`.
+
+    Args:
+        costs: Of each model that is trained; {} is returned without any.
+        table: The rows of all ranks.
+        num_epochs: Passes over them.
+        seconds: Duration of the update.
+        num_devices: That share the work.
+        peak: Of one device, in 1e12 operations per second; None is not known.
+    """
+    if not costs:
+        return {}
+    flops = num_epochs * sum(cost.total(table.lengths, table.sampled_lengths) for cost in costs)
+    achieved = flops / seconds / num_devices / 1e12
+    found = {"train_tflops_per_second": achieved}
+    return found if peak is None else {**found, "mfu": achieved / peak}
+
+
+def _inner(root: nn.Module) -> PreTrainedModel | None:
+    from transformers import PreTrainedModel
+
+    found = [child for child in root.children() if isinstance(child, PreTrainedModel)]
+    return found[0] if found else None
+
+
+def _active_share(config: PretrainedConfig) -> float:
+    """Share of the experts that a token passes through."""
+    values = config.get_text_config().to_dict()
+    counts: Sequence[object] = (values.get("num_experts"), values.get("num_local_experts"))
+    total = next((count for count in counts if isinstance(count, int) and count > 0), None)
+    active = values.get("num_experts_per_tok")
+    return active / total if total is not None and isinstance(active, int) else 1.0

@@ -1,0 +1,1 @@
+"""Stages of training: what a step computes and learns."""

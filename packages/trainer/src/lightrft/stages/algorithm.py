@@ -1,0 +1,335 @@
+"""From the options to the loss, the estimator and the corrections that they name."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms import RowAdvantageInputs, TokenAdvantageInputs, TokenAdvantages, TokenLoss
+from lightrft.algorithms.correction_terms import CorrectionTerm, parse_correction
+from lightrft.algorithms.declarations import (
+    AdvantageTraits,
+    PolicyLossTraits,
+    advantage_traits,
+    policy_loss,
+    policy_loss_traits,
+)
+from lightrft.algorithms.types import AdvantageFunction, PolicyLossFunction
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.options import CRITIC, options_of
+from lightrft.config.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, bind, keyword_options
+from lightrft.config.rules import UNKNOWN_ORDER
+from lightrft.engines.types import has_known_order
+
+# Options that reach every loss which has an argument of that name; the first one given wins.
+COMMON_LOSS_OPTIONS = {
+    "clip_low": ("eps_clip_low", "eps_clip"),
+    "clip_high": ("eps_clip_high", "eps_clip"),
+    "dual_clip": ("dual_clip",),
+}
+_WORDS = {"clip_low": "clip range", "clip_high": "clip range", "dual_clip": "dual clip"}
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """What a run computes with, hyper-parameters included.
+
+    Args:
+        policy_loss, loss_traits: The loss of a token, and what it declares.
+        estimator, estimator_traits: Rewards to advantages likewise.
+        corrections: Terms for the difference between engine and trainer; () is none.
+        asked_aggregation: What `loss_agg_mode` was given as; None leaves it to the loss.
+    """
+
+    policy_loss: PolicyLossFunction
+    loss_traits: PolicyLossTraits
+    estimator: AdvantageFunction
+    estimator_traits: AdvantageTraits
+    corrections: tuple[CorrectionTerm, ...] = ()
+    asked_aggregation: str | None = None
+
+
+def build_algorithm(config: TrainConfig) -> Algorithm:
+    """Loads what the options name, binds hyper-parameters and tries a user's own on an example.
+
+    Raises:
+        ConfigError: Unknown names or hyper-parameters, a file that cannot be imported, or a
+            function that cannot be called as it will be.
+    """
+    loss, estimator = build_policy_loss(config), build_estimator(config)
+    return Algorithm(
+        policy_loss=loss,
+        loss_traits=policy_loss_traits(loss),
+        estimator=estimator,
+        estimator_traits=advantage_traits(estimator),
+        asked_aggregation=config.loss_agg_mode,
+        corrections=build_corrections(config),
+    )
+
+
+def build_policy_loss(config: TrainConfig) -> PolicyLossFunction:
+    """The policy loss with its hyper-parameters.
+
+    Raises:
+        ConfigError: See `build_algorithm`.
+    """
+    name = config.policy_loss_name
+    function = cast("Callable[..., object]", POLICY_LOSSES.load(name))
+    owner = f"policy_loss {name}"
+    common = _common_options(config, function, owner=owner)
+    bound = bind(function, {**common, **(config.policy_loss_args or {})}, owner=owner)
+    if POLICY_LOSSES.is_built_in(name):
+        return cast("PolicyLossFunction", bound)
+    wrapped = _with_token_loss(bound)
+    _try(
+        lambda: _try_policy_loss(wrapped),
+        owner=owner,
+        expected=(
+            "a function (logprobs, old_logprobs, advantages, response_mask, *, hyper-parameters), "
+            "each [batch, seq], that gives a TokenLoss or a differentiable tensor [batch, seq]"
+        ),
+    )
+    return wrapped
+
+
+def build_estimator(config: TrainConfig) -> AdvantageFunction:
+    """The advantage estimator with its hyper-parameters.
+
+    Raises:
+        ConfigError: See `build_algorithm`.
+    """
+    name = config.advantage_estimator
+    owner = f"advantage_estimator {name}"
+    function = cast("Callable[..., object]", ADVANTAGE_ESTIMATORS.load(name))
+    bound = cast("AdvantageFunction", bind(function, config.advantage_args or {}, owner=owner))
+    if not ADVANTAGE_ESTIMATORS.is_built_in(name):
+        _try(
+            lambda: _try_estimator(bound),
+            owner=owner,
+            expected=(
+                "a function of RowAdvantageInputs that gives one finite number per row, or one "
+                "declared is_token_level of TokenAdvantageInputs that gives TokenAdvantages"
+            ),
+        )
+    return bound
+
+
+def build_corrections(config: TrainConfig) -> tuple[CorrectionTerm, ...]:
+    """The terms of `off_policy_correction`; () without.
+
+    Raises:
+        ConfigError: A term cannot be read.
+    """
+    if not config.off_policy_correction:
+        return ()
+    bounds = {"low": config.correction_low, "high": config.correction_high}
+    given = {name: bound for name, bound in bounds.items() if bound is not None}
+    parse = bind(
+        parse_correction, {**given, **(config.correction_args or {})}, owner="correction_args"
+    )
+    try:
+        return parse(config.off_policy_correction)
+    except ValueError as error:
+        raise ConfigError(f"off_policy_correction: {error}") from error
+
+
+def algorithm_problems(config: TrainConfig) -> list[str]:
+    """Why the algorithm of a run cannot be computed, one line per problem.
+
+    Only for options that are right by themselves.
+    """
+    found: list[str] = []
+    for build in (build_policy_loss, build_estimator, build_corrections):
+        try:
+            build(config)
+        except ConfigError as error:
+            found += str(error).splitlines()
+    return found or requirement_problems(config, build_algorithm(config))
+
+
+def requirement_problems(config: TrainConfig, algorithm: Algorithm) -> list[str]:
+    """What the algorithm needs and the options do not give, one line each."""
+    name, traits = config.advantage_estimator, algorithm.estimator_traits
+    rules = (
+        (
+            traits.needs_groups and config.n_samples_per_prompt < 2,
+            f"advantage_estimator {name} compares the samples of one prompt: it needs "
+            f"n_samples_per_prompt >= 2, got {config.n_samples_per_prompt}",
+        ),
+        (
+            config.freezing_actor_steps > 0 and not traits.needs_critic,
+            "freezing_actor_steps trains only the critic: it needs an advantage_estimator with a "
+            f"critic, such as gae, got {name}",
+        ),
+        (
+            config.partial_rollout and traits.needs_greedy_rewards,
+            f"partial_rollout and advantage_estimator {name} exclude each other: leave one of "
+            "them out",
+        ),
+    )
+    return [text for is_broken, text in rules if is_broken]
+
+
+def unused_algorithm_options(
+    config: TrainConfig, algorithm: Algorithm, *, has_reference: bool = True
+) -> list[str]:
+    """Options that were changed and that this algorithm does not use, one sentence each."""
+    found = [
+        f"{name} acts only with an advantage_estimator that has a critic"
+        for name, (entry, info) in options_of(TrainConfig).items()
+        if info.acts_with == CRITIC
+        and not algorithm.estimator_traits.needs_critic
+        and config.__dict__[name] != entry.default
+    ]
+    if config.kl_target is not None and not has_reference:
+        found.append("kl_target acts only with a reference model and init_kl_coef > 0")
+    return found
+
+
+def decide(config: TrainConfig) -> tuple[TrainConfig, Algorithm]:
+    """The configuration with what was left to the algorithm, and the algorithm.
+
+    Raises:
+        ConfigError: See `build_algorithm`.
+    """
+    algorithm = build_algorithm(config)
+    decided = {
+        "policy_loss": config.policy_loss_name,
+        "loss_agg_mode": config.loss_agg_mode or algorithm.loss_traits.aggregation,
+    }
+    return config.replaced(decided), algorithm
+
+
+def check_algorithm(
+    config: TrainConfig,
+    algorithm: Algorithm,
+    *,
+    has_critic: bool,
+    has_reference: bool,
+    engine_type: str | None,
+) -> None:
+    """Checks that a trainer has what its algorithm needs.
+
+    Args:
+        config, algorithm: What it computes.
+        has_critic, has_reference: The models it was given.
+        engine_type: Name of the engine that samples; None if there is none yet.
+
+    Raises:
+        ConfigError: A model is missing, or the engine hides which tokens it kept.
+    """
+    found = requirement_problems(config, algorithm)
+    if algorithm.estimator_traits.needs_critic and not has_critic:
+        found.append(
+            f"advantage_estimator {config.advantage_estimator!r} needs a critic: pass one, or "
+            "choose group_norm, rloo, reinforce++ or another estimator without a critic"
+        )
+    if config.use_kl_loss and not has_reference:
+        found.append(
+            "use_kl_loss needs a reference model: pass initial_model and init_kl_coef > 0, or "
+            "leave use_kl_loss out"
+        )
+    is_known = has_known_order(engine_type, top_k=config.top_k, top_p=config.top_p)
+    if algorithm.corrections and not is_known:
+        found.append(UNKNOWN_ORDER.format(engine=engine_type))
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def _common_options(
+    config: TrainConfig, function: Callable[..., object], *, owner: str
+) -> dict[str, object]:
+    """Values of the common options that the loss has an argument for.
+
+    Raises:
+        ConfigError: An option was given, and the loss has no such argument.
+    """
+    known, values = keyword_options(function), {}
+    for argument, names in COMMON_LOSS_OPTIONS.items():
+        given = [name for name in names if config.__dict__[name] is not None]
+        if given and argument not in known:
+            raise ConfigError(
+                f"{owner} has no {_WORDS[argument]}: leave out {' and '.join(given)} "
+                f"(its options are {', '.join(known) or 'none'})"
+            )
+        if given:
+            values[argument] = config.__dict__[given[0]]
+    return values
+
+
+def _with_token_loss(function: Callable[..., object]) -> PolicyLossFunction:
+    """The loss, whose result may be a bare tensor, as one that gives a TokenLoss."""
+
+    def loss(
+        logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, response_mask: Tensor
+    ) -> TokenLoss:
+        found = function(logprobs, old_logprobs, advantages, response_mask)
+        if not isinstance(found, Tensor):
+            return cast("TokenLoss", found)
+        if found.shape != response_mask.shape:
+            raise ValueError(
+                f"its loss has the shape {list(found.shape)} for tensors of the shape "
+                f"{list(response_mask.shape)}"
+            )
+        difference = torch.where(response_mask, logprobs.detach() - old_logprobs, 0.0)
+        return TokenLoss.unclipped(found, difference.clamp(-20, 20).exp(), response_mask)
+
+    return policy_loss(**asdict(policy_loss_traits(function)))(loss)
+
+
+def _try(check: Callable[[], str | None], *, owner: str, expected: str) -> None:
+    """Runs a user's function on an example batch.
+
+    Raises:
+        ConfigError: It raises, or its result is not what is expected.
+    """
+    try:
+        problem = check()
+    except Exception as error:
+        raise ConfigError(
+            f"{owner} fails on an example batch: {type(error).__name__}: {error}; expected "
+            f"{expected}"
+        ) from error
+    if problem is not None:
+        raise ConfigError(f"{owner}: {problem}; expected {expected}")
+
+
+def _try_policy_loss(loss: PolicyLossFunction) -> str | None:
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(2, 4, generator=generator)
+    logprobs = (old + 0.1 * torch.randn(2, 4, generator=generator)).requires_grad_()
+    advantages = torch.randn(2, 4, generator=generator)
+    mask = torch.tensor([[False, True, True, True], [False, True, True, False]])
+    found: object = loss(logprobs, old, advantages, mask)
+    if not isinstance(found, TokenLoss):
+        return f"it gives {type(found).__name__}"
+    if found.loss.shape != mask.shape:
+        return f"its loss has the shape {list(found.loss.shape)} for tensors {list(mask.shape)}"
+    if not found.loss.requires_grad:
+        return "no gradient flows from its loss to logprobs"
+    if not bool(found.loss.isfinite().all()):
+        return "its loss is not finite"
+    return None
+
+
+def _try_estimator(estimator: AdvantageFunction) -> str | None:
+    if advantage_traits(estimator).is_token_level:
+        mask = torch.tensor([[False, True, True, True], [False, True, True, False]])
+        rewards = torch.where(mask, 0.5, 0.0)
+        tokens: object = estimator(TokenAdvantageInputs(rewards, mask, torch.zeros(2, 4)))
+        if not isinstance(tokens, TokenAdvantages):
+            return f"it gives {type(tokens).__name__}"
+        return None if tokens.advantages.shape == mask.shape else "its advantages are misshapen"
+    rows: object = estimator(
+        RowAdvantageInputs(
+            rewards=torch.tensor([1.0, 0.0, 0.5, 0.5]),
+            group_ids=torch.tensor([0, 0, 1, 1]),
+            lengths=torch.tensor([3, 2, 4, 1]),
+            greedy_rewards=torch.zeros(4),
+        )
+    )
+    if not isinstance(rows, Tensor) or rows.shape != (4,):
+        return f"it gives {list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__}"
+    return None if bool(rows.isfinite().all()) else "its advantages are not finite"

@@ -1,0 +1,162 @@
+"""What an update of the policy minimises, for all tokens of a micro batch or for some of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightrft.algorithms.aggregation import loss_weights, weighted_share
+from lightrft.algorithms.declarations import PolicyLossTraits
+from lightrft.algorithms.kl import estimate_kl
+from lightrft.algorithms.masking import mask_out
+from lightrft.algorithms.types import PolicyLossFunction, TokenLoss
+from lightrft.config import TrainConfig
+from lightrft.models import Actor
+from lightrft.records.types import ExperienceBatch
+
+
+@dataclass(frozen=True, slots=True)
+class LossTokens:
+    """What the loss of tokens needs beside their logprobs: [batch, seq], or [1, tokens] of some.
+
+    Args:
+        mask: bool, True on the tokens that count.
+        shares: float64, weight of a token in the aggregation, before the division by Z.
+        advantages: Of the tokens.
+        old_logprobs: Before the update; None where this is the first look at the tokens.
+        ref_logprobs: Of the reference model, or None.
+        factors: What further multiplies the policy loss (corrections, kept tokens), or None.
+    """
+
+    mask: Tensor
+    shares: Tensor
+    advantages: Tensor
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    factors: Tensor | None
+
+    @classmethod
+    def of(cls, micro: ExperienceBatch, *, mode: str, factors: Tensor | None) -> LossTokens:
+        """Those of a micro batch, aggregated in a mode."""
+        mask = micro.rollouts.response_mask
+        return cls(
+            mask=mask,
+            shares=loss_weights(mask, mode, dtype=torch.float64),
+            advantages=micro.advantages,
+            old_logprobs=micro.outputs.old_logprobs,
+            ref_logprobs=micro.outputs.ref_logprobs,
+            factors=factors,
+        )
+
+    def at(self, rows: Tensor, columns: Tensor) -> LossTokens:
+        """Some tokens, as one row: [1, tokens]."""
+
+        def chosen(values: Tensor) -> Tensor:
+            return values[rows, columns][None]
+
+        def chosen_if(values: Tensor | None) -> Tensor | None:
+            return None if values is None else chosen(values)
+
+        return LossTokens(
+            mask=chosen(self.mask),
+            shares=chosen(self.shares),
+            advantages=chosen(self.advantages),
+            old_logprobs=chosen_if(self.old_logprobs),
+            ref_logprobs=chosen_if(self.ref_logprobs),
+            factors=chosen_if(self.factors),
+        )
+
+    def old_logprobs_or(self, logprobs: Tensor) -> Tensor:
+        """The old logprobs, which at the first look are those of the policy itself."""
+        return logprobs.detach() if self.old_logprobs is None else self.old_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveTerms:
+    """The value of an objective.
+
+    Args:
+        token_loss: Of the policy, before further factors.
+        parts: [] share of "policy", "kl" and "entropy" in the value of the optimizer batch, before
+            their coefficients; those that are on.
+        share: [] share of everything.
+    """
+
+    token_loss: TokenLoss
+    parts: dict[str, Tensor]
+    share: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyObjective:
+    """policy + kl_coef KL - entropy_coef H, each aggregated with the same Z.
+
+    Args:
+        config: Has the KL's estimator and the weight of the entropy, 0 of which is off.
+        token_loss: One loss value per token.
+        normalizer: Z of the optimizer batch over all ranks.
+        kl_coef: Weight of the KL to the reference model; 0 is off.
+    """
+
+    config: TrainConfig
+    token_loss: PolicyLossFunction
+    normalizer: Tensor
+    kl_coef: float
+
+    def terms(self, tokens: LossTokens, logprobs: Tensor, entropy: Tensor | None) -> ObjectiveTerms:
+        """The objective's value over some tokens.
+
+        Args:
+            tokens: Which, and what is known of them.
+            logprobs, entropy: Like `tokens.mask`.
+        """
+        mask, old_logprobs = tokens.mask, tokens.old_logprobs_or(logprobs)
+
+        def share_of(token_loss: Tensor) -> Tensor:
+            return weighted_share(mask_out(token_loss, mask), tokens.shares, self.normalizer)
+
+        found = self.token_loss(logprobs, old_logprobs, tokens.advantages, mask)
+        weighted = found if tokens.factors is None else found.weighted(tokens.factors)
+        share = share_of(weighted.loss)
+        parts = {"policy": share}
+        if self.kl_coef > 0 and tokens.ref_logprobs is not None:
+            kl = estimate_kl(
+                logprobs,
+                tokens.ref_logprobs,
+                mask,
+                estimator=self.config.kl_estimator,
+                old_logprobs=old_logprobs,
+            )
+            parts["kl"] = share_of(kl)
+            share = share + self.kl_coef * parts["kl"]
+        if self.config.entropy_coef > 0 and entropy is not None:
+            parts["entropy"] = share_of(entropy)
+            share = share - self.config.entropy_coef * parts["entropy"]
+        return ObjectiveTerms(found, parts, share)
+
+
+def why_loss_outside(config: TrainConfig, traits: PolicyLossTraits, actor: nn.Module) -> str | None:
+    """Why the loss is not computed inside the output projection; None if it is.
+
+    Inside, it is asked of some tokens at a time: three matrix products with the vocabulary instead
+    of four, and the same numbers.
+
+    Args:
+        config: `fused_linear_logprob` decided.
+        traits: Of the policy loss.
+        actor: The policy, unwrapped.
+    """
+    name = f"policy_loss {config.policy_loss_name}"
+    if not config.fused_linear_logprob:
+        return "fused_linear_logprob is off"
+    if not isinstance(actor, Actor):
+        return f"the policy is no lightrft.models.Actor: got {type(actor).__name__}"
+    if traits.couples_rows:
+        return f"{name} couples the rows of a micro-batch"
+    if traits.is_sequence_level:
+        return f"{name} couples the tokens of a row"
+    if not traits.is_token_wise:
+        return f"{name} is not declared is_token_wise"
+    return None

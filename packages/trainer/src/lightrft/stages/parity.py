@@ -1,0 +1,303 @@
+"""The parity gate: engine and trainer must give the tokens of a step the same logprobs."""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightrft.engines.base import RolloutEngine
+from lightrft.engines.hf.layers import module_outputs
+from lightrft.engines.media.prompts import EncodedPrompt, RowMedia
+from lightrft.records.types import RolloutBatch
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.weight_sync.canary import compute_dtypes
+from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
+
+
+class ParityError(RuntimeError):
+    """Engine and trainer compute different logprobs for the same tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParityLimits:
+    """Largest differences that rounding explains.
+
+    Args:
+        mean: Of the mean |difference| of a token's logprobs.
+        largest: Of the largest |difference| of a token's logprobs.
+        hidden: Of ||a - b|| / ||b|| of the outputs of a layer.
+    """
+
+    mean: float
+    largest: float
+    hidden: float
+
+
+# Two float32 forwards of one model differ by about 1e-6 in the mean. In bfloat16 a real vLLM is
+# 0.011 away from transformers in the mean and 0.06 at most on small models; single unlikely tokens
+# of large models are further apart, so the mean decides. Keyed by the coarsest dtype in use.
+PARITY_LIMITS: dict[torch.dtype, ParityLimits] = {
+    torch.float64: ParityLimits(mean=1e-4, largest=1e-2, hidden=1e-4),
+    torch.float32: ParityLimits(mean=1e-4, largest=1e-2, hidden=1e-4),
+    torch.float16: ParityLimits(mean=0.02, largest=1.0, hidden=0.01),
+    torch.bfloat16: ParityLimits(mean=0.05, largest=5.0, hidden=0.05),
+}
+QUANTISED_LIMITS = ParityLimits(mean=0.2, largest=10.0, hidden=0.2)
+
+
+@dataclass(frozen=True, slots=True)
+class WorstToken:
+    """The token on which engine and trainer differ most.
+
+    Args:
+        sample_id: Its sample.
+        position: Its place in the row; the response starts at `response_start`.
+        turn: Of the response, counted from 0: observations end a turn.
+        token_ids: The row up to and including the token.
+        rollout_logprob, logprob: Of the engine and of the trainer.
+        response_start: Place of the first sampled token.
+    """
+
+    sample_id: int
+    position: int
+    token_ids: tuple[int, ...]
+    rollout_logprob: float
+    logprob: float
+    response_start: int
+    turn: int = 0
+
+    @property
+    def difference(self) -> float:
+        """Distance of the two logprobs; infinite if one is not a number."""
+        distance = abs(self.rollout_logprob - self.logprob)
+        return distance if math.isfinite(distance) else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class ParityReport:
+    """What the gate found over all ranks.
+
+    Args:
+        num_tokens: Tokens compared.
+        mean: Mean |difference| of their logprobs.
+        worst: The token that differs most; None without tokens.
+        limits: What is allowed.
+    """
+
+    num_tokens: int
+    mean: float
+    worst: WorstToken | None
+    limits: ParityLimits
+
+    @property
+    def holds(self) -> bool:
+        """Whether the differences are within the limits; NaN is not."""
+        if self.worst is None:
+            return True
+        return self.mean <= self.limits.mean and self.worst.difference <= self.limits.largest
+
+    def summary(self) -> str:
+        """One line."""
+        if self.worst is None:
+            return (
+                "parity: no token whose logprobs follow the same distribution in engine and trainer"
+            )
+        return (
+            f"parity: engine and trainer logprobs of {self.num_tokens} tokens differ by "
+            f"{self.mean:.2e} in the mean and {self.worst.difference:.2e} at most (limits "
+            f"{self.limits.mean:g} and {self.limits.largest:g})"
+        )
+
+
+def parity_limits(dtypes: Collection[torch.dtype]) -> ParityLimits:
+    """The limits of the coarsest of the dtypes in which engine or trainer compute."""
+    found = [PARITY_LIMITS.get(dtype, QUANTISED_LIMITS) for dtype in dtypes]
+    return max(found, key=lambda limits: limits.mean)
+
+
+def compare_logprobs(
+    batch: RolloutBatch, logprobs: Tensor, *, limits: ParityLimits, strategy: StrategyBase
+) -> ParityReport:
+    """Compares this rank's rows and joins what all ranks found; collective.
+
+    Args:
+        batch: This rank's rows.
+        logprobs: [batch, seq] of the trainer, under the weights that sampled the rows.
+        limits: What is allowed.
+        strategy: Reaches the other ranks.
+    """
+    mask = batch.compared_mask
+    if mask is None:
+        mask = torch.zeros_like(batch.response_mask)
+    size = (batch.rollout_logprobs.double() - logprobs.double()).abs()
+    size = torch.where(mask, size, 0.0)
+    worst = _worst_token(batch, logprobs, size, mask)
+    own = (int(mask.sum()), float(size.sum()), worst)
+    found: list[tuple[int, float, WorstToken | None]] = strategy.gather_objects(
+        own, strategy.dp_group
+    )
+    num_tokens = sum(count for count, _, _ in found)
+    total = sum(amount for _, amount, _ in found)
+    candidates = [token for _, _, token in found if token is not None]
+    return ParityReport(
+        num_tokens,
+        total / max(num_tokens, 1),
+        max(candidates, key=lambda token: token.difference, default=None),
+        limits,
+    )
+
+
+def _worst_token(
+    batch: RolloutBatch, logprobs: Tensor, size: Tensor, mask: Tensor
+) -> WorstToken | None:
+    if not bool(mask.any()):
+        return None
+    ranked = torch.where(mask, size.nan_to_num(nan=torch.inf), -1.0)
+    row, position = divmod(int(ranked.argmax()), size.shape[1])
+    return WorstToken(
+        sample_id=int(batch.sample_ids[row]),
+        position=position,
+        token_ids=tuple(batch.token_ids[row, : position + 1].tolist()),
+        rollout_logprob=float(batch.rollout_logprobs[row, position]),
+        logprob=float(logprobs[row, position]),
+        response_start=int(batch.response_mask[row].int().argmax()),
+        turn=int((batch.response_mask[row].int().diff()[:position] == 1).sum()) - 1,
+    )
+
+
+def check_parity(
+    batch: RolloutBatch,
+    logprobs: Tensor,
+    actor: nn.Module,
+    *,
+    strategy: StrategyBase,
+    mean_limit: float | None = None,
+) -> ParityReport:
+    """Raises unless engine and trainer agree on the logprobs of a step; collective.
+
+    Args:
+        batch: This rank's rows.
+        logprobs: [batch, seq] of the trainer, under the weights that sampled the rows.
+        actor: The trainer's model as the strategy wrapped it.
+        strategy: Hosts the engine.
+        mean_limit: Allowed mean |difference|; None takes that of the dtypes in use.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ParityError: They do not agree; on all ranks, with numbers, the worst token and, with the
+            embedded engine, the first layer whose outputs differ.
+    """
+    engine = strategy.inference_engine
+    if engine is None:
+        raise ValueError("there is no engine to compare with; call setup_inference_engine first")
+    dtypes = compute_dtypes(strategy.config, engine, strategy.parameter_source(actor))
+    limits = parity_limits(dtypes)
+    if mean_limit is not None:
+        limits = ParityLimits(mean_limit, max(limits.largest, mean_limit), limits.hidden)
+    report = compare_logprobs(batch, logprobs, limits=limits, strategy=strategy)
+    worst = report.worst
+    if report.holds or worst is None:
+        return report
+    raise ParityError(
+        "engine and trainer compute different logprobs for the same tokens, so the engine does not "
+        f"sample from the model that is trained\n  {report.summary()}\n"
+        f"  worst token: sample {worst.sample_id}, turn {worst.turn}, response token "
+        f"{worst.position - worst.response_start} (id {worst.token_ids[-1]}): engine "
+        f"{worst.rollout_logprob:.6g}, trainer {worst.logprob:.6g}\n"
+        f"  its last tokens: {list(worst.token_ids[-16:])}\n"
+        + _layer(report, batch, actor, strategy)
+    )
+
+
+def _layer(
+    report: ParityReport, batch: RolloutBatch, actor: nn.Module, strategy: StrategyBase
+) -> str:
+    """Where the two models part, as far as the engine can be watched; collective."""
+    engine, worst = strategy.inference_engine, report.worst
+    if worst is None or engine is None:
+        return ""
+    if strategy.config.sp_size > 1:
+        return "  layers: not compared, each rank computes a slice of the sequence"
+    own = dict(zip(batch.sample_ids.tolist(), batch.media.prompts, strict=False))
+    holders = strategy.gather_objects(own.get(worst.sample_id))
+    media = next((media for media in holders if media is not None), None)
+    strategy.wakeup_inference_engine()
+    if engine.weights_were_dropped:
+        return "  layers: not compared, the engine has dropped its weights to sleep"
+    found = first_divergence(
+        strategy.unwrap_model(actor),
+        actor,
+        engine,
+        worst.token_ids,
+        device=strategy.device,
+        limit=report.limits.hidden,
+        media=media,
+    )
+    # Every rank's engine holds weights of its own; the fault may be in one of them.
+    texts = [text for text in strategy.gather_objects(found) if text is not None]
+    if not texts:
+        what = "the images of this row" if media is not None else "its hidden states"
+        return f"  layers: not compared, the {engine.name} engine does not show {what}"
+    return "  layers: " + next(
+        (text for text in texts if text),
+        "all agree when the row is computed again, so it was sampled with other weights or from "
+        "a stale cache",
+    )
+
+
+def first_divergence(
+    trainer: nn.Module,
+    actor: nn.Module,
+    engine: RolloutEngine,
+    token_ids: Sequence[int],
+    *,
+    device: torch.device,
+    limit: float,
+    media: EncodedPrompt | None = None,
+) -> str | None:
+    """Runs one sequence through the trainer's model and the engine's, and compares all layers.
+
+    Collective where the trainer's model is sharded: every rank must call it.
+
+    Args:
+        trainer: The actor itself; its modules are watched.
+        actor: The same as the strategy wrapped it; it is called.
+        engine: Of this rank.
+        token_ids: The sequence.
+        device: Where the actor computes.
+        limit: Allowed ||a - b|| / ||b|| of a layer's output.
+        media: The prompt that the sequence begins with, if that has images or videos.
+
+    Returns:
+        One line about the first layer that differs, "" if none does; None if the engine cannot be
+        watched.
+    """
+    tokens = torch.tensor([list(token_ids)], device=device)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    given = {} if media is None else {"media": RowMedia((media,), media.kinds)}
+    expected = module_outputs(checkpoint_module(trainer), lambda: actor(tokens, mask, **given))
+    found = engine.layer_outputs(token_ids, media)
+    if found is None:
+        return None
+    for name in [name for name in found if name in expected]:
+        distance = _distance(found[name], expected[name])
+        # Written so that NaN counts as a difference.
+        if distance is not None and not distance <= limit:
+            return (
+                f"outputs differ first in {name} (||engine - trainer|| / ||trainer|| = "
+                f"{distance:.2e}, expected at most {limit:g})"
+            )
+    return ""
+
+
+def _distance(found: Tensor, expected: Tensor) -> float | None:
+    """||found - expected|| / ||expected||; None if their sizes differ (other layouts of a row)."""
+    if found.numel() != expected.numel():
+        return None
+    right = expected.double().flatten().cpu()
+    left = found.double().flatten().cpu()
+    return float((left - right).norm() / right.norm().clamp(min=1e-30))

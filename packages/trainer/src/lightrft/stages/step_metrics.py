@@ -1,0 +1,305 @@
+"""What is worth knowing about the samples of a step."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.kl import estimate_kl
+from lightrft.algorithms.types import TokenLoss
+from lightrft.config import TrainConfig
+from lightrft.experience.maker import StepExperience
+from lightrft.records.exchange import RowTable
+from lightrft.records.numerics import num_nonfinite
+from lightrft.records.step_timer import StageMeter
+from lightrft.records.types import PolicyOutputs, RolloutBatch, ScoredRollout
+from lightrft.reporting.metric_table import STAGES
+from lightrft.rollout.sampler import Samples
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.mismatch import record_by_media, record_mismatch
+from lightrft.strategy.optimizers import OptimizerStepResult
+from lightrft.strategy.weight_sync.sync import WeightSyncReport
+
+GIGABYTE = 2**30
+
+
+def table_metrics(table: RowTable) -> dict[str, float]:
+    """Rewards and lengths of all samples; exact and equal on every rank without communication.
+
+    Rows that are excluded from the loss are counted in `masked_share` only.
+    """
+    kept = table.take(np.flatnonzero(~table.is_masked).astype(np.int64))
+    metrics = {"num_samples": float(len(table)), "masked_share": float(table.is_masked.mean())}
+    if not len(kept):
+        return metrics
+    rewards, lengths = kept.rewards, kept.sampled_lengths
+    metrics |= {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "reward_min": float(rewards.min()),
+        "reward_max": float(rewards.max()),
+        "response_length": float(lengths.mean()),
+        "response_length_std": float(lengths.std()),
+        "response_length_max": float(lengths.max()),
+        "prompt_length": float(kept.prompt_lengths.mean()),
+        "truncated_share": float(kept.is_truncated.mean()),
+        "constant_group_share": constant_group_share(kept),
+        "group_reward_std": group_reward_std(kept),
+    }
+    for column, name in enumerate(kept.component_names):
+        values = kept.components[:, column]
+        if not np.isnan(values).all():
+            metrics[f"reward/{name}"] = float(np.nanmean(values))
+    return metrics
+
+
+def finished_metrics(
+    step: StepExperience,
+    reduced: dict[str, float],
+    report: WeightSyncReport | None,
+    *,
+    num_epochs: int = 1,
+) -> dict[str, float]:
+    """The metrics of a step, names sorted.
+
+    Args:
+        step: What was trained on.
+        reduced: Metrics over all ranks.
+        report: What the weight sync did, or None without an engine.
+        num_epochs: Passes of the update over the samples.
+    """
+    metrics = {**reduced, **table_metrics(step.table)}
+    metrics |= selection_metrics(step.samples) | partial_metrics(step.samples)
+    metrics["step_seconds"] = sum(metrics[f"{stage}_seconds"] for stage in STAGES)
+    metrics["tokens_per_second"] = float(step.table.lengths.sum()) / metrics["step_seconds"]
+    metrics |= _stage_speeds(step, metrics, num_epochs)
+    if report is not None:
+        metrics["weights_version"] = report.weights_version
+        metrics["engine_hash"] = report.engine_hash
+    return dict(sorted(metrics.items()))
+
+
+def _stage_speeds(
+    step: StepExperience, metrics: dict[str, float], num_epochs: int
+) -> dict[str, float]:
+    """Tokens per second of rollout (sampled tokens), forward and update (all tokens)."""
+    outputs, num_tokens = step.batch.outputs, float(step.table.lengths.sum())
+    sampled = float(step.table.sampled_lengths.sum())
+    for report in (step.samples.selection, step.samples.partial):
+        if report is not None:
+            sampled = float(report.num_sampled_tokens)
+    speeds = {
+        "train_tokens_per_second": num_epochs * num_tokens / metrics["train_seconds"],
+        "rollout_tokens_per_second": sampled / metrics["rollout_seconds"],
+    }
+    looked = [
+        t for t in (outputs.old_logprobs, outputs.ref_logprobs, outputs.values) if t is not None
+    ]
+    if looked:
+        speeds["forward_tokens_per_second"] = len(looked) * num_tokens / metrics["forward_seconds"]
+    return speeds
+
+
+def selection_metrics(samples: Samples) -> dict[str, float]:
+    """What dynamic sampling sampled and did not train on."""
+    selection = samples.selection
+    if selection is None:
+        return {}
+    num_groups = selection.num_groups
+    return {
+        "dynamic/num_gen_batches": float(samples.num_rounds),
+        "dynamic/num_groups": float(num_groups),
+        "dynamic/constant_share": selection.num_constant / num_groups,
+        "dynamic/solved_share": selection.num_solved / num_groups,
+        "dynamic/surplus_share": selection.num_surplus / num_groups,
+        "dynamic/skipped_steps": float(selection.is_empty),
+        "dynamic/filler_share": float(selection.is_filler.mean()),
+    }
+
+
+def partial_metrics(samples: Samples) -> dict[str, float]:
+    """What partial rollouts sampled, and what goes on in the next step."""
+    report = samples.partial
+    if report is None:
+        return {}
+    return {
+        "partial/num_chunks": float(report.num_chunks),
+        "partial/sampled_tokens": float(report.num_sampled_tokens),
+        "partial/carried_groups": float(report.num_carried),
+        "partial/carried_tokens": float(report.num_carried_tokens),
+    }
+
+
+def record_staleness(step: StepExperience, metrics: StepMetrics) -> None:
+    """Adds how many updates old this rank's tokens are."""
+    report, versions = step.samples.partial, step.rows.token_versions
+    if report is None or versions is None:
+        return
+    staleness = report.version - versions[step.rows.is_sampled]
+    metrics.add_mean("partial/stale_token_share", float((staleness > 0).sum()), len(staleness))
+    metrics.add_mean("partial/staleness_mean", float(staleness.sum()), len(staleness))
+    metrics.add_max("partial/staleness_max", float(staleness.max(initial=0)))
+
+
+def constant_group_share(table: RowTable) -> float:
+    """Share of the prompts whose samples all have the same reward (zero variance)."""
+    groups = np.unique(table.group_ids)
+    spreads = [np.ptp(table.rewards[table.group_ids == group]) for group in groups]
+    return float(np.mean([spread == 0 for spread in spreads]))
+
+
+def group_reward_std(table: RowTable) -> float:
+    """Mean over the prompts of the standard deviation of the rewards of their samples."""
+    groups = np.unique(table.group_ids)
+    return float(np.mean([table.rewards[table.group_ids == group].std() for group in groups]))
+
+
+def record_experience(step: StepExperience, metrics: StepMetrics, config: TrainConfig) -> None:
+    """Adds what this rank's rows say: advantages, values and, where the actor was asked, policy."""
+    batch, rollouts = step.batch, step.batch.rollouts
+    mask = rollouts.response_mask
+    if config.use_rollout_logprobs:
+        # Compared with themselves they would look perfect.
+        rollouts = replace(rollouts, compared_mask=None)
+    if batch.outputs.old_logprobs is not None:
+        record_policy(rollouts, batch.outputs, metrics, kl_estimator=config.kl_estimator)
+    metrics.add_masked_mean("advantage_mean", batch.advantages, mask)
+    metrics.add_masked_mean("advantage_abs", batch.advantages.abs(), mask)
+    scored = step.rewards.rewards[torch.from_numpy(~step.table.is_masked)]
+    # Every rank has the rewards of all.
+    metrics.add_max("nonfinite/rewards", float((~scored.isfinite()).sum()))
+    metrics.add_mean("reward_clipped_share", float(step.rewards.is_clipped.sum()), len(step.table))
+    if batch.outputs.values is not None:
+        metrics.add_masked_mean("value_mean", batch.outputs.values, mask)
+        metrics.add_masked_mean("return_mean", batch.returns, mask)
+        metrics.add_explained_variance(
+            "explained_variance", batch.outputs.values, batch.returns, mask
+        )
+    record_staleness(step, metrics)
+    for item in step.samples.scored:
+        shares = repeated_share(item.rollout.completion.sampled_token_ids)
+        metrics.add_mean("repeated_share", shares, 1.0)
+    metrics.add_mean("repeated_share", 0.0, 0.0)
+    if step.samples.tool_names is not None:
+        record_conversations(step.samples.scored, step.samples.tool_names, metrics)
+
+
+def record_conversations(
+    scored: Sequence[ScoredRollout], tool_names: Sequence[str], metrics: StepMetrics
+) -> None:
+    """Adds turns, calls and their outcomes; of each tool its calls, errors and seconds.
+
+    Args:
+        scored: This rank's samples.
+        tool_names: The same on every rank.
+        metrics: Receives the numbers.
+    """
+    talks = [item.rollout.conversation for item in scored]
+    known = [talk for talk in talks if talk is not None]
+    calls = [call for talk in known for turn in talk.answers for call in turn]
+    made = [call for call in calls if call.outcome in ("ok", "error")]
+    metrics.add_mean("episode/turns", float(sum(len(t.turns) for t in known)), len(known))
+    metrics.add_mean("episode/calls", float(len(made)), len(known))
+    for outcome in ("malformed", "refused"):
+        count = sum(call.outcome == outcome for call in calls)
+        metrics.add_mean(f"episode/{outcome}_calls", float(count), len(known))
+    restarts = sum(talk.num_restarts for talk in known)
+    metrics.add_mean("episode/restarts", float(restarts), len(known))
+    failed = sum(item.is_masked for item in scored)
+    metrics.add_mean("episode/failed_share", float(failed), len(known))
+    for name in tool_names:
+        own = [call for call in made if call.name == name]
+        errors = sum(call.outcome == "error" for call in own)
+        metrics.add_mean(f"tool/{name}/calls", float(len(own)), len(known))
+        metrics.add_mean(f"tool/{name}/error_share", float(errors), len(own))
+        metrics.add_mean(f"tool/{name}/seconds", sum(call.seconds for call in own), len(own))
+
+
+def record_stages(meter: StageMeter, metrics: StepMetrics) -> None:
+    """Adds duration and memory of each stage; the slowest and the fullest rank count."""
+    for stage, seconds in meter.seconds.items():
+        metrics.add_max(f"{stage}_seconds", seconds)
+    for stage, num_bytes in meter.memory_bytes.items():
+        metrics.add_max(f"memory/{stage}_gb", num_bytes / GIGABYTE)
+
+
+def repeated_share(token_ids: Sequence[int], *, size: int = 4) -> float:
+    """Share of the runs of `size` tokens that occurred before in the same response."""
+    count = len(token_ids) - size + 1
+    if count < 2:
+        return 0.0
+    windows = set(zip(*(token_ids[first : first + count] for first in range(size)), strict=True))
+    return 1.0 - len(windows) / count
+
+
+@torch.no_grad()
+def record_policy(
+    rollouts: RolloutBatch, outputs: PolicyOutputs, metrics: StepMetrics, *, kl_estimator: str
+) -> None:
+    """Adds what the policy at the start of the step says: entropy, KL, and the engine's logprobs.
+
+    What `record_mismatch` adds is taken over all response tokens whose logprobs follow the same
+    distribution in engine and trainer.
+
+    Args:
+        rollouts: The rows.
+        outputs: What the models say about them; the old logprobs are there.
+        metrics: Receives the numbers.
+        kl_estimator: Of the KL to the reference model.
+    """
+    mask, old, sampling = rollouts.response_mask, outputs.old_logprobs, outputs.sampling_logprobs
+    for logprobs in (rollouts.rollout_logprobs, old, outputs.ref_logprobs):
+        metrics.add_count("nonfinite/logprobs", num_nonfinite(logprobs, mask))
+    if outputs.entropy is not None:
+        metrics.add_masked_mean("entropy", outputs.entropy, mask)
+    if rollouts.compared_mask is not None and sampling is not None:
+        compared = (rollouts.rollout_logprobs, sampling, rollouts.compared_mask)
+        record_mismatch(*compared, metrics)
+        if rollouts.media.present:
+            prompts = rollouts.media.of_rows(len(mask))
+            has_media = torch.tensor([prompt is not None for prompt in prompts])
+            record_by_media(*compared, has_media.to(mask.device), metrics)
+    if outputs.ref_logprobs is not None and old is not None:
+        kl = estimate_kl(old, outputs.ref_logprobs, mask, estimator=kl_estimator, old_logprobs=old)
+        metrics.add_masked_mean("kl", kl, mask)
+        metrics.add_mean("kl_per_response", kl.double().sum(), mask.any(dim=1).sum())
+
+
+@torch.no_grad()
+def record_ratios(
+    token_loss: TokenLoss,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    metrics: StepMetrics,
+) -> None:
+    """Adds ratios of new to old policy, what was clipped, and the size of the update."""
+    log_ratio = torch.where(mask, logprobs.detach() - old_logprobs, 0.0)
+    metrics.add_masked_mean("ratio_mean", token_loss.ratio, mask)
+    metrics.add_max("ratio_max", token_loss.ratio.where(mask, -torch.inf).amax())
+    metrics.add_masked_mean("clip_fraction_low", token_loss.is_clipped_low, mask)
+    metrics.add_masked_mean("clip_fraction_high", token_loss.is_clipped_high, mask)
+    metrics.add_masked_mean("clamped_share", token_loss.is_clamped, mask)
+    # expm1(d) - d = r - 1 - ln r, without the cancellation near 0.
+    metrics.add_masked_mean("approx_kl", log_ratio.expm1() - log_ratio, mask)
+
+
+def record_step(name: str, result: OptimizerStepResult | None, metrics: StepMetrics) -> None:
+    """Adds norm, learning rate and whether the update was skipped.
+
+    Raises:
+        RuntimeError: There was no update.
+    """
+    if result is None:
+        raise RuntimeError(
+            f"the optimizer of the {name} did not act on the last micro batch of its batch"
+        )
+    prefix = "" if name == "actor" else f"{name}_"
+    is_finite = 0.0 if result.is_skipped else 1.0
+    metrics.add_mean(f"{prefix}grad_norm", result.grad_norm if is_finite else 0.0, is_finite)
+    metrics.add_mean(f"{name}_lr", result.learning_rate, 1.0)
+    metrics.add_mean(f"{prefix}skipped_steps", 1.0 - is_finite, 1.0)
+    is_zero = float(result.grad_norm == 0.0)
+    metrics.add_mean(f"{prefix}zero_gradient_share", is_zero, 1.0)

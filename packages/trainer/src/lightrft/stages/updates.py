@@ -1,0 +1,405 @@
+"""One optimizer step of a policy or a critic, from the rows of one optimizer batch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightrft.algorithms.aggregation import aggregate, local_normalizer
+from lightrft.algorithms.balance import balance_share
+from lightrft.algorithms.correction_terms import CorrectionTerm
+from lightrft.algorithms.corrections import correction_weights
+from lightrft.algorithms.entropy import (
+    entropy_threshold,
+    high_entropy_mask,
+    high_entropy_mask_per_sequence,
+)
+from lightrft.algorithms.types import PolicyLossFunction
+from lightrft.algorithms.value import clipped_value_loss
+from lightrft.config import TrainConfig
+from lightrft.experience.forward import scoring_temperature
+from lightrft.experience.maker import StepExperience
+from lightrft.experience.minibatches import epoch_order, micro_slices
+from lightrft.models.support import SamplingSupport
+from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
+from lightrft.records.collate import select_experience
+from lightrft.records.types import ExperienceBatch
+from lightrft.stages.metrics import StepMetrics
+from lightrft.stages.objective import LossTokens, PolicyObjective
+from lightrft.stages.pretrain_mix import PretrainMix
+from lightrft.stages.step_metrics import record_policy, record_ratios, record_step
+from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.distributed.outlet import counted
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.tools.audit_recorder import NoRecord
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """A model with what updates it, and the prefix of its metrics."""
+
+    name: str
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModels:
+    """What a run trains.
+
+    Args:
+        actor, critic: The models; None is absent.
+        ema_model: The moving average of the actor, which follows it; or None.
+    """
+
+    actor: TrainedModel
+    critic: TrainedModel | None = None
+    ema_model: nn.Module | None = None
+
+    @property
+    def trained(self) -> tuple[TrainedModel, ...]:
+        """Actor and critic."""
+        return (self.actor,) if self.critic is None else (self.actor, self.critic)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The optimizer steps of one step of a run: what they minimise, where, and their metrics.
+
+    Args:
+        config: Coefficients and sizes, `loss_agg_mode` decided.
+        policy_loss: One loss value per token.
+        strategy: Trains over ranks.
+        metrics: Receives the numbers.
+        corrections: Terms for the difference between engine and trainer; () is none.
+        kl_coef: Weight of the KL to the reference model in the loss; 0 is off.
+        recorder: Receives what an audit compares.
+        loss_inside: The actor computes the loss inside its output projection; see
+            `objective.why_loss_outside`.
+    """
+
+    config: TrainConfig
+    policy_loss: PolicyLossFunction
+    strategy: StrategyBase
+    metrics: StepMetrics
+    corrections: tuple[CorrectionTerm, ...] = ()
+    kl_coef: float = 0.0
+    recorder: NoRecord = NoRecord()  # noqa: RUF009 - it has no state
+    loss_inside: bool = False
+
+    def train(
+        self,
+        step: StepExperience,
+        models: TrainedModels,
+        *,
+        step_number: int,
+        pretrain: PretrainMix | None = None,
+    ) -> None:
+        """All optimizer steps of one experience; every rank takes equally many.
+
+        Args:
+            step: What to train on.
+            models: What is trained.
+            step_number: Of the step in the run; fixes the order of the optimizer batches.
+            pretrain: Texts whose loss is mixed in, or None.
+        """
+        config, plan, strategy = self.config, step.plan, self.strategy
+        trains_actor = step_number >= config.freezing_actor_steps
+        position = step_number * config.max_epochs * plan.num_minibatches
+        for epoch in range(config.max_epochs):
+            for index in epoch_order(
+                plan.num_minibatches, seed=config.seed, step=step_number, epoch=epoch
+            ):
+                batch = select_experience(step.batch, plan.places(index))
+                slices = plan.micro_slices(
+                    step.table.lengths,
+                    index=index,
+                    rank=strategy.data_rank,
+                    micro_batch_size=config.micro_train_batch_size,
+                    config=config,
+                )
+                if trains_actor:
+                    texts: Sequence[Callable[[], Tensor]] = ()
+                    if pretrain is not None:
+                        actor = models.actor.model
+                        texts = pretrain.shares(actor, position, strategy, config, self.metrics)
+                    self.policy_step(batch, models.actor, slices=slices, extra_losses=texts)
+                position += 1
+                if models.critic is not None:
+                    self.value_step(batch, models.critic, slices=slices)
+                if models.ema_model is not None and trains_actor:
+                    actor = models.actor.model
+                    strategy.moving_average(actor, models.ema_model, beta=config.ema_beta)
+
+    def policy_step(
+        self,
+        batch: ExperienceBatch,
+        actor: TrainedModel,
+        *,
+        slices: Sequence[slice] = (),
+        extra_losses: Sequence[Callable[[], Tensor]] = (),
+    ) -> None:
+        """One optimizer step of the actor.
+
+        loss = policy + kl_coef KL - entropy_coef H + aux_loss_coef balance + further terms. The
+        first three are aggregated with the same Z, which is summed over ranks before the first
+        backward: the step does not depend on micro batches.
+
+        Args:
+            batch: This rank's rows of the optimizer batch.
+            actor: What is updated.
+            slices: Micro batches; none cuts by rows.
+            extra_losses: Micro batches of other data; each gives its share of the loss. Every rank
+                has equally many.
+        """
+        slices = slices or self._row_slices(batch)
+        weights, sums = self.token_weights(batch), None
+        if self.config.aux_loss_coef > 0:
+            sums = self._router_sums(batch, actor.model, slices)
+        normalizer = self._normalizer(batch)
+        self.recorder.begin_update(actor.name, batch, normalizer, weights)
+        shares = [
+            partial(self._policy_share, batch, rows, actor.model, normalizer, weights, sums)
+            for rows in slices
+        ]
+        self._optimize(actor, [*shares, *extra_losses])
+        self.metrics.add_mean("policy_loss", 0.0, 1.0 / self.strategy.num_data_ranks)
+        if sums is not None:
+            self.metrics.add_mean("aux_loss", 0.0, 1.0 / self.strategy.num_data_ranks)
+
+    def value_step(
+        self, batch: ExperienceBatch, critic: TrainedModel, *, slices: Sequence[slice] = ()
+    ) -> None:
+        """One optimizer step of the critic, aggregated like the policy's."""
+        normalizer = self._normalizer(batch)
+        self.recorder.begin_update(critic.name, batch, normalizer, None)
+        shares = [
+            partial(self._value_share, select_experience(batch, rows), critic.model, normalizer)
+            for rows in slices or self._row_slices(batch)
+        ]
+        self._optimize(critic, shares)
+        self.metrics.add_mean("critic_loss", 0.0, 1.0 / self.strategy.num_data_ranks)
+
+    def _optimize(self, trained: TrainedModel, shares: Sequence[Callable[[], Tensor]]) -> None:
+        """One optimizer step from the losses of its micro batches, each computed in its turn."""
+        strategy, model, optimizer = self.strategy, trained.model, trained.optimizer
+        limit = timedelta(minutes=self.config.timeout_minutes)
+        result = None
+        with strategy.accumulation(len(shares), optimizer):
+            for share in counted(shares, f"train {trained.name}"):
+                with phase("train", limit):
+                    loss = share()
+                    self.metrics.add_count("nonfinite/losses", (~loss.detach().isfinite()).sum())
+                    strategy.backward(loss, model, optimizer)
+                    result = strategy.optimizer_step(
+                        optimizer, model, trained.scheduler, name=trained.name
+                    )
+        self.recorder.end_update(result)
+        record_step(trained.name, result, self.metrics)
+
+    def _row_slices(self, batch: ExperienceBatch) -> Sequence[slice]:
+        return micro_slices(0, len(batch.advantages), self.config.micro_train_batch_size)
+
+    def _normalizer(self, batch: ExperienceBatch) -> Tensor:
+        local = local_normalizer(
+            batch.rollouts.response_mask,
+            str(self.config.loss_agg_mode),
+            max_response_tokens=self.config.max_response_tokens,
+        )
+        return self.strategy.reduce_over_data(local, "sum")
+
+    def token_weights(self, batch: ExperienceBatch) -> Tensor | None:
+        """How much the policy loss counts each token: [batch, seq], or None where all are 1.
+
+        The weights multiply the numerator of the loss only: Z still counts every response token.
+        Collective: every rank calls it.
+
+        Args:
+            batch: This rank's rows of the optimizer batch.
+
+        Raises:
+            RuntimeError: The experience lacks logprobs or entropies from before the update.
+        """
+        weights: Tensor | None = None
+        if self.config.high_entropy_token_ratio > 0:
+            weights = self._entropy_mask(batch).float()
+        if self.corrections:
+            factors = self._correction(batch)
+            weights = factors if weights is None else weights * factors
+        return weights
+
+    def _entropy_mask(self, batch: ExperienceBatch) -> Tensor:
+        """The tokens where the policy at the start of the step is least certain."""
+        entropy, mask = batch.outputs.entropy, batch.rollouts.response_mask
+        if entropy is None:
+            raise RuntimeError("choosing tokens by entropy needs the entropies before the update")
+        ratio = self.config.high_entropy_token_ratio
+        if self.config.high_entropy_scope == "sequence":
+            kept = high_entropy_mask_per_sequence(entropy, mask, ratio=ratio)
+        else:
+            shares: list[list[float]] = self.strategy.gather_objects(
+                entropy[mask].tolist(), self.strategy.dp_group
+            )
+            everyone = torch.tensor([value for share in shares for value in share])
+            threshold = entropy_threshold(everyone, everyone.isfinite(), ratio=ratio)
+            kept = high_entropy_mask(entropy, mask, threshold=threshold.to(entropy.device))
+        self.metrics.add_masked_mean("high_entropy_share", kept, mask)
+        return kept
+
+    def _correction(self, batch: ExperienceBatch) -> Tensor:
+        rollouts, mask, metrics = batch.rollouts, batch.rollouts.response_mask, self.metrics
+        trainer_logprobs = batch.outputs.sampling_logprobs
+        if trainer_logprobs is None:
+            raise RuntimeError("an off-policy correction needs the logprobs before the update")
+        if rollouts.support is not None and batch.outputs.log_kept_mass is None:
+            raise RuntimeError(
+                "an off-policy correction of truncated samples needs their kept mass"
+            )
+        found = correction_weights(
+            trainer_logprobs,
+            rollouts.rollout_logprobs,
+            mask,
+            terms=self.corrections,
+            advantages=batch.advantages,
+        )
+        if any(term.mean_one for term in self.corrections):
+            found = found.normalized(self.strategy.reduce_over_data(found.sums, "sum"))
+        metrics.add_masked_mean("correction_weight", found.weights, mask)
+        metrics.add_masked_mean("correction_raw_weight", found.raw, mask)
+        metrics.add_max("correction_raw_weight_max", found.raw.where(mask, -torch.inf).max())
+        metrics.add_masked_mean("correction_capped_share", found.is_capped, mask)
+        metrics.add_masked_mean("correction_rejected_share", found.is_rejected, mask)
+        metrics.add_masked_mean("correction_invalid_share", found.is_invalid, mask)
+        metrics.add_effective_samples("correction_effective_share", found.weights, mask)
+        return found.weights
+
+    def _router_sums(
+        self, batch: ExperienceBatch, actor: nn.Module, slices: Sequence[slice]
+    ) -> Tensor:
+        """[2, experts] over all tokens of the optimizer batch: one more forward pass.
+
+        The load of the experts is known only after all micro batches.
+        """
+        with torch.no_grad():
+            parts = [
+                _router_sums(_forward(select_experience(batch, rows), actor, entropy="none"))
+                for rows in slices
+            ]
+        return self.strategy.reduce_over_data(torch.stack(parts).sum(dim=0), "sum")
+
+    def _policy_share(
+        self,
+        batch: ExperienceBatch,
+        rows: slice,
+        actor: nn.Module,
+        normalizer: Tensor,
+        weights: Tensor | None,
+        router_sums: Tensor | None,
+    ) -> Tensor:
+        """The loss of one micro batch.
+
+        Args:
+            batch, rows: The micro batch.
+            actor: The policy.
+            normalizer: Z of the optimizer batch over all ranks.
+            weights: [batch, seq] of this rank's tokens, or None where all are 1.
+            router_sums: [2, experts] of all tokens, or None without balancing.
+        """
+        config, micro, metrics = self.config, select_experience(batch, rows), self.metrics
+        mask = micro.rollouts.response_mask
+        objective = PolicyObjective(config, self.policy_loss, normalizer, self.kl_coef)
+        tokens = LossTokens.of(
+            micro,
+            mode=str(config.loss_agg_mode),
+            factors=None if weights is None else weights[rows, : mask.shape[1]],
+        )
+
+        def share_of(
+            logprobs: Tensor, entropy: Tensor | None, rows: Tensor, columns: Tensor
+        ) -> Tensor:
+            entropies = None if entropy is None else entropy[None]
+            return objective.terms(tokens.at(rows, columns), logprobs[None], entropies).share
+
+        output = self._score(micro, actor, share_of if self.loss_inside else None)
+        terms = objective.terms(tokens, output.logprobs, output.entropy)
+        old_logprobs = tokens.old_logprobs_or(output.logprobs)
+        record_ratios(terms.token_loss, output.logprobs, old_logprobs, mask, metrics)
+        metrics.add_mean("policy_loss", terms.parts["policy"], 0.0)
+        self.recorder.micro_batch(micro, output.logprobs, terms.parts, old_logprobs)
+        share = terms.share if output.loss is None else output.loss
+        if router_sums is not None:
+            balance = balance_share(_router_sums(output), router_sums)
+            metrics.add_mean("aux_loss", balance, 0.0)
+            share = share + config.aux_loss_coef * balance
+        return share
+
+    def _score(
+        self, micro: ExperienceBatch, actor: nn.Module, token_loss: TokenLossFunction | None
+    ) -> ActorOutput:
+        """What the actor says about a micro batch; of the first look at it the metrics, too."""
+        rollouts, is_first = micro.rollouts, micro.outputs.old_logprobs is None
+        entropy: EntropyMode = "value" if is_first else "none"
+        output = _forward(
+            micro,
+            actor,
+            entropy="grad" if self.config.entropy_coef > 0 else entropy,
+            support=rollouts.support if is_first else None,
+            token_loss=token_loss,
+        )
+        if is_first:
+            seen = replace(
+                micro.outputs,
+                old_logprobs=output.logprobs.detach(),
+                entropy=output.entropy,
+                log_kept_mass=output.log_kept_mass,
+            )
+            record_policy(rollouts, seen, self.metrics, kl_estimator=self.config.kl_estimator)
+        return output
+
+    def _value_share(self, micro: ExperienceBatch, critic: nn.Module, normalizer: Tensor) -> Tensor:
+        rollouts, mask = micro.rollouts, micro.rollouts.response_mask
+        values: Tensor = critic(rollouts.token_ids, rollouts.attention_mask, media=rollouts.media)
+        old_values = micro.outputs.values
+        if old_values is None:
+            raise RuntimeError("the critic's values are missing from the experience")
+        clip = self.config.value_clip or None
+        loss = clipped_value_loss(values, old_values, micro.returns, mask, clip=clip)
+        share = aggregate(loss, mask, str(self.config.loss_agg_mode), normalizer)
+        self.recorder.micro_batch(micro, values, {"value": share})
+        self.metrics.add_mean("critic_loss", share, 0.0)
+        return share
+
+
+def _forward(
+    micro: ExperienceBatch,
+    actor: nn.Module,
+    *,
+    entropy: EntropyMode,
+    support: SamplingSupport | None = None,
+    token_loss: TokenLossFunction | None = None,
+) -> ActorOutput:
+    rollouts = micro.rollouts
+    inside = {} if token_loss is None else {"token_loss": token_loss}
+    output: ActorOutput = actor(
+        rollouts.token_ids,
+        rollouts.attention_mask,
+        scored_mask=rollouts.response_mask,
+        temperature=scoring_temperature(rollouts.temperature),
+        entropy=entropy,
+        media=rollouts.media,
+        support=support,
+        **inside,
+    )
+    return output
+
+
+def _router_sums(output: ActorOutput) -> Tensor:
+    if output.router_sums is None:
+        raise RuntimeError("balancing experts needs an actor with enable_router_sums()")
+    return output.router_sums

@@ -1,0 +1,1 @@
+"""Programs beside training; the core never imports them."""

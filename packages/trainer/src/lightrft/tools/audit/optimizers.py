@@ -1,0 +1,171 @@
+"""Learning rates, clipping, and the steps of SGD, Adam and AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightrft.config import TrainConfig
+from lightrft.tools.audit.record import OptimizerFacts
+
+ADAM = ("Adam", "AdamW", "MasterWeightsAdamW")
+KNOWN = (*ADAM, "SGD")
+ADAM_EPS = 1e-8
+
+
+def learning_rate(peak: float, position: int, facts: OptimizerFacts, config: TrainConfig) -> float:
+    """Of the optimizer step after `position` others.
+
+    In a run that was made longer or shorter the factor returns to the new plan's in as many steps
+    as the warm-up has.
+    """
+    num_steps = facts.schedule_steps
+    warmup = math.ceil(num_steps * config.lr_warmup_ratio)
+    factor = _planned(position, num_steps, warmup, config)
+    if facts.schedule_changed_at >= 0:
+        passed = position - facts.schedule_changed_at + 1
+        factor += facts.schedule_gap * max(0.0, 1 - passed / (max(1, warmup) + 1))
+    return peak * factor
+
+
+def _planned(position: int, num_steps: int, warmup: int, config: TrainConfig) -> float:
+    if position < warmup:
+        return (position + 1) / (warmup + 1)
+    if config.lr_scheduler == "constant":
+        return 1.0
+    progress = min(1.0, (position - warmup) / (num_steps - warmup)) if num_steps > warmup else 1.0
+    if config.lr_scheduler == "linear":
+        return 1 - progress
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    return cosine * (1 - config.min_lr_ratio) + config.min_lr_ratio
+
+
+@dataclass(slots=True)
+class Group:
+    """Numbers of one parameter."""
+
+    rate_share: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = ADAM_EPS
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+
+
+@dataclass(slots=True)
+class Optimizer:
+    """Parameters and states of one model in float64, and how they are updated.
+
+    Args:
+        kind: Class of the run's optimizer.
+        weights: By name; trained ones are replaced at each step.
+        groups: Numbers of each trained parameter, by name.
+        moments: Adam's moments and counters, SGD's momentum: KEY/NAME.
+    """
+
+    kind: str
+    weights: dict[str, Tensor]
+    groups: Mapping[str, Group]
+    moments: dict[str, Tensor] = field(default_factory=dict)
+
+    def step(self, slopes: Mapping[str, Tensor], rate: float, factor: float) -> None:
+        """One update.
+
+        Args:
+            slopes: Gradients by name.
+            rate: Learning rate of the first group.
+            factor: Of clipping.
+        """
+        for name, group in self.groups.items():
+            if name not in slopes:
+                continue
+            own_rate, weight = rate * group.rate_share, self.weights[name]
+            slope = slopes[name] * factor
+            if group.weight_decay and self.kind != "SGD" and self.kind != "Adam":
+                self.weights[name] = weight * (1 - own_rate * group.weight_decay)
+            elif group.weight_decay:
+                slope = slope + group.weight_decay * weight
+            change = (
+                self._sgd(name, slope, group)
+                if self.kind == "SGD"
+                else (self._adam(name, slope, group))
+            )
+            self.weights[name] = self.weights[name] - own_rate * change
+
+    def _sgd(self, name: str, slope: Tensor, group: Group) -> Tensor:
+        if group.momentum == 0:
+            return slope
+        before = self.moments.get(f"momentum_buffer/{name}")
+        after = slope if before is None else group.momentum * before + slope
+        self.moments[f"momentum_buffer/{name}"] = after
+        return after
+
+    def _adam(self, name: str, slope: Tensor, group: Group) -> Tensor:
+        first, second, count = (
+            self.moments.get(f"{key}/{name}", torch.zeros((), dtype=torch.float64))
+            for key in ("exp_avg", "exp_avg_sq", "step")
+        )
+        count = count + 1
+        beta1, beta2 = group.betas
+        first = beta1 * first + (1 - beta1) * slope
+        second = beta2 * second + (1 - beta2) * slope**2
+        self.moments |= {
+            f"exp_avg/{name}": first,
+            f"exp_avg_sq/{name}": second,
+            f"step/{name}": count,
+        }
+        t = float(count)
+        change: Tensor = (first / (1 - beta1**t)) / ((second / (1 - beta2**t)).sqrt() + group.eps)
+        return change
+
+
+def norm_of(slopes: Mapping[str, Tensor]) -> float:
+    """2-norm over all parameters."""
+    return math.sqrt(sum(float((value**2).sum()) for value in slopes.values()))
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What gradients are multiplied with; 0 as limit never clips."""
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+
+
+def given_groups(facts: OptimizerFacts) -> dict[str, Group]:
+    """Numbers of each parameter as the run's optimizer has them."""
+    found: dict[str, Group] = {}
+    first: float | None = None
+    for entry in facts.groups:
+        numbers, names = entry["numbers"], entry["names"]
+        if not isinstance(numbers, dict) or not isinstance(names, list):
+            raise TypeError("a group of parameters needs names and numbers")
+        rate = float(numbers["initial_lr"] if "initial_lr" in numbers else numbers["lr"])
+        first = rate if first is None else first
+        betas = numbers.get("betas", (0.9, 0.999))
+        for name in names:
+            found[name] = Group(
+                rate / first if first else 1.0,
+                (float(betas[0]), float(betas[1])),
+                float(numbers.get("eps", ADAM_EPS)),
+                float(numbers.get("weight_decay", 0.0)),
+                float(numbers.get("momentum", 0.0)),
+            )
+    return found
+
+
+def configured_groups(
+    facts: OptimizerFacts, weights: Mapping[str, Tensor], config: TrainConfig
+) -> dict[str, Group]:
+    """Numbers of each parameter as the options ask: matrices are decayed, vectors are not."""
+    names = [name for entry in facts.groups for name in _names(entry)]
+    betas = (float(config.adam_betas[0]), float(config.adam_betas[1]))
+    return {
+        name: Group(1.0, betas, ADAM_EPS, config.l2 if weights[name].dim() >= 2 else 0.0)
+        for name in names
+    }
+
+
+def _names(entry: Mapping[str, object]) -> list[str]:
+    names = entry["names"]
+    return [str(name) for name in names] if isinstance(names, list) else []

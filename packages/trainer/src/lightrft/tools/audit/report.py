@@ -1,0 +1,109 @@
+"""One audit from end to end, and its table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lightrft.config import TrainConfig
+from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED, Finding
+from lightrft.tools.audit.record import CONFIG, read_record
+from lightrft.tools.audit.replay import check_samples, estimate, open_step, score_models
+from lightrft.tools.audit.updates import Inputs, Updates
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """What an audit found.
+
+    Args:
+        run: The folder.
+        step: The rollout step.
+        rows: Comparisons, in the order of the chain.
+        num_borders: Decisions at a bound, within rounding of it, in which the run was followed.
+    """
+
+    run: str
+    step: int
+    rows: tuple[Finding, ...]
+    num_borders: int
+
+    @property
+    def first_difference(self) -> Finding | None:
+        """Where the run differs first; None if it does not."""
+        return next((row for row in self.rows if row.verdict == DIFFERS), None)
+
+    def to_json(self) -> dict[str, object]:
+        """Plain values."""
+        first = self.first_difference
+        return {
+            "run": self.run,
+            "step": self.step,
+            "first_difference": None if first is None else first.quantity,
+            "decisions_at_a_bound": self.num_borders,
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+def audit_step(run: Path, step: int | None = None, *, reference: Path | None = None) -> AuditReport:
+    """Recompute one recorded step of a run in float64, and compare.
+
+    Args:
+        run: Folder of the run.
+        step: A recorded rollout step; None takes the newest.
+        reference: Folder of the reference model; None takes `pretrain` of the options.
+
+    Raises:
+        RecordError: There is no such record, or it is damaged.
+    """
+    record = read_record(run, step)
+    own = run / CONFIG
+    # Without a config.toml of the run the trainer was built in Python: its optimizers may be, too.
+    config = TrainConfig.load(own if own.is_file() else record.folder / CONFIG)
+    audited = open_step(record, config)
+    check_samples(audited)
+    numbers = score_models(audited, reference)
+    advantages, returns = estimate(audited, numbers)
+    inputs = Inputs(numbers, advantages, returns, is_configured=own.is_file())
+    Updates(audited, inputs).replay()
+    if config.enable_ema:
+        audited.found.skip("moving average", "it is not recorded")
+    rows = tuple(audited.found.rows)
+    return AuditReport(str(run), record.facts.step, rows, audited.borders.num_taken)
+
+
+def as_table(report: AuditReport) -> str:
+    """The comparisons as text, and the verdict in the last line."""
+    head = ("quantity", "run", "recomputed", "difference", "limit", "verdict")
+    lines = [head, *map(_cells, report.rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    text = [
+        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+    return "\n".join([*text, "", verdict(report)])
+
+
+def verdict(report: AuditReport) -> str:
+    """The outcome in a line."""
+    first = report.first_difference
+    skipped = sum(row.verdict == NOT_AUDITED for row in report.rows)
+    counts = f"{len(report.rows) - skipped} quantities compared, {skipped} not audited"
+    if report.num_borders:
+        counts += f", {report.num_borders} decisions at a bound taken from the run"
+    if first is None:
+        return f"step {report.step}: no difference beyond rounding; {counts}"
+    others = sum(row.verdict == DIFFERS for row in report.rows) - 1
+    note = f" ({first.note})" if first.note else ""
+    return (
+        f"step {report.step} differs first in: {first.quantity}{note}; {others} later quantities "
+        f"differ, too; {counts}"
+    )
+
+
+def _cells(row: Finding) -> Sequence[str]:
+    numbers = (row.run, row.own, row.difference, row.limit)
+    shown = ["" if number is None else f"{number:.6g}" for number in numbers]
+    note = f" ({row.note})" if row.note else ""
+    return (row.quantity, *shown, row.verdict + note)

@@ -1,0 +1,111 @@
+"""From raw completions to rows: masks, micro batches, and rewards as an estimator sees them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightrft.config import TrainConfig
+from lightrft.tools.audit.record import Array, Facts, Flags, Integers, RawSamples, rows_of
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """All rows of a step, padded on the right.
+
+    Args:
+        ids: [rows, seq] int64, prompt then response.
+        lengths: [rows] tokens.
+        mask: [rows, seq] bool, sampled tokens that are trained on.
+        is_kept: [rows] bool, the row is trained on.
+        rollout_logprobs: [rows, seq] of the engine, 0 outside the mask.
+    """
+
+    ids: Integers
+    lengths: Integers
+    mask: Flags
+    is_kept: Flags
+    rollout_logprobs: Array
+
+    def padded(self, flat: np.ndarray) -> np.ndarray:
+        """A flat per-token array as [rows, seq], 0 on padding; empty stays empty."""
+        if flat.size == 0:
+            return flat.reshape(0, 0)
+        wide = np.zeros(self.ids.shape, dtype=flat.dtype)
+        for row, where in enumerate(rows_of(self.lengths)):
+            wide[row, : self.lengths[row]] = flat[where]
+        return wide.astype(np.float64) if flat.dtype == np.float32 else wide
+
+
+def build_rows(samples: RawSamples, config: TrainConfig) -> Rows:
+    """Rows and masks, from completions alone."""
+    lengths = samples.prompt_lengths + samples.response_lengths
+    width = int(lengths.max()) if len(lengths) else 0
+    places = np.arange(width)[None, :]
+    is_response = (places >= samples.prompt_lengths[:, None]) & (places < lengths[:, None])
+    is_kept = ~samples.is_failed
+    if config.dynamic_sampling:
+        is_kept = is_kept & _is_informative(samples)
+    empty = np.zeros(is_response.shape, dtype=np.bool_)
+    rows = Rows(np.zeros(empty.shape, np.int64), lengths, empty, is_kept, np.zeros(0))
+    # Observations within a response are context: nobody sampled them.
+    mask = is_response & rows.padded(samples.is_sampled) & is_kept[:, None]
+    ids = rows.padded(samples.token_ids.astype(np.int64))
+    logprobs = np.where(mask, rows.padded(samples.rollout_logprobs), 0.0)
+    return Rows(ids, lengths, mask, is_kept, logprobs)
+
+
+def _is_informative(samples: RawSamples) -> Flags:
+    """Rows of groups whose accuracies differ: the others only fill up the batch."""
+    found = np.zeros(len(samples.group_ids), dtype=np.bool_)
+    for group in np.unique(samples.group_ids):
+        own = samples.group_ids == group
+        scored = samples.accuracies[own & ~samples.is_failed]
+        found[own] = len(scored) > 1 and scored.max() > scored.min()
+    return found
+
+
+def shaped_rewards(
+    samples: RawSamples, is_kept: Flags, config: TrainConfig, facts: Facts
+) -> tuple[Array, Array]:
+    """Rewards, and those of greedy completions: overlong penalty, running scale, clip.
+
+    Source: the penalty is DAPO's, arXiv:2503.14476, eq. 13.
+    """
+    rewards = samples.rewards.copy()
+    if config.overlong_buffer:
+        begin = config.generate_max_len - config.overlong_buffer_len
+        share = np.clip((_longest_turns(samples) - begin) / config.overlong_buffer_len, 0, 1)
+        is_paid = ~samples.is_failed
+        rewards[is_paid] -= config.overlong_buffer_penalty_factor * share[is_paid]
+    if config.reward_running_norm:
+        count, mean, squares = facts.reward_moments
+        own = rewards[is_kept]
+        total = count + len(own)
+        grand = (count * mean + own.sum()) / max(total, 1)
+        squares += count * (mean - grand) ** 2 + float(((own - grand) ** 2).sum())
+        is_constant = total < 2 or squares <= total * (1e-14 * grand) ** 2
+        scale = 1.0 if is_constant else math.sqrt(squares / (total - 1))
+        shift = grand if config.reward_running_norm_minus_mean else 0.0
+        rewards = (rewards - shift) / scale
+    if config.reward_clip > 0:
+        rewards = np.clip(rewards, -config.reward_clip, config.reward_clip)
+    return rewards, samples.greedy_rewards
+
+
+def _longest_turns(samples: RawSamples) -> Integers:
+    """Tokens of the longest run of each row that was sampled without an observation."""
+    found = []
+    for where in rows_of(samples.prompt_lengths + samples.response_lengths):
+        edges = np.flatnonzero(~np.r_[False, samples.is_sampled[where], False])
+        found.append(int((np.diff(edges) - 1).max(initial=0)))
+    return np.array(found, dtype=np.int64)
+
+
+def sampled_lengths(samples: RawSamples) -> Integers:
+    """[rows] tokens of each response that were sampled."""
+    lengths = samples.prompt_lengths + samples.response_lengths
+    counts = [int(samples.is_sampled[where].sum()) for where in rows_of(lengths)]
+    return np.array(counts, dtype=np.int64)

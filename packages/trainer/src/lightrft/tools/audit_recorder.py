@@ -1,0 +1,404 @@
+"""Records what one step computes, for `lightrft audit`."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightrft.config import TrainConfig
+from lightrft.models import LoraActor, SequenceModel
+from lightrft.strategy.optimizers import PlannedLR
+from lightrft.strategy.prepared import PreparedModel
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.tools.audit.record import (
+    CONFIG,
+    TOKEN_VALUES,
+    Facts,
+    OptimizerFacts,
+    RawSamples,
+    RunValues,
+    UpdateFacts,
+    publish,
+    step_folder,
+    write_record,
+    write_states,
+)
+
+if TYPE_CHECKING:
+    from lightrft.experience.maker import StepExperience
+    from lightrft.records.types import ExperienceBatch, ScoredRollout
+    from lightrft.run.state import TrainerState
+    from lightrft.strategy.optimizers import OptimizerStepResult
+
+Kind = TypeVar("Kind", bound=np.generic)
+Flat = NDArray[np.float32] | NDArray[np.int32] | NDArray[np.bool_]
+
+
+class NoRecord:
+    """Receives what a step computes, and keeps nothing of it."""
+
+    def begin_update(
+        self, model: str, batch: ExperienceBatch, normalizer: Tensor, weights: Tensor | None
+    ) -> None:
+        """Before the micro batches of an optimizer step.
+
+        Args:
+            model: "actor" or "critic".
+            batch: This rank's rows.
+            normalizer: Z over all ranks.
+            weights: [batch, seq] of the tokens, or None where all are 1.
+        """
+
+    def micro_batch(
+        self,
+        batch: ExperienceBatch,
+        values: Tensor,
+        terms: Mapping[str, Tensor],
+        old_logprobs: Tensor | None = None,
+    ) -> None:
+        """After the forward pass of a micro batch.
+
+        Args:
+            batch: Its rows.
+            values: [batch, seq] logprobs, or values of a critic.
+            terms: Its share of each term of the loss.
+            old_logprobs: [batch, seq], with which they are compared.
+        """
+
+    def end_update(self, result: OptimizerStepResult | None) -> None:
+        """After an optimizer step."""
+
+    def finish(self) -> None:
+        """After the last optimizer step; collective."""
+
+
+@dataclass(slots=True)
+class _Update:
+    """One optimizer step as this rank saw it; per-token arrays by sample id."""
+
+    model: str
+    normalizer: float
+    weights: dict[int, Flat]
+    new: dict[int, Flat] = field(default_factory=dict)
+    micro_batches: list[list[int]] = field(default_factory=list)
+    losses: dict[str, float] = field(default_factory=dict)
+    grad_norm: float = 0.0
+    learning_rate: float = 0.0
+    is_skipped: bool = False
+
+
+class StepRecorder(NoRecord):
+    """Writes `OUTPUT_DIR/audit/step_N`; see `lightrft.tools.audit.record` for what is in it.
+
+    Args:
+        strategy: Gathers states and the shares of all ranks.
+        config: Of the run, as the trainer decided it.
+        models: What is trained, by name: "actor", "critic".
+        step: The experience.
+    """
+
+    def __init__(
+        self,
+        strategy: StrategyBase,
+        config: TrainConfig,
+        models: Mapping[str, PreparedModel],
+        step: StepExperience,
+    ) -> None:
+        self._strategy, self._config, self._models, self._step = strategy, config, models, step
+        self._updates: list[_Update] = []
+        self._old: dict[int, Flat] = {}
+
+    def begin(self, state: TrainerState, *, has_reference: bool, num_updates: int) -> None:
+        """Writes the states before the first update; collective.
+
+        Args:
+            state: Progress of the run before the step.
+            has_reference: The KL to a reference model counts.
+            num_updates: Optimizer steps of the whole run; 0 is unknown.
+        """
+        self._number = state.num_steps + 1
+        self._folder = step_folder(Path(self._config.output_dir), self._number)
+        self._partial = self._folder.with_name(f".{self._folder.name}.partial")
+        strategy = self._strategy
+        if strategy.is_rank_0():
+            shutil.rmtree(self._partial, ignore_errors=True)
+            self._partial.mkdir(parents=True)
+        moments = state.reward_moments
+        self._kl_coef = state.kl.coef if has_reference else 0.0
+        self._moments = (
+            [] if moments is None else [moments.count, moments.mean, moments.sum_of_squares]
+        )
+        self._optimizers = {
+            name: self._facts_of(found, num_updates) for name, found in self._models.items()
+        }
+        self._write_states("before")
+        for name, found in self._models.items() if strategy.is_rank_0() else ():
+            module = strategy.unwrap_model(found)
+            if isinstance(module, SequenceModel):
+                module.pretrained.config.save_pretrained(self._partial / "before" / name)
+
+    def _facts_of(self, found: PreparedModel, num_updates: int) -> OptimizerFacts:
+        scheduler = found.scheduler
+        plan = scheduler.plan if isinstance(scheduler, PlannedLR) else None
+        return OptimizerFacts(
+            kind=type(found.optimizer).__name__,
+            groups=self._strategy.backend.optimizer_groups(found),
+            schedule_position=0 if scheduler is None else int(scheduler.last_epoch),
+            schedule_steps=0 if plan is None else num_updates,
+            schedule_changed_at=-1 if plan is None else plan.changed_at,
+            schedule_gap=0.0 if plan is None else plan.gap,
+        )
+
+    def _write_states(self, when: str) -> None:
+        for name, found in self._models.items():
+            states = self._strategy.backend.full_states(found)
+            folder = self._partial / when / name
+            write_states(folder, states, keeps=self._strategy.is_rank_0())
+
+    def begin_update(
+        self, model: str, batch: ExperienceBatch, normalizer: Tensor, weights: Tensor | None
+    ) -> None:
+        """See `NoRecord`."""
+        by_row = {} if weights is None else _by_sample(batch, weights)
+        self._updates.append(_Update(model, float(normalizer), by_row))
+
+    def micro_batch(
+        self,
+        batch: ExperienceBatch,
+        values: Tensor,
+        terms: Mapping[str, Tensor],
+        old_logprobs: Tensor | None = None,
+    ) -> None:
+        """See `NoRecord`."""
+        update, by_row = self._updates[-1], _by_sample(batch, values)
+        update.micro_batches.append(list(by_row))
+        update.new |= by_row
+        for name, share in terms.items():
+            update.losses[name] = update.losses.get(name, 0.0) + float(share.detach())
+        if old_logprobs is not None and batch.outputs.old_logprobs is None:
+            self._old |= _by_sample(batch, old_logprobs)
+
+    def end_update(self, result: OptimizerStepResult | None) -> None:
+        """See `NoRecord`."""
+        update = self._updates[-1]
+        if result is not None:
+            update.grad_norm, update.learning_rate = result.grad_norm, result.learning_rate
+            update.is_skipped = result.is_skipped
+
+    def finish(self) -> None:
+        """Writes the states after the last update, and all that was collected; collective."""
+        self._write_states("after")
+        strategy = self._strategy
+        # Ranks that share their sequences saw the same rows.
+        counts = strategy.get_rank() % strategy.config.sp_size == 0
+        own = _Share(
+            _raw_rows(self._step.samples.scored),
+            self._own_values() if counts else {},
+            self._updates if counts else [],
+        )
+        # Only the first rank writes.
+        parts = [pickle.dumps(own), *([b""] * (strategy.world_size - 1))]
+        gathered = strategy.exchange_bytes(parts)
+        if strategy.is_rank_0():
+            self._write([pickle.loads(data) for data in gathered])
+        strategy.barrier()
+
+    def _own_values(self) -> dict[str, dict[int, Flat]]:
+        """Per-token values of this rank's rows, by name and sample id."""
+        batch = self._step.batch
+        rollouts, outputs = batch.rollouts, batch.outputs
+        tensors = {
+            "token_ids": rollouts.token_ids.int(),
+            "response_mask": rollouts.response_mask,
+            "rollout_logprobs": rollouts.rollout_logprobs,
+            "old_logprobs": outputs.old_logprobs,
+            "ref_logprobs": outputs.ref_logprobs,
+            "values": outputs.values,
+            "entropy": outputs.entropy,
+            "log_kept_mass": outputs.log_kept_mass,
+            "advantages": batch.advantages,
+            "returns": batch.returns,
+        }
+        found = {name: _by_sample(batch, t) for name, t in tensors.items() if t is not None}
+        if self._old:
+            found["old_logprobs"] = self._old
+        return found
+
+    def _write(self, shares: Sequence[_Share]) -> None:
+        raw = sorted((row for share in shares for row in share.raw), key=lambda r: r.sample_id)
+        values: dict[str, dict[int, Flat]] = {}
+        for share in shares:
+            for name, rows in share.values.items():
+                values[name] = {**values.get(name, {}), **rows}
+        updates = [
+            [share.updates[i] for share in shares if share.updates]
+            for i in range(len(self._updates))
+        ]
+        strategy = self._strategy
+        facts = Facts(
+            step=self._number,
+            world_size=strategy.world_size,
+            data_ranks=strategy.num_data_ranks,
+            strategy=type(strategy).__name__,
+            engine=strategy.inference_engine_type or "",
+            compute_dtype=str(strategy.ranks.compute_dtype).removeprefix("torch."),
+            kl_coef=self._kl_coef,
+            reward_moments=[float(number) for number in self._moments],
+            lora_scale=self._lora_scale(),
+            optimizers=self._optimizers,
+            updates=[_joined(parts) for parts in updates],
+        )
+        self._config.save(self._partial / CONFIG)
+        ids = [row.sample_id for row in raw]
+        write_record(
+            self._partial,
+            facts,
+            _raw_samples(raw, self._step),
+            _run_values(self._step.rewards.rewards, ids, values),
+            _update_values(updates),
+        )
+        publish(self._partial, self._folder)
+
+    def _lora_scale(self) -> float:
+        actor = self._strategy.unwrap_model(self._models["actor"])
+        return actor.scale if isinstance(actor, LoraActor) else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _RawRow:
+    """A completion and its reward as they came."""
+
+    sample_id: int
+    group_id: int
+    num_prompt_tokens: int
+    token_ids: tuple[int, ...]
+    is_sampled: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    reward: float
+    accuracy: float
+    is_failed: bool
+    is_untruncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one rank knows of a step."""
+
+    raw: list[_RawRow]
+    values: dict[str, dict[int, Flat]]
+    updates: list[_Update]
+
+
+def _by_sample(batch: ExperienceBatch, tensor: Tensor) -> dict[int, Flat]:
+    """A [batch, seq] tensor row by row, without padding, by sample id."""
+    lengths = batch.rollouts.attention_mask.sum(dim=1).tolist()
+    values, ids = tensor.detach().cpu().numpy(), batch.rollouts.sample_ids.tolist()
+    return {int(i): row[: int(n)].copy() for i, row, n in zip(ids, values, lengths, strict=True)}
+
+
+def _raw_rows(scored: Sequence[ScoredRollout]) -> list[_RawRow]:
+    found = []
+    for item in scored:
+        rollout, completion = item.rollout, item.rollout.completion
+        prompt, output = completion.prompt_token_ids, completion.output_token_ids
+        found.append(
+            _RawRow(
+                sample_id=rollout.sample_id,
+                group_id=rollout.group_id,
+                num_prompt_tokens=len(prompt),
+                token_ids=(*prompt, *output),
+                is_sampled=(*([False] * len(prompt)), *completion.is_sampled),
+                logprobs=(*([0.0] * len(prompt)), *completion.output_logprobs),
+                reward=item.reward if item.unshaped_reward is None else item.unshaped_reward,
+                accuracy=item.accuracy,
+                is_failed=item.is_masked,
+                is_untruncated=completion.logprobs_mode == "temperature",
+            )
+        )
+    return found
+
+
+def _raw_samples(rows: Sequence[_RawRow], step: StepExperience) -> RawSamples:
+    groups = np.array([row.group_id for row in rows], dtype=np.int64)
+    greedy, table = np.full(len(rows), np.nan), step.samples.greedy
+    if table is not None:
+        by_group = dict(zip(table.group_ids.tolist(), table.rewards.tolist(), strict=True))
+        greedy = np.array([by_group[group] for group in groups.tolist()])
+    prompts = np.array([row.num_prompt_tokens for row in rows], dtype=np.int64)
+    lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int64)
+    return RawSamples(
+        sample_ids=np.array([row.sample_id for row in rows], dtype=np.int64),
+        group_ids=groups,
+        prompt_lengths=prompts,
+        response_lengths=lengths - prompts,
+        token_ids=np.array([i for row in rows for i in row.token_ids], dtype=np.int32),
+        is_sampled=np.array([flag for row in rows for flag in row.is_sampled], dtype=np.bool_),
+        rollout_logprobs=np.array([x for row in rows for x in row.logprobs], dtype=np.float32),
+        rewards=np.array([row.reward for row in rows], dtype=np.float64),
+        accuracies=np.array([row.accuracy for row in rows], dtype=np.float64),
+        is_failed=np.array([row.is_failed for row in rows], dtype=np.bool_),
+        is_untruncated=np.array([row.is_untruncated for row in rows], dtype=np.bool_),
+        greedy_rewards=greedy,
+    )
+
+
+def _run_values(
+    rewards: Tensor, ids: Sequence[int], values: Mapping[str, Mapping[int, Flat]]
+) -> RunValues:
+    """Flat columns in the order of the ids; what no row has is empty."""
+
+    def column(name: str, dtype: type[Kind]) -> NDArray[Kind]:
+        rows = values.get(name, {})
+        parts = [rows[i].astype(dtype) for i in ids if i in rows]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype)
+
+    floats = {
+        name: column(name, np.float32)
+        for name in TOKEN_VALUES
+        if name not in ("token_ids", "response_mask")
+    }
+    return RunValues(
+        rewards=rewards.double().cpu().numpy(),
+        token_ids=column("token_ids", np.int32),
+        response_mask=column("response_mask", np.bool_),
+        **floats,
+    )
+
+
+def _joined(parts: Sequence[_Update]) -> UpdateFacts:
+    """One optimizer step from the shares of all ranks."""
+    first = parts[0]
+    return UpdateFacts(
+        model=first.model,
+        micro_batches=[micro for part in parts for micro in part.micro_batches],
+        normalizer=first.normalizer,
+        losses={name: sum(part.losses[name] for part in parts) for name in first.losses},
+        grad_norm=first.grad_norm,
+        learning_rate=first.learning_rate,
+        is_skipped=first.is_skipped,
+    )
+
+
+def _update_values(updates: Sequence[Sequence[_Update]]) -> dict[str, NDArray[np.float32]]:
+    """Per-token values of every optimizer step, flat in the order of its micro batches."""
+    found = {}
+    for number, parts in enumerate(updates):
+        for what in ("new", "weights"):
+            rows = [
+                (part.new if what == "new" else part.weights)[i]
+                for part in parts
+                if what == "new" or part.weights
+                for micro in part.micro_batches
+                for i in micro
+            ]
+            if rows:
+                found[f"{number}/{what}"] = np.concatenate(rows).astype(np.float32)
+    return found

@@ -1,0 +1,136 @@
+"""`lightrft config`: the options of a run as they come out, as a schema, or compared."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightrft.cli.errors import ExitCode, UsageError, refuse
+from lightrft.cli.options import Parser, add_options, at_least, available_options, parse_options
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.options import did_you_mean
+from lightrft.config.rules import batch_problems
+from lightrft.config.toml import format_toml, without_secrets
+from lightrft.reporting.files import CONFIG_FILE
+
+ACTIONS = ("show", "schema", "diff")
+_SCHEMA_OF = {"at_least": "minimum", "at_most": "maximum", "above": "exclusiveMinimum"}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft config show --help`.
+
+    Raises:
+        UsageError: Arguments that cannot be read.
+        ConfigError: Options with wrong values.
+    """
+    actions = {"show": show, "schema": schema, "diff": diff}
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: lightrft config {{{','.join(ACTIONS)}}} ...; --help after one explains it")
+        return ExitCode.OK
+    name, *rest = argv
+    if name not in actions:
+        raise UsageError(f"unknown action {name!r}{did_you_mean(name, ACTIONS)}")
+    print(actions[name](rest))
+    return ExitCode.OK
+
+
+def build_parsers() -> list[Parser]:
+    """The parsers of the three actions."""
+    show_parser = Parser(
+        "config show",
+        "Print the options that lightrft train would run with, as TOML, the changed "
+        "ones marked; secrets are left out.",
+        argument_default=argparse.SUPPRESS,
+    )
+    show_parser.add_argument(
+        "--changed", action="store_true", default=False, help="Only what differs from the default."
+    )
+    show_parser.add_argument(
+        "--nproc_per_node",
+        type=at_least(1),
+        default=None,
+        metavar="N",
+        help="Processes that the sizes have to fit; unset does not compare them.",
+    )
+    add_options(show_parser)
+    schema_parser = Parser("config schema", "Print a JSON schema of the TOML files, for editors.")
+    diff_parser = Parser("config diff", "Print the options in which two files or runs differ.")
+    for name in ("left", "right"):
+        diff_parser.add_argument(
+            name, metavar=name.upper(), help="A TOML file, or the --output_dir of a run."
+        )
+    return [show_parser, schema_parser, diff_parser]
+
+
+def show(argv: Sequence[str]) -> str:
+    """The options as TOML."""
+    config, parsed, problems = parse_options(build_parsers()[0], argv)
+    if parsed.nproc_per_node is not None and not problems:
+        problems = batch_problems(config, parsed.nproc_per_node)
+    refuse(problems, ConfigError)
+    values = without_secrets(config)
+    lines: list[str] = []
+    group = ""
+    for name, info in available_options().items():
+        is_changed = config.__dict__[name] != TrainConfig.__dataclass_fields__[name].default
+        if info.secret or (parsed.changed and not is_changed):
+            continue
+        if info.group != group:
+            group = info.group
+            lines += ["", f"# {group}"]
+        if values[name] is None:
+            lines.append(f"# {name} is unset")
+            continue
+        mark = "  # changed" if is_changed else ""
+        lines.append(f"{name} = {format_toml(values[name])}{mark}")
+    return "\n".join(lines).strip()
+
+
+def schema(argv: Sequence[str]) -> str:
+    """A JSON schema: types by pydantic, choices, bounds and help from the options."""
+    build_parsers()[1].parse_args(argv)
+    from pydantic import TypeAdapter
+
+    made = TypeAdapter(TrainConfig).json_schema()
+    properties = {}
+    for name, info in available_options().items():
+        found = {**made["properties"][name], "description": info.help}
+        if isinstance(info.choices, tuple):  # a registry also takes a user's own
+            found["enum"] = list(info.choices)
+        # A bound concerns the number, not the null beside it; JSON schema ignores it there.
+        limits = {keyword: getattr(info, bound) for bound, keyword in _SCHEMA_OF.items()}
+        properties[name] = found | {
+            key: value for key, value in limits.items() if value is not None
+        }
+    return json.dumps(
+        {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "title": "Options of lightrft train",
+            "type": "object",
+            "additionalProperties": False,
+            "properties": properties,
+        },
+        indent=2,
+    )
+
+
+def diff(argv: Sequence[str]) -> str:
+    """The options in which two configurations differ, one line each."""
+    options = build_parsers()[2].parse_args(argv)
+    left, right = _load(options.left), _load(options.right)
+    before, after = without_secrets(left), without_secrets(right)
+    lines = [
+        f"{name}: {before[name]!r} -> {after[name]!r}"
+        for name in before
+        if before[name] != after[name]
+    ]
+    return "\n".join(lines) or "no option differs"
+
+
+def _load(name: str) -> TrainConfig:
+    path = Path(name)
+    path = path / CONFIG_FILE if path.is_dir() else path
+    if not path.is_file():
+        raise UsageError(f"no options at {path}: expected a TOML file or the folder of a run")
+    return TrainConfig.load(path)

@@ -1,0 +1,1 @@
+"""Checks of prompts and rewards before a run."""

@@ -1,0 +1,325 @@
+"""`lightrft data check`: what a run would find in its prompts, before the run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, TypeVar
+
+from lightrft.cli.errors import ExitCode, UsageError, refuse
+from lightrft.cli.options import Parser, add_options, command_options, parse_options
+from lightrft.cli.preflight import PlainTokenizer, model_problems
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.printable import printable
+from lightrft.config.sources import split_sources
+from lightrft.datasets.files import Row, scan_rows
+from lightrft.datasets.media import VisionPrompts
+from lightrft.datasets.render import check_tokenizer
+from lightrft.datasets.types import DataError
+from lightrft.tools.data.certificate import Certificate, certify
+from lightrft.tools.data.row_checks import (
+    CheckedRow,
+    DataCheck,
+    check_rows,
+    histogram,
+    propose_keys,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+NUM_SAMPLES = 3
+MAX_LINES = 20
+BAR_WIDTH = 40
+MAX_CHARACTERS = 1500
+PROGRESS_SECONDS = 5.0
+
+
+def say(text: str = "") -> None:
+    """Prints what may hold text of the data, so that a terminal obeys none of it."""
+    print(printable(text), flush=True)
+
+
+def with_progress(items: Sequence[T], what: str) -> Iterator[T]:
+    """The items; how many have passed is said on standard error every few seconds."""
+    said = time.monotonic()
+    for number, item in enumerate(items):
+        if time.monotonic() - said >= PROGRESS_SECONDS:
+            said = time.monotonic()
+            print(f"{number} of {len(items)} {what}", file=sys.stderr, flush=True)
+        yield item
+
+
+def show_layout(source: str, rows: Sequence[Row], *, num_items: int) -> None:
+    """Columns of the rows, with their types."""
+    say(f"{source}: {num_items} rows, {len(rows)} of them readable")
+    names = list(dict.fromkeys(name for row in rows for name in row.columns))
+    for name in names:
+        values = [row.columns[name] for row in rows if name in row.columns]
+        kinds = sorted({_kind(value) for value in values})
+        missing = len(rows) - len(values)
+        note = f", missing in {missing} rows" if missing else ""
+        say(f"  {name}: {' or '.join(kinds)}{note}, for example {str(values[0])[:60]!r}")
+
+
+def show_samples(
+    found: DataCheck, tokenizer: PreTrainedTokenizerBase | None, *, max_new_tokens: int
+) -> None:
+    """The first, the middle and the last prompt as the model will see them."""
+    rows = found.rows
+    places = sorted({0, len(rows) // 2, len(rows) - 1})[:NUM_SAMPLES] if rows else []
+    for number, place in enumerate(places, start=1):
+        row = rows[place]
+        unit = "characters" if tokenizer is None else "tokens"
+        count = len(row.text) if tokenizer is None else len(row.token_ids)
+        text = row.text if tokenizer is None else visible(row, tokenizer)
+        end = None if tokenizer is None else tokenizer.eos_token
+        say(f"\nsample {number} of {len(places)}, {row.location}")
+        say(f"  prompt, {count} {unit}, not trained (mask 0):")
+        say("\n".join(f"    {line}" for line in text[:MAX_CHARACTERS].split("\n")))
+        until = f" up to and including ⟦{end}⟧" if end else ""
+        say(f"  response, at most {max_new_tokens} sampled tokens, trained (mask 1){until}")
+        say(f"  label: {'none' if row.label is None else str(row.label)[:200]!r}")
+
+
+def visible(row: CheckedRow, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The prompt decoded from its token ids, special tokens in ⟦brackets⟧."""
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    parts = []
+    for is_special, ids in groupby(row.token_ids, key=lambda token_id: token_id in special):
+        if is_special:
+            parts += [f"⟦{tokenizer.decode([token_id])}⟧" for token_id in ids]
+        else:
+            parts.append(tokenizer.decode(list(ids)))
+    return "".join(parts)
+
+
+def show_check(found: DataCheck, *, prompt_max_len: int, in_tokens: bool) -> None:
+    """Lengths, counts, and the rows that cannot be used."""
+    lengths = [len(row.token_ids) if in_tokens else len(row.text) for row in found.rows]
+    bins = histogram(lengths)
+    say(f"\nlength of the prompts in {'tokens' if in_tokens else 'characters'}")
+    highest = max((count for _, _, count in bins), default=1)
+    width = max((len(str(last)) for _, last, _ in bins), default=1)
+    for first, last, count in bins:
+        bar = "#" * -(-BAR_WIDTH * count // highest)
+        say(f"  {first:>{width}} to {last:>{width}}  {count:>7}  {bar}")
+    say()
+    if in_tokens:
+        _show_places(
+            f"over {prompt_max_len} tokens (a run leaves them out; --prompt_max_len)",
+            found.too_long,
+        )
+    pairs = [f"{place} = {first}" for place, first in found.duplicates]
+    _show_places("duplicate prompts (a run uses them all)", pairs)
+    show_media([size for row in found.rows for size in row.media_sizes])
+    say(f"empty prompts: {found.num_empty}")
+    say(f"without label: {found.num_without_label}")
+    say(f"rows that cannot be used: {len(found.problems)}")
+    _show_lines(found.problems)
+
+
+def show_media(sizes: Sequence[tuple[int, int]]) -> None:
+    """How many images and videos there are, and their sizes in pixels."""
+    if sizes:
+        widths, heights = [width for width, _ in sizes], [height for _, height in sizes]
+        say(
+            f"images and videos: {len(sizes)}, {min(widths)} to {max(widths)} pixels wide and "
+            f"{min(heights)} to {max(heights)} high"
+        )
+
+
+def show_certificate(found: Certificate | None) -> None:
+    """What the reward gives to reference answers, and to what must not pass."""
+    if found is None:
+        say("reference answers: not scored, no --reward_fn")
+        return
+    say(f"reference answers of the first {found.num_rows} rows, mean reward by {found.name}")
+    for name, mean in found.means.items():
+        say(f"  {name}: {mean:.3f}")
+    if found.num_responses:
+        say(
+            f"{found.num_responses} answers in one call: {found.seconds:.1f} s, "
+            f"{1000 * found.seconds / found.num_responses:.2f} ms each"
+        )
+    for doubt in found.doubts:
+        say(f"warning: {doubt}")
+    say(f"reference answers that cannot be right: {len(found.problems)}")
+    _show_lines(found.problems)
+
+
+def _show_places(what: str, places: Sequence[str]) -> None:
+    examples = f", first: {', '.join(places[:3])}" if places else ""
+    say(f"{what}: {len(places)}{examples}")
+
+
+def _show_lines(lines: Sequence[str]) -> None:
+    for line in lines[:MAX_LINES]:
+        say(f"  {line}")
+    if len(lines) > MAX_LINES:
+        say(f"  and {len(lines) - MAX_LINES} more")
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        is_chat = bool(value) and isinstance(value[0], Mapping) and "role" in value[0]
+        return "chat messages" if is_chat else "list"
+    names = {str: "text", bool: "true or false", int: "number", float: "number", dict: "object"}
+    return names.get(type(value), type(value).__name__)
+
+
+DESCRIPTION = """\
+Read every row of the prompts as a run would, and say what is in them: columns and a proposal which
+of them to use, three prompts as the model will see them, lengths, over-long, empty and duplicate
+rows, and what the reward gives to the reference answers. Exit code 4 if a row is bad.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to check.
+
+    Args:
+        source: Files, folders or names of data sets, separated by commas.
+        config: Options of the run.
+        given: Names of the options that were given.
+    """
+
+    source: str
+    config: TrainConfig
+    given: frozenset[str]
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft data check --help`.
+
+    Raises:
+        UsageError: Arguments that cannot be read.
+        ConfigError: Options with wrong values.
+        DataError: A source that cannot be read at all.
+        RewardError: A reward function that cannot be loaded, or that fails.
+    """
+    if argv and argv[0] == "check":
+        return check(parse(argv[1:]))
+    if argv and argv[0] in ("-h", "--help"):
+        return check(parse(["--help"]))
+    raise UsageError("lightrft data knows one action: lightrft data check SOURCE")
+
+
+def check(request: Request) -> int:
+    """Print what is in the prompts; 4 if a row is bad."""
+    config = request.config
+    items = [
+        item
+        for source in split_sources(request.source)
+        for item in scan_rows(source, split=config.prompt_split)
+    ]
+    if not items:
+        raise DataError(f"{request.source} holds no rows: expected at least one")
+    rows = [item for item in items if not isinstance(item, DataError)]
+    show_layout(request.source, rows, num_items=len(items))
+    config = propose_keys_of(request, rows)
+    tokenizer = load_tokenizer(config)
+    plain = PlainTokenizer() if tokenizer is None else tokenizer
+    reader = (None if tokenizer is None else load_vision(config)) or plain
+    shown = with_progress(items, "rows checked")
+    found = check_rows(shown, reader, config, has_model=tokenizer is not None)
+    show_samples(found, tokenizer, max_new_tokens=config.generate_max_len)
+    show_check(found, prompt_max_len=config.prompt_max_len, in_tokens=tokenizer is not None)
+    usable = found.rows if tokenizer is None else found.usable
+    scores = bool(config.reward_fn or config.remote_rm_url)
+    certificate = certify(usable, config) if scores and usable else None
+    show_certificate(certificate)
+    num_bad = len(found.problems) + (0 if certificate is None else len(certificate.problems))
+    left_out = len(found.rows) - len(usable)
+    note = f", {left_out} are left out as too long" if left_out else ""
+    say(f"{num_bad} bad rows" if num_bad else f"{len(usable)} prompts can be trained on{note}")
+    return ExitCode.DATA if num_bad or not usable else ExitCode.OK
+
+
+def parse(argv: Sequence[str]) -> Request:
+    """The source and the options.
+
+    Raises:
+        ConfigError: Unknown names or wrong values, all at once.
+        UsageError: No source.
+    """
+    config, parsed, problems = parse_options(build_parser(), argv)
+    if config.pretrain is not None:
+        problems += model_problems("--pretrain", config.pretrain)
+    refuse(problems, ConfigError)
+    source = parsed.source or config.prompt_data
+    if source is None:
+        raise UsageError("give a file, a folder or the name of a data set to check")
+    names, defaults = set(command_options("data")), vars(TrainConfig())
+    given = {name for name in names if vars(config)[name] != defaults[name]}
+    return Request(source, config, frozenset(given | (names & set(vars(parsed)))))
+
+
+def build_parser() -> Parser:
+    """The parser of `lightrft data check`."""
+    parser = Parser("data check", DESCRIPTION, argument_default=argparse.SUPPRESS)
+    parser.add_argument(
+        "source",
+        nargs="?",
+        default=None,
+        metavar="SOURCE",
+        help="File, folder or name of a data set; several separated by commas. "
+        "Default: prompt_data of --config.",
+    )
+    add_options(parser, command_options("data"))
+    return parser
+
+
+def propose_keys_of(request: Request, rows: Sequence[Row]) -> TrainConfig:
+    """The options of the request; keys that are not given are taken from the data."""
+    config = request.config
+    columns: Mapping[str, object] = rows[0].columns if rows else {}
+    proposal = propose_keys(columns)
+    keys = {"input_key": proposal.input_key, "label_key": proposal.label_key}
+    proposed: dict[str, object] = {
+        name: key
+        for name, key in keys.items()
+        if key and name not in request.given and vars(config)[name] not in columns
+    }
+    flags = [f"--{name} {key}" for name, key in proposed.items()]
+    input_key = proposed.get("input_key", config.input_key)
+    if (
+        proposal.holds_messages
+        and not config.apply_chat_template
+        and input_key == keys["input_key"]
+    ):
+        proposed["apply_chat_template"] = True
+        flags.append("--apply_chat_template")
+    say(f"proposed options: {' '.join(flags) or 'none, the keys fit'}")
+    return config.replaced(proposed)
+
+
+def load_vision(config: TrainConfig) -> VisionPrompts | None:
+    """What reads images and videos for the model; None for models of text."""
+    from lightrft.run.vision import load_vision as load
+
+    return load(config)
+
+
+def load_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of `pretrain`, or None without one.
+
+    Raises:
+        DataError: It has no chat template, and one is needed.
+    """
+    if config.pretrain is None:
+        say("no --pretrain: lengths are in characters, and no chat template is applied")
+        return None
+    from lightrft.models.loading import load_tokenizer as load
+
+    tokenizer = load(config.pretrain, chat_template=config.chat_template)
+    check_tokenizer(tokenizer, config)
+    return tokenizer

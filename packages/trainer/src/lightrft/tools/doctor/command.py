@@ -1,0 +1,157 @@
+"""`lightrft doctor`: whether this machine can train, and whether training a model is exact."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightrft.cli.console import hide_progress_bars
+from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.options import Parser, add_number
+from lightrft.tools.invariance.cells import Deviations
+
+if TYPE_CHECKING:
+    from lightrft.tools.invariance.run import CellResult
+
+COLUMNS = ("loss", "outputs", "gradient", "gradient_tensor", "weights", "update")
+LEGEND = """\
+Differences from one process with one padded micro-batch: of the loss; of a logprob; of the
+gradient, of its worst tensor, of the weights after a step of SGD and of their change by two steps
+of AdamW, in norms."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft doctor --help`.
+
+    Raises:
+        UsageError: Options that do not go together.
+        ModelLoadError: The checkpoint cannot be read.
+    """
+    options = build_parser().parse_args(argv)
+    check_options(options)
+    return examine_model(options) if options.invariance else examine_machine(gpu=options.gpu)
+
+
+def check_options(options: Namespace) -> None:
+    """Raises a UsageError for an option that would have no effect."""
+    if options.invariance and options.gpu:
+        raise UsageError("lightrft doctor: --gpu and --invariance are two examinations; give one")
+    if options.invariance and options.pretrain is None:
+        raise UsageError("lightrft doctor --invariance needs --pretrain: the model to examine")
+    if not options.invariance:
+        given = (("pretrain", options.pretrain), ("bf16", options.bf16))
+        idle = [f"--{name}" for name, value in given if value]
+        if idle:
+            raise UsageError(f"lightrft doctor: {', '.join(idle)} acts only with --invariance")
+
+
+def examine_machine(*, gpu: bool) -> int:
+    """Checks this machine, or times its GPU; 3 if something is beyond its limit.
+
+    With `gpu`, also 3 if nothing could be timed: no verdict is no good one.
+    """
+    from lightrft.tools.doctor.checks import Verdict, report
+
+    if gpu:
+        from lightrft.tools.doctor.gpu_checks import gpu_checks as checks
+    else:
+        from lightrft.tools.doctor.machine_checks import machine_checks as checks
+    hide_progress_bars()
+    verdicts = report(checks(), lambda text: print(text, flush=True))
+    is_bad = Verdict.BAD in verdicts or (gpu and Verdict.OK not in verdicts)
+    return ExitCode.PREFLIGHT if is_bad else ExitCode.OK
+
+
+def examine_model(options: Namespace) -> int:
+    """Carries out one step of the model in many ways; 8 if they differ."""
+    from lightrft.tools.invariance.run import examine
+
+    hide_progress_bars()
+    processes = options.nproc_per_node or default_processes()
+    results = []
+    print(f"{LEGEND}\n\n{header()}", flush=True)
+    for result in examine(
+        options.pretrain,
+        num_processes=processes,
+        timeout_seconds=60 * options.timeout_minutes,
+        bf16=options.bf16,
+    ):
+        results.append(result)
+        print(row(*result, bounds_of(results)), flush=True)
+    return conclude(results)
+
+
+def bounds_of(results: Sequence[CellResult]) -> Deviations:
+    """Those of float32, or in bfloat16 those that the first, plainest way gives."""
+    from lightrft.tools.invariance.cells import FP32_BOUNDS, bf16_bounds
+
+    cell, deviations = results[0]
+    if not cell.bf16 or isinstance(deviations, str):
+        return FP32_BOUNDS
+    return bf16_bounds(deviations)
+
+
+def build_parser() -> Parser:
+    """The parser of `lightrft doctor`."""
+    parser = Parser(
+        "doctor",
+        "Check this machine: versions, devices, addresses, memory, disk, engines and kernels, "
+        "each against a limit, with a remedy. Exit code 3 if something is beyond its limit. "
+        "--gpu times a GPU instead. --invariance carries out one training step of a model in many "
+        "ways - micro-batches, packed samples, divided sequences, recomputed activations, FSDP2, "
+        "ZeRO - and compares losses, gradients and weights; exit code 8 if any of them differs.",
+    )
+    parser.add_argument("--invariance", action="store_true", help="Compare the ways of a step.")
+    parser.add_argument(
+        "--gpu", action="store_true", help="Time kernels, weight sync and sleeping on a GPU."
+    )
+    parser.add_argument(
+        "--bf16",
+        action="store_true",
+        help="Compare the ways in bfloat16: each may deviate from float32 by three times what the "
+        "plainest one does.",
+    )
+    parser.add_argument("--pretrain", metavar="PATH", help="Checkpoint of a causal language model.")
+    parser.add_argument(
+        "--nproc_per_node",
+        type=int,
+        choices=(1, 2, 4, 8),
+        help="Processes. Default: 2 on a CPU; one per GPU, at most 2.",
+    )
+    add_number(parser, "--timeout_minutes", "Deadline.", default=30)
+    return parser
+
+
+def default_processes() -> int:
+    """Two, unless there is one GPU only."""
+    import torch
+
+    return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
+
+
+def header() -> str:
+    """The first line of the table."""
+    return f"{'':4}" + "".join(f"{name:>16}" for name in COLUMNS) + "  way"
+
+
+def row(cell: object, found: Deviations | str, bounds: Deviations) -> str:
+    """One line of the table."""
+    if isinstance(found, str):
+        return f"{'--':4}{cell}: {found}"
+    above = found.above(bounds)
+    numbers = [f"{found.value(name):.1e}{'!' if name in above else ' '}" for name in COLUMNS]
+    return f"{'BAD' if above else 'ok':4}" + "".join(f"{n:>16}" for n in numbers) + f"  {cell}"
+
+
+def conclude(results: Sequence[CellResult]) -> int:
+    """Prints bounds and verdict; returns the exit code."""
+    bounds = bounds_of(results)
+    measured = [found for _, found in results if not isinstance(found, str)]
+    num_bad = sum(bool(found.above(bounds)) for found in measured)
+    shown = "".join(f"{bounds.value(name):.1e} ".rjust(16) for name in COLUMNS)
+    print(f"{'max':4}{shown}  bounds")
+    skipped = len(results) - len(measured)
+    refused = f"; {skipped} not possible with this model" if skipped else ""
+    print(f"{len(measured) - num_bad} of {len(measured)} ways give the same step{refused}")
+    return ExitCode.VERIFICATION if num_bad else ExitCode.OK

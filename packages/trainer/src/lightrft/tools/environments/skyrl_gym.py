@@ -1,0 +1,120 @@
+"""Environments of SkyRL-Gym's make: `init(prompt)`, then `step(action)` with all that was said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Protocol, cast
+
+from lightrft.config import ConfigError
+from lightrft.config.registry import load_reference
+from lightrft.rewards.worker import ReportedError
+from lightrft.rollout.environments.adapted import Adapted, EpisodeLostError
+
+Message = Mapping[str, object]
+
+
+class TextEnvironment(Protocol):
+    """What SkyRL-Gym's classes are."""
+
+    def init(self, prompt: list[Message]) -> tuple[Sequence[Message], Mapping[str, object]]:
+        """The prompt as it is to be asked, and what else is known."""
+        ...
+
+    def step(self, action: str) -> Mapping[str, object]:
+        """`observations` (messages), `reward` and `done` after a turn."""
+        ...
+
+    def close(self) -> None:
+        """Ends the episode."""
+        ...
+
+
+class Conversation(Adapted):
+    """An episode of an environment that answers whole turns; the rewards of its turns add up.
+
+    Args:
+        make: Makes the author's environment of `env_config` and `extras`, the row.
+    """
+
+    answers_turns: ClassVar[bool] = True
+
+    def __init__(self, make: Callable[..., TextEnvironment]) -> None:
+        self._make, self._reward = make, 0.0
+
+    def reset(self, seed: int | None = None, **row: object) -> object:
+        """Begins with the prompt; what `init` puts at the end of its last message is added."""
+        self._environment = self._make(env_config={}, extras={**row, "seed": seed})
+        prompt = list(cast("Sequence[Message]", row["prompt"]))
+        asked, _ = self._environment.init(list(prompt))
+        before, after = prompt[-1].get("content"), asked[-1].get("content") if asked else None
+        added = _behind(before, after)
+        if [*asked][:-1] != prompt[:-1] or added is None:
+            raise ReportedError(
+                "init must return the prompt, or add to the end of its last message: got "
+                f"{str(asked)[:200]}"
+            )
+        return added or None
+
+    def step(self, action: str) -> object:
+        """What is said after a turn.
+
+        Raises:
+            EpisodeLostError: The author's `step` raised, or its answer has another form.
+        """
+        try:
+            answer = self._environment.step(action)
+        except Exception as error:
+            raise EpisodeLostError(f"step raised {type(error).__name__}: {error}") from error
+        if not isinstance(answer, Mapping) or not {"observations", "reward", "done"} <= set(answer):
+            raise EpisodeLostError(
+                "step must return observations, reward and done: got " + str(answer)[:200]
+            )
+        self._reward += float(cast("float", answer["reward"]))
+        self.is_done = bool(answer["done"])
+        said = cast("Sequence[Message]", answer["observations"])
+        contents = [message["content"] for message in said]
+        if not any(isinstance(content, list) for content in contents):
+            return "\n".join(map(str, contents))
+        parts = [_as_parts(content) for content in contents]
+        return [part for own in parts for part in ("\n", *own)][1:]
+
+    def get_reward(self) -> float:
+        """The sum over the turns."""
+        self._environment.close()
+        return self._reward
+
+
+def _behind(before: object, after: object) -> str | list[object] | None:
+    """What a content has more at its end; None if it does not begin with the other one."""
+    if isinstance(before, str) and isinstance(after, str):
+        return after[len(before) :] if after.startswith(before) else None
+    own, more = _as_parts(before), _as_parts(after)
+    return more[len(own) :] if more[: len(own)] == own else None
+
+
+def _as_parts(content: object) -> list[object]:
+    return list(content) if isinstance(content, list | tuple) else [content]
+
+
+def converse(text: str) -> type[Adapted]:
+    """The class of `FILE.py:NAME` or `package.module:NAME` as one that a worker hosts.
+
+    Raises:
+        ReportedError: There is no such class, or it has no `init` and `step`.
+    """
+    try:
+        author = load_reference(text, kind="environment")
+    except ConfigError as error:
+        raise ReportedError(str(error)) from error
+    if not isinstance(author, type) or not {"init", "step"} <= set(dir(author)):
+        raise ReportedError(
+            f"environment skyrl_gym:{text}: expected a class with init(prompt) and step(action)"
+        )
+    make = cast("Callable[..., TextEnvironment]", author)
+
+    class Episode(Conversation):
+        def __init__(self) -> None:
+            super().__init__(make)
+
+    Episode.__name__ = author.__name__
+    return Episode

@@ -1,0 +1,158 @@
+"""`lightrft eval`: a model on held-out prompts, greedy and with several samples of each."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightrft.cli.console import hide_progress_bars, share_processors
+from lightrft.cli.errors import ExitCode, PreflightError, refuse, run_guarded
+from lightrft.cli.launch import become_only_process, end_with_launcher, is_worker, launch
+from lightrft.cli.machine import device_problems, engine_problems
+from lightrft.cli.options import (
+    Parser,
+    add_number,
+    add_options,
+    at_least,
+    command_options,
+    finite,
+    merge_options,
+    normalise,
+    unknown_flags,
+)
+from lightrft.cli.preflight import check_data, model_problems
+from lightrft.config import TrainConfig
+from lightrft.reporting.files import CONFIG_FILE
+from lightrft.strategy.config import ConfigError
+from lightrft.tools.evaluation.evaluation_run import EvalResult, EvalSettings
+from lightrft.tools.init_model import require_empty
+
+DESCRIPTION = """\
+Answer held-out prompts and score the answers: the greedy answer of each prompt, and with
+--num_samples the mean over samples (avg@n) and the chance that one of k is right (pass@k,
+unbiased). MODEL is a model directory, or the --output_dir of a run, whose options and final model
+are taken. Results do not depend on the number of processes.
+"""
+DEFAULT_DIRECTORY = "lightrft_eval"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft eval --help`.
+
+    Raises:
+        ConfigError: Options that cannot be run; one line for each problem.
+        UsageError: Arguments that cannot be read, or the target is not empty.
+        PreflightError: The engine or GPUs are missing.
+        DataError: Prompts that cannot be read.
+    """
+    config, settings, nproc_per_node = parse(argv)
+    share_processors()
+    if is_worker():
+        end_with_launcher()
+    else:
+        require_empty(Path(config.output_dir))
+        missing = engine_problems(config.engine_type) + device_problems(nproc_per_node)
+        refuse(missing, PreflightError)
+        check_data(config)
+        if nproc_per_node > 1:
+            return launch("lightrft.tools.evaluation.command", argv, nproc_per_node=nproc_per_node)
+        become_only_process()
+    from lightrft.tools.evaluation.evaluation_run import run_evaluation
+
+    hide_progress_bars()
+    result = run_evaluation(config, settings)
+    if os.environ["RANK"] == "0":
+        print(format_table(result))
+        print(f"wrote {Path(config.output_dir) / 'eval.json'}")
+    return ExitCode.OK
+
+
+def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
+    """Options, settings of the evaluation, and the number of processes on this node.
+
+    Raises:
+        ConfigError: Unknown names, wrong values, missing files; all of them at once.
+        UsageError: Arguments that cannot be read.
+    """
+    parsed, unknown = build_parser().parse_known_args(normalise(argv))
+    flags = vars(parsed)
+    model, processes = Path(flags.pop("model")), flags.pop("nproc_per_node")
+    output_dir = flags.pop("output_dir")
+    files = [Path(name) for name in flags.pop("config")]
+    settings = EvalSettings(
+        num_samples=flags.pop("num_samples"),
+        pass_k=tuple(flags.pop("pass_k")),
+        threshold=flags.pop("threshold"),
+    )
+    if (model / CONFIG_FILE).is_file():
+        files, model = [model / CONFIG_FILE, *files], model / "model"
+    config, problems = merge_options(files, flags)
+    config.pretrain, config.output_dir, config.fsdp = str(model), output_dir, True
+    problems = unknown_flags(unknown) + problems + settings.problems()
+    problems += model_problems("MODEL", str(model))
+    if config.eval_data is None:
+        problems.append("--eval_data is missing: give a JSONL, JSON or Parquet file")
+    if not config.reward_fn and not config.remote_rm_url:
+        problems.append("--reward_fn is missing: give boxed_math, gsm8k or FILE.py:FUNCTION")
+    refuse(problems, ConfigError)
+    config.prompt_data = None  # only the evaluation's prompts are read
+    # Nothing is trained: sizes that fit any number of processes.
+    world_size = int(os.environ.get("WORLD_SIZE", processes))
+    config.micro_train_batch_size, config.train_batch_size = 1, world_size
+    return config, settings, processes
+
+
+def build_parser() -> Parser:
+    """The parser of `lightrft eval`; options that are not given leave no trace."""
+    parser = Parser("eval", DESCRIPTION, argument_default=argparse.SUPPRESS)
+    parser.add_argument("model", metavar="MODEL", help="Model directory, or folder of a run.")
+    start = parser.add_argument_group("start")
+    add_number(start, "--nproc_per_node", "Processes to start on this machine.", default=1)
+    start.add_argument(
+        "--output_dir",
+        default=DEFAULT_DIRECTORY,
+        metavar="DIR",
+        help=f"New or empty folder of the results. Default: {DEFAULT_DIRECTORY}.",
+    )
+    add_sampling(parser)
+    add_options(parser, command_options("eval"))
+    return parser
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """How many samples are drawn and what counts; how they are drawn are options of a run."""
+    group = parser.add_argument_group("samples")
+    default = EvalSettings()
+    text = "Samples of each prompt; 0 draws none, greedy answers only."
+    add_number(group, "--num_samples", text, default=default.num_samples, lowest=0)
+    group.add_argument(
+        "--threshold",
+        default=default.threshold,
+        type=finite,
+        metavar="X",
+        help=f"A response is right from this accuracy on. Default: {default.threshold}.",
+    )
+    group.add_argument(
+        "--pass_k",
+        nargs="+",
+        default=(),
+        type=at_least(1),
+        metavar="K",
+        help="The k of pass@k. Default: 1, 2, 4 ... up to num_samples.",
+    )
+
+
+def format_table(result: EvalResult) -> str:
+    """The metrics, one line each, with their standard error over prompts."""
+    shown = {name: value for name, value in result.metrics.items() if "/stderr" not in name}
+    width = max(map(len, shown))
+    lines = [f"{'metric':{width}}  {'value':>9}  {'± error':>9}"]
+    for name, value in shown.items():
+        error = result.metrics.get(f"{name}/stderr")
+        lines.append(f"{name:{width}}  {value:>9.4f}  {'' if error is None else f'{error:>9.4f}'}")
+    return "\n".join([f"{result.num_prompts} prompts", *(line.rstrip() for line in lines)])
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded("lightrft eval", lambda: run(sys.argv[1:])))

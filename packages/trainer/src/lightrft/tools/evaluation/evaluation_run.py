@@ -1,0 +1,259 @@
+"""Evaluation of a model without training: greedy answers, and several samples of each prompt."""
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightrft.config import TrainConfig
+from lightrft.datasets import Prompt
+from lightrft.engines.types import SamplingParams
+from lightrft.models import Actor, load_tokenizer
+from lightrft.records.delivery import deliver_rows
+from lightrft.records.exchange import RowTable, SampleTable, tabulate
+from lightrft.reporting.loggers import JsonLinesFile
+from lightrft.rollout.rollout_groups import Decoder
+from lightrft.rollout.sampler import RolloutSampler, greedy_params, training_params
+from lightrft.run.assembly import build_environments, load_run_prompts
+from lightrft.run.models import (
+    build_model_rewards,
+    build_run_reward,
+    prepare_reward_models,
+    reward_recipes,
+)
+from lightrft.run.vision import load_vision
+from lightrft.strategy import get_strategy
+
+RESULT_FILE = "eval.json"
+RESPONSES_FILE = "responses.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSettings:
+    """How many answers are drawn beside the greedy one, and how they are counted.
+
+    Args:
+        num_samples: Samples of each prompt, drawn as in training; 0 draws none.
+        pass_k: The k of pass@k; empty takes 1, 2, 4 ... num_samples.
+        threshold: A response is right if its accuracy (the reward, where the reward function
+            reports none) is at least this.
+    """
+
+    num_samples: int = 0
+    pass_k: tuple[int, ...] = ()
+    threshold: float = 1.0
+
+    def problems(self) -> list[str]:
+        """What is wrong with the values, one line each."""
+        if any(not 1 <= k <= self.num_samples for k in self.pass_k):
+            return [
+                f"pass_k: got {list(self.pass_k)}, expected numbers from 1 to num_samples = "
+                f"{self.num_samples}"
+            ]
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """What an evaluation found; the same on every rank.
+
+    Args:
+        num_prompts: Prompts of the evaluation.
+        metrics: By name: `greedy/...`, and with samples `avg@n`, `pass@k`, `sampled/...`; each of
+            the first three kinds with its standard error over prompts, `.../stderr`.
+    """
+
+    num_prompts: int
+    metrics: dict[str, float]
+
+
+def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
+    """Evaluates `pretrain` on `eval_data` as one process of several, whose rank is known.
+
+    The folder `output_dir` gets eval.json and responses.jsonl.
+
+    Args:
+        config: Model, data, reward, engine. Models are held by FSDP2 or by one process.
+        settings: See `EvalSettings`.
+
+    Raises:
+        DataError: Prompts that cannot be read.
+        RewardError: A reward function that cannot be loaded, or that fails.
+        ModelLoadError: A model or tokenizer that cannot be read.
+    """
+    path = str(config.pretrain)
+    with ExitStack() as stack:
+        tokenizer = load_tokenizer(path, chat_template=config.chat_template)
+        vision = load_vision(config)
+        environments = build_environments(config, tokenizer, vision, has_journal=False)
+        if environments is not None:
+            stack.callback(environments.close)
+        shown = (vision or tokenizer) if environments is None else environments.prompt_tokenizer
+        prompts = load_run_prompts(config, shown, for_evaluation=True).prompts
+        recipes = reward_recipes(config, prompts)
+        reward = stack.enter_context(build_run_reward(config, recipes=recipes))
+        strategy = stack.enter_context(get_strategy(config))
+        with strategy.init_model_context():
+            actor = Actor.from_pretrained(path)
+        model = strategy.prepare_model(actor)
+        models = build_model_rewards(
+            config,
+            strategy,
+            prepare_reward_models(config, strategy),
+            tokenizer=tokenizer,
+            recipes=recipes,
+        )
+        strategy.setup_inference_engine(config, config.engine_type, actor=model)
+        strategy.update_engine_weights(model)
+        sampler = RolloutSampler(
+            strategy,
+            reward,
+            models,
+            decoder=tokenizer,
+            config=config,
+            environments=environments,
+            encoder=None if vision is None else vision.encoder,
+        )
+        metrics: dict[str, float] = {}
+        tables = {}
+        for name, params in sampling(config, settings).items():
+            own, table = sampler.sample_all(prompts, params)
+            metrics |= summarise(name, table, settings, params.n)
+            # The first rank writes all responses.
+            wanted = [
+                np.arange(len(table) if rank == 0 else 0) for rank in range(strategy.world_size)
+            ]
+            tables[name] = deliver_rows(table, tabulate(own), wanted, strategy)
+        result = EvalResult(len(prompts), metrics)
+        if strategy.is_rank_0():
+            write_result(config, settings, result)
+            write_responses(Path(config.output_dir) / RESPONSES_FILE, prompts, tables, tokenizer)
+        strategy.barrier()
+        return result
+
+
+def sampling(config: TrainConfig, settings: EvalSettings) -> dict[str, SamplingParams]:
+    """The passes over the prompts: greedy, and with samples "sampled"."""
+    passes = {"greedy": greedy_params(config)}
+    if settings.num_samples:
+        passes["sampled"] = replace(training_params(config), n=settings.num_samples)
+    return passes
+
+
+def summarise(
+    name: str, table: RowTable, settings: EvalSettings, num_samples: int
+) -> dict[str, float]:
+    """The metrics of one pass over the prompts.
+
+    Args:
+        name: "greedy" or "sampled".
+        table: num_samples rows of each prompt, prompt after prompt.
+        settings: Which k, and what is right.
+        num_samples: Of each prompt.
+    """
+    is_right = (table.accuracies >= settings.threshold).reshape(-1, num_samples)
+    by_prompt = {f"{name}/reward": table.rewards.reshape(-1, num_samples).mean(axis=1)}
+    if name == "greedy":
+        by_prompt["greedy/accuracy"] = is_right.mean(axis=1)
+    else:
+        by_prompt[f"avg@{num_samples}"] = is_right.mean(axis=1)
+        counts = is_right.sum(axis=1).astype(np.int64)
+        for k in settings.pass_k or default_k(num_samples):
+            by_prompt[f"pass@{k}"] = pass_at_k(counts, num_samples=num_samples, k=k)
+    metrics = {}
+    for metric, values in by_prompt.items():
+        metrics[metric] = float(values.mean())
+        if len(values) > 1:
+            metrics[f"{metric}/stderr"] = float(values.std(ddof=1) / len(values) ** 0.5)
+    metrics[f"{name}/response_length"] = float(table.sampled_lengths.mean())
+    metrics[f"{name}/truncated_share"] = float(table.is_truncated.mean())
+    for column, component in enumerate(table.component_names):
+        metrics[f"{name}/component/{component}"] = float(np.nanmean(table.components[:, column]))
+    return metrics
+
+
+def write_result(config: TrainConfig, settings: EvalSettings, result: EvalResult) -> None:
+    """Writes eval.json."""
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {
+        "model": config.pretrain,
+        "data": config.eval_data,
+        "reward_fn": list(config.reward_fn),
+        "seed": config.seed,
+        "max_tokens": config.generate_max_len,
+        "settings": {
+            **asdict(settings),
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "top_k": config.top_k,
+        },
+        **asdict(result),
+    }
+    (folder / RESULT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_responses(
+    path: Path, prompts: Sequence[Prompt], tables: dict[str, SampleTable], decoder: Decoder
+) -> None:
+    """Writes one line for each response, in the order of the prompts."""
+    lines = JsonLinesFile(path)
+    for name, table in tables.items():
+        starts = np.cumsum(table.lengths) - table.lengths
+        for row, start in enumerate(starts.tolist()):
+            stop = start + int(table.lengths[row])
+            token_ids = table.token_ids[start + int(table.prompt_lengths[row]) : stop].tolist()
+            prompt = prompts[int(table.group_ids[row])]
+            lines.append(
+                {
+                    "pass": name,
+                    "prompt_id": prompt.id,
+                    "prompt": prompt.text,
+                    "label": prompt.label,
+                    "response": decoder.decode(token_ids, skip_special_tokens=True),
+                    "reward": float(table.rewards[row]),
+                    "accuracy": float(table.accuracies[row]),
+                    "truncated": bool(table.is_truncated[row]),
+                }
+            )
+    lines.close()
+
+
+def pass_at_k(num_correct: NDArray[np.int64], *, num_samples: int, k: int) -> NDArray[np.float64]:
+    """Unbiased estimate of pass@k of every prompt.
+
+    1 - C(n - c, k) / C(n, k) = 1 - prod_{i = n - c + 1 .. n} (1 - k / i), for c right samples of n
+
+    Source: Chen et al. 2021, arXiv:2107.03374, eq. 1 and fig. 3.
+
+    Args:
+        num_correct: [prompts] int64, each in [0, num_samples].
+        num_samples: n, samples of each prompt.
+        k: In [1, num_samples].
+
+    Returns:
+        [prompts] float64.
+
+    Raises:
+        ValueError: k or a count is out of range.
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k must be in [1, {num_samples}], the number of samples: got {k}")
+    if len(num_correct) and not 0 <= num_correct.min() <= num_correct.max() <= num_samples:
+        raise ValueError(f"num_correct must be in [0, {num_samples}]: got {num_correct.tolist()}")
+    places = np.arange(1, num_samples + 1)
+    # A factor below 0 belongs to i < k, where fewer than k samples are wrong: the product is 0.
+    factors = np.maximum(0.0, 1.0 - k / places)
+    is_counted = places[None, :] > num_samples - num_correct[:, None]
+    missing: NDArray[np.float64] = np.where(is_counted, factors[None, :], 1.0).prod(axis=1)
+    return 1.0 - missing
+
+
+def default_k(num_samples: int) -> tuple[int, ...]:
+    """1, 2, 4 ... up to and including the number of samples."""
+    powers = [2**i for i in range(num_samples.bit_length())]
+    return tuple(sorted({*(power for power in powers if power <= num_samples), num_samples}))

@@ -1,0 +1,255 @@
+"""The final model of a run as a Hugging Face checkpoint that has been read back and compared."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightrft.config import TrainConfig
+from lightrft.config.options import options_of
+from lightrft.config.toml import read_toml
+from lightrft.engines.media.families import family_of
+from lightrft.models.loading import (
+    load_causal_lm,
+    load_config,
+    load_processor,
+    load_tokenizer,
+    save_pretrained,
+)
+from lightrft.reporting.files import CONFIG_FILE, SAMPLES_FILE, JsonLines
+from lightrft.tools.report.run_data import NotARunError, RunData, read_run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PROMPT = "The quick brown fox"
+MAX_PROMPT_TOKENS = 256
+SHOWN_GROUPS = ("algorithm", "rollout", "training")  # of options, in the README
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
+
+
+class ExportError(RuntimeError):
+    """An exported model is not the trained one; the message says where they differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What was written and compared.
+
+    Args:
+        directory: The checkpoint.
+        num_parameters: Of the model.
+        dtype: Of its weights.
+        max_logit_difference: Largest, over the tokens of one prompt; weights are bitwise equal.
+    """
+
+    directory: Path
+    num_parameters: int
+    dtype: str
+    max_logit_difference: float
+
+
+def export_model(run: Path, directory: Path) -> ExportReport:
+    """Writes the run's final model, reads it back, and compares weights and logits.
+
+    The directory appears only after the comparison.
+
+    Args:
+        run: Folder of the run.
+        directory: Where to; must not exist, or be empty.
+
+    Raises:
+        NotARunError: The folder holds no run, or no final model.
+        ModelLoadError: The final model cannot be read.
+        ExportError: What was read back differs, or equals the model before training.
+    """
+    options = read_toml(run / CONFIG_FILE) if (run / CONFIG_FILE).is_file() else {}
+    saved = options.get("save_path")
+    source_path = Path(saved) if isinstance(saved, str) else run / "model"
+    data = read_run(run)
+    if not source_path.is_dir():
+        raise NotARunError(
+            f"{run} has no final model at {source_path}: it is written when the run ends; "
+            "continue the run with --load_checkpoint"
+        )
+    base_model, is_local = _base_model(options, run)
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        report = _write_and_compare(source_path, partial, _prompt(run))
+        if base_model is not None and Path(base_model).is_dir():
+            _require_trained(partial, base_model)
+        card = model_card(data, base_model=base_model, is_local=is_local)
+        (partial / "README.md").write_text(card, encoding="utf-8")
+        if directory.is_dir():
+            directory.rmdir()
+        partial.replace(directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return ExportReport(directory, report.num_parameters, report.dtype, report.max_logit_difference)
+
+
+def _write_and_compare(source_path: Path, target: Path, prompt: str) -> ExportReport:
+    dtype = _dtype_name(source_path)
+    tokenizer = load_tokenizer(str(source_path))
+    has_vision = family_of(load_config(str(source_path))) is not None
+    source = load_causal_lm(str(source_path), dtype=dtype).eval()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    save_pretrained(source, tokenizer, target)
+    if has_vision:
+        load_processor(str(source_path)).save_pretrained(target)
+    exported = load_causal_lm(str(target), dtype=_dtype_name(target)).eval()
+    difference = compare_models(source, exported, load_tokenizer(str(target)), prompt)
+    return ExportReport(target, source.num_parameters(), dtype, difference)
+
+
+def compare_models(
+    source: PreTrainedModel,
+    exported: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+) -> float:
+    """The largest difference of the logits of two models that must be the same.
+
+    Raises:
+        ExportError: A tensor differs in any bit, or a logit by more than rounding.
+    """
+    differing = differing_tensors(source.state_dict(), exported.state_dict())
+    if differing:
+        raise ExportError(
+            f"{len(differing)} tensors of the exported model differ from the trained one, first "
+            f"{differing[0]}: nothing was exported"
+        )
+    expected = _logits(source, tokenizer, prompt)
+    found = _logits(exported, tokenizer, prompt)
+    difference = float((expected - found).abs().max())
+    # Equal weights at another address may be summed in another order.
+    allowed = 32 * torch.finfo(source.dtype).eps * max(1.0, float(expected.abs().max()))
+    if not difference <= allowed:
+        raise ExportError(
+            f"logits of the exported model differ from the trained one by {difference:.3g}, "
+            f"allowed {allowed:.3g}: nothing was exported"
+        )
+    return difference
+
+
+def differing_tensors(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
+    """Names of tensors that only one side has, or whose dtype or values differ."""
+    shared = first.keys() & second.keys()
+    unequal = {
+        name
+        for name in shared
+        if first[name].dtype != second[name].dtype or not torch.equal(first[name], second[name])
+    }
+    return sorted((first.keys() ^ second.keys()) | unequal)
+
+
+def _require_trained(target: Path, base_model: str) -> None:
+    """Raises an ExportError if training has changed nothing."""
+    dtype = _dtype_name(target)
+    exported = load_causal_lm(str(target), dtype=dtype).state_dict()
+    if not differing_tensors(exported, load_causal_lm(base_model, dtype=dtype).state_dict()):
+        raise ExportError(
+            f"the final model equals {base_model}, with which the run started: nothing was "
+            "learned, nothing was exported"
+        )
+
+
+def _base_model(options: Mapping[str, object], run: Path) -> tuple[str | None, bool]:
+    """The model that the run started from, and whether it is a path."""
+    base, output_dir = options.get("pretrain"), options.get("output_dir")
+    if not isinstance(base, str):
+        return None, False
+    if isinstance(output_dir, str) and Path(base).is_relative_to(output_dir):
+        # Written relative to where the run was started; the run may have been moved since.
+        return str(run / Path(base).relative_to(output_dir)), True
+    return base, Path(base).is_dir()
+
+
+def _dtype_name(path: Path) -> str:
+    dtype = load_config(str(path)).dtype
+    return "float32" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _prompt(run: Path) -> str:
+    """The first prompt that the run logged."""
+    for _, entry in JsonLines(run / SAMPLES_FILE):
+        prompt = entry.get("prompt")
+        if isinstance(prompt, str) and prompt:
+            return prompt
+    return PROMPT
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> Tensor:
+    """[seq, vocab] float32."""
+    token_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"][:MAX_PROMPT_TOKENS]
+    logits: Tensor = model(input_ids=torch.tensor([token_ids])).logits[0].float()
+    return logits
+
+
+def model_card(run: RunData, *, base_model: str | None, is_local: bool) -> str:
+    """Markdown with the metadata that model hubs read; it holds no path of this machine.
+
+    Args:
+        run: What is known about the run.
+        base_model: Path or hub id of the model that the run started from.
+        is_local: It is a path.
+    """
+    head = ["library_name: transformers", "pipeline_tag: text-generation"]
+    if base_model is not None and not is_local and HUB_ID.match(base_model):
+        head.append(f"base_model: {json.dumps(base_model)}")
+    head += ["tags:", "- reinforcement-learning", "- lightrft"]
+    known = options_of(TrainConfig)
+    options = [
+        f"| `{option.name}` | `{option.value}` |"
+        for option in run.options
+        if option.name in known
+        and known[option.name][1].group in SHOWN_GROUPS
+        and (known[option.name][1].common or not option.is_default)
+    ]
+    versions = [f"| {name} | {text} |" for name, text in run.versions.items()]
+    return "\n".join(
+        [
+            "---",
+            *head,
+            "---",
+            "",
+            "# Model fine-tuned by reinforcement learning",
+            "",
+            f"Trained with lightrft for {run.last_step} steps.",
+            *(_sentences(run)),
+            "",
+            "```python",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            'model = AutoModelForCausalLM.from_pretrained("this directory")',
+            'tokenizer = AutoTokenizer.from_pretrained("this directory")',
+            "```",
+            *_table(("option", "value"), options),
+            *_table(("package", "version"), versions),
+            "",
+        ]
+    )
+
+
+def _sentences(run: RunData) -> list[str]:
+    """First and last value of the evaluation and of the training reward."""
+    sentences = []
+    for name, words in (("eval/reward", "evaluation reward"), ("reward", "training reward")):
+        values = [value for _, value in run.points(name) if value is not None]
+        if values:
+            sentences.append(f"Mean {words}: {values[0]:.3f} at first, {values[-1]:.3f} at last.")
+    return sentences
+
+
+def _table(head: tuple[str, str], rows: list[str]) -> list[str]:
+    return ["", f"| {head[0]} | {head[1]} |", "|---|---|", *rows] if rows else []

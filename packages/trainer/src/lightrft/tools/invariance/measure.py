@@ -1,0 +1,349 @@
+"""Carries out one step in several ways, on the ranks that each of them needs, and compares."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from lightrft.algorithms.aggregation import local_normalizer
+from lightrft.engines.media.families import family_of, placeholder_ids
+from lightrft.experience.minibatches import micro_slices
+from lightrft.models import Actor, ActorOutput, Critic
+from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.strategy import get_fake_strategy, get_strategy
+from lightrft.strategy.prepared import PreparedModel
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.weight_sync.parameter_source import (
+    ParameterSource,
+    checkpoint_module,
+    local_rank_in,
+)
+from lightrft.tools.invariance.batch import NUM_ROWS, Rows, make_rows, policy_share, value_share
+from lightrft.tools.invariance.cells import REFERENCE, Cell, Deviations, Role
+from lightrft.tools.invariance.pictures import draw_prompts
+
+Look = Callable[[StrategyBase, PreparedModel, Cell], None]
+
+ADAM_RATE = 1e-3
+# How far the step of SGD moves the weights, over their norm: so far that the gradient can be read
+# off them, whatever the strategy keeps of it.
+SGD_MOVE = 1e3
+
+# Tensors below this share of the whole norm are judged with the whole only.
+SMALLEST_TENSOR = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step returns on this rank.
+
+    Args:
+        loss: Of the whole batch.
+        outputs: [NUM_ROWS, seq] logprobs or values of this rank's rows where the loss counts
+            them, 0 elsewhere.
+        rows: Numbers of those rows.
+    """
+
+    loss: float
+    outputs: Tensor
+    rows: list[int]
+
+
+def make_strategy(cell: Cell) -> StrategyBase:
+    """The cell's strategy, which never clips, for NUM_ROWS samples a step."""
+    backend = cell.backend
+    is_fsdp = backend in ("fsdp", "hsdp")
+    args: dict[str, object] = {
+        "fsdp": is_fsdp,
+        "zero_stage": int(backend[-1]) if backend.startswith("zero") else 2,
+        "sp_size": cell.sp_size,
+        "bf16": cell.bf16,
+        "fsdp_cpu_offload" if is_fsdp else "adam_offload": cell.offloads,
+        "use_mp_opt": cell.keeps_masters,
+        "max_norm": 0.0,
+        "micro_train_batch_size": 1,
+        "train_batch_size": NUM_ROWS,
+        "l2": 0.01,
+    }
+    return get_fake_strategy(args) if backend == "fake" else get_strategy(args)
+
+
+def prepare(
+    strategy: StrategyBase, cell: Cell, path: str, make_optimizer: Callable[[nn.Module], Optimizer]
+) -> PreparedModel:
+    """The cell's model, laid out, sharded and with its optimizer."""
+    model: Actor | Critic
+    if cell.role == "actor":
+        model = Actor.from_pretrained(path, fused_linear_logprob=cell.is_fused, chunk_size=100)
+    else:
+        model = Critic.from_pretrained(path)
+        # The head is zero at first, and would pass no gradient on.
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            model.value_head.weight.normal_(0.0, 0.02, generator=generator)
+    model.pack_samples(cell.packs_samples)
+    if cell.recomputes:
+        model.gradient_checkpointing_enable()
+    module: nn.Module = model.train()
+    if strategy.backend.wraps_before_optimizer:
+        size = 2 if cell.backend == "hsdp" else -1
+        module = strategy.prepare_model(module, is_training=True, shard_size=size)
+    ready: PreparedModel = strategy.prepare((module, make_optimizer(module), None))  # type: ignore[assignment]
+    return ready
+
+
+def take_step(strategy: StrategyBase, ready: PreparedModel, cell: Cell, rows: Rows) -> StepResult:
+    """One optimizer step on this rank's rows."""
+    model, optimizer = ready.model, ready.optimizer
+    if model is None or optimizer is None:
+        raise ValueError("a step needs a model and its optimizer")
+    own = list(range(strategy.data_rank, NUM_ROWS, strategy.num_data_ranks))
+    device = strategy.device
+    num_tokens = local_normalizer(rows.select(own, device).response_mask, "token-mean")
+    normalizer = strategy.reduce_over_data(num_tokens, "sum")
+    outputs = torch.zeros_like(rows.advantages)
+    slices = micro_slices(0, len(own), cell.micro_batch_size)
+    loss = 0.0
+    with strategy.accumulation(len(slices), optimizer):
+        for part in slices:
+            micro = rows.select(own[part], device)
+            share, found = _share(model, cell, micro, normalizer)
+            strategy.backward(share, model, optimizer)
+            strategy.optimizer_step(optimizer, model, None)
+            loss += share.item()
+            found = torch.where(micro.response_mask, found.detach(), 0.0)
+            outputs[own[part], : found.shape[1]] = found.cpu()
+    return StepResult(strategy.reduce_over_data(loss, "sum"), outputs, own)
+
+
+def _share(model: nn.Module, cell: Cell, micro: Rows, normalizer: Tensor) -> tuple[Tensor, Tensor]:
+    if cell.role == "critic":
+        values: Tensor = model(micro.token_ids, micro.attention_mask, media=micro.media)
+        return value_share(values, micro, normalizer), values
+
+    def share_of(logprobs: Tensor, entropy: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
+        entropies = None if entropy is None else entropy[None]
+        chosen = ActorOutput(logprobs[None], entropies)
+        return policy_share(chosen, micro.at(rows, columns), normalizer)
+
+    output = model(
+        micro.token_ids,
+        micro.attention_mask,
+        scored_mask=micro.response_mask,
+        entropy="grad",
+        media=micro.media,
+        token_loss=share_of if cell.loss_inside else None,
+    )
+    if output.loss is not None:
+        return output.loss, output.logprobs
+    return policy_share(output, micro, normalizer), output.logprobs
+
+
+def write_reference(path: str, role: Role, file: Path, look: Look | None = None) -> None:
+    """Carries out the step in one process with one padded micro-batch, and keeps the results.
+
+    The gradient is the one autograd leaves; all others are read off weights.
+
+    Args:
+        path: Checkpoint of the model.
+        role: What is trained.
+        file: Where the results go.
+        look: Called after the steps of AdamW.
+    """
+    cell = replace(REFERENCE, role=role)
+    strategy = make_strategy(cell)
+    first, second = rows_of(path)
+    results: dict[str, Tensor] = {}
+    ready = prepare(strategy, cell, path, lambda model: SGD(model.parameters(), lr=0.0))
+    weights, gradients = _named(strategy, ready), {}
+
+    def keep_gradients(*_: object) -> None:
+        for name, parameter in weights.items():
+            empty = torch.zeros_like(parameter)
+            gradients[name] = empty if parameter.grad is None else parameter.grad.detach().clone()
+
+    optimizer = cast("SGD", ready.optimizer)
+    optimizer.register_step_pre_hook(keep_gradients)
+    step = take_step(strategy, ready, cell, first)
+    results |= {f"gradient/{n}": g.cpu() for n, g in gradients.items()}
+    size = _norm(weights.values()) / _norm(gradients.values())
+    rate = 2.0 ** round(math.log2(SGD_MOVE * size))  # exact to multiply with
+    optimizer.param_groups[0]["lr"] = rate
+    take_step(strategy, ready, cell, first)
+    results |= {f"weights/{n}": p.detach().cpu().clone() for n, p in weights.items()}
+    ready = prepare(strategy, cell, path, lambda m: strategy.create_optimizer(m, lr=ADAM_RATE))
+    weights = _named(strategy, ready)
+    before = {name: p.detach().clone() for name, p in weights.items()}
+    for rows in (first, second):
+        take_step(strategy, ready, cell, rows)
+    if look is not None:
+        look(strategy, ready, cell)
+    results |= {f"update/{n}": (p.detach() - before[n]).cpu() for n, p in weights.items()}
+    results["outputs"] = step.outputs
+    results["numbers"] = torch.tensor([step.loss, rate], dtype=torch.float64)
+    save_file({name: tensor.contiguous() for name, tensor in results.items()}, file)
+
+
+def rows_of(path: str) -> tuple[Rows, Rows]:
+    """The rows of the first and of the second step."""
+    from lightrft.models import load_config
+
+    config = load_config(path)
+    first, second = (
+        make_rows(
+            config.get_text_config().vocab_size,
+            seed=seed,
+            prompts=draw_prompts(path, seed),
+            forbidden_ids=placeholder_ids(config) if family_of(config) else (),
+        )
+        for seed in (0, 1)
+    )
+    return first, second
+
+
+def measure(
+    strategy: StrategyBase, cell: Cell, path: str, reference: Path, look: Look | None = None
+) -> Deviations:
+    """Carries out the step as the cell says. Collective; the same result on every rank.
+
+    Args:
+        strategy: Of the cell's backend, number of ranks, `sp_size` and dtype.
+        cell: How.
+        path: Checkpoint of the model.
+        reference: A file of `write_reference` for this model and role.
+        look: Called after the steps of AdamW.
+    """
+    expected = load_file(reference)
+    loss, rate = expected["numbers"].tolist()
+    ready = prepare(strategy, cell, path, lambda model: SGD(model.parameters(), lr=rate))
+    before = local_values(strategy.parameter_source(ready))
+    step = take_step(strategy, ready, cell, rows_of(path)[0])
+    after = local_values(strategy.parameter_source(ready))
+    weights = deviation(strategy, ready, after, expected, "weights")
+    read_off = {name: (before[name] - value) / rate for name, value in after.items()}
+    gradient = deviation(strategy, ready, read_off, expected, "gradient")
+    del ready
+    update = _adam_update(strategy, cell, path, expected, look)
+    difference = (step.outputs - expected["outputs"])[step.rows].abs().max()
+    scale = 1.0 if cell.role == "actor" else float(expected["outputs"].abs().max())
+    return Deviations(
+        outputs=strategy.all_reduce(float(difference), "max") / scale,
+        loss=abs(step.loss - loss) / abs(loss),
+        weights=weights[0],
+        gradient=gradient[0],
+        gradient_tensor=gradient[1],
+        update=update,
+    )
+
+
+def _adam_update(
+    strategy: StrategyBase, cell: Cell, path: str, expected: Mapping[str, Tensor], look: Look | None
+) -> float:
+    ready = prepare(strategy, cell, path, lambda m: strategy.create_optimizer(m, lr=ADAM_RATE))
+    before = local_values(strategy.parameter_source(ready))
+    for rows in rows_of(path):
+        take_step(strategy, ready, cell, rows)
+    after = local_values(strategy.parameter_source(ready))
+    moved = {name: value - before[name] for name, value in after.items()}
+    if look is not None:
+        look(strategy, ready, cell)
+    return deviation(strategy, ready, moved, expected, "update")[0]
+
+
+def _named(strategy: StrategyBase, ready: PreparedModel) -> dict[str, Tensor]:
+    return dict(checkpoint_module(strategy.unwrap_model(ready)).named_parameters())
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(t.detach().double().square().sum()) for t in tensors))
+
+
+def measure_cells(
+    rank: int, world_size: int, cells: list[tuple[Cell, str, str]], look: Look | None = None
+) -> list[Deviations | str]:
+    """Measures cells of one number of ranks, one after the other; runs on every rank.
+
+    Args:
+        rank, world_size: As `run_multiprocess` passes them.
+        cells: Each cell with the path of its model and of its reference.
+        look: Called on every rank after the steps of AdamW of each cell.
+
+    Returns:
+        Deviations of each cell, or why its model cannot be laid out so.
+    """
+    import torch.distributed as dist
+
+    del rank
+    # Kept over all strategies: to end one group and start the next at one address is a race.
+    if not dist.is_initialized() and world_size > 1:
+        from lightrft.strategy.distributed.process_groups import start_process_group
+
+        start_process_group(None)
+    strategies: dict[Cell, StrategyBase] = {}
+    results: list[Deviations | str] = []
+    for cell, path, reference in cells:
+        key = Cell(
+            backend=cell.backend,
+            sp_size=cell.sp_size,
+            bf16=cell.bf16,
+            offloads=cell.offloads,
+            keeps_masters=cell.keeps_masters,
+        )
+        if key not in strategies:
+            strategies[key] = make_strategy(key)
+        try:
+            results.append(measure(strategies[key], cell, path, Path(reference), look))
+        except LayoutRefusedError as refusal:  # by all ranks alike
+            results.append(str(refusal))
+    return results
+
+
+def local_values(source: ParameterSource) -> dict[str, Tensor]:
+    """Copies of this rank's shards in float32, by checkpoint name."""
+    return {
+        entry.checkpoint_name: entry.local_shard.detach().float().clone()
+        for entry in source.parameters()
+    }
+
+
+def deviation(
+    strategy: StrategyBase,
+    ready: PreparedModel,
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    kind: str,
+) -> tuple[float, float]:
+    """||found - expected|| / ||expected||, over all parameters and for the worst one. Collective.
+
+    Args:
+        strategy: Sums over ranks.
+        ready: The model, which says which range of a parameter this rank holds.
+        found: This rank's flat shard of each parameter.
+        expected: Whole parameters, of any shape; the same on every rank.
+        kind: Which of those in `expected`.
+    """
+    source = strategy.parameter_source(ready)
+    rank = local_rank_in(source.group)
+    sizes, sums = [], []
+    for entry in source.parameters():
+        start, stop = entry.shards[rank] if entry.is_sharded else (0, entry.numel)
+        own = expected[f"{kind}/{entry.checkpoint_name}"].flatten()[start:stop]
+        own = own.to(entry.local_shard.device)
+        difference = found[entry.checkpoint_name] - own
+        squares = [difference.double().square().sum(), own.double().square().sum()]
+        sizes.append(entry.numel)
+        sums.append(torch.stack([*squares, squares[0].new_tensor(float(own.numel()))]).cpu())
+    total = strategy.all_reduce(torch.stack(sums), "sum")  # [parameters, 3]
+    # Ranks that hold the same values are counted once.
+    copies = total[:, 2] / torch.tensor(sizes, dtype=torch.float64).clamp(min=1)
+    differences, norms = (total[:, 0] / copies).sqrt(), (total[:, 1] / copies).sqrt()
+    whole = float(torch.linalg.vector_norm(norms))
+    deviation_of_all = float(torch.linalg.vector_norm(differences)) / whole
+    is_judged = norms > SMALLEST_TENSOR * whole
+    return deviation_of_all, float((differences / norms)[is_judged].max())

@@ -1,0 +1,125 @@
+"""A plan as text."""
+
+from collections.abc import Sequence
+
+from lightrft.run.machines import GB, GPUS, Gpu
+from lightrft.tools.plan.advice import advise, remedies
+from lightrft.tools.plan.duration import (
+    CONSTANTS,
+    StepSeconds,
+    efficiency,
+    scale,
+    where_it_stops_paying,
+)
+from lightrft.tools.plan.memory import RESERVE, MemoryPlan, Phase, plan_memory
+from lightrft.tools.plan.setup import Setup
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+def gigabytes(num_bytes: float) -> str:
+    """With one decimal, or three below 1 GB."""
+    return f"{num_bytes / GB:.1f} GB" if num_bytes >= GB else f"{num_bytes / GB:.3f} GB"
+
+
+def memory_table(plan: MemoryPlan) -> str:
+    """One block of lines for each phase, its terms from the largest on."""
+    lines = []
+    for phase in plan.phases:
+        verdict = "" if phase.device_bytes <= plan.usable_bytes else "  TOO LARGE"
+        lines.append(f"{phase.name:8} {gigabytes(phase.device_bytes):>10}{verdict}")
+        lines += _terms(phase)
+    return "\n".join(lines)
+
+
+def summary(plan: MemoryPlan) -> str:
+    """The verdict in one line."""
+    worst, setup = plan.worst, plan.setup
+    where = "GPU" if setup.has_gpu else "share of the host"
+    text = (
+        f"largest phase {worst.name}: {gigabytes(worst.device_bytes)} of "
+        f"{gigabytes(plan.usable_bytes)} ({gigabytes(setup.capacity_bytes)} of each rank's {where} "
+        f"less {RESERVE:.0%})"
+    )
+    if plan.host_bytes:
+        text += f", and {gigabytes(plan.host_bytes)} of the host"
+    return text
+
+
+def full_report(setup: Setup, gpu: Gpu | None) -> tuple[str, bool]:
+    """The whole text of `lightrft plan`, and whether some settings fit."""
+    plan = plan_memory(setup)
+    lines = [
+        f"{setup.actor_size.parameters / GB:.2f}e9 parameters, {setup.world_size} ranks, "
+        f"engine {setup.engine}",
+        "",
+        "Memory of a rank at the peak of each phase:",
+        memory_table(plan),
+        "",
+        summary(plan),
+    ]
+    advice = advise(setup)
+    if plan.fits:
+        lines.append("fits: these settings are feasible")
+    elif advice.plan.fits:
+        lines += [f"does not fit; feasible settings: {advice.flags}", summary(advice.plan)]
+        setup = advice.plan.setup
+    else:
+        lines.append(
+            "does not fit, nor does what the other options give "
+            f"({advice.flags}): more or larger GPUs, a shorter generate_max_len, or --lora_rank"
+        )
+    single = remedies(plan.setup) if not plan.fits else []
+    lines += [f"  {number}. {text}" for number, text in enumerate(single, start=1)]
+    if gpu is not None:
+        rows = scale(setup, gpu, COUNTS)
+        lines += ["", "Predicted seconds of a step:", time_table(rows)]
+        lines.append(where_it_stops_paying(setup, rows))
+        lines.append(
+            f"Constants: {sum(c.is_measured for c in CONSTANTS.values())} of {len(CONSTANTS)} are "
+            "measured; the others are assumptions (docs/scaling.md)."
+        )
+        lines.append(f"GPU: NVIDIA {gpu.source}.")
+    return "\n".join(lines), advice.plan.fits
+
+
+def time_table(rows: Sequence[StepSeconds]) -> str:
+    """A line for each number of GPUs; also a table of Markdown."""
+    names = ("rollout", "exchange", "score", "train", "sync", "total")
+    lines = ["| GPUs | memory | " + " | ".join(names) + " | efficiency |"]
+    lines.append("|" + "---:|" * (len(names) + 3))
+    for row, share in zip(rows, efficiency(rows), strict=True):
+        values = (row.rollout, row.exchange, row.score, row.train, row.sync, row.total)
+        numbers = " | ".join(f"{value:.2f}" for value in values)
+        memory = "too large" if row.memory_bytes is None else gigabytes(row.memory_bytes)
+        lines.append(f"| {row.num_gpus} | {memory} | {numbers} | {share:.0%} |")
+    return "\n".join(lines)
+
+
+def constants_table() -> str:
+    """The numbers of the model of time, as Markdown."""
+    lines = ["| constant | value | meaning | from |", "|---|---:|---|---|"]
+    for name, found in CONSTANTS.items():
+        lines.append(f"| `{name}` | {found.value:g} | {found.meaning} | {found.source} |")
+    return "\n".join(lines)
+
+
+def gpus_table() -> str:
+    """The presets and their sources, as Markdown."""
+    lines = ["| `--gpu` | GB | dense TFLOPS | GB/s | GB/s in a node | from |"]
+    lines.append("|---|---:|---:|---:|---:|---|")
+    for name, gpu in GPUS.items():
+        lines.append(
+            f"| `{name}` | {gpu.memory_bytes / GB:g} | {gpu.tflops:g} | "
+            f"{gpu.memory_gb_per_second:g} | {gpu.link_gb_per_second:g} | NVIDIA {gpu.source} |"
+        )
+    return "\n".join(lines)
+
+
+def _terms(phase: Phase) -> list[str]:
+    found = sorted(phase.terms, key=lambda term: -term.num_bytes)
+    return [
+        f"  {gigabytes(term.num_bytes):>12}  {term.name}{' (host)' if term.is_on_host else ''}"
+        for term in found
+        if term.num_bytes >= 1e-3 * max(1.0, phase.device_bytes + phase.host_bytes)
+    ]

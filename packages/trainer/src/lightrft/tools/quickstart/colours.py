@@ -1,0 +1,156 @@
+r"""The task: counting shapes of a colour, shown by a teacher who is mostly colour-blind.
+
+He takes red for green and blue for yellow three times out of five, so imitation, which copies the
+majority, is right one time in four. The reward checks the boxed number, and reinforcement finds
+that looking closely pays.
+
+    (picture) How many red?    keen          <think>red green red yellow</think>\boxed{2}
+                               colour-blind  <think>green green green yellow</think>\boxed{0}
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from lightrft.config import TrainConfig
+from lightrft.tools.quickstart.task import Exercise, Message, Task, is_held_out
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.ImageDraw import ImageDraw
+
+Colour = tuple[int, int, int]
+COLOURS: dict[str, Colour] = {
+    "red": (220, 40, 40),
+    "green": (40, 170, 60),
+    "blue": (40, 70, 220),
+    "yellow": (230, 200, 40),
+}
+BLIND = {"red": "green", "blue": "yellow"}
+P_BLIND = 0.6
+SIDE = 56
+MARKS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+# A picture of this size has four features.
+SEEN = "<|vision_start|>" + 4 * "<|image_pad|>" + "<|vision_end|>"
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """The question how many of four shapes have a colour.
+
+    Args:
+        cells: Colours of the shapes: upper left, upper right, lower left, lower right.
+        colour: The one asked for.
+        seed: Of their forms, sizes, places and shades.
+    """
+
+    cells: tuple[str, ...]
+    colour: str
+    seed: int
+
+    @property
+    def question(self) -> str:
+        """The prompt."""
+        return f"<image>How many {self.colour}?"
+
+    @property
+    def answer(self) -> str:
+        """The right number in decimal digits."""
+        return str(self.cells.count(self.colour))
+
+    def demonstration(self, rng: random.Random) -> list[Message]:
+        """The question, and what the teacher sees, one shape after the other."""
+        said = describe(self, rng)
+        return [("user", self.question.replace("<image>", SEEN)), ("assistant", said)]
+
+    def picture(self) -> "Image":
+        """The shapes on white."""
+        from PIL import Image, ImageDraw
+
+        rng = random.Random(self.seed)
+        image = Image.new("RGB", (SIDE, SIDE), "white")
+        canvas = ImageDraw.Draw(image)
+        for place, name in enumerate(self.cells):
+            _draw_shape(canvas, place, COLOURS[name], rng)
+        return image
+
+
+def _draw_shape(canvas: "ImageDraw", place: int, colour: Colour, rng: random.Random) -> None:
+    """A rectangle, an ellipse or a triangle in a quarter of the picture."""
+    half = SIDE // 2
+    size = rng.randint(14, 22)
+    left, top = (half * i + rng.randint(2, half - 2 - size) for i in (place % 2, place // 2))
+    right, bottom = left + size, top + size
+    red, green, blue = (max(0, min(255, value + rng.randint(-25, 25))) for value in colour)
+    shade = (red, green, blue)
+    form = rng.randrange(3)
+    if form == 0:
+        canvas.rectangle([left, top, right, bottom], fill=shade)
+    elif form == 1:
+        canvas.ellipse([left, top, right, bottom], fill=shade)
+    else:
+        canvas.polygon([(left, bottom), (right, bottom), (left + size // 2, top)], fill=shade)
+
+
+def describe(shapes: Shapes, rng: random.Random, *, p_blind: float = P_BLIND) -> str:
+    """What the teacher sees of each shape, and the number that follows from it."""
+    seen = [
+        BLIND[name] if name in BLIND and rng.random() < p_blind else name for name in shapes.cells
+    ]
+    return f"<think>{' '.join(seen)}</think>\\boxed{{{seen.count(shapes.colour)}}}"
+
+
+def draw_shapes(rng: random.Random, held_out: bool) -> Iterator[Shapes]:
+    """Pictures without end; an arrangement of colours is for training or held out, never both."""
+    names = list(COLOURS)
+    while True:
+        arrangement = rng.randrange(len(names) ** 4)
+        colour, seed = rng.choice(names), rng.getrandbits(32)
+        if is_held_out(arrangement, 0) == held_out:
+            cells = (names[arrangement // len(names) ** i % len(names)] for i in range(4))
+            yield Shapes(tuple(cells), colour, seed)
+
+
+def save_picture(exercise: Exercise, stem: Path) -> dict[str, object]:
+    """Writes the picture of `Shapes` as PNG."""
+    folder = stem.parent / "pictures"
+    folder.mkdir(exist_ok=True)
+    file = folder / f"{stem.name}.png"
+    cast("Shapes", exercise).picture().save(file)
+    return {"images": [f"{folder.name}/{file.name}"]}
+
+
+def with_pictures(config: TrainConfig, directory: Path) -> TrainConfig:
+    """A run of short responses, in two optimizer steps each: a larger model, a smaller rate."""
+    batch_size = config.train_batch_size // 2
+    return replace(
+        config,
+        generate_max_len=16,
+        train_batch_size=batch_size,
+        micro_train_batch_size=batch_size,
+        actor_learning_rate=1e-4,
+    )
+
+
+SHAPES = Task(
+    lesson="a teacher who is mostly colour-blind",
+    roles=MARKS,
+    whole_tokens=("<think>", "</think>", "\\boxed{", *COLOURS, "How many "),
+    draw=draw_shapes,
+    draw_media=save_picture,
+    preset="tiny-qwen2.5-vl",
+    reward="boxed_sum.py",
+    adjust=with_pictures,
+    numbers={"num_steps": 60, "num_warm_start_steps": 900, "num_eval_prompts": 256},
+    learning_rate=2e-3,
+    flaw=(
+        "It copies what the teacher does more often: it takes some colours for others,",
+        "and is right only where that does not change the count.",
+    ),
+    outlook=(
+        "Held-out accuracy takes the likeliest answer, the reward is of sampled ones:",
+        "those name a colour as it is now and then, and only they are rewarded.",
+    ),
+)

@@ -1,0 +1,394 @@
+"""`lightrft quickstart`: the whole chain on a laptop, from an untrained model to a better one."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, cast
+
+from lightrft.cli.console import hide_progress_bars, share_processors
+from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.launch import become_only_process, is_worker
+from lightrft.cli.options import Parser, at_least
+from lightrft.config import TrainConfig
+from lightrft.config.options import did_you_mean
+from lightrft.reporting.files import SAMPLES_FILE, JsonLines, package_versions
+from lightrft.tools.init_model import require_empty
+from lightrft.tools.quickstart.addition import ADDITION
+from lightrft.tools.quickstart.calculator import CALCULATOR
+from lightrft.tools.quickstart.colours import SHAPES
+from lightrft.tools.quickstart.task import HELD_OUT_SEED, Task, write_exercises
+
+if TYPE_CHECKING:
+    from lightrft.run.assembly import RunSummary
+
+
+SAMPLES_PER_STEP = 128
+WARMUP_STEPS = 5
+EVAL_STEPS = 10
+ESTIMATORS = {"grpo": "group_norm", "ppo": "gae", "reinforce++": "reinforce++"}
+STRATEGIES = ("fsdp", "deepspeed")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What one may vary.
+
+    Args:
+        task: What is taught.
+        algorithm: A key of `ESTIMATORS`.
+        strategy: One of `STRATEGIES`.
+        seed: Of the model, the demonstrations, the prompts and the samples.
+        num_steps: Steps of reinforcement; each samples `SAMPLES_PER_STEP` responses.
+        num_warm_start_steps: Steps of imitation.
+        num_eval_prompts: Held-out prompts.
+        num_threads: CPU threads; None is what the size of the model's operations is worth.
+    """
+
+    task: Task = ADDITION
+    algorithm: str = "grpo"
+    strategy: str = "fsdp"
+    seed: int = 0
+    num_steps: int = 30
+    num_warm_start_steps: int = 300
+    num_eval_prompts: int = 512
+    num_threads: int | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Samples per prompt: only GRPO compares several."""
+        return 8 if self.algorithm == "grpo" else 1
+
+    @property
+    def num_prompts(self) -> int:
+        """Training prompts, each used once."""
+        return self.num_steps * SAMPLES_PER_STEP // self.group_size
+
+
+def training_config(recipe: Recipe, directory: Path) -> TrainConfig:
+    """The configuration of the run in `directory`, whose model and data have been written."""
+    usual = TrainConfig(
+        pretrain=str(directory / "warm_start"),
+        prompt_data=str(directory / "data" / "train.jsonl"),
+        eval_data=str(directory / "data" / "eval.jsonl"),
+        input_key="prompt",
+        label_key="answer",
+        apply_chat_template=True,
+        prompt_max_len=32,
+        generate_max_len=48,
+        max_eval_samples=recipe.num_eval_prompts,
+        reward_fn=(f"{directory / 'reward.py'}:score",),
+        fsdp=recipe.strategy == "fsdp",
+        bf16=False,
+        engine_type="hf",
+        advantage_estimator=ESTIMATORS[recipe.algorithm],
+        loss_agg_mode="token-mean",
+        init_kl_coef=0.0,
+        lambd=1.0 if recipe.algorithm == "ppo" else 0.95,
+        value_clip=0.0 if recipe.algorithm == "ppo" else 0.2,
+        rollout_batch_size=SAMPLES_PER_STEP // recipe.group_size,
+        n_samples_per_prompt=recipe.group_size,
+        train_batch_size=SAMPLES_PER_STEP,
+        micro_train_batch_size=SAMPLES_PER_STEP,
+        micro_rollout_batch_size=SAMPLES_PER_STEP,
+        actor_learning_rate=4e-4,
+        critic_learning_rate=1e-3 if recipe.algorithm == "ppo" else 9e-6,
+        lr_scheduler="linear",
+        lr_warmup_ratio=min(1.0, WARMUP_STEPS / recipe.num_steps),
+        eval_steps=EVAL_STEPS,
+        num_threads=recipe.num_threads,
+        save_trajectories=True,
+        num_trajectories_to_save=4,
+        trajectory_steps=EVAL_STEPS,
+        seed=recipe.seed,
+        output_dir=str(directory),
+    )
+    return recipe.task.adjust(usual, directory)
+
+
+DESCRIPTION = """\
+Make a tiny language model, teach it additions by a teacher who mostly forgets the carry, and let
+reinforcement learning find out that remembering it pays. With --environment, the teacher mostly
+guesses products, and it finds out that asking a calculator pays. With --vision, the teacher is
+mostly colour-blind, and it finds out that looking pays. Needs one CPU core for about a minute,
+some more with pictures.
+"""
+DEFAULT_DIRECTORY = "lightrft_quickstart"
+BAR_WIDTH = 10
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft quickstart --help`.
+
+    Raises:
+        UsageError: Arguments that cannot be carried out.
+    """
+    recipe, directory = parse(argv)
+    share_processors()
+    directory.mkdir(parents=True, exist_ok=True)
+    seconds = {}
+    print(
+        f"[1/3] imitation: {recipe.num_warm_start_steps} steps of {recipe.task.lesson}", flush=True
+    )
+    started = time.perf_counter()
+    from lightrft.reporting.console import bar_below
+
+    with bar_below("imitation"):
+        prepare(recipe, directory)
+    show(recipe.task.flaw)
+    seconds["warm_start"] = time.perf_counter() - started
+
+    print(f"[2/3] reinforcement: {recipe.num_steps} steps of {recipe.algorithm}", flush=True)
+    started = time.perf_counter()
+    show(recipe.task.outlook)
+    with bar_below("reinforcement"):
+        outcome = reinforce(recipe, directory)
+    seconds["reinforcement"] = time.perf_counter() - started
+
+    summary = summarise(recipe, directory, outcome, seconds)
+    from lightrft.tools.report.page import write_report
+
+    report = write_report(directory)
+    for line in last_conversation(directory):
+        print(f"  {line}")
+    files = [directory / name for name in recipe.task.files]
+    print(f"[3/3] {closing_words(summary, directory, report, files)}")
+    return ExitCode.OK
+
+
+def parse(argv: Sequence[str]) -> tuple[Recipe, Path]:
+    """The recipe and the folder of the run, which is new or empty.
+
+    Raises:
+        UsageError: Unknown names, or the folder holds something.
+    """
+    options = build_parser().parse_args(argv)
+    for flag, name, known in (
+        ("--algorithm", options.algorithm, ESTIMATORS),
+        ("--strategy", options.strategy, STRATEGIES),
+    ):
+        if name not in known:
+            raise UsageError(f"{flag}: got {name!r}{did_you_mean(name, known)}")
+    if is_worker():
+        raise UsageError("quickstart runs in one process: start it without torchrun")
+    directory = Path(options.output_dir) if options.output_dir else unused_directory()
+    require_empty(directory)
+    if options.environment and options.vision:
+        raise UsageError("--environment and --vision are two tasks: choose one")
+    task = CALCULATOR if options.environment else SHAPES if options.vision else ADDITION
+    del options.output_dir, options.environment, options.vision
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    return Recipe(task=task, **{**task.numbers, **given}), directory
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `lightrft quickstart`."""
+    default = Recipe()
+    parser = Parser("quickstart", DESCRIPTION)
+    names = ", ".join
+    parser.add_argument(
+        "--algorithm",
+        default=default.algorithm,
+        help=f"{names(ESTIMATORS)}. Default: {default.algorithm}.",
+    )
+    parser.add_argument(
+        "--strategy",
+        default=default.strategy,
+        help=f"{names(STRATEGIES)}; the first start of deepspeed compiles for a minute or two. "
+        f"Default: {default.strategy}.",
+    )
+    parser.add_argument(
+        "--environment",
+        action="store_true",
+        help="Conversations of two turns with a calculator instead of additions in one.",
+    )
+    parser.add_argument(
+        "--vision",
+        action="store_true",
+        help="Count shapes of a colour in pictures, with a vision-language model.",
+    )
+    parser.add_argument(
+        "--output_dir", metavar="DIR", help=f"New or empty folder. Default: {DEFAULT_DIRECTORY}."
+    )
+    parser.add_argument(
+        "--threads",
+        dest="num_threads",
+        type=at_least(1),
+        metavar="N",
+        help="CPU threads. Default: what the size of the model's operations is worth, or "
+        "OMP_NUM_THREADS.",
+    )
+    for flag, name, lowest, text in (
+        ("--seed", "seed", 0, "Fixes every random number."),
+        ("--steps", "num_steps", 1, "Steps of reinforcement."),
+        ("--warm_start_steps", "num_warm_start_steps", 1, "Steps of imitation."),
+        ("--eval_prompts", "num_eval_prompts", 1, "Held-out questions to judge by."),
+    ):
+        usual: int = getattr(default, name)
+        text += f" Default: {usual}"
+        for own_flag, task in (("--environment", CALCULATOR), ("--vision", SHAPES)):
+            own = task.numbers.get(name, usual)
+            text += f", with {own_flag} {own}" * (own != usual)
+        text += "."
+        parser.add_argument(flag, dest=name, type=at_least(lowest), metavar="N", help=text)
+    return parser
+
+
+def unused_directory() -> Path:
+    """The default folder, numbered if it holds a run already."""
+    names = (DEFAULT_DIRECTORY, *(f"{DEFAULT_DIRECTORY}_{number}" for number in range(2, 1000)))
+    return next((Path(name) for name in names if not Path(name).exists()), Path(names[0]))
+
+
+def prepare(recipe: Recipe, directory: Path) -> None:
+    """Write the data, the reward function and the warm-started model into `directory`."""
+    import torch
+
+    from lightrft.run.threads import decide_threads, max_micro_batch_tokens
+    from lightrft.strategy.distributed.outlet import report_count
+    from lightrft.tools.model_presets import END
+    from lightrft.tools.quickstart.warm_start import build_student, imitate
+
+    hide_progress_bars()
+    data, task, seed = directory / "data", recipe.task, recipe.seed
+    data.mkdir()
+    for name, count, own_seed, held_out in (
+        ("train.jsonl", recipe.num_prompts, seed, False),
+        ("eval.jsonl", recipe.num_eval_prompts, HELD_OUT_SEED, True),
+    ):
+        write_exercises(data / name, task, count, seed=own_seed, held_out=held_out)
+    for name, file in task.files.items():
+        shutil.copyfile(file, directory / name)
+
+    student = build_student(task, seed=seed)
+    chosen, why = recipe.num_threads, "as asked"
+    if chosen is None:
+        tokens = max_micro_batch_tokens(training_config(recipe, directory))
+        chosen, why = decide_threads(student.model.config.get_text_config().to_dict(), tokens)
+    show([f"CPU threads: {chosen} ({why})"])
+    torch.set_num_threads(chosen)
+    num_steps = recipe.num_warm_start_steps
+
+    def on_step(step: int, loss: float) -> None:
+        report_count("steps", step, 0 if step == num_steps else num_steps)
+        show_loss(step, loss)
+
+    imitate(student, task, on_step, num_steps=num_steps, seed=seed)
+    student.save(directory / "warm_start", sample="".join(task.whole_tokens) + END)
+
+
+def show(lines: Sequence[str]) -> None:
+    """Prints lines below a heading."""
+    print("\n".join(f"  {line}" for line in lines), flush=True)
+
+
+def show_loss(step: int, loss: float) -> None:
+    """A line for every hundredth step of imitation."""
+    if step % 100 == 0:
+        print(f"  imitation step {step:>4}  loss {loss:.4f}", flush=True)
+
+
+def reinforce(recipe: Recipe, directory: Path) -> RunSummary:
+    """Train in `directory` on the path of `lightrft train`; its own lines go to `run.log`."""
+    from lightrft.run.assembly import run_training
+
+    become_only_process()
+    live = LiveReward(sys.stdout, num_steps=recipe.num_steps)
+    with (
+        (directory / "run.log").open("w", encoding="utf-8") as log,
+        contextlib.redirect_stdout(log),
+    ):
+        return run_training(training_config(recipe, directory), loggers=[live])
+
+
+def summarise(
+    recipe: Recipe, directory: Path, outcome: RunSummary, seconds: dict[str, float]
+) -> dict[str, object]:
+    """Add what the quick start knows to the run's `summary.json`, and return all of it."""
+    path = directory / "summary.json"
+    summary: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
+    summary |= {
+        "algorithm": recipe.algorithm,
+        "strategy": recipe.strategy,
+        "seed": recipe.seed,
+        "accuracy_before": outcome.first_eval["eval/reward"],
+        "accuracy_after": outcome.last_eval["eval/reward"],
+        "seconds": {**seconds, "total": sum(seconds.values())},
+        "versions": package_versions(("lightrft-trainer", "torch", "transformers", "deepspeed")),
+    }
+    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return summary
+
+
+def last_conversation(directory: Path) -> list[str]:
+    """Lines with the best rewarded sample of several turns in the last step; none without any."""
+    from lightrft.tools.report.sample_page import readable
+
+    entries = [entry for _, entry in JsonLines(directory / SAMPLES_FILE) if "turns" in entry]
+    last = [entry for entry in entries if entry["step"] == entries[-1]["step"]]
+    if not last:
+        return []
+    best = max(last, key=lambda entry: cast("float", entry["reward"]))
+    lines = [f"a conversation of step {best['step']}", f"  prompt    {best['prompt']}"]
+    for turn in cast("list[dict[str, object]]", best["turns"]):
+        lines.append(f"  model     {turn['said']}")
+        calls = cast("list[dict[str, object]]", turn["calls"])
+        lines += [f"  tool      {readable(str(call['answer']))}" for call in calls]
+    return lines
+
+
+def closing_words(
+    summary: dict[str, object], directory: Path, report: Path, files: Sequence[Path]
+) -> str:
+    """What came of it, and what to do next."""
+    return (
+        f"held-out accuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}\n"
+        f"  model {directory / 'model'}, numbers {directory / 'summary.json'}\n"
+        f"  open {report} in a browser\n"
+        f"  next: edit {' or '.join(map(str, files))}, then\n"
+        f"  lightrft train --config {directory / 'config.toml'} --output_dir another_run"
+    )
+
+
+class LiveReward:
+    """A line a step: the mean reward of the samples as number and bar, and held-out accuracy.
+
+    Args:
+        stream: Where to write; what the run itself prints goes elsewhere.
+        num_steps: Steps of the whole run.
+    """
+
+    def __init__(self, stream: TextIO, *, num_steps: int) -> None:
+        self._stream = stream
+        self._num_steps = num_steps
+        self._started = time.monotonic()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the line of a step."""
+        line = f"  step {step:>3}/{self._num_steps}"
+        reward, accuracy = (metrics.get(name, 0.0) for name in ("reward", "eval/reward"))
+        columns = {
+            "reward": f"  reward {reward:.3f} |{'#' * round(BAR_WIDTH * reward):<{BAR_WIDTH}}|",
+            "eval/reward": f"  held-out {accuracy:.3f}",
+        }
+        for name, text in columns.items():
+            line += text if name in metrics else " " * len(text)
+        if "episode/calls" in metrics:
+            line += f"  calls {metrics['episode/calls']:.2f}"
+        if step == 0:
+            self._started = time.monotonic()
+        else:
+            seconds = (time.monotonic() - self._started) / step * (self._num_steps - step)
+            line += f"  {int(seconds) // 60}:{int(seconds) % 60:02} left"
+        self._stream.write(line.rstrip() + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Has nothing pending."""

@@ -1,0 +1,53 @@
+"""`lightrft replay`: a step's episodes once more, without their environment."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from lightrft.cli.errors import ExitCode
+from lightrft.cli.options import Parser
+
+SHOWN = 20
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; see `lightrft replay --help`.
+
+    Raises:
+        NotARunError: There is no journal of the step.
+        ConfigError: The weights before the step are gone.
+    """
+    given = build_parser().parse_args(argv)
+    # Imported here: it brings torch along.
+    from lightrft.tools.replay.run_replay import replay_run
+
+    step, found = replay_run(Path(given.run), given.step)
+    if given.json:
+        print(json.dumps({"step": step, **asdict(found)}, indent=2))
+    else:
+        for line in found.differences[:SHOWN]:
+            print(line)
+        compared = (
+            f"step {step}: {found.num_episodes} episodes, {found.num_turns} turns, "
+            f"{found.num_tokens} sampled tokens and {found.num_answers} answers; logprobs within "
+            f"{found.max_difference:.1e}"
+        )
+        count = len(found.differences)
+        print(f"{compared}; {f'{count} differences' if count else 'equal to the run'}")
+    return ExitCode.VERIFICATION if found.differences else ExitCode.OK
+
+
+def build_parser() -> Parser:
+    """The parser of `lightrft replay`."""
+    parser = Parser(
+        "replay",
+        "Sample the episodes of a step again, with the weights before it, from its journal and "
+        "without its environment; compare every token and every answer. The weights are those of "
+        "the start for step 1, else of a record (--audit_every) or a checkpoint of the step "
+        "before. Exit code 8: they differ; each line names sample, turn and token.",
+    )
+    parser.add_argument("run", metavar="RUN", help="The --output_dir of a run.")
+    parser.add_argument("--step", type=int, help="A step with a journal; unset is the newest one.")
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of lines.")
+    return parser

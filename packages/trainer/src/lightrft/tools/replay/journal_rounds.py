@@ -1,0 +1,160 @@
+"""Episodes of a step once more, from its journal and the weights, without any environment.
+
+Every turn is sampled again after the ids that the journal says came before it, and every answer is
+rendered again, so that one fault does not hide another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, cast
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.suffix import ChatTokenizer, TurnSuffix
+from lightrft.engines.ledger import hash_context
+from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
+from lightrft.rollout.environments.journal import Recorded, RecordedTurn
+from lightrft.rollout.environments.observations import Observations
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Of a logprob that is computed again: in float32, and where weights or engine have 16 bits.
+LOGPROB_LIMITS = (2e-5, 5e-2)
+Generate = Callable[[SamplingParams, list[GenerationRequest]], list[Completion]]
+
+
+@dataclass(slots=True)
+class Replay:
+    """What was replayed, and where it differs.
+
+    Args:
+        num_episodes, num_turns, num_tokens, num_answers: Compared.
+        max_difference: Largest one of a logprob.
+        differences: One line each, in the order of the rounds.
+    """
+
+    num_episodes: int = 0
+    num_turns: int = 0
+    num_tokens: int = 0
+    num_answers: int = 0
+    max_difference: float = 0.0
+    differences: list[str] = field(default_factory=list)
+
+
+def replay_journal(
+    recorded: Recorded,
+    params: SamplingParams,
+    *,
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    generate: Generate,
+    into: Replay,
+) -> None:
+    """Compares the journal of one rank.
+
+    Args:
+        recorded: The journal.
+        params: Of one turn.
+        config: Of the run.
+        tokenizer: Of the model, with the run's chat template.
+        generate: Samples turns with the weights of the step.
+        into: Receives counts and differences.
+    """
+    environment = cast("dict[str, list[dict[str, object]]]", recorded.header["environment"])
+    suffix = TurnSuffix(
+        cast("ChatTokenizer", tokenizer),
+        tools=environment["schemas"],
+        has_system=config.system_prompt is not None,
+        is_conversation=bool(environment["answers_turns"]),
+    )
+    observations = Observations(config, tokenizer, suffix)
+    end = suffix.verdict.end_of_turn
+    if end is not None:
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
+    contexts = {
+        sample: cast("list[int]", reset["prompt_token_ids"])[:]
+        for sample, reset in recorded.resets.items()
+    }
+    into.num_episodes += len(contexts)
+    for turns in recorded.rounds:
+        requests = [
+            GenerationRequest(
+                tuple(contexts[sample]),
+                turn.request_id,
+                observations.turn_tokens(len(contexts[sample]), params.max_tokens),
+            )
+            for sample, turn in turns.items()
+        ]
+        found = generate(params, requests)
+        for (sample, turn), again in zip(turns.items(), found, strict=True):
+            into.differences += _of_turn(sample, turn, again, config, into)
+            contexts[sample] += turn.token_ids
+            into.differences += _of_answers(sample, turn, recorded, observations, contexts, into)
+
+
+def _of_turn(
+    sample: int, turn: RecordedTurn, again: Completion, config: TrainConfig, into: Replay
+) -> Iterator[str]:
+    """Where a turn differs from the one that was sampled."""
+    into.num_turns += 1
+    into.num_tokens += len(turn.token_ids)
+    where = f"sample {sample}, turn {turn.turn}"
+    if hash_context(again.prompt_token_ids) != turn.context_hash:
+        yield f"{where}: the ids before it are not those the engine saw; an answer was changed"
+    place = _first_difference(turn.token_ids, again.output_token_ids)
+    if place is not None:
+        one = [ids[place : place + 1] for ids in (turn.token_ids, again.output_token_ids)]
+        yield f"{where}, token {place}: id {_shown(one[0])} was sampled, and now {_shown(one[1])}"
+        return
+    if turn.finish_reason != again.finish_reason:
+        yield f"{where}: it ended by {turn.finish_reason}, and now by {again.finish_reason}"
+    pairs = zip(turn.logprobs, again.output_logprobs, strict=True)
+    largest = max((abs(a - b) for a, b in pairs), default=0.0)
+    into.max_difference = max(into.max_difference, largest)
+    limit = LOGPROB_LIMITS[bool(config.bf16)]
+    if not largest <= limit:
+        yield f"{where}: a logprob differs by {largest:.2e}, allowed {limit:.0e}"
+
+
+def _of_answers(
+    sample: int,
+    turn: RecordedTurn,
+    recorded: Recorded,
+    observations: Observations,
+    contexts: dict[int, list[int]],
+    into: Replay,
+) -> Iterator[str]:
+    """Where the answers are not what the model saw of them."""
+    key, context = (sample, turn.turn), contexts[sample]
+    event, answers = recorded.observations.get(key), recorded.answers.get(key, [])
+    if event is None:
+        return
+    seen = cast("list[int]", event["token_ids"])
+    into.num_answers += len(answers)
+    made = observations.after(turn.token_ids, len(context), [call.text for call in answers])
+    assert made is not None  # without images
+    spans = cast("list[list[int]]", event["text_spans"])
+    if list(made.token_ids) != seen:
+        changed = [
+            call.name or "a malformed call"
+            for call, (start, stop), (first, last) in zip(
+                answers, spans, made.text_spans, strict=False
+            )
+            if seen[start:stop] != list(made.token_ids[first:last])
+        ]
+        names = ", ".join(changed) or "the frame around the answers"
+        yield f"sample {sample}, turn {turn.turn}: what the model saw of {names} is not the answer"
+    context += seen
+
+
+def _first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
+    for place, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return place
+    return None if len(first) == len(second) else min(len(first), len(second))
+
+
+def _shown(ids: Sequence[int]) -> str:
+    return str(ids[0]) if ids else "none"

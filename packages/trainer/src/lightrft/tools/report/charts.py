@@ -1,0 +1,99 @@
+"""Data of the report's charts, and the library that draws them, packed."""
+
+import base64
+import gzip
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from lightrft.reporting.metric_table import metric_row
+
+Point = tuple[int, float | None]
+
+# At most three points of each bucket are kept: fewer than 2,000 points a line.
+MAX_BUCKETS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One chart over steps.
+
+    Args:
+        title: Of the chart.
+        kind: "lines", "runs" for one line a run, or "stack" for bars of several parts, which all
+            have the same steps.
+        series: Points by name, steps ascending; None is a gap.
+        unit: Of the values, where their metrics do not say it.
+        metric: What the series are values of, where their names are not metrics.
+    """
+
+    title: str
+    kind: Literal["lines", "runs", "stack"]
+    series: Mapping[str, Sequence[Point]]
+    unit: str = ""
+    metric: str = ""
+
+    def as_json(self) -> dict[str, object]:
+        """What the page's script draws; `bounds` are the limits of health near the values."""
+        names = [self.metric] if self.metric else self.series
+        rows = [row for name in names if (row := metric_row(name)) is not None]
+        units = {row.unit for row in rows}
+        limits = {limit for row in rows for limit in (row.low, row.high) if limit is not None}
+        values = [
+            value for points in self.series.values() for _, value in points if value is not None
+        ]
+        low, high = min(values, default=0.0), max(values, default=0.0)
+        return {
+            "kind": self.kind,
+            "series": [self._series(name) for name in self.series],
+            # A line at a limit leaves the curves at least half of the chart's height.
+            "bounds": sorted(x for x in limits if 2 * low - high <= x <= 2 * high - low),
+            "unit": self.unit or (units.pop() if len(units) == 1 else ""),
+        }
+
+    def _series(self, name: str) -> dict[str, object]:
+        points = self.series[name]
+        if self.kind != "stack":
+            points = downsample(points, MAX_BUCKETS)
+        else:
+            points = points[:: max(1, len(points) // MAX_BUCKETS)]
+        values = [None if value is None else float(f"{value:.6g}") for _, value in points]
+        return {"name": name, "x": [step for step, _ in points], "y": values}
+
+
+def downsample(points: Sequence[Point], num_buckets: int) -> list[Point]:
+    """The lowest, the highest and a missing value of every bucket of points, in order.
+
+    Spikes survive, and so do gaps; at most 3 * num_buckets points are returned.
+    """
+    if len(points) <= num_buckets:
+        return list(points)
+    kept: list[Point] = []
+    for number in range(num_buckets):
+        bucket = range(
+            len(points) * number // num_buckets, len(points) * (number + 1) // num_buckets
+        )
+        present = [(value, i) for i in bucket if (value := points[i][1]) is not None]
+        chosen = {min(present)[1], max(present)[1]} if present else set()
+        chosen |= set([i for i in bucket if points[i][1] is None][:1])
+        kept += [points[i] for i in sorted(chosen)]
+    return kept
+
+
+@cache
+def packed_library() -> str:
+    """The chart library, compressed (gzip) and in base64."""
+    from plotly.offline import get_plotlyjs
+
+    packed = gzip.compress(get_plotlyjs().encode(), compresslevel=9, mtime=0)
+    return base64.b64encode(packed).decode("ascii")
+
+
+def format_number(value: float | None) -> str:
+    """Four significant digits; whole numbers up to a million in full."""
+    if value is None:
+        return "not finite"
+    if value == int(value) and abs(value) < 1e6:
+        return str(int(value))
+    return f"{value:.4g}"

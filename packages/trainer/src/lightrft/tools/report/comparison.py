@@ -1,0 +1,86 @@
+"""One HTML page about several runs: their curves in the same charts, and what differs."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lightrft.config.toml import write_whole
+from lightrft.reporting.metric_table import STAGES
+from lightrft.tools.report.charts import Chart
+from lightrft.tools.report.page import CURVES, STATUS_WORDS, fill_template, run_facts
+from lightrft.tools.report.run_data import RunData, read_run
+
+TEMPLATE = "comparison.html.jinja"
+FILE = "comparison.html"
+# Six colours, each once as a line and once dashed.
+MAX_RUNS = 12
+# The facts of a single run that say something beside those of others.
+FACTS = ("steps", "time in steps", "processes", "reward", "eval/reward", "verdict", "versions")
+
+
+def write_comparison(folders: Sequence[Path], path: Path) -> Path:
+    """Writes the page about up to `MAX_RUNS` runs, which appears whole or not at all.
+
+    Raises:
+        NotARunError: A folder holds no run.
+    """
+    write_whole(path, render_comparison(folders))
+    return path
+
+
+def render_comparison(folders: Sequence[Path], *, version: str = "") -> str:
+    """The HTML text about the runs in `folders`; see `write_comparison` and `render_report`."""
+    runs = dict(zip(distinct_names(folders), map(read_run, folders), strict=True))
+    charts = _charts(runs)
+    facts = {name: dict(run_facts(run)) for name, run in runs.items()}
+    return fill_template(
+        TEMPLATE,
+        charts,
+        version=version,
+        runs=runs,
+        status=STATUS_WORDS,
+        facts=[
+            (fact, [facts[name].get(fact, "") for name in runs])
+            for fact in FACTS
+            if any(fact in found for found in facts.values())
+        ],
+        curves=charts,
+        options=differing_options(runs),
+    )
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """The names of folders, with as much of their paths as tells them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{part[-1]} ({number})" for number, part in enumerate(parts, 1)]
+
+
+def differing_options(runs: Mapping[str, RunData]) -> list[tuple[str, list[str]]]:
+    """The options that are not the same in all runs, with their value in each ("" if unknown)."""
+    values = [{option.name: option.value for option in run.options} for run in runs.values()]
+    names = sorted({name for found in values for name in found})
+    rows = [(name, [found.get(name, "") for found in values]) for name in names]
+    return [(name, row) for name, row in rows if len(set(row)) > 1 and name != "output_dir"]
+
+
+def _charts(runs: Mapping[str, RunData]) -> list[Chart]:
+    """A chart for each metric that a run has, one line for each run that has it."""
+    metrics = [(title, name, len(names) > 1) for title, names in CURVES for name in names]
+    metrics += [(f"Seconds: {stage}", f"{stage}_seconds", False) for stage in STAGES]
+    charts = []
+    for title, metric, is_shared in metrics:
+        series = {name: points for name, run in runs.items() if (points := run.points(metric))}
+        if any(value is not None for points in series.values() for _, value in points):
+            shown = f"{title}: {metric}" if is_shared else title
+            charts.append(Chart(shown, "runs", _places(series, runs), metric=metric))
+    return charts
+
+
+def _places(
+    series: Mapping[str, Sequence[tuple[int, float | None]]], runs: Mapping[str, RunData]
+) -> dict[str, Sequence[tuple[int, float | None]]]:
+    """The series with an empty one for each run that has none: a run keeps its colour."""
+    return {name: series.get(name, []) for name in runs}

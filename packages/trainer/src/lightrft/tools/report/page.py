@@ -1,0 +1,237 @@
+"""One self-contained HTML page about a run, which opens from disk without a network."""
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightrft.config.toml import write_whole
+from lightrft.reporting.files import CONFIG_FILE, REPORT_FILE
+from lightrft.reporting.metric_table import METRICS, STAGES, MetricRow, metric_row
+from lightrft.run.alarms import run_verdict
+from lightrft.tools.report.charts import Chart, format_number, packed_library
+from lightrft.tools.report.run_data import RunData, read_run
+from lightrft.tools.report.sample_page import QUANTITIES, Choice, choose_samples, choose_tokens
+
+TEMPLATE = "report.html.jinja"
+SCRIPT = "report.js"
+MAX_ALARMS = 12
+# Of the way from the lowest to the highest reward of a run.
+SOLVED_SHARE = 0.95
+CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Reward", ("reward", "eval/reward")),
+    ("Spread of the rewards", ("reward_std",)),
+    ("Groups of equal rewards", ("constant_group_share",)),
+    ("Response length", ("response_length", "eval/response_length")),
+    ("Truncated responses", ("truncated_share", "eval/truncated_share")),
+    ("KL to the reference model", ("kl",)),
+    ("KL of the update", ("approx_kl",)),
+    ("Entropy", ("entropy",)),
+    ("Gradient norm", ("grad_norm", "critic_grad_norm")),
+    ("Clipped tokens", ("clip_fraction_low", "clip_fraction_high")),
+    ("Engine against trainer, mean", ("logprob_diff_mean",)),
+    ("Engine against trainer, largest", ("logprob_diff_max",)),
+    ("Tokens per second", ("tokens_per_second",)),
+)
+STATUS_WORDS = {
+    "finished": "finished",
+    "running": "running",
+    "paused": "stopped with a checkpoint: the same command continues",
+    "interrupted": "interrupted by Ctrl-C: the same command continues",
+    "stopped": "crashed or killed: no summary.json",
+}
+
+
+def write_report(folder: Path, *, now: float | None = None) -> Path:
+    """Writes report.html into the folder of a run that has ended, runs, or crashed.
+
+    Args:
+        folder: Of the run.
+        now: Seconds since the epoch, to tell a running from a crashed run; None is the present.
+
+    Returns:
+        The path of the page, which appears whole or not at all.
+
+    Raises:
+        NotARunError: The folder holds no run.
+    """
+    path = folder / REPORT_FILE
+    write_whole(path, render_report(folder, now=now))
+    return path
+
+
+def render_report(folder: Path, *, now: float | None = None, version: str = "") -> str:
+    """The HTML text of the report on the run in `folder`; see `write_report`.
+
+    Args:
+        folder: Of the run.
+        now: As for `write_report`.
+        version: Of the run's files, for a page that follows them; "" for one that stays as it is.
+    """
+    run, tokens = read_run(folder, now=now), choose_tokens(folder)
+    stages = {name: run.points(f"{name}_seconds") for name in STAGES}
+    totals = {name: sum(value or 0.0 for _, value in points) for name, points in stages.items()}
+    curves = _curves(run)
+    charts = [*curves, Chart("Seconds of a step, by stage", "stack", stages, "s")]
+    names = {name for row in run.metrics.values() for name in row}
+    return fill_template(
+        TEMPLATE,
+        charts,
+        version=version,
+        run=run,
+        status=STATUS_WORDS[run.status],
+        facts=run_facts(run),
+        alarms=find_alarms(run),
+        solved=solved_sentence(run),
+        curves=curves,
+        totals=totals,
+        metric_names=sorted(names - {"engine_hash", "global_step"}),
+        samples=choose_samples(folder),
+        tokens=tokens,
+        quantities={
+            name: meaning
+            for name, meaning in QUANTITIES.items()
+            if any(name in sample for samples in tokens.steps.values() for sample in samples)
+        },
+        config_path=folder / CONFIG_FILE,
+    )
+
+
+def fill_template(
+    name: str, charts: Sequence[Chart], *, version: str = "", **values: object
+) -> str:
+    """A page with charts.
+
+    Args:
+        name: Of the template.
+        charts: In the order of the numbers in it.
+        version: As for `render_report`.
+        **values: Of the template; of `tokens` the steps go to the script.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"duration": format_seconds, "number": format_number}
+    tokens = values.get("tokens")
+    has_points = any(points for chart in charts for points in chart.series.values())
+    return environment.get_template(name).render(
+        **values,
+        metric_row=metric_row,
+        version=version,
+        # Scripts run only with this number, so that no text of a model can become one.
+        nonce=secrets.token_urlsafe(16),
+        library=packed_library() if has_points else None,
+        script=Path(__file__).with_name(SCRIPT).read_text("utf-8"),
+        page_data={
+            "charts": [chart.as_json() for chart in charts],
+            "tokens": tokens.steps if isinstance(tokens, Choice) else {},
+        },
+    )
+
+
+def find_alarms(run: RunData) -> list[str]:
+    """Sentences about the steps in which a metric left its healthy range."""
+    options = {option.name: option.value for option in run.options}
+    sentences = []
+    solved = solved_steps(run)
+    for row in METRICS.values():
+        if row.name == "constant_group_share" and options.get("n_samples_per_prompt") == "1":
+            continue  # a single response always equals itself
+        points = run.points(row.name)
+        bad = [step for step, value in points if value is None or not _is_healthy(row, value)]
+        if row.name == "constant_group_share":
+            bad = [step for step in bad if step not in solved]
+        if bad:
+            worst = [value for step, value in points if value is not None and step in set(bad)]
+            extreme = f", up to {format_number(max(worst))}" if worst and row.low is None else ""
+            where = f"step {bad[0]}" if len(bad) == 1 else f"{len(bad)} steps from {bad[0]} on"
+            healthy = f"healthy: {row.healthy_range}" if worst else "not a finite number"
+            sentences.append(f"{where}: {row.name}{extreme} ({healthy})")
+    return sentences[:MAX_ALARMS]
+
+
+def solved_steps(run: RunData) -> set[int]:
+    """Steps in which nearly all responses got the best reward that any response ever got."""
+    best, worst = (
+        [value for _, value in run.points(f"reward_{end}") if value is not None]
+        for end in ("max", "min")
+    )
+    if not best or not worst or max(best) <= min(worst):
+        return set()
+    enough = max(best) - (1 - SOLVED_SHARE) * (max(best) - min(worst))
+    return {step for step, value in run.points("reward") if value is not None and value >= enough}
+
+
+def solved_sentence(run: RunData) -> str:
+    """What there is to say where a run has nothing left to learn; "" elsewhere."""
+    shares = dict(run.points("constant_group_share"))
+    limit = METRICS["constant_group_share"].high or 1.0
+    steps = sorted(step for step in solved_steps(run) if (shares.get(step) or 0.0) > limit)
+    if not steps:
+        return ""
+    return (
+        f"Solved: in {len(steps)} of {len(run.metrics)} steps, first in step {steps[0]}, nearly "
+        "all responses had the best reward, so that little was left to learn from these prompts."
+    )
+
+
+def _is_healthy(row: MetricRow, value: float) -> bool:
+    return (row.low is None or value >= row.low) and (row.high is None or value <= row.high)
+
+
+def run_facts(run: RunData) -> list[tuple[str, str]]:
+    """Name and text of the lines at the head of the page."""
+    facts = [("steps", str(run.last_step)), ("time in steps", format_seconds(run.seconds))]
+    if run.status != "finished":
+        facts.append(("last written", f"{format_seconds(run.quiet_seconds)} before this report"))
+    if run.world_size is not None:
+        facts.append(("processes", str(run.world_size)))
+    for name in ("reward", "eval/reward"):
+        values = [value for _, value in run.points(name) if value is not None]
+        if values:
+            facts.append((name, f"{values[0]:.3f} → {values[-1]:.3f}"))
+    facts.append(("verdict", run_verdict(row for step, row in run.metrics.items() if step > 0)))
+    facts.append(("weight sync", _sync_line(run)))
+    versions = ", ".join(f"{name} {text}" for name, text in run.versions.items())
+    facts.append(("versions", versions or "not recorded"))
+    return facts
+
+
+def _sync_line(run: RunData) -> str:
+    if not run.hashes:
+        return "none recorded"
+    step, engine_hash = list(run.hashes.items())[-1]
+    version = run.metrics[step].get("weights_version")
+    options = {option.name: option.value for option in run.options}
+    checked = {"true": "hash compared at each", "false": "hash not compared"}
+    return (
+        f"weights version {'unknown' if version is None else int(version)} after step {step}, "
+        f"engine hash {engine_hash % 2**64:016x}; {len(run.hashes)} syncs, "
+        f"{checked.get(options.get('verify_weight_sync', ''), 'comparison not recorded')}"
+    )
+
+
+def _curves(run: RunData) -> list[Chart]:
+    """The charts of `CURVES` that have a finite value."""
+    charts = []
+    for title, names in CURVES:
+        series = {name: points for name in names if (points := run.points(name))}
+        if any(value is not None for points in series.values() for _, value in points):
+            charts.append(Chart(title, "lines", series))
+    return charts
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in the two largest of days, hours, minutes and seconds."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"

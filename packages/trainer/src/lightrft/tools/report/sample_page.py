@@ -1,0 +1,257 @@
+"""The samples that a report shows: few steps, spread over the run, in a bounded number of bytes."""
+
+import html
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from lightrft.reporting.files import SAMPLES_FILE, TRAJECTORIES_FILE, JsonLines
+from lightrft.reporting.thumbnails import shown_thumbnails
+from lightrft.tools.report.charts import format_number
+
+MAX_CHARACTERS = 6000
+# Of a conversation.
+MAX_PARTS, MAX_PART_CHARACTERS = 32, 2000
+# Of a prompt whose response is shown token by token.
+MAX_PROMPT_CHARACTERS = 2000
+MAX_TOKENS = 600
+# Of all texts and of all tokens in the page.
+BYTE_BUDGET, TOKEN_BYTE_BUDGET = 1_200_000, 800_000
+# What tokens can be shaded by, and what it means.
+QUANTITIES: Mapping[str, str] = {
+    "advantage": "Advantage: above 0 the token is made likelier, below 0 less likely.",
+    "probability": "Probability of the token under the policy that was about to be updated.",
+    "ratio": "Trainer's over engine's probability of the token: 1 where both agree.",
+    "entropy": "Entropy of the distribution the token was drawn from, in nats.",
+}
+
+# What the page shows of one sample, by name.
+Sample = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is shown of a file of samples.
+
+    Args:
+        steps: Samples by step, newest first.
+        num_steps: Steps in the file.
+        num_unreadable: Lines left out.
+        telling_step: The step of `steps` to look at first: where rewards differ most, or else the
+            newest; None without steps.
+    """
+
+    steps: Mapping[int, Sequence[Sample]]
+    num_steps: int
+    num_unreadable: int
+    telling_step: int | None = None
+
+
+def choose_samples(folder: Path) -> Choice:
+    """Samples of up to 24 steps, lowest reward first, the last and the telling step among them."""
+    return _choose(
+        JsonLines(folder / SAMPLES_FILE),
+        lambda entries: _counted([_as_text(entry) for entry in sorted(entries, key=_reward)]),
+        lambda samples: len(html.escape(json.dumps(samples, ensure_ascii=False)).encode()),
+        max_steps=24,
+        max_samples=8,
+        budget=BYTE_BUDGET,
+    )
+
+
+def choose_tokens(folder: Path) -> Choice:
+    """Samples of up to 12 steps token by token, the last and the telling step among them."""
+    return _choose(
+        JsonLines(folder / TRAJECTORIES_FILE),
+        lambda entries: [found for entry in entries if (found := token_sample(entry)) is not None],
+        lambda samples: len(json.dumps(samples)),
+        max_steps=12,
+        max_samples=6,
+        budget=TOKEN_BYTE_BUDGET,
+    )
+
+
+def token_sample(entry: Mapping[str, object]) -> Sample | None:
+    """One line of trajectories.jsonl for the page; None if it holds no tokens.
+
+    Returns:
+        prompt, reward, tokens, num_tokens, truncated, observed (which tokens nobody sampled), and
+        one number per token (None where it is not finite) for each of `QUANTITIES` that the line
+        has.
+    """
+    tokens = entry.get("tokens")
+    if not isinstance(tokens, list) or not tokens:
+        return None
+    logprobs, of_engine = _numbers(entry, "logprobs"), _numbers(entry, "rollout_logprobs")
+    masses = _numbers(entry, "log_kept_mass") or [0.0] * len(logprobs)
+    per_token = {
+        "advantage": _numbers(entry, "advantages"),
+        "probability": [_exp(value) for value in logprobs],
+        "ratio": [
+            _exp(None if mine is None or other is None or mass is None else mine - mass - other)
+            for mine, other, mass in zip(logprobs, of_engine, masses, strict=False)
+        ],
+        "entropy": _numbers(entry, "entropy"),
+    }
+    sample: Sample = {
+        "prompt": readable(str(entry.get("prompt", "")), max_characters=MAX_PROMPT_CHARACTERS),
+        "reward": _rounded(entry.get("reward")),
+        "truncated": entry.get("truncated") is True,
+        "num_tokens": len(tokens),
+        "tokens": [readable(str(token)) for token in tokens[:MAX_TOKENS]],
+        "observed": _observed(entry, len(tokens))[:MAX_TOKENS],
+    }
+    whole = {name: found for name, found in per_token.items() if len(found) == len(tokens)}
+    return sample | {name: list(map(_rounded, found[:MAX_TOKENS])) for name, found in whole.items()}
+
+
+def readable(text: str, *, max_characters: int = MAX_CHARACTERS) -> str:
+    """Text with visible control characters, cut after `max_characters`."""
+    cut = text[:max_characters]
+    shown = "".join(
+        chr(0x2400 + ord(char)) if ord(char) < 32 and char not in "\n\t" else char for char in cut
+    )
+    shown = shown.encode("utf-8", "replace").decode("utf-8")  # halves of surrogate pairs
+    return shown if cut == text else f"{shown}\n[cut here: {len(text)} characters in all]"
+
+
+def _choose(
+    lines: JsonLines,
+    convert: Callable[[list[dict[str, object]]], list[Sample]],
+    num_bytes: Callable[[list[Sample]], int],
+    *,
+    max_steps: int,
+    max_samples: int,
+    budget: int,
+) -> Choice:
+    """The newest of some steps, evenly spaced, whose samples fit into the budget.
+
+    The file is read twice, line by line: it may be larger than memory.
+    """
+    spreads = _reward_spreads(lines, max_samples)
+    steps = sorted(spreads)
+    num_shown = min(len(steps), max_steps)
+    places = [(len(steps) - 1) * i // max(num_shown - 1, 1) for i in range(num_shown)]
+    telling = max(steps, key=lambda step: (spreads[step], step), default=None)
+    chosen = {steps[place] for place in places} | ({telling} if telling is not None else set())
+    entries: dict[int, list[dict[str, object]]] = {step: [] for step in sorted(chosen)[::-1]}
+    for step, entry in lines:
+        if step in entries and len(entries[step]) < max_samples:
+            entries[step].append(entry)
+    shown: dict[int, list[Sample]] = {}
+    for step in sorted(entries, key=lambda step: (step != telling, -step)):
+        samples = convert(entries[step])
+        budget -= num_bytes(samples)
+        if budget < 0:
+            break
+        if samples:
+            shown[step] = samples
+    shown = dict(sorted(shown.items(), reverse=True))
+    first = telling if telling in shown else next(iter(shown), None)
+    return Choice(shown, len(steps), lines.num_unreadable, first)
+
+
+def _reward_spreads(lines: JsonLines, max_samples: int) -> dict[int, float]:
+    """By step, how far apart the rewards of the samples are that a page may show."""
+    rewards: dict[int, list[float]] = {}
+    for step, entry in lines:
+        found = rewards.setdefault(step, [])
+        if len(found) < max_samples:
+            found.append(_reward(entry))
+    return {step: max(found) - min(found) for step, found in rewards.items()}
+
+
+def _counted(samples: Sequence[Sample]) -> list[Sample]:
+    """Equal samples as one, with their number."""
+    found: list[Sample] = []
+    for sample in samples:
+        like = next((other for other in found if other == sample | {"count": other["count"]}), None)
+        if like is None:
+            found.append(sample | {"count": 1})
+        else:
+            like["count"] = cast("int", like["count"]) + 1
+    return found
+
+
+def _reward(entry: Mapping[str, object]) -> float:
+    value = entry.get("reward")
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return float(cast("float", value)) if is_number else 0.0
+
+
+def _as_text(entry: Mapping[str, object]) -> Sample:
+    """One sample as text that any terminal or browser shows as it is."""
+    components = entry.get("components")
+    pairs = components.items() if isinstance(components, Mapping) else ()
+    names = ("prompt", "response", "label", "reward", "response_length")
+    return {
+        **{name: _text(entry.get(name)) for name in names},
+        "components": "\n".join(f"{_text(name)} {_text(value)}" for name, value in pairs),
+        "images": shown_thumbnails(entry.get("images")),
+        "turns": _turns(entry.get("turns")),
+        "is_truncated": entry.get("truncated") is True,
+    }
+
+
+def _turns(value: object) -> list[tuple[str, str]]:
+    """(who, text) of each part of a conversation: what the model said, and what answered it."""
+    found = []
+    for turn in value if isinstance(value, list) else []:
+        if not isinstance(turn, Mapping):
+            continue
+        calls = turn.get("calls")
+        answered = (
+            [call for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
+        )
+        found.append(("model", turn.get("said", "")))
+        found += [(_answerer(call), call.get("answer", "")) for call in answered]
+    shown = [
+        (who, readable(str(text), max_characters=MAX_PART_CHARACTERS))
+        for who, text in found[:MAX_PARTS]
+    ]
+    num_left = len(found) - len(shown)
+    return [*shown, ("", f"[{num_left} more]")] if num_left else shown
+
+
+def _answerer(call: Mapping[str, object]) -> str:
+    """The tool, and what was the matter with its call."""
+    name, outcome = _text(call.get("name")) or "call", _text(call.get("outcome"))
+    return name if outcome in ("", "ok") else f"{name}: {outcome}"
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return format_number(value) if math.isfinite(value) else str(value)
+    return readable(str(value))
+
+
+def _numbers(entry: Mapping[str, object], name: str) -> list[float | None]:
+    values = entry.get(name)
+    return [_rounded(value) for value in values] if isinstance(values, list) else []
+
+
+def _observed(entry: Mapping[str, object], num_tokens: int) -> list[bool]:
+    """Which tokens are part of an observation."""
+    spans = entry.get("sampled_spans")
+    if not isinstance(spans, list):
+        return [False] * num_tokens
+    sampled: set[int] = set()
+    for span in spans:
+        if isinstance(span, list) and len(span) == 2 and all(isinstance(i, int) for i in span):
+            sampled |= set(range(max(0, span[0]), min(span[1], num_tokens)))
+    return [position not in sampled for position in range(num_tokens)]
+
+
+def _exp(value: float | None) -> float | None:
+    return None if value is None else math.exp(min(value, 50.0))
+
+
+def _rounded(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(f"{value:.5g}")

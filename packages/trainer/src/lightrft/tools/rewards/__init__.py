@@ -1,0 +1,1 @@
+"""Reward kinds with needs of their own."""

@@ -1,0 +1,101 @@
+"""Rows of the tasks of reasoning-gym: `reasoning_gym:NAME?size=1000&seed=0&OPTION=VALUE`."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from lightrft.config.sources import GYM_COLUMN, GYM_PREFIX
+from lightrft.datasets.types import DataError
+
+_OWN = {"size": 1000, "test_size": 100, "seed": 0}
+_NAME = re.compile(r"\w+", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class GymSource:
+    """One task with its options.
+
+    Args:
+        name: Of the task.
+        size, test_size: Rows of the splits train and test.
+        seed: Of both. The rows of test follow those of train in one sequence: row i depends on
+            seed + i alone, so that neighbouring seeds have nearly all rows in common.
+        options: Of the task.
+    """
+
+    name: str
+    size: int
+    test_size: int
+    seed: int
+    options: Mapping[str, object]
+
+
+def is_gym_source(text: str) -> bool:
+    """Whether a source is a task of reasoning-gym."""
+    return text.startswith(GYM_PREFIX)
+
+
+def parse_gym_source(text: str) -> GymSource:
+    """The task that a source names.
+
+    Raises:
+        DataError: It is spelled wrongly.
+    """
+    name, _, query = text.removeprefix(GYM_PREFIX).partition("?")
+    pairs = [part.partition("=") for part in query.split("&")] if query else []
+    if not _NAME.fullmatch(name) or any(not key or not mark for key, mark, _ in pairs):
+        raise DataError(f"{text}: expected {GYM_PREFIX}NAME?OPTION=VALUE&OPTION=VALUE")
+    options = {key: _value(unquote(value)) for key, _, value in pairs}
+    own = {key: options.pop(key, default) for key, default in _OWN.items()}
+    numbers = {}
+    for key, value in own.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < (key == "size"):
+            raise DataError(f"{text}: {key} must be a whole number, got {value!r}")
+        numbers[key] = value
+    return GymSource(name, options=options, **numbers)
+
+
+def gym_rows(text: str, split: str) -> Iterator[Mapping[str, object]]:
+    """The rows of one split: `input`, `label`, `task` and the entry that the score needs.
+
+    Raises:
+        DataError: The package is missing, or there is no such task, option or split.
+    """
+    source = parse_gym_source(text)
+    ranges = {
+        "train": range(source.size),
+        "test": range(source.size, source.size + source.test_size),
+    }
+    if split not in ranges:
+        raise DataError(f"{text} has no split {split!r}: found train, test")
+    try:
+        import reasoning_gym
+    except ImportError as err:
+        raise DataError(
+            f"{text}: tasks of reasoning-gym need the extra reasoning-gym "
+            "(pip install 'lightrft[reasoning-gym]')"
+        ) from err
+    try:
+        made = reasoning_gym.create_dataset(
+            source.name, size=source.size + source.test_size, seed=source.seed, **source.options
+        )
+    except (ValueError, TypeError, AssertionError) as err:
+        reason = next(iter(str(err).splitlines()), type(err).__name__)
+        raise DataError(f"{text}: reasoning-gym refuses it: {reason}") from err
+    for index in ranges[split]:
+        entry = made[index]
+        yield {
+            "input": entry["question"],
+            "label": entry["answer"],
+            "task": source.name,
+            GYM_COLUMN: entry,
+        }
+
+
+def _value(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

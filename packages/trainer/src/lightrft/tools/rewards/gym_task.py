@@ -1,0 +1,149 @@
+"""Scoring with reasoning-gym, in a worker: the part that calls its scorers."""
+
+import ast
+import json
+import math
+import os
+import re
+import select
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Literal, Never, cast
+
+from lightrft.rewards.worker import ReportedError
+
+# Score, and how it was found.
+Scored = tuple[float, Literal["scored", "failed", "timeout"]]
+
+# Scorers that give the answer to `eval` or to sympy's parser, which uses that: only what cannot
+# call anything of Python's gets there.
+EVALUATED = frozenset({"string_insertion", "spiral_matrix", "binary_matrix", "n_queens"})
+PARSED = frozenset(
+    {
+        "simple_integration",
+        "intermediate_integration",
+        "polynomial_multiplication",
+        "puzzle24",
+        "countdown",
+    }
+)
+_FORMULA = re.compile(r"(?:[0-9+\-*/^(), \t=]|\.(?![A-Za-z_])|[A-Za-z]+)*", re.ASCII)
+_WORDS = frozenset(
+    {
+        "sin",
+        "cos",
+        "tan",
+        "asin",
+        "acos",
+        "atan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "sec",
+        "csc",
+        "cot",
+        "exp",
+        "log",
+        "ln",
+        "sqrt",
+        "pi",
+        "Abs",
+        "erf",
+        "Si",
+        "Ci",
+    }
+)
+_PLAIN = re.compile(r"(?:[\w\s#-]|\.(?![A-Za-z_]))*", re.ASCII)
+
+
+class GymScorer:
+    """Scores answers of one task; a hanging one is ended alone.
+
+    Args:
+        name: Of the task.
+    """
+
+    def __init__(self, name: str) -> None:
+        try:
+            import reasoning_gym
+        except ImportError as err:
+            raise ReportedError(
+                "it needs the extra reasoning-gym (pip install 'lightrft[reasoning-gym]')"
+            ) from err
+        try:
+            scorer = reasoning_gym.get_score_answer_fn(name)
+        except (ValueError, KeyError, TypeError) as err:
+            raise ReportedError(f"reasoning-gym has no task {name!r}: {err}") from err
+        self._name = name
+        self._scorer = cast("Callable[[str, Mapping[str, object]], float]", scorer)
+
+    def describe(self) -> object:
+        """Nothing to say."""
+        return None
+
+    def __call__(self, request: object) -> list[Scored]:
+        """The scores of (answers, entries, seconds for each)."""
+        answers, entries, seconds = cast(
+            "tuple[Sequence[str], Sequence[Mapping[str, object]], float]", request
+        )
+        found: list[Scored] = []
+        while len(found) < len(answers):
+            first = len(found)
+            found += self._score_in_fork(answers[first:], entries[first:], seconds)
+            if len(found) < len(answers):  # the next one hung, or ended the process
+                found.append((0.0, "timeout"))
+        return found
+
+    def _score_in_fork(
+        self, answers: Sequence[str], entries: Sequence[Mapping[str, object]], seconds: float
+    ) -> list[Scored]:
+        """Scores up to the first answer that takes too long."""
+        reads, writes = os.pipe()
+        process = os.fork()
+        if process == 0:
+            os.close(reads)
+            self._serve(writes, answers, entries)
+        os.close(writes)
+        lines: list[bytes] = []
+        with os.fdopen(reads, "rb", buffering=0) as results:
+            while len(lines) < len(answers) and select.select([results], [], [], seconds)[0]:
+                line = results.readline()
+                if not line.endswith(b"\n"):
+                    break
+                lines.append(line)
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        return [cast("Scored", tuple(json.loads(line))) for line in lines]
+
+    def _serve(
+        self, writes: int, answers: Sequence[str], entries: Sequence[Mapping[str, object]]
+    ) -> Never:
+        try:
+            for answer, entry in zip(answers, entries, strict=True):
+                os.write(writes, json.dumps(self._score(answer, entry)).encode() + b"\n")
+        finally:
+            os._exit(0)
+
+    def _score(self, answer: str, entry: Mapping[str, object]) -> Scored:
+        if not is_harmless(self._name, answer):
+            return 0.0, "failed"
+        try:
+            score = float(self._scorer(answer, entry))
+        except Exception:  # noqa: BLE001 - scorers raise on answers that they do not expect
+            return 0.0, "failed"
+        return (score, "scored") if math.isfinite(score) else (0.0, "failed")
+
+
+def is_harmless(name: str, answer: str) -> bool:
+    """Whether a scorer that evaluates answers may get this one."""
+    if name in PARSED:
+        words = re.findall(r"[A-Za-z]{2,}", answer)
+        return _FORMULA.fullmatch(answer) is not None and _WORDS.issuperset(words)
+    if name in EVALUATED and not _PLAIN.fullmatch(answer):
+        try:
+            ast.literal_eval(answer)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return False
+    return True

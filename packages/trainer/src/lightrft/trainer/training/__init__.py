@@ -1,1 +1,0 @@
-"""One step of training: update, state, metrics, checks."""
