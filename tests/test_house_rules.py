@@ -9,9 +9,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(ROOT.glob("packages/*/src/lightrft/**/*.py"))
-MAX_FUNCTION_LINES = 60
-# Packages none of whose functions is longer.
-SHORT_FUNCTIONS = {"kernels"}
 
 
 def _name(path: Path) -> str:
@@ -20,32 +17,6 @@ def _name(path: Path) -> str:
 
 def test_there_are_sources():
     assert len(SOURCES) > 20
-
-
-def function_lengths(source: str) -> dict[str, int]:
-    """Lines of each function, from its first to its last, docstring included."""
-    nodes = ast.walk(ast.parse(source))
-    functions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return {f"{n.lineno} {n.name}": n.end_lineno - n.lineno + 1 for n in functions}
-
-
-def test_functions_are_short():
-    too_long = {
-        f"{_name(path)}:{function}": length
-        for path in SOURCES
-        if path.relative_to(ROOT).parts[1] in SHORT_FUNCTIONS
-        for function, length in function_lengths(path.read_text()).items()
-        if length > MAX_FUNCTION_LINES
-    }
-    assert too_long == {}
-
-
-def test_a_long_function_is_noticed():
-    body = "    x = 1\n" * MAX_FUNCTION_LINES
-    assert function_lengths(f"def short():\n    pass\n\n\ndef long():\n{body}") == {
-        "1 short": 2,
-        "5 long": MAX_FUNCTION_LINES + 1,
-    }
 
 
 def test_no_modality_twins():

@@ -1,0 +1,153 @@
+"""Measures of the code stay within the accepted values, and a worse tree is found."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+_SPEC = importlib.util.spec_from_file_location("measure_code", ROOT / "scripts/measure_code.py")
+measures = importlib.util.module_from_spec(_SPEC)
+sys.modules["measure_code"] = measures
+_SPEC.loader.exec_module(measures)
+
+SMALL = '"""Numbers."""\n\nN = 1\n'
+CLEAN = {
+    "trainer/spmd_ppo_trainer.py": (
+        '"""Trainer."""\nfrom lightrft.trainer.small import N\n'
+        "def size(a):\n    return 1 if a else N\n"
+    ),
+    "trainer/other.py": "from lightrft.trainer import small\n" + "X = small.N\n" * 60,
+    "trainer/small.py": SMALL,
+    "tools/page.py": "def page():\n    import lightrft.trainer.other\n",
+}
+
+
+def tree(root: Path, **changed: str) -> dict[str, int]:
+    """Values of a small tree in which some files are others."""
+    for name, text in (CLEAN | changed).items():
+        path = root / "packages/trainer/src/lightrft" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return measures.measure(root)
+
+
+def values(found) -> dict[str, int]:
+    return {name: each.value for name, each in found.items()}
+
+
+def test_the_code_is_no_worse_than_accepted():
+    found = measures.measure(ROOT)
+    assert not measures.excesses(found, measures.read_accepted(ROOT)), "see scripts/measure_code.py"
+
+
+@pytest.mark.slow
+def test_a_run_executes_no_more_files_than_accepted():
+    found = measures.measure_run(ROOT)
+    assert found["step_files"].value > 20
+    assert not measures.excesses(found, measures.read_accepted(ROOT)), "see scripts/measure_code.py"
+
+
+def test_every_measure_has_an_accepted_value():
+    assert set(measures.read_accepted(ROOT)) == {
+        *measures.measure(Path("/nowhere")),
+        "step_files",
+        "command_files",
+    }
+
+
+def test_published_signatures_exist():
+    modules = measures.read_modules(ROOT)
+    for entry in measures.PUBLISHED:
+        module, _, name = entry.partition(":")
+        assert name in dict(modules[module].functions()), entry
+
+
+def test_numbers_of_a_small_tree(tmp_path):
+    found = values(tree(tmp_path))
+    assert found["core_tokens"] == 20 + (6 + 60 * 5) + 3
+    assert found["tools_tokens"] == 5 + 6
+    assert found["all_tokens"] == found["core_tokens"] + found["tools_tokens"]
+    # The trainer and `small`; `other` is imported within a function of the tools.
+    assert found["trainer_closure"] == 2
+    zero = set(found) - {"core_tokens", "tools_tokens", "all_tokens", "trainer_closure"}
+    assert {name: found[name] for name in zero} == dict.fromkeys(zero, 0)
+
+
+HEAD = CLEAN["trainer/spmd_ppo_trainer.py"]
+WORSE = {
+    "core_tokens": HEAD + "X = 1\n",
+    "long_functions": HEAD + "def f():\n" + "    x = 1\n" * 60,
+    "wide_functions": HEAD + "def f(self, a, b, c, d, /, e, f, *, g, h):\n    pass\n",
+    "complex_functions": HEAD + "def f(a):\n    return " + "a or " * 15 + "a\n",
+    "format_skips": HEAD + "X = [1,\n 2]  # fmt: skip\n",
+    "question_docstrings": HEAD + 'class Run:\n    """What a run trains."""\n',
+    "trainer_closure": HEAD + "import lightrft.trainer.other\n",
+}
+
+
+@pytest.mark.parametrize("name", WORSE)
+def test_a_worse_file_is_named(tmp_path, name):
+    accepted = values(tree(tmp_path))
+    worse = tree(tmp_path, **{"trainer/spmd_ppo_trainer.py": WORSE[name]})
+    messages = {text.partition(":")[0]: text for text in measures.excesses(worse, accepted)}
+    assert set(messages) - {"core_tokens", "all_tokens"} == {name} - {"core_tokens"}
+    assert f"accepted {accepted[name]}" in messages[name]
+    if name not in ("core_tokens", "trainer_closure"):
+        assert "packages/trainer/src/lightrft/trainer/spmd_ppo_trainer.py:" in messages[name]
+
+
+def test_a_small_module_for_one_importer_is_named(tmp_path):
+    accepted = values(tree(tmp_path))
+    worse = tree(tmp_path, **{"trainer/other.py": "X = 1\n" * 60})
+    [text] = measures.excesses({"small_modules": worse["small_modules"]}, accepted)
+    assert "small.py (1 lines, only for lightrft.trainer.spmd_ppo_trainer)" in text
+
+
+def test_imports_for_annotations_make_no_importer(tmp_path):
+    typing = (
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import lightrft.trainer.small"
+    )
+    found = tree(tmp_path, **{"trainer/other.py": typing})
+    assert found["small_modules"].value == 2  # `small`, and `other` for the tools
+
+
+def test_docstrings_comments_and_layout_cost_no_tokens(tmp_path):
+    text = '"""Text.\n\nMore.\n"""\n\n# A comment.\n\n\nN = (\n    1\n)\n'
+    before, after = tree(tmp_path), tree(tmp_path, **{"trainer/small.py": text})
+    assert after["core_tokens"].value == before["core_tokens"].value + 2
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("pass", 1),
+        ("if a: pass\n elif b: pass\n else: pass", 3),
+        ("for x in a: pass\n while b: pass", 3),
+        ("try: pass\n except A: pass\n except B: pass\n finally: pass", 3),
+        ("return a and b and (c or d)", 4),
+        ("return [x for x in a for y in b if x]", 3),
+        ("assert a\n return b if c else d", 3),
+        ("match a:\n  case 1: pass\n  case _: pass", 3),
+        ("def inner():\n  return a or b", 1),
+    ],
+)
+def test_complexity_counts_ways(body, expected):
+    function = ast.parse(f"def f():\n {body}\n").body[0]
+    assert measures.complexity(function) == expected
+
+
+def test_kernels_may_be_wide_and_native_code_is_counted_beside(tmp_path):
+    kernel = "@triton.jit(do_not_specialize=A)\ndef k(a, b, c, d, e, f, g, h, i):\n"
+    found = tree(tmp_path, **{"trainer/small.py": SMALL + kernel + "    pass\n" * 60})
+    assert (found["wide_functions"].value, found["long_functions"].value) == (0, 0)
+    found = tree(tmp_path, **{"trainer/small.py": SMALL + kernel + "    pass\n" * 61})
+    assert found["long_functions"].value == 1
+    (tmp_path / "packages/a.cpp").write_text("int a = 1; // a comment\n/* more */")
+    (tmp_path / "packages/a.html.jinja").write_text("{{ a }}")
+    found = values(measures.measure(tmp_path))
+    assert (found["native_tokens"], found["page_tokens"]) == (5, 5)
