@@ -519,7 +519,7 @@ def files_of(names: list[str]) -> list[Path]:
     """Files of the algorithms, or those below some names."""
     wanted = [ALGORITHMS / name for name in names] or [ALGORITHMS]
     found = [p for item in wanted for p in (item.rglob("*.py") if item.is_dir() else [item])]
-    return sorted(path for path in found if path.name != "metrics.py")
+    return sorted(found)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -165,8 +165,10 @@ def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, _Function]]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, _Function):
             yield prefix + child.name, child
-        is_scope = isinstance(child, _Function | ast.ClassDef)
-        yield from _functions(child, f"{prefix}{child.name}." if is_scope else prefix)
+        if isinstance(child, _Function | ast.ClassDef):
+            yield from _functions(child, f"{prefix}{child.name}.")
+        else:
+            yield from _functions(child, prefix)
 
 
 def read_modules(root: Path) -> dict[str, Module]:

@@ -13,7 +13,7 @@ from lightrft.algorithms.advantages.token_level import (
     estimate_token_advantages,
     token_rewards,
 )
-from lightrft.algorithms.declarations import advantage_traits
+from lightrft.algorithms.interface import advantage_traits
 from lightrft.algorithms.moments import Moments, masked_moments, moments_of, whiten
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS, bind
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.algorithms.entropy import (
+from lightrft.algorithms.masking import (
     entropy_threshold,
     high_entropy_mask,
     high_entropy_mask_per_sequence,

@@ -12,7 +12,7 @@ import torch
 
 from lightrft.algorithms import policy_loss
 from lightrft.algorithms.aggregation import aggregate, local_normalizer
-from lightrft.algorithms.declarations import PolicyLossTraits, policy_loss_traits
+from lightrft.algorithms.interface import PolicyLossTraits, policy_loss_traits
 from lightrft.config import ConfigError
 from lightrft.config.registry import POLICY_LOSSES, bind, keyword_options
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.algorithms.metrics import explained_variance, explained_variance_sums
+from lightrft.algorithms.advantages.row_level import clip_rewards, normalize_rewards
 from lightrft.algorithms.moments import Moments, moments_of
-from lightrft.algorithms.shaping import clip_rewards, normalize_rewards
+from lightrft.algorithms.value import explained_variance, explained_variance_sums
 
 
 def test_clip_rewards_says_which_changed() -> None:

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.algorithms import corrections, shaping
+from lightrft.algorithms import corrections
 from lightrft.algorithms.advantages import row_level, token_level
-from lightrft.algorithms.advantages.groups import Groups
-from lightrft.algorithms.declarations import advantage_estimator
+from lightrft.algorithms.advantages.row_level import Groups
+from lightrft.algorithms.interface import TokenAdvantages, advantage_estimator
 from lightrft.algorithms.policy import clipped
-from lightrft.algorithms.types import TokenAdvantages
 from lightrft.experience import assemble, forward, maker
 from lightrft.stages import algorithm, objective, updates
 from lightrft.strategy import backend, optimizers, strategy_base
@@ -170,7 +169,7 @@ def rewards_are_clipped_below_only(patch):
 def running_scale_divides_by_n(patch):
     wrap(
         patch,
-        shaping.Moments,
+        row_level.Moments,
         "std",
         lambda original: lambda self, *, ddof, **k: original(self, ddof=0, **k),
     )

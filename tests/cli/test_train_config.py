@@ -36,7 +36,7 @@ def test_every_option_has_help_and_a_group():
 
 def test_choices_are_those_of_what_carries_them_out():
     from lightrft.algorithms import aggregation, kl
-    from lightrft.algorithms.declarations import advantage_traits, policy_loss_traits
+    from lightrft.algorithms.interface import advantage_traits, policy_loss_traits
     from lightrft.engines.factory import ENGINES
     from lightrft.strategy.optimizers import LR_SCHEDULES
 

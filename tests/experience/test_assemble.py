@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.algorithms.declarations import advantage_estimator
+from lightrft.algorithms.interface import advantage_estimator
 from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightrft.algorithms import policy_loss
-from lightrft.algorithms.declarations import PolicyLossTraits, policy_loss_traits
+from lightrft.algorithms.interface import PolicyLossTraits, policy_loss_traits
 from lightrft.config import TrainConfig
 from lightrft.config.registry import POLICY_LOSSES
 from lightrft.models import Actor

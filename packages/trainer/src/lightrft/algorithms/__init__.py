@@ -8,12 +8,13 @@ Here is what the author of a policy loss or an advantage estimator needs, withou
 everything else is imported from its module.
 """
 
-from lightrft.algorithms.declarations import advantage_estimator, policy_loss
-from lightrft.algorithms.types import (
+from lightrft.algorithms.interface import (
     RowAdvantageInputs,
     TokenAdvantageInputs,
     TokenAdvantages,
     TokenLoss,
+    advantage_estimator,
+    policy_loss,
 )
 
 __all__ = [

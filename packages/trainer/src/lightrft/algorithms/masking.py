@@ -1,7 +1,11 @@
-"""Sums over the tokens of a response mask.
+"""Masks over tokens: sums within the response mask, and masks of the tokens of high entropy.
 
-Values outside the mask may be anything, NaN and infinity included: they are replaced, never
+Values outside a mask may be anything, NaN and infinity included: they are replaced, never
 multiplied by 0.
+
+The masks of high entropy keep tokens of the numerator: multiply the token loss by them
+(`TokenLoss.weighted`) and leave the response mask, and so Z, alone. Otherwise the step grows by
+about 1 / ratio. Source: Wang et al. 2025, arXiv:2506.01939.
 """
 
 import torch
@@ -31,3 +35,64 @@ def masked_row_sum(values: Tensor, mask: Tensor) -> Tensor:
 def masked_row_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean over the tokens of every row; [batch], 0 for an empty row."""
     return masked_row_sum(values, mask) / row_lengths(mask).clamp(min=1)
+
+
+def entropy_threshold(entropy: Tensor, response_mask: Tensor, *, ratio: float) -> Tensor:
+    """The (1 - ratio) quantile of the entropies inside the mask, interpolated: scalar.
+
+    Over several ranks pass the gathered entropies, so that the threshold is the whole batch's.
+
+    Args:
+        entropy: [batch, seq] or any shape.
+        response_mask: bool, same shape.
+        ratio: Share of tokens to keep, in (0, 1].
+    """
+    _check_ratio(ratio)
+    inside = entropy.detach()[response_mask].double().sort().values
+    if inside.numel() == 0:
+        return entropy.new_zeros(())
+    position = (1 - ratio) * (inside.numel() - 1)
+    below = int(position)
+    above = min(below + 1, inside.numel() - 1)
+    return torch.lerp(inside[below], inside[above], position - below).to(entropy.dtype)
+
+
+def high_entropy_mask(
+    entropy: Tensor, response_mask: Tensor, *, threshold: Tensor | float
+) -> Tensor:
+    """Tokens with entropy >= threshold: [batch, seq] bool, within the response mask.
+
+    Ties are kept, so constant entropy keeps everything.
+    """
+    return response_mask & (entropy.detach() >= threshold)
+
+
+def high_entropy_mask_per_sequence(
+    entropy: Tensor, response_mask: Tensor, *, ratio: float
+) -> Tensor:
+    """The max(1, floor(ratio L_i)) most uncertain tokens of every row: [batch, seq] bool.
+
+    Ties go to the earlier token; an empty row keeps nothing.
+
+    Args:
+        entropy: [batch, seq].
+        response_mask: [batch, seq] bool.
+        ratio: Share of tokens to keep, in (0, 1].
+    """
+    _check_ratio(ratio)
+    lengths = row_lengths(response_mask)
+    # Through double: in float32, floor(0.3 * 10) would be 3 or 2 by the rounding of 0.3.
+    num_kept = torch.floor(lengths.double() * ratio + 1e-9).long().clamp(min=1)
+    inside = torch.where(response_mask, entropy.detach(), -torch.inf)
+    order = inside.argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(-1, order, _positions(order))
+    return response_mask & (rank < num_kept.unsqueeze(-1))
+
+
+def _positions(order: Tensor) -> Tensor:
+    return torch.arange(order.shape[-1], device=order.device).expand_as(order)
+
+
+def _check_ratio(ratio: float) -> None:
+    if not 0 < ratio <= 1:
+        raise ValueError(f"the share of high-entropy tokens must lie in (0, 1]: got {ratio}")

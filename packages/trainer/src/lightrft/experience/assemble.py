@@ -5,23 +5,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.advantages.row_level import estimate_row_advantages
+from lightrft.algorithms.advantages.row_level import (
+    clip_rewards,
+    estimate_row_advantages,
+    normalize_rewards,
+)
 from lightrft.algorithms.advantages.token_level import (
     broadcast_to_tokens,
     estimate_token_advantages,
     token_rewards,
     turn_discounts,
 )
-from lightrft.algorithms.declarations import advantage_traits
-from lightrft.algorithms.kl import estimate_kl
-from lightrft.algorithms.moments import Moments, masked_moments, moments_of, whiten
-from lightrft.algorithms.shaping import clip_rewards, normalize_rewards
-from lightrft.algorithms.types import (
+from lightrft.algorithms.interface import (
     AdvantageFunction,
     RowAdvantageInputs,
     TokenAdvantageInputs,
     TokenAdvantages,
+    advantage_traits,
 )
+from lightrft.algorithms.kl import estimate_kl
+from lightrft.algorithms.moments import Moments, masked_moments, moments_of, whiten
 from lightrft.config import TrainConfig
 from lightrft.records.exchange import RowTable
 from lightrft.records.numerics import NumericsError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lightrft.algorithms.declarations import advantage_traits
+from lightrft.algorithms.interface import advantage_traits
 from lightrft.config import TrainConfig
 from lightrft.datasets import Prompt
 from lightrft.models import Actor, Critic, LoraActor, RewardModel, load_causal_lm, load_tokenizer

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from lightrft.algorithms import RowAdvantageInputs, TokenAdvantageInputs, TokenAdvantages, TokenLoss
 from lightrft.algorithms.correction_terms import CorrectionTerm, parse_correction
-from lightrft.algorithms.declarations import (
+from lightrft.algorithms.interface import (
+    AdvantageFunction,
     AdvantageTraits,
+    PolicyLossFunction,
     PolicyLossTraits,
     advantage_traits,
     policy_loss,
     policy_loss_traits,
 )
-from lightrft.algorithms.types import AdvantageFunction, PolicyLossFunction
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import CRITIC, options_of
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, bind, keyword_options

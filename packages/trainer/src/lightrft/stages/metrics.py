@@ -7,12 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.metrics import (
-    effective_sample_fraction,
-    effective_sample_sums,
-    explained_variance,
-    explained_variance_sums,
-)
+from lightrft.algorithms.corrections import effective_sample_fraction, effective_sample_sums
+from lightrft.algorithms.value import explained_variance, explained_variance_sums
 from lightrft.strategy.strategy_base import StrategyBase
 
 # How one accumulated number joins over micro batches and ranks.

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.algorithms.aggregation import loss_weights, weighted_share
-from lightrft.algorithms.declarations import PolicyLossTraits
+from lightrft.algorithms.interface import PolicyLossFunction, PolicyLossTraits, TokenLoss
 from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.masking import mask_out
-from lightrft.algorithms.types import PolicyLossFunction, TokenLoss
 from lightrft.config import TrainConfig
 from lightrft.models import Actor
 from lightrft.records.types import ExperienceBatch

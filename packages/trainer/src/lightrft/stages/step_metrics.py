@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightrft.algorithms.interface import TokenLoss
 from lightrft.algorithms.kl import estimate_kl
-from lightrft.algorithms.types import TokenLoss
 from lightrft.config import TrainConfig
 from lightrft.experience.maker import StepExperience
 from lightrft.records.exchange import RowTable

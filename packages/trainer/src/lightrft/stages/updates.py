@@ -10,16 +10,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.algorithms.aggregation import aggregate, local_normalizer
-from lightrft.algorithms.balance import balance_share
+from lightrft.algorithms.aggregation import aggregate, balance_share, local_normalizer
 from lightrft.algorithms.correction_terms import CorrectionTerm
 from lightrft.algorithms.corrections import correction_weights
-from lightrft.algorithms.entropy import (
+from lightrft.algorithms.interface import PolicyLossFunction
+from lightrft.algorithms.masking import (
     entropy_threshold,
     high_entropy_mask,
     high_entropy_mask_per_sequence,
 )
-from lightrft.algorithms.types import PolicyLossFunction
 from lightrft.algorithms.value import clipped_value_loss
 from lightrft.config import TrainConfig
 from lightrft.experience.forward import scoring_temperature

@@ -10,9 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.declarations import advantage_estimator, advantage_traits
+from lightrft.algorithms.interface import (
+    AdvantageFunction,
+    TokenAdvantageInputs,
+    TokenAdvantages,
+    advantage_estimator,
+    advantage_traits,
+)
 from lightrft.algorithms.masking import at_least_float32, mask_out
-from lightrft.algorithms.types import AdvantageFunction, TokenAdvantageInputs, TokenAdvantages
 
 
 def estimate_token_advantages(

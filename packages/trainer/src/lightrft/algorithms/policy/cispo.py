@@ -2,11 +2,10 @@
 
 from torch import Tensor
 
-from lightrft.algorithms.declarations import policy_loss
+from lightrft.algorithms.interface import TokenLoss, policy_loss
 from lightrft.algorithms.masking import at_least_float32, mask_out
 from lightrft.algorithms.policy.clipped import check_clip_bounds
 from lightrft.algorithms.ratios import log_ratio, mask_like
-from lightrft.algorithms.types import TokenLoss
 
 
 @policy_loss(aggregation="token-mean", is_token_wise=True)

@@ -6,10 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.declarations import policy_loss
+from lightrft.algorithms.interface import TokenLoss, policy_loss
 from lightrft.algorithms.masking import mask_out
 from lightrft.algorithms.ratios import log_ratio, mask_like
-from lightrft.algorithms.types import TokenLoss
 
 
 @policy_loss(aggregation="seq-mean-token-mean", is_token_wise=True)

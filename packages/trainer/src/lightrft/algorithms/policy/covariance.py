@@ -16,11 +16,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.declarations import policy_loss
+from lightrft.algorithms.interface import TokenLoss, policy_loss
 from lightrft.algorithms.masking import mask_out
 from lightrft.algorithms.policy.clipped import clipped_policy_loss
 from lightrft.algorithms.ratios import log_ratio, mask_like, masked_difference
-from lightrft.algorithms.types import TokenLoss
 
 
 @policy_loss(aggregation="token-mean", couples_rows=True)

@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.declarations import policy_loss
+from lightrft.algorithms.interface import TokenLoss, policy_loss
 from lightrft.algorithms.masking import mask_out
 from lightrft.algorithms.ratios import mask_like, masked_difference, row_log_ratio
-from lightrft.algorithms.types import TokenLoss
 
 
 @policy_loss(aggregation="seq-mean-token-mean", is_sequence_level=True)
