@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from lightrft.engines.media.prompts import EncodedPrompt, RowMedia
 from lightrft.models import Actor, Critic, TokenLayout
-from lightrft.models.packed_attention import PACKED
+from lightrft.models.attention import PACKED
 
 LENGTHS = (19, 5, 33, 1, 12)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from lightrft.models import Actor, packed_attention
+from lightrft.models import Actor, attention
 
 pytestmark = pytest.mark.gpu
 
@@ -58,9 +58,9 @@ def relative_norm(found, expected):
 def calls(monkeypatch):
     """Counts calls of the kernel for unequal lengths."""
     found = []
-    kernel = packed_attention._attend_varlen
+    kernel = attention._attend_varlen
     monkeypatch.setattr(
-        packed_attention, "_attend_varlen", lambda *args: (found.append(1), kernel(*args))[1]
+        attention, "_attend_varlen", lambda *args: (found.append(1), kernel(*args))[1]
     )
     return found
 

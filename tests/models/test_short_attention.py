@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
 
-from lightrft.models import short_attention as module
+from lightrft.models import attention as module
+from lightrft.models.attention import MAX_SHORT_TOKENS, SHORT, short_attention
 from lightrft.models.loading import load_causal_lm
-from lightrft.models.short_attention import MAX_SHORT_TOKENS, SHORT, short_attention
 from lightrft.tools.model_presets import write_tiny_model
 
 

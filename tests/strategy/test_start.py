@@ -101,7 +101,7 @@ def test_the_decision_is_agreed_and_printed(device, chosen):
 def test_models_that_mix_packed_sequences_are_known_by_their_configuration():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from lightrft.models.packed_attention import packing_hindrance
+    from lightrft.models.attention import packing_hindrance
 
     config = Qwen3Config(num_hidden_layers=2)
     assert packing_hindrance(Qwen3ForCausalLM, config) is None

@@ -14,9 +14,9 @@ from tests.trainer.vision_world import build_vision_trainer, scorer_folder, writ
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines.media.prompts import RowMedia
 from lightrft.models import Actor, Critic, RewardModel
-from lightrft.models.freezing import freeze, has_prefix
 from lightrft.models.loading import ModelLoadError, load_causal_lm, load_trunk
 from lightrft.models.lora import LoraActor
+from lightrft.models.sequence_model import freeze, has_prefix
 from lightrft.run.assembly import run_training
 from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.testing import run_multiprocess

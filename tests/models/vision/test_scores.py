@@ -12,8 +12,8 @@ from lightrft.engines.media.families import placeholder_ids
 from lightrft.engines.media.inputs import token_types
 from lightrft.engines.media.prompts import RowMedia
 from lightrft.models.actor import Actor
+from lightrft.models.attention import LayoutRefusedError
 from lightrft.models.layout import TokenLayout
-from lightrft.models.packed_attention import LayoutRefusedError
 from lightrft.models.vision.forward import vision_inputs
 from lightrft.tools.tiny_vision_models import TINY_FAMILIES
 

@@ -27,7 +27,7 @@ from lightrft.algorithms.masking import at_least_float32, mask_out, row_lengths
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
-    """How one mode weighs tokens and counts.
+    """Weights and count of one mode.
 
     Args:
         divides_by_length: A row's tokens weigh 1 / row length instead of 1.
@@ -92,7 +92,7 @@ def local_normalizer(mask: Tensor, mode: str, *, max_response_tokens: int | None
 
 
 def aggregate(token_loss: Tensor, mask: Tensor, mode: str, normalizer: Tensor | float) -> Tensor:
-    """This batch's share S_k / Z of the loss; scalar, with a graph even if it is 0.
+    """The batch's share S_k / Z of the loss; scalar, with a graph even if it is 0.
 
     Args:
         token_loss: [batch, seq]; values outside `mask` are ignored, NaN included.

@@ -23,7 +23,7 @@ from lightrft.algorithms.ratios import MAX_LOG_RATIO, mask_like, masked_differen
 
 @dataclass(frozen=True, slots=True)
 class CorrectionWeights:
-    """What to multiply the token loss with.
+    """Factors of the token loss.
 
     Args:
         weights: [batch, seq], 0 outside the response mask and where rejected.
@@ -131,7 +131,7 @@ def _statistic(
     rollout_logprobs: Tensor,
     mask: Tensor,
 ) -> Tensor:
-    """What a term compares with its bounds: [batch, seq]."""
+    """The statistic that a term compares with its bounds: [batch, seq]."""
     if term.statistic == "ratio":
         return _exp(_at_level(log_ratios, mask, term.level))
     if term.statistic in ("difference", "variation"):

@@ -34,7 +34,7 @@ from lightrft.strategy.strategy_base import StrategyBase
 
 @dataclass(frozen=True, slots=True)
 class AdvantageSettings:
-    """How rewards become advantages in one step.
+    """Settings by which rewards become advantages in one step.
 
     Args:
         config: Discounts, clip ranges and the KL estimator.
@@ -101,7 +101,7 @@ def assemble(
         rollouts, outputs: This rank's rows.
         rewards: [rows of table] from `shape_rewards`.
         greedy_rewards: [rows of table] rewards of the greedy completions; ReMax only.
-        settings: How.
+        settings: Of the estimation.
         strategy: Sums the moments over all ranks.
 
     Raises:

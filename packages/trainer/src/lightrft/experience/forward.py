@@ -1,4 +1,4 @@
-"""What the models say about the rollouts before the update, in micro batches and without graph."""
+"""Outputs of the models for the rollouts before the update, in micro-batches and without graph."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,25 +33,25 @@ def compute_outputs(
 
     Args:
         batch: This rank's rows.
-        models: What looks at them.
+        models: Those that score them.
         slices: Rows of each forward pass, in order; they cover the batch.
         scores_actor: False leaves the old logprobs and entropies to the update.
     """
-    seen: ActorOutput | None = None
+    old: ActorOutput | None = None
     with torch.no_grad():
         if scores_actor:
-            seen = _score(models.actor, batch, slices=slices, entropy="value")
+            old = _score(models.actor, batch, slices=slices, entropy="value")
         ref_logprobs = None
         if models.reference is not None:
-            # What was excluded is a matter of the policy that sampled.
+            # Truncation belongs to the policy that sampled.
             plain = replace(batch, support=None)
             ref_logprobs = _score(models.reference, plain, slices=slices, entropy="none").logprobs
         values = None
         if models.critic is not None:
             values = _evaluate(models.critic, batch, slices=slices)
-    if seen is None:
+    if old is None:
         return PolicyOutputs(None, ref_logprobs, values, None)
-    return PolicyOutputs(seen.logprobs, ref_logprobs, values, seen.entropy, seen.log_kept_mass)
+    return PolicyOutputs(old.logprobs, ref_logprobs, values, old.entropy, old.log_kept_mass)
 
 
 @torch.no_grad()

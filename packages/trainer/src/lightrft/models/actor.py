@@ -33,7 +33,7 @@ pytree.register_pytree_node(
 
 
 class Actor(SequenceModel):
-    """Scores tokens under a causal language model; see `lightrft.models.types.PolicyModel`.
+    """Causal language model that scores tokens; see `lightrft.models.types.PolicyModel`.
 
     The model's output projection is replaced by a `LinearLogprobHead` with the same parameters, so
     names in `model.state_dict()` stay those of the checkpoint, tied weights included.
@@ -182,7 +182,7 @@ class Actor(SequenceModel):
 def router_sums(
     router_logits: Sequence[Tensor] | None, attention_mask: Tensor, *, top_k: int
 ) -> Tensor:
-    """How often each expert was chosen and how much probability it got, over all real tokens.
+    """Choices and probability of each expert, summed over all real tokens.
 
     Sums, not means: those of micro batches and ranks add up to those of their batch.
 

@@ -39,7 +39,7 @@ class ValueHead(nn.Linear):
 
 
 class Critic(SequenceModel):
-    """Predicts the return before each token; see `lightrft.models.types.ValueModel`.
+    """Predictor of the return before each token; see `lightrft.models.types.ValueModel`.
 
     Args:
         trunk: A transformers model without output projection; it is used, not copied.

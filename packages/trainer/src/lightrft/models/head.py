@@ -34,7 +34,7 @@ DIVIDED_BY = {
 
 @dataclass(frozen=True, slots=True)
 class HeadTransform:
-    """Logits become softcap * tanh(scale * logits / softcap), or scale * logits without softcap.
+    """Change of logits: softcap * tanh(scale * logits / softcap), or scale * logits if uncapped.
 
     Args:
         scale: Factor on the logits.
@@ -75,7 +75,7 @@ def read_head_transform(config: PretrainedConfig) -> HeadTransform:
 
 
 class LinearLogprobHead(nn.Module):
-    """Takes the place of a model's output projection and keeps its parameters and their names.
+    """Output projection with logprobs, under the names and parameters of the layer it replaces.
 
     The projection happens inside `forward`, so that FSDP2 and ZeRO-3 gather the weight by their
     own hooks and receive its gradient from autograd.
@@ -158,7 +158,7 @@ class LinearLogprobHead(nn.Module):
         if targets is None:
             return F.linear(hidden, self.weight, self.bias)
         scaled = temperature / self.transform.scale
-        bias = self._law(hidden)
+        bias = self._sampling_bias(hidden)
         mass = None
         if support is not None:
             transform = LogitsTransform(scaled, self.transform.softcap)
@@ -180,8 +180,8 @@ class LinearLogprobHead(nn.Module):
         )
         return output.logprobs, output.entropy, mass, None
 
-    def _law(self, hidden: Tensor) -> Tensor | None:
-        """The bias [vocab] of the distribution tokens are drawn from."""
+    def _sampling_bias(self, hidden: Tensor) -> Tensor | None:
+        """The bias [vocab] of the distribution that tokens are drawn from; -inf where forbidden."""
         if not self.forbidden_ids:
             return self.bias
         bias: Tensor | None = self.bias

@@ -1,4 +1,4 @@
-"""How a padded batch is laid out for a model's forward pass, and where its scored tokens lie."""
+"""Layout of a padded batch for a model's forward pass, with the places of its scored tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightrft.models.packed_attention import SequenceBounds
+from lightrft.models.attention import SequenceBounds
 from lightrft.models.types import TokenLossFunction
 from lightrft.models.ulysses import check_same_batch, sum_over_ranks
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """What the forward pass of one batch sees; the head sees the scored positions only.
+    """Inputs of the forward pass of one batch; the head sees the scored positions only.
 
     Padded: the rows as they are. Packed: one stream of the real tokens, row after row. Split: this
     rank's slice of the stream. Token t is scored from the hidden state of token t - 1.
@@ -155,7 +155,7 @@ class TokenLayout:
         )
 
     def attention_inputs(self, *, is_causal: bool = True) -> dict[str, object]:
-        """What tells the model which tokens see each other.
+        """Inputs that tell the model which tokens see each other.
 
         Where causality says it all there is no mask, for a mask of all pairs of positions takes
         the square of the row's length, and kernels that read none are out of reach.
@@ -223,7 +223,7 @@ class TokenLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutPolicy:
-    """Which layout a model uses.
+    """Choice of a model's layout.
 
     Args:
         packs_samples: Lay batches out as streams.

@@ -1,4 +1,4 @@
-"""Reads and writes Hugging Face checkpoints, with errors that fit one line."""
+"""Reading and writing of Hugging Face checkpoints, with errors that fit one line."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ from transformers import (
 from lightrft.config import ConfigError
 from lightrft.engines.media.families import family_of
 from lightrft.engines.process_state import deepspeed_unless_used
-from lightrft.models.short_attention import use_short_attention
+from lightrft.models.attention import use_short_attention
 from lightrft.strategy.meta_init import is_building_on_meta
 from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
 from lightrft.utils.hub import is_hub_reachable
@@ -88,7 +88,7 @@ def load_tokenizer(path: str, *, chat_template: str | None = None) -> PreTrained
 
 
 def load_processor(path: str) -> ProcessorMixin:
-    """What turns texts, images and videos into the inputs of a vision-language model.
+    """The converter of texts, images and videos into inputs of a vision-language model.
 
     Raises:
         ModelLoadError: It is missing or unreadable, or packages that it needs are missing.
@@ -198,23 +198,37 @@ def load_model(
         # What is in no file would get no memory.
         allow_new_weights, left_out = None, (*left_out, *(allow_new_weights or ()))
     fits = _Fit(path, allow_new_weights, left_out)
-    try:
+    with _one_line_errors(path):
         if is_on_meta:
             # The strategy reads the weights from the configuration's directory, shard by shard.
             model: PreTrainedModel = auto_class.from_config(config, **options)
             fits.check_files(model)
-            use_short_attention(model)
-            return model
-        with _quietly(), torch.random.fork_rng():
-            # New weights: alike in all processes, and in an actor and its reference.
-            torch.manual_seed(torch.initial_seed())
-            model, report = auto_class.from_pretrained(
-                path,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                local_files_only=_only_local(path),
-                **options,
+        else:
+            with _quietly(), torch.random.fork_rng():
+                # New weights: alike in all processes, and in an actor and its reference.
+                torch.manual_seed(torch.initial_seed())
+                model, report = auto_class.from_pretrained(
+                    path,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                    local_files_only=_only_local(path),
+                    **options,
+                )
+            fits.check(
+                model,
+                missing=report["missing_keys"],
+                unexpected=report["unexpected_keys"],
+                mismatched=report["mismatched_keys"],
             )
+    use_short_attention(model)
+    return model
+
+
+@contextmanager
+def _one_line_errors(path: str) -> Iterator[None]:
+    """Turns whatever goes wrong in libraries into a ModelLoadError that names the path."""
+    try:
+        yield
     except ModelLoadError:
         raise
     except UnpicklingError as err:
@@ -224,14 +238,6 @@ def load_model(
         ) from err
     except Exception as err:  # the bytes of a file may fail anywhere in three libraries
         raise ModelLoadError(f"cannot load the model {path!r}: {_first_line(err)}") from err
-    fits.check(
-        model,
-        missing=report["missing_keys"],
-        unexpected=report["unexpected_keys"],
-        mismatched=report["mismatched_keys"],
-    )
-    use_short_attention(model)
-    return model
 
 
 def _require_own_names(config: PretrainedConfig, path: str) -> None:
@@ -254,7 +260,7 @@ def _quietly() -> Iterator[None]:
 
 
 class _Fit:
-    """Whether the tensors of a checkpoint are those of a model.
+    """Comparison of the tensors of a checkpoint with those of a model.
 
     Args:
         path: Of the checkpoint.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightrft.config import TrainConfig
 from lightrft.models.actor import Actor
-from lightrft.models.freezing import has_prefix
+from lightrft.models.sequence_model import has_prefix
 from lightrft.strategy.distributed.collectives import transfer_device
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 

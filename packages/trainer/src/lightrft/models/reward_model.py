@@ -1,4 +1,4 @@
-"""A model that gives a whole text one number."""
+"""The reward model: one number for a whole text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAD = "score"
 
 
 class RewardModel(nn.Module):
-    """Scores token sequences with a sequence classifier that has one output.
+    """Sequence classifier with one output, the score of a token sequence.
 
     Args:
         model: A transformers model "for sequence classification" with one label and its head in

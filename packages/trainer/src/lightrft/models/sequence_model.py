@@ -1,19 +1,21 @@
-"""What actor and critic share: a choice of layout, and the forward pass up to hidden states."""
+"""Common base of actor and critic: layout, frozen parts, the forward pass up to hidden states."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lightrft.config import ConfigError
 from lightrft.engines.hf.attention import set_text_attention
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.prompts import NO_MEDIA, RowMedia
+from lightrft.models.attention import use_packed_attention
 from lightrft.models.layout import LayoutPolicy, TokenLayout
-from lightrft.models.packed_attention import use_packed_attention
 from lightrft.models.vision.forward import image_blocks, run_trunk, vision_inputs
 
 if TYPE_CHECKING:
@@ -102,8 +104,48 @@ class SequenceModel(nn.Module):
         self.layout_policy = policy
 
 
+def has_prefix(name: str, prefixes: Sequence[str]) -> bool:
+    """Whether the dotted name of a layer or tensor begins with one of some others.
+
+    The `model.` that a language model has before the names of its trunk may be left out.
+    """
+    return any(_plain(name).startswith(_plain(prefix)) for prefix in prefixes)
+
+
+def _plain(name: str) -> str:
+    return f"{name.rstrip('.')}.".removeprefix("model.")
+
+
+def freeze(model: SequenceModel, prefixes: Sequence[str]) -> None:
+    """Excludes all tensors below the prefixes from training; they stay in saved and sent weights.
+
+    Args:
+        model: Is changed in place, before a strategy prepares it.
+        prefixes: Such as `visual`, or `model.language_model.layers.0`; () freezes nothing.
+
+    Raises:
+        ConfigError: No tensor has one of the prefixes, or nothing is left to train.
+    """
+    tensors = dict(model.pretrained.named_parameters())
+    for prefix in prefixes:
+        chosen = [value for name, value in tensors.items() if has_prefix(name, [prefix])]
+        if not chosen:
+            parts = sorted({".".join(_plain(name).split(".")[:2]) for name in tensors})
+            raise ConfigError(
+                f"freeze_prefix: no weights of {type(model.pretrained).__name__} begin with "
+                f"{prefix!r}; there are {', '.join(parts[:12])}"
+            )
+        for value in chosen:
+            value.requires_grad_(False)
+    if not any(value.requires_grad for value in tensors.values()):
+        raise ConfigError(
+            f"freeze_prefix: {', '.join(prefixes)} leave nothing of "
+            f"{type(model.pretrained).__name__} to train"
+        )
+
+
 def layout_policy(model: object) -> LayoutPolicy:
-    """How a model lays batches out; models of other kinds see padded rows."""
+    """The layout policy of a model; models of other kinds see padded rows."""
     return model.layout_policy if isinstance(model, SequenceModel) else LayoutPolicy()
 
 
@@ -121,7 +163,7 @@ def trunk_output(
     *,
     with_router_logits: bool = False,
 ) -> MoeModelOutputWithPast:
-    """What a transformers trunk returns for what the layout shows.
+    """Output of a transformers trunk for the inputs of a layout.
 
     Args:
         trunk: The model up to its last hidden states [batch or 1, tokens, hidden].

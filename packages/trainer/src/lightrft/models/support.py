@@ -1,4 +1,4 @@
-"""Which tokens a truncated distribution could have drawn, found from the trainer's own logits.
+"""Tokens that a truncated distribution could have drawn, found from the trainer's own logits.
 
 An engine that samples with top_k, top_p or min_p tells logprobs of the distribution renormalised
 over the kept tokens. With the mass m of the kept tokens under the whole distribution,
@@ -20,7 +20,7 @@ BLOCK_LOGITS = 2**22
 
 @dataclass(frozen=True, slots=True)
 class SamplingSupport:
-    """What excludes tokens before one is drawn: top_k, then top_p of what is left, then min_p.
+    """Truncation before a token is drawn: top_k, then top_p of what is left, then min_p.
 
     Args:
         top_k: Keep the k most likely tokens; -1 keeps all.

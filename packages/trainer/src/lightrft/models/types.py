@@ -1,4 +1,4 @@
-"""What models return."""
+"""Outputs and call signatures of models."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

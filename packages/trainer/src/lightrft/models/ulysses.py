@@ -103,7 +103,7 @@ def gather_sequence(
 
 
 def scatter_sequence(attended: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's tokens of all heads: [1, heads / ranks, tokens, dim] to [1, heads, own, dim]."""
+    """This slice of all heads: [1, heads / ranks, tokens, dim] to [1, heads, own tokens, dim]."""
     size = dist.get_world_size(group)
     heads = attended.shape[1]
     blocks = attended.reshape(heads, size, -1, attended.shape[-1]).transpose(0, 1)

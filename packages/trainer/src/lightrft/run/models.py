@@ -12,8 +12,8 @@ from lightrft.algorithms.interface import advantage_traits
 from lightrft.config import TrainConfig
 from lightrft.datasets import Prompt
 from lightrft.models import Actor, Critic, LoraActor, RewardModel, load_causal_lm, load_tokenizer
-from lightrft.models.freezing import freeze
 from lightrft.models.loading import ModelLoadError
+from lightrft.models.sequence_model import freeze
 from lightrft.rewards import CombinedReward, build_reward
 from lightrft.rewards.build import numbered, reward_urls
 from lightrft.rewards.recipes import RewardRecipes, load_recipes

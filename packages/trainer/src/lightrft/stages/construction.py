@@ -15,8 +15,8 @@ from lightrft.config.options import options_of
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of
 from lightrft.models import Actor, SequenceModel, load_tokenizer
+from lightrft.models.attention import packs_in_one_kernel
 from lightrft.models.loading import load_config
-from lightrft.models.packed_attention import packs_in_one_kernel
 from lightrft.models.weight_files import count_model
 from lightrft.rewards.build import CombinedReward, numbered
 from lightrft.rewards.types import RewardFunction
@@ -74,7 +74,7 @@ def read_model_facts(config: TrainConfig, strategy: StrategyBase) -> ModelFacts:
     packs = strategy.device.type == "cuda" and uses_bf16
     return ModelFacts(
         count_model(str(config.pretrain)),
-        packs and all(map(packs_in_one_kernel, paths)),
+        packs and all(packs_in_one_kernel(load_config(path)) for path in paths),
         has_vision=family_of(load_config(str(config.pretrain))) is not None,
     )
 

@@ -144,7 +144,7 @@ def time_copy() -> Finding:
 
 def compare_attention(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Finding:
     """Packed attention against float64 attention, one sequence after the other."""
-    from lightrft.models.packed_attention import SequenceBounds, has_varlen_kernel, packed_attention
+    from lightrft.models.attention import SequenceBounds, has_varlen_kernel, packed_attention
 
     lengths, heads, size = (5, 130, 1, 64), (4, 2), 64
     offsets = torch.tensor((0, *lengths)).cumsum(0)

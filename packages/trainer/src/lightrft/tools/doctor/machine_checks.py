@@ -201,7 +201,7 @@ def check_attention() -> Finding:
     """Which kernel packed sequences get."""
     import torch
 
-    from lightrft.models.packed_attention import has_varlen_kernel
+    from lightrft.models.attention import has_varlen_kernel
 
     missing = without_gpu()
     if missing is not None:

@@ -1,14 +1,24 @@
-"""Attention within the sequences of one stream of tokens, for models of transformers."""
+"""Attention of transformers' models here: within sequences of one stream, and of short rows."""
 
 import functools
 import inspect
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lightrft.engines.hf.attention import set_text_attention
 from lightrft.engines.media.families import family_of
@@ -19,17 +29,19 @@ from lightrft.models.ulysses import (
     scatter_sequence,
 )
 
-PACKED = "lightrft_packed"
+PACKED, SHORT = "lightrft_packed", "lightrft_short"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 MAX_VARLEN_HEAD_DIM = 256
+# Up to here products and a softmax were faster on one core.
+MAX_SHORT_TOKENS = 128
 # Queries, keys and values of one stream: [1, heads, tokens, head_dim] each.
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceBounds:
-    """Where the sequences of a stream begin and end.
+    """Borders of the sequences of a stream.
 
     Args:
         offsets: First token of each sequence, then the number of tokens of the whole stream.
@@ -50,20 +62,31 @@ class SequenceBounds:
         return max(b - a for a, b in zip(self.offsets, self.offsets[1:], strict=False))
 
 
-def packed_attention(  # noqa: PLR0913 - what transformers passes
+class AttentionOptions(TypedDict, total=False):
+    """Options that transformers passes to attention.
+
+    Args:
+        dropout, scaling: Share of weights to drop, and the factor of the products.
+        sliding_window: Tokens before and including itself that a token sees; None is all.
+        softcap, s_aux: Must be None in packed attention: such attention is not computed here.
+    """
+
+    dropout: float
+    scaling: float | None
+    sliding_window: int | None
+    softcap: float | None
+    s_aux: Tensor | None
+
+
+def packed_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     sequence_bounds: SequenceBounds | None = None,
-    **kwargs: object,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence; registered with transformers as `PACKED`.
 
@@ -74,11 +97,8 @@ def packed_attention(  # noqa: PLR0913 - what transformers passes
         query: [1, heads, tokens, head_dim], of this rank's slice of the stream.
         key, value: [1, kv_heads, tokens, head_dim].
         attention_mask: Must be None: padding is not part of a stream.
-        dropout, scaling: As transformers passes them.
-        sliding_window: Tokens before and including itself that a token sees; None is all.
-        softcap, s_aux: Must be None: such attention is not computed here.
         sequence_bounds: Of the whole stream.
-        kwargs: What else transformers passes on; none of it concerns attention.
+        options: What else transformers passes; others than these do not concern attention.
 
     Returns:
         [1, tokens, heads, head_dim], and None for the weights.
@@ -87,13 +107,13 @@ def packed_attention(  # noqa: PLR0913 - what transformers passes
         ValueError: The model was called directly.
         LayoutRefusedError: Its attention is of another kind.
     """
-    del kwargs
     if sequence_bounds is None or attention_mask is not None:
         raise ValueError(
             "this model reads packed sequences: call it through its actor or critic, or give it "
             "back its attention by pack_samples(False)"
         )
-    if softcap is not None or s_aux is not None or not vars(module).get("is_causal", True):
+    is_other = options.get("softcap") is not None or options.get("s_aux") is not None
+    if is_other or not vars(module).get("is_causal", True):
         raise LayoutRefusedError(
             f"{type(module).__name__} computes attention with softcap, sinks or without causality, "
             "which packed sequences do not support: train without packing_samples and sp_size"
@@ -103,7 +123,7 @@ def packed_attention(  # noqa: PLR0913 - what transformers passes
         query, key, value = gather_sequence(query, key, value, group)
     is_varlen = has_varlen_kernel(query, key, value) and sequence_bounds.blocks is None
     attend = _attend_varlen if is_varlen else _attend_each
-    attended = attend((query, key, value), sequence_bounds, dropout, scaling, sliding_window)
+    attended = attend((query, key, value), sequence_bounds, options)
     if group is not None:
         attended = scatter_sequence(attended, group)
     return attended.transpose(1, 2).contiguous(), None
@@ -131,25 +151,23 @@ def _has_varlen_options() -> bool:
     return {"window_size", "scale", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
 
 
-def _attend_each(
-    qkv: QKV, bounds: SequenceBounds, dropout: float, scaling: float | None, window: int | None
-) -> Tensor:
+def _attend_each(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -> Tensor:
     """One call of torch's attention for each sequence: [1, heads, tokens, head_dim]."""
     is_grouped = qkv[0].shape[1] != qkv[1].shape[1]
     pieces = []
     for start, stop in zip(bounds.offsets, bounds.offsets[1:], strict=False):
         q, k, v = (x[:, :, start:stop] for x in qkv)
         blocks = None if bounds.blocks is None else bounds.blocks[start:stop]
-        mask = _visible(stop - start, window, blocks, q.device)
+        mask = _visible(stop - start, options.get("sliding_window"), blocks, q.device)
         pieces.append(
             F.scaled_dot_product_attention(
                 q,
                 k,
                 v,
                 attn_mask=mask,
-                dropout_p=dropout,
+                dropout_p=options.get("dropout", 0.0),
                 is_causal=mask is None,
-                scale=scaling,
+                scale=options.get("scaling"),
                 enable_gqa=is_grouped,
             )
         )
@@ -176,14 +194,13 @@ def _visible(
     return mask
 
 
-def _attend_varlen(
-    qkv: QKV, bounds: SequenceBounds, dropout: float, scaling: float | None, window: int | None
-) -> Tensor:
+def _attend_varlen(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -> Tensor:
     """One kernel of FlashAttention for all sequences, as torch ships it for CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if dropout:
+    if options.get("dropout"):
         raise ValueError("packed attention has no dropout on a GPU: set attention_dropout to 0")
+    window = options.get("sliding_window")
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in qkv)
     attended = varlen_attn(
         query,
@@ -193,7 +210,7 @@ def _attend_varlen(
         bounds.offsets_tensor,
         bounds.longest,
         bounds.longest,
-        scale=scaling,
+        scale=options.get("scaling"),
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -204,7 +221,7 @@ def _attend_varlen(
 def packing_hindrance(
     model_class: type[PreTrainedModel], text_config: PretrainedConfig
 ) -> str | None:
-    """By what, other than attention that is known here, tokens see each other; None if by nothing.
+    """Ways, other than attention that is known here, by which tokens see each other; None if none.
 
     Args:
         model_class: Of the model.
@@ -217,16 +234,8 @@ def packing_hindrance(
     return None if supports else "attention of its own"
 
 
-def packs_in_one_kernel(path: str) -> bool:
-    """Whether a checkpoint's model, in bfloat16 on this GPU, packs with one kernel for all rows.
-
-    Nothing of the weights is read.
-    """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    from lightrft.models.loading import load_config
-
-    config = load_config(path)
+def packs_in_one_kernel(config: PretrainedConfig) -> bool:
+    """Whether a model, in bfloat16 on this GPU, packs with one kernel for all rows."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return False
     text = config.get_text_config()
@@ -264,4 +273,47 @@ def use_packed_attention(model: PreTrainedModel, *, sp_size: int = 1) -> None:
     set_text_attention(model, PACKED)
 
 
+def short_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Attention of transformers' `sdpa`, for short rows in half precision from plain products.
+
+    The backward pass of torch's fused kernel for CPUs takes a fixed time for each row and head in
+    half precision: with it, 64 rows of 15 tokens take five times as long as products.
+    Decided by dtype and shape alone, so that passes with and without gradients compute the same.
+
+    Args:
+        module, attention_mask, kwargs: What transformers passes.
+        query: [rows, heads, tokens, head_dim].
+        key, value: [rows, kv_heads, tokens, head_dim].
+
+    Returns:
+        [rows, tokens, heads, head_dim], and None for the weights.
+    """
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    is_slow = query.device.type == "cpu" and is_half and key.shape[2] <= MAX_SHORT_TOKENS
+    output: tuple[Tensor, None]
+    if is_slow:
+        with sdpa_kernel(SDPBackend.MATH):
+            output = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    else:
+        output = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return output
+
+
+def use_short_attention(model: PreTrainedModel) -> None:
+    """Lets a model of a machine without accelerator attend by `short_attention`."""
+    if torch.accelerator.is_available():
+        return
+    if model._supports_attention_backend and model._supports_sdpa:
+        set_text_attention(model, SHORT)
+
+
 AttentionInterface.register(PACKED, packed_attention)
+AttentionInterface.register(SHORT, short_attention)
+AttentionMaskInterface.register(SHORT, sdpa_mask)
