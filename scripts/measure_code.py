@@ -153,17 +153,22 @@ class Module:
                 found.update(name if name in known else node.module or "" for name in full)
             elif isinstance(node, ast.Import):
                 found.update(alias.name for alias in node.names)
-            for child in ast.iter_child_nodes(node):
+            for child in _inner(node):
                 is_typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
-                if not is_typing and not (at_import and isinstance(child, _Function | ast.Lambda)):
+                if not is_typing and not (at_import and isinstance(child, _Function)):
                     visit(child)
 
         visit(self.tree)
         return (found & known.keys()) - {self.name}
 
 
+def _inner(node: ast.AST) -> Iterator[ast.AST]:
+    """What a node is made of but expressions, which hold neither imports nor functions."""
+    return (n for n in ast.iter_child_nodes(node) if not isinstance(n, ast.expr))
+
+
 def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, _Function]]:
-    for child in ast.iter_child_nodes(node):
+    for child in _inner(node):
         if isinstance(child, _Function):
             yield prefix + child.name, child
         if isinstance(child, _Function | ast.ClassDef):
