@@ -49,7 +49,7 @@ class Backend(ABC):
     Methods that are not abstract do what plain torch does in one process.
 
     Args:
-        ranks: Not started yet.
+        context: Not started yet.
         config: Of the strategy.
     """
 
@@ -58,8 +58,8 @@ class Backend(ABC):
     # Whether `init_model_context(meta_init=True)` has an effect.
     builds_on_meta = False
 
-    def __init__(self, ranks: DistributedContext, config: StrategyConfig) -> None:
-        self.ranks = ranks
+    def __init__(self, context: DistributedContext, config: StrategyConfig) -> None:
+        self.context = context
         self.config = config
 
     def start(self) -> None:  # noqa: B027 - a backend may have nothing to start
@@ -176,7 +176,7 @@ class Backend(ABC):
 
     def write_state(self, folder: Path, found: PreparedModel, files: FileWriter) -> None:
         """Writes this rank's part of model and optimizer. May be collective."""
-        module, rank = inner_module(found), self.ranks.rank
+        module, rank = inner_module(found), self.context.rank
         training_state.save_module(folder, module, files, rank=rank)
         if found.optimizer is not None:
             training_state.save_optimizer(folder, module, found.optimizer, files, rank=rank)

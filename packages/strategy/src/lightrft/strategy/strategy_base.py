@@ -72,11 +72,11 @@ T = TypeVar("T")
 
 
 class StrategyBase:
-    """How models are trained over ranks, and the rollout engine that shares the processes.
+    """Training over ranks, and the rollout engine that shares the processes.
 
     Its parts are a `DistributedContext` (ranks, groups, collectives), a `Backend` (FSDP2,
     DeepSpeed or plain torch), `Checkpoints` and an `EngineSession` (engine, generation, weight
-    sync). Usable as a context manager, which closes it.
+    sync). What needs one part takes that part. Usable as a context manager, which closes it.
 
     Args:
         seed: Seed of all random number generators.
@@ -90,6 +90,9 @@ class StrategyBase:
     Raises:
         ValueError: Sizes do not divide; the message has the numbers.
         RuntimeError: Only some of the launcher's environment variables are there.
+
+    Attributes:
+        context, backend, checkpoints, session: The parts.
     """
 
     # The ranks that train together: all of them, or `ALONE`.
@@ -135,15 +138,15 @@ class StrategyBase:
         self._trained: weakref.WeakKeyDictionary[
             nn.Module, tuple[Optimizer | None, LRScheduler | None]
         ] = weakref.WeakKeyDictionary()
-        self.ranks = DistributedContext(config, self.world_group)
-        self.backend = backend(self.ranks, config)
-        self.setup_distributed(timeout=self.ranks.timeout)
+        self.context = DistributedContext(config, self.world_group)
+        self.backend = backend(self.context, config)
+        self.setup_distributed(timeout=self.context.timeout)
         for text in idle:
             self.print(f"warning: option without effect: {text}")
         self.checkpoints = Checkpoints(
-            self.ranks, self.backend, type(self).__name__, in_background=config.async_save
+            self.context, self.backend, type(self).__name__, in_background=config.async_save
         )
-        self.session = EngineSession(self.ranks, config)
+        self.session = EngineSession(self.context, config)
         self.sp_data_processor = SPDataProcessor(ALONE if self.sp_group is None else self.sp_group)
         self.genlen_analyser = GenLenAnalyser(
             plot_every=config.plot_every, log_dir=config.log_dir, group=self.world_group
@@ -167,7 +170,7 @@ class StrategyBase:
             self.checkpoints.saver.close()
         finally:
             self.session.close()
-            self.ranks.close(self.backend.stop)
+            self.context.close(self.backend.stop)
 
     # --- ranks
 
@@ -185,23 +188,21 @@ class StrategyBase:
             ValueError: Batch sizes or `sp_size` do not fit the number of ranks, or group sizes
                 were changed after the groups had been formed.
         """
-        ranks, config = self.ranks, self.config
-        ranks.start(timeout, num_gpu_per_node)
+        context, config = self.context, self.config
+        context.start(timeout, num_gpu_per_node)
         self.backend.start()
-        self.device, self.world_size = ranks.device, ranks.world_size
+        self.device, self.world_size = context.device, context.world_size
         self.accumulated_gradient = process_groups.accumulation_steps(
             train_batch_size=self.train_batch_size,
             micro_train_batch_size=self.micro_train_batch_size,
             num_data_ranks=self.num_data_ranks,
             world_size=self.world_size,
         )
-        ranks.form_groups()
-        self.sp_mesh_device, self.sp_group, self.dp_group = (
-            ranks.sp_mesh,
-            ranks.sp_group,
-            ranks.dp_group,
-        )
-        self.engine_mp_group, self.engine_dp_group = ranks.engine_mp_group, ranks.engine_dp_group
+        context.form_groups()
+        self.sp_mesh_device = context.sp_mesh
+        self.sp_group, self.dp_group = context.sp_group, context.dp_group
+        self.engine_mp_group = context.engine_mp_group
+        self.engine_dp_group = context.engine_dp_group
         self.engine_type = config.engine_type
 
     def set_seed(self, seed: int) -> None:
@@ -216,12 +217,12 @@ class StrategyBase:
     @property
     def num_data_ranks(self) -> int:
         """Data-parallel groups: with sequence parallelism `sp_size` ranks share their samples."""
-        return self.world_size // self.config.sp_size
+        return self.context.num_data_ranks
 
     @property
     def data_rank(self) -> int:
-        """Which data-parallel group this rank belongs to."""
-        return self.get_rank() // self.config.sp_size
+        """Number of the data-parallel group that this rank belongs to."""
+        return self.context.data_rank
 
     @classmethod
     def is_rank_0(cls) -> bool:
@@ -230,7 +231,7 @@ class StrategyBase:
 
     def get_rank(self) -> int:
         """This rank among all ranks."""
-        return self.ranks.rank
+        return self.context.rank
 
     @classmethod
     def print(cls, *msg: object) -> None:
@@ -254,7 +255,7 @@ class StrategyBase:
 
     def barrier(self) -> None:
         """Waits until every rank arrived."""
-        collectives.barrier(self.world_group)
+        self.context.barrier()
 
     @overload
     def all_reduce(self, data: int, op: str = "mean") -> float: ...
@@ -263,25 +264,12 @@ class StrategyBase:
     def all_reduce(self, data: T, op: str = "mean") -> T: ...
 
     def all_reduce(self, data: object, op: str = "mean") -> object:
-        """Reduces a tensor, a number or a nested dict over all ranks in one collective.
-
-        Args:
-            data: Left unchanged.
-            op: "mean", "max" or "sum".
-
-        Returns:
-            The same structure, type and device. Integers stay exact; a mean of integers is a
-            float.
-
-        Raises:
-            AssertionError: `op` is none of these.
-            ValueError: Ranks passed different keys, types or shapes (raised on every rank).
-        """
-        return self.ranks.all_reduce(data, op, self.world_group)
+        """Reduces a tensor, a number or a nested dict; see `DistributedContext.all_reduce`."""
+        return self.context.all_reduce(data, op)
 
     def reduce_over_data(self, data: T, op: str = "mean") -> T:
         """Like `all_reduce`, counting ranks that share their samples once."""
-        return cast("T", self.ranks.all_reduce(data, op, self.ranks.data_group))
+        return self.context.reduce_over_data(data, op)
 
     @overload
     def all_gather(self, data: Tensor | float) -> Tensor: ...
@@ -290,26 +278,20 @@ class StrategyBase:
     def all_gather(self, data: Mapping[str, collectives.Tree]) -> dict[str, Tensor]: ...
 
     def all_gather(self, data: collectives.Tree) -> object:
-        """Concatenates every rank's values in rank order; a number gives a 1-D tensor.
-
-        Tensors may differ in their first dimension. Dicts may be nested.
-
-        Raises:
-            ValueError: Ranks passed different keys, types or trailing shapes (on every rank).
-        """
-        return collectives.all_gather(data, group=self.world_group)
+        """Concatenates every rank's values in rank order; see `DistributedContext.all_gather`."""
+        return cast("object", self.context.all_gather(data))
 
     def gather_objects(self, item: T, group: ProcessGroup | None = None) -> list[T]:
         """Every rank's plain Python object, by rank, on every rank of the group."""
-        return collectives.gather_objects(item, self.world_group if group is None else group)
+        return self.context.gather_objects(item, group)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, by rank, on every rank; lengths may differ."""
-        return collectives.gather_bytes(data, self.world_group)
+        return self.context.gather_bytes(data)
 
     def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
         """Gives every rank its part, and returns what each rank gave this one; both by rank."""
-        return collectives.exchange_bytes(parts, self.world_group)
+        return self.context.exchange_bytes(parts)
 
     # --- models
 

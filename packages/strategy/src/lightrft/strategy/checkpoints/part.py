@@ -32,33 +32,33 @@ class Checkpoints:
     """A strategy's files: folders of ours around files of the backend, and exported models.
 
     Args:
-        ranks: Started.
+        context: Started.
         backend: Writes and reads states.
         strategy: Name of the strategy class; only it loads what it has saved.
         in_background: Saves return when the state has been copied to host memory.
     """
 
     def __init__(
-        self, ranks: DistributedContext, backend: Backend, strategy: str, *, in_background: bool
+        self, context: DistributedContext, backend: Backend, strategy: str, *, in_background: bool
     ) -> None:
-        self._ranks = ranks
+        self._context = context
         self._strategy = strategy
         self._backend = backend
         self.averages = MovingAverages()
         # By folder: what `find` has verified and the next load of it need not verify again.
         self._verified: dict[Path, Checkpoint] = {}
-        self.group = RankGroup(ranks.rank, ranks.world_size, ranks.gather_objects)
+        self.group = RankGroup(context.rank, context.world_size, context.gather_objects)
         self.saver = CheckpointSaver(
             self.group, self._make_background_group if in_background else None
         )
 
     def _make_background_group(self) -> RankGroup:
         """A group of its own, so that a save never meets the collectives of training."""
-        group = self._ranks.world_group
+        group = self._context.world_group
         if group_size(group) > 1:
-            group = dist.new_group(backend="gloo", timeout=self._ranks.timeout)
+            group = dist.new_group(backend="gloo", timeout=self._context.timeout)
         return RankGroup(
-            self._ranks.rank, self._ranks.world_size, lambda item: gather_objects(item, group)
+            self._context.rank, self._context.world_size, lambda item: gather_objects(item, group)
         )
 
     def save(self, request: SaveRequest, found: PreparedModel, model_ema: AnyModel | None) -> None:
@@ -66,13 +66,13 @@ class Checkpoints:
 
         def write(folder: Path, files: FileWriter) -> None:
             self._backend.write_state(folder, found, files)
-            if found.scheduler is not None and self._ranks.rank == 0:
+            if found.scheduler is not None and self._context.rank == 0:
                 save_scheduler(folder, found.scheduler, files)
             if model_ema is not None:
                 average = self._backend.parameter_source(model_ema)
-                self.averages.save(folder, average, files, rank=self._ranks.rank)
+                self.averages.save(folder, average, files, rank=self._context.rank)
 
-        with phase("save a checkpoint", self._ranks.timeout):
+        with phase("save a checkpoint", self._context.timeout):
             self.saver.save(request, write)
 
     def find(
@@ -80,7 +80,7 @@ class Checkpoints:
     ) -> str | None:
         """See `StrategyBase.find_ckpt`."""
         self.finish()
-        with phase("find a checkpoint", self._ranks.timeout):
+        with phase("find a checkpoint", self._context.timeout):
             try:
                 found = find_checkpoints(folders, ranks=self.group, accepts=accepts)
             except FileNotFoundError:
@@ -98,7 +98,7 @@ class Checkpoints:
     ) -> tuple[str, dict[str, object]]:
         """See `StrategyBase.load_ckpt`."""
         self.finish()
-        with phase("load a checkpoint", self._ranks.timeout):
+        with phase("load a checkpoint", self._context.timeout):
             checkpoint = self._verified.pop(folder, None)
             if checkpoint is None or tag != checkpoint.manifest.tag:
                 checkpoint = find_checkpoint(folder, tag, ranks=self.group)
@@ -111,7 +111,7 @@ class Checkpoints:
                 raise CheckpointError(
                     f"{checkpoint.path} cannot be read: {type(error).__name__}: {lines[0]}"
                 ) from error
-            self._ranks.barrier()
+            self._context.barrier()
         return str(checkpoint.path), state
 
     def _read(
@@ -129,22 +129,22 @@ class Checkpoints:
         if model_ema is not None:
             average = self._backend.parameter_source(model_ema)
             self.averages.load(checkpoint.path, average)
-        if wanted.rng and not checkpoint.restore_rng(self._ranks.rank):
-            self._ranks.print(f"{checkpoint.path} has no generator states for every rank")
+        if wanted.rng and not checkpoint.restore_rng(self._context.rank):
+            self._context.print(f"{checkpoint.path} has no generator states for every rank")
         return checkpoint.client_state()
 
     def finish(self) -> None:
         """See `StrategyBase.finish_saving`."""
-        with phase("finish saving", self._ranks.timeout):
+        with phase("finish saving", self._context.timeout):
             self.saver.finish()
 
     def export(self, model: AnyModel, tokenizer: object | None, output_dir: Path) -> None:
         """Gathers one parameter at a time and writes on rank 0, in the compute dtype."""
-        module, dtype = inner_module(model), self._ranks.compute_dtype
-        with phase("save a model", self._ranks.timeout):
+        module, dtype = inner_module(model), self._context.compute_dtype
+        with phase("save a model", self._context.timeout):
             kept = gathered_dtype(module, dtype)
             values = self._backend.full_values(module)
-            keeps = self._ranks.rank == 0
+            keeps = self._context.rank == 0
             state = {name: as_saved(value, kept) for name, value in values if keeps}
             self.group.on_first(
                 lambda: save_gathered_model(module, state, tokenizer, output_dir, dtype=dtype)

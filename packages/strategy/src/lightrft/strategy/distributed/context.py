@@ -1,15 +1,16 @@
 """Processes, devices, groups and collectives: the part of a strategy that knows no model."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import TypeVar, cast, overload
 
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -126,6 +127,16 @@ class DistributedContext:
         return collectives.group_rank(self.world_group)
 
     @property
+    def num_data_ranks(self) -> int:
+        """Data-parallel groups: with sequence parallelism `sp_size` ranks share their samples."""
+        return self.world_size // self.config.sp_size
+
+    @property
+    def data_rank(self) -> int:
+        """Number of the data-parallel group that this rank belongs to."""
+        return self.rank // self.config.sp_size
+
+    @property
     def data_group(self) -> Group:
         """One rank of each data-parallel group."""
         return self.world_group if self.dp_group is None else self.dp_group
@@ -203,6 +214,10 @@ class DistributedContext:
                 dist.destroy_process_group()
         self._owns_process_group = False
 
+    def is_rank_0(self) -> bool:
+        """Whether this is the first of the ranks."""
+        return self.rank == 0
+
     def print(self, *msg: object) -> None:
         """Prints with a time stamp, on the first rank only."""
         print_on_first_rank(self.world_group, *msg)
@@ -223,10 +238,58 @@ class DistributedContext:
         """See `StrategyBase.sync_and_clear_cache`."""
         synchronize_and_free(self.world_group)
 
-    def all_reduce(self, data: object, op: str, group: Group) -> object:
-        """See `StrategyBase.all_reduce`."""
-        return collectives.all_reduce(cast("collectives.Tree", data), op, group=group)
+    @overload
+    def all_reduce(self, data: int, op: str = "mean") -> float: ...
 
-    def gather_objects(self, item: T) -> list[T]:
-        """Every rank's plain Python object, by rank, on every rank."""
-        return collectives.gather_objects(item, self.world_group)
+    @overload
+    def all_reduce(self, data: T, op: str = "mean") -> T: ...
+
+    def all_reduce(self, data: object, op: str = "mean") -> object:
+        """Reduces a tensor, a number or a nested dict over all ranks in one collective.
+
+        Args:
+            data: Left unchanged.
+            op: "mean", "max" or "sum".
+
+        Returns:
+            The same structure, type and device. Integers stay exact; a mean of integers is a
+            float.
+
+        Raises:
+            AssertionError: `op` is none of these.
+            ValueError: Ranks passed different keys, types or shapes (raised on every rank).
+        """
+        return collectives.all_reduce(cast("collectives.Tree", data), op, group=self.world_group)
+
+    def reduce_over_data(self, data: T, op: str = "mean") -> T:
+        """Like `all_reduce`, counting ranks that share their samples once."""
+        tree = cast("collectives.Tree", data)
+        return cast("T", collectives.all_reduce(tree, op, group=self.data_group))
+
+    @overload
+    def all_gather(self, data: Tensor | float) -> Tensor: ...
+
+    @overload
+    def all_gather(self, data: Mapping[str, collectives.Tree]) -> dict[str, Tensor]: ...
+
+    def all_gather(self, data: collectives.Tree) -> object:
+        """Concatenates every rank's values in rank order; a number gives a 1-D tensor.
+
+        Tensors may differ in their first dimension. Dicts may be nested.
+
+        Raises:
+            ValueError: Ranks passed different keys, types or trailing shapes (on every rank).
+        """
+        return collectives.all_gather(data, group=self.world_group)
+
+    def gather_objects(self, item: T, group: ProcessGroup | None = None) -> list[T]:
+        """Every rank's plain Python object, by rank, on every rank of the group (of all ranks)."""
+        return collectives.gather_objects(item, self.world_group if group is None else group)
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank, on every rank; lengths may differ."""
+        return collectives.gather_bytes(data, self.world_group)
+
+    def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Gives every rank its part, and returns what each rank gave this one; both by rank."""
+        return collectives.exchange_bytes(parts, self.world_group)

@@ -36,7 +36,7 @@ class EngineSession:
     """One engine and what the ranks do with it; created without an engine.
 
     Args:
-        ranks: Started.
+        context: Started.
         config: Of the strategy.
 
     Attributes:
@@ -44,8 +44,8 @@ class EngineSession:
         last_weight_sync: What the last update did.
     """
 
-    def __init__(self, ranks: DistributedContext, config: StrategyConfig) -> None:
-        self._ranks = ranks
+    def __init__(self, context: DistributedContext, config: StrategyConfig) -> None:
+        self._context = context
         self._config = config
         self._engine: RolloutEngine | None = None
         self._next_request_id = 0
@@ -83,7 +83,7 @@ class EngineSession:
         """Whether this rank's engine spans several ranks, which then generate together."""
         return (
             self._engine is not None
-            and group_size(self._ranks.engine_group) > 1
+            and group_size(self._context.engine_group) > 1
             and SHARED_BY_GROUP.get(self._engine.name, True)
         )
 
@@ -98,22 +98,22 @@ class EngineSession:
         """
         kind = check_engine_type(engine_type)
         if kind != config.engine_type:
-            self._ranks.print(
+            self._context.print(
                 f"engine type is {kind} (the configuration said {config.engine_type})"
             )
         self._config.engine_type = kind
-        wanted = engine_config(config, kind, has_gpu=self._ranks.has_gpu, module=module)
+        wanted = engine_config(config, kind, has_gpu=self._context.has_gpu, module=module)
         if config.engine_tp_size > wanted.tensor_parallel_size:
-            self._ranks.print(
+            self._context.print(
                 f"the {kind} engine is not tensor-parallel: engine_tp_size "
                 f"{config.engine_tp_size} only forms groups, each rank generates its own prompts"
             )
         self.close()
-        with phase("start the inference engine", self._ranks.timeout):
+        with phase("start the inference engine", self._context.timeout):
             # Before any of them is inside an engine, where it could not be told.
             places = run_together(
-                lambda: own_place(has_gpu=self._ranks.has_gpu),
-                self._ranks.world_group,
+                lambda: own_place(has_gpu=self._context.has_gpu),
+                self._context.world_group,
                 what=NOT_STARTED,
             )
             check_places(places, wanted)
@@ -122,8 +122,8 @@ class EngineSession:
                 self.engine = build_engine(wanted, module=module)
 
             # Engines of several ranks wait for each other inside, and vLLM does in any case.
-            run_apart(build, self._ranks.world_group, what=NOT_STARTED)
-        self._ranks.print_detail(f"{kind} engine: {self.running.runner_name}")
+            run_apart(build, self._context.world_group, what=NOT_STARTED)
+        self._context.print_detail(f"{kind} engine: {self.running.runner_name}")
         return self.running
 
     def close(self) -> None:
@@ -145,24 +145,24 @@ class EngineSession:
         """
         if not self._config.enable_engine_sleep or self.status is EngineStatus.SLEEPED:
             return
-        with phase("put the inference engine to sleep", self._ranks.timeout):
+        with phase("put the inference engine to sleep", self._context.timeout):
             self.running.sleep(level)
-            self._ranks.free_memory()
-        self._ranks.print_detail("Sleeped inference engine")
+            self._context.free_memory()
+        self._context.print_detail("Sleeped inference engine")
 
     def wake_up(self, tags: tuple[str, ...] | None = None) -> None:
         """Wakes an engine that sleeps, or a part of it."""
         if self._engine is None or self._engine.status is EngineStatus.WAKEUP:
             return
         begin = time.monotonic()
-        with phase("wake up the inference engine", self._ranks.timeout):
+        with phase("wake up the inference engine", self._context.timeout):
             # First, so that the trainer's cached memory is there for the engine.
-            self._ranks.free_memory()
+            self._context.free_memory()
             self._engine.wake_up(tags)
         if self.status is EngineStatus.WAKEUP:
-            self._ranks.report_memory("after wakeup inference engine")
+            self._context.report_memory("after wakeup inference engine")
             took = time.monotonic() - begin
-            self._ranks.print_detail(f"Finished {self._engine.name} wakeup, TIMECOST {took:.3f}")
+            self._context.print_detail(f"Finished {self._engine.name} wakeup, TIMECOST {took:.3f}")
 
     def update_weights(self, model: nn.Module, source: ParameterSource) -> WeightSyncReport:
         """See `StrategyBase.update_engine_weights`.
@@ -173,12 +173,12 @@ class EngineSession:
         """
         config = self._config
         if self.weight_sync is None:
-            self.weight_sync = WeightSync(self.running, world=self._ranks.world_group)
+            self.weight_sync = WeightSync(self.running, world=self._context.world_group)
         self.weight_sync.bucket_bytes = config.weight_bucket_mb * MEGABYTE
         self.weight_sync.verify = config.verify_weight_sync
         # The cache needs most memory, so it comes last: buckets and gathered weights are gone then.
         self.wake_up(("weights",))
-        with phase("update the engine's weights", self._ranks.timeout):
+        with phase("update the engine's weights", self._context.timeout):
             module = inner_module(model)
             source = engine_source(module, source)
             canary = None
@@ -188,13 +188,13 @@ class EngineSession:
                     module,
                     dtypes=compute_dtypes(config, self.running, source),
                     max_length=config.max_len,
-                    device=self._ranks.device,
-                    media=media_seen(self.running, self._ranks.world_group),
+                    device=self._context.device,
+                    media=media_seen(self.running, self._context.world_group),
                 )
             report = self.weight_sync.sync(source, canary=canary, wake_cache=self.wake_up)
-        self._ranks.print_detail(report.summary())
+        self._context.print_detail(report.summary())
         self.last_weight_sync = report
-        self._ranks.free_memory()
+        self._context.free_memory()
         return report
 
     def generate_local(
@@ -217,15 +217,15 @@ class EngineSession:
             RuntimeError: Another rank failed; the message names it. The failing rank raises its
                 own error, so every rank raises.
         """
-        with phase("generate", self._ranks.timeout):
-            world = self._ranks.world_group
+        with phase("generate", self._context.timeout):
+            world = self._context.world_group
 
             def check() -> tuple[int, bool]:
                 as_sampling_params(sampling_params, self.running)
                 return len(batch), batch.is_multimodal
 
             everyone = run_together(check, world, what=GENERATION_FAILED)
-            before = sum(num_prompts for num_prompts, _ in everyone[: self._ranks.rank])
+            before = sum(num_prompts for num_prompts, _ in everyone[: self._context.rank])
             first_id = self._next_request_id + before
             self._next_request_id += sum(num_prompts for num_prompts, _ in everyone)
             is_multimodal = any(has_media for _, has_media in everyone)
@@ -260,7 +260,7 @@ class EngineSession:
             requests = batch.requests(first_id, is_multimodal=is_multimodal)
             found = self.generate_local(requests, params, on_finished)
             return self._checked(found, len(requests) * params.n)
-        group = self._ranks.engine_group
+        group = self._context.engine_group
         gathered = run_together(
             lambda: batch.requests(first_id, is_multimodal=is_multimodal),
             group,
