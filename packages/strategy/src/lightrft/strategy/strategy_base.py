@@ -38,7 +38,6 @@ from lightrft.strategy.distributed.sequence_parallel import SPDataProcessor
 from lightrft.strategy.engine import generation, multimodal
 from lightrft.strategy.engine.generation import PromptBatch, PromptItem
 from lightrft.strategy.engine.session import EngineSession, OnFinished
-from lightrft.strategy.engine.statistics import GenLenAnalyser
 from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.optimizers import AdamSettings, OptimizerStepResult, learning_rate_schedule
 from lightrft.strategy.prepared import (
@@ -133,7 +132,6 @@ class StrategyBase:
         self.overlap_comm = config.overlap_comm
         self.time_steps: defaultdict[str, int] = defaultdict(int)
         self.num_skipped_steps: defaultdict[str, int] = defaultdict(int)
-        self._profile_step = 0
         self._accumulations = Accumulations()
         self._trained: weakref.WeakKeyDictionary[
             nn.Module, tuple[Optimizer | None, LRScheduler | None]
@@ -148,9 +146,7 @@ class StrategyBase:
         )
         self.session = EngineSession(self.context, config)
         self.sp_data_processor = SPDataProcessor(ALONE if self.sp_group is None else self.sp_group)
-        self.genlen_analyser = GenLenAnalyser(
-            plot_every=config.plot_every, log_dir=config.log_dir, group=self.world_group
-        )
+        self.genlen_analyser = self.session.genlen_analyser
 
     def __enter__(self) -> Self:
         return self
@@ -782,6 +778,11 @@ class StrategyBase:
     # --- rollout engine
 
     @property
+    def _profile_step(self) -> int:
+        """Calls of `gather_and_generate` so far."""
+        return self.session.num_calls
+
+    @property
     def inference_engine(self) -> RolloutEngine | None:
         """The rollout engine, or None before `setup_inference_engine`."""
         return self.session.engine
@@ -951,25 +952,12 @@ class StrategyBase:
             ValueError, TypeError: This rank's arguments are wrong.
             RuntimeError: Another rank failed; the message names it. All ranks raise.
         """
-        if self.session.engine is None:
-            raise NotImplementedError("Inference engine is not initialized.")
-        self.wakeup_inference_engine()
         batch = PromptBatch(
             all_prompt_token_ids, all_prompts, all_images, images_num, all_videos, videos_num
         )
-        try:
-            completions = self.session.gather_and_generate(batch, sampling_params, on_finished)
-        finally:
-            if sleep_engine:
-                self.maybe_sleep_inference_engine()
-        lengths = [len(completion.output_token_ids) for completion in completions]
-        found = self.genlen_analyser.collect(
-            lengths, self._profile_step, writes_files=self.is_rank_0()
+        return self.session.gather_and_generate(
+            batch, sampling_params, on_finished, sleep_engine=sleep_engine
         )
-        if found is not None:
-            self.print_detail(f"step {self._profile_step} generation lengths: {found}")
-        self._profile_step += 1
-        return completions
 
     def parameter_source(self, model: AnyModel) -> ParameterSource:
         """This rank's shards of a model's parameters, in checkpoint names, for weight sync."""

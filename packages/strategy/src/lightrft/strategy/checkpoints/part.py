@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 
-import torch.distributed as dist
 from safetensors import SafetensorError
 
 from lightrft.strategy.backend import Backend, WantedState
@@ -21,9 +20,10 @@ from lightrft.strategy.checkpoints.gathered_model import as_saved, save_gathered
 from lightrft.strategy.checkpoints.manifest import Checkpoint
 from lightrft.strategy.checkpoints.moving_averages import MovingAverages
 from lightrft.strategy.checkpoints.saver import CheckpointSaver
-from lightrft.strategy.distributed.collectives import gather_objects, group_size
+from lightrft.strategy.distributed.collectives import gather_objects
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.distributed.process_groups import separate_group
 from lightrft.strategy.prepared import AnyModel, PreparedModel, inner_module
 from lightrft.strategy.weight_sync.parameter_source import gathered_dtype
 
@@ -55,8 +55,8 @@ class Checkpoints:
     def _make_background_group(self) -> RankGroup:
         """A group of its own, so that a save never meets the collectives of training."""
         group = self._context.world_group
-        if group_size(group) > 1:
-            group = dist.new_group(backend="gloo", timeout=self._context.timeout)
+        if self._context.world_size > 1:
+            group = separate_group(None, timeout=self._context.timeout)
         return RankGroup(
             self._context.rank, self._context.world_size, lambda item: gather_objects(item, group)
         )

@@ -1,10 +1,11 @@
 """Processes, devices, groups and collectives: the part of a strategy that knows no model."""
 
+import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast, overload
+from typing import Self, TypeVar, cast, overload
 
 import numpy as np
 import psutil
@@ -200,6 +201,27 @@ class DistributedContext:
             self.engine_mp_group, self.engine_dp_group = process_groups.create_sub_group(
                 self.config.engine_tp_size, timeout=self.timeout
             )
+
+    def beside(self) -> Self:
+        """These ranks on process groups of their own, for work beside training. Collective.
+
+        Collectives of the two may come in different orders on different ranks, as long as each
+        keeps an order of its own. `world_group`, `engine_mp_group` and `dp_group` are separate;
+        the groups of one sequence, whose ranks call a model together, are the same.
+        """
+        if self.world_size == 1:
+            return self
+        other = copy.copy(self)
+        other._owns_process_group = False
+        world = process_groups.separate_group(None, timeout=self.timeout)
+        other.world_group = other.engine_mp_group = world
+        if self.config.engine_tp_size < self.world_size:
+            other.engine_mp_group = process_groups.separate_group(
+                self.engine_mp_group, timeout=self.timeout
+            )
+        if self.dp_group is not None:
+            other.dp_group = process_groups.separate_group(self.dp_group, timeout=self.timeout)
+        return other
 
     def close(self, before_end: Callable[[], None]) -> None:
         """Ends the process group if this context started it. Idempotent.

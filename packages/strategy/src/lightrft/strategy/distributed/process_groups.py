@@ -200,6 +200,23 @@ def create_sub_group(
     return _own_group(shared, timeout), _own_group(across, timeout)
 
 
+def separate_group(group: ProcessGroup | None, *, timeout: timedelta) -> ProcessGroup | None:
+    """The same ranks (None is all) in another process group, whose collectives are apart.
+
+    Collective. For values on the CPU, so that no GPU memory goes into it. A group of one rank is
+    returned as it is.
+    """
+    if dist.get_world_size(group) == 1:
+        return group
+    found: ProcessGroup | None = dist.new_group(
+        None if group is None else dist.get_process_group_ranks(group),
+        timeout=timeout,
+        backend="gloo",
+        use_local_synchronization=group is not None,  # only members take part
+    )
+    return found
+
+
 def resolve_shard_size(shard_size: int, world_size: int) -> int:
     """Ranks over which a model is sharded; -1 means all.
 
