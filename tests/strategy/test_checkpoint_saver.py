@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from lightrft.strategy import get_fake_strategy
-from lightrft.strategy.checkpoints.errors import CheckpointError
-from lightrft.strategy.checkpoints.file_writers import FileWriter, StagedWriter
+from lightrft.strategy.checkpoints.checkpoints import CheckpointSaver
+from lightrft.strategy.checkpoints.files import CheckpointError, FileWriter, StagedWriter
 from lightrft.strategy.checkpoints.folders import RankGroup, SaveRequest
 from lightrft.strategy.checkpoints.manifest import list_checkpoints
-from lightrft.strategy.checkpoints.saver import CheckpointSaver
 
 
 def saver():

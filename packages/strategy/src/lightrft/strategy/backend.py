@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.strategy.checkpoints import training_state
-from lightrft.strategy.checkpoints.file_writers import FileWriter
+from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.checkpoints.manifest import Checkpoint
 from lightrft.strategy.checkpoints.shard_files import full_value
 from lightrft.strategy.config import StrategyConfig

@@ -21,8 +21,8 @@ from lightrft.engines.base import RolloutEngine
 from lightrft.engines.types import Completion, EngineStatus
 from lightrft.strategy.accumulation import Accumulations, AccumulationState
 from lightrft.strategy.backend import Backend, WantedState
+from lightrft.strategy.checkpoints.checkpoints import Checkpoints
 from lightrft.strategy.checkpoints.folders import SaveRequest
-from lightrft.strategy.checkpoints.part import Checkpoints
 from lightrft.strategy.config import ConfigError, StrategyConfig
 from lightrft.strategy.distributed import collectives, process_groups
 from lightrft.strategy.distributed.collectives import ALONE, Group
@@ -236,7 +236,7 @@ class StrategyBase:
 
     @classmethod
     def print_detail(cls, *msg: object) -> None:
-        """As `print`, for news of the engine room, which a run keeps in its log."""
+        """As `print`, for details (memory, sleep, weight sync), which a run keeps in its log."""
         print_on_first_rank(cls.world_group, *msg, is_detail=True)
 
     @classmethod

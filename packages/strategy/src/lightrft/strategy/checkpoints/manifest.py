@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
 
-from lightrft.strategy.checkpoints.errors import CheckpointError
+from lightrft.strategy.checkpoints.files import CheckpointError
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightrft.engines.process_state import environment, replaced_environment
-from lightrft.strategy.checkpoints.file_writers import FileWriter
+from lightrft.strategy.checkpoints.files import FileWriter
 
 FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 

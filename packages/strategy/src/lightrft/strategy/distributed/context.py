@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed import collectives, process_groups
 from lightrft.strategy.distributed.collectives import ALONE, Group
-from lightrft.strategy.distributed.outlet import write_line
+from lightrft.strategy.distributed.console_sink import write_line
 
 T = TypeVar("T")
 GIGABYTE = 1e9
@@ -245,7 +245,7 @@ class DistributedContext:
         print_on_first_rank(self.world_group, *msg)
 
     def print_detail(self, *msg: object) -> None:
-        """As `print`, for news of the engine room, which a run keeps in its log."""
+        """As `print`, for details (memory, sleep, weight sync), which a run keeps in its log."""
         print_on_first_rank(self.world_group, *msg, is_detail=True)
 
     def report_memory(self, prefix: str) -> MemoryReport:
