@@ -66,7 +66,7 @@ def test_the_files_are_those_of_a_direct_save(tmp_path):
 
 
 def test_an_old_checkpoint_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
-    from lightrft.strategy.checkpoints import saver as checkpoint_saver
+    from lightrft.strategy.checkpoints import checkpoints as checkpoint_saver
 
     staged = [Slow(), Slow()]
     staged[0].may_write.set()
