@@ -26,7 +26,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionInfo:
-    """What a field knows beside its name, type and default.
+    """Description of an option beside its name, type and default.
 
     Args:
         help: One sentence.
@@ -103,7 +103,7 @@ def option(  # noqa: PLR0913 - the one place where an option is described
 
 
 def option_info(entry: Field[object]) -> OptionInfo | None:
-    """What a field was declared with; None if it is no option."""
+    """Declaration of a field; None if it is no option."""
     info = entry.metadata.get("option")
     return info if isinstance(info, OptionInfo) else None
 
@@ -226,7 +226,7 @@ def _number_problem(name: str, value: object, info: OptionInfo) -> str | None:
 
 
 def _text_problem(value: object, info: OptionInfo) -> str | None:
-    """Why a text, or one of several, is none that files and the system take."""
+    """Fault of a text, or of one of several, that files and the system would not take."""
     parts = list(_parts(value))
     if isinstance(value, Mapping) and any(part is None or part == "" for part in parts):
         return "names with texts, numbers or booleans"

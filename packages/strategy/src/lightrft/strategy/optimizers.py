@@ -21,7 +21,7 @@ ParameterGroup = dict[str, "list[nn.Parameter] | float"]
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStepResult:
-    """What one acting call of `optimizer_step` did.
+    """Result of one acting call of `optimizer_step`.
 
     Args:
         grad_norm: Global gradient norm before clipping, over all groups and ranks.
@@ -125,7 +125,7 @@ class LearningRatePlan:
         return max(0.0, LR_SCHEDULES[self.name](progress, self.min_lr_ratio))
 
     def going_on_from(self, former: LearningRatePlan, step: int) -> LearningRatePlan:
-        """This plan from `step` on, after `former`."""
+        """The plan from `step` on, after `former`."""
         return replace(self, changed_at=step, gap=former(step) - self._planned(step))
 
 

@@ -226,7 +226,7 @@ class StrategyBase:
         return collectives.group_rank(cls.world_group) == 0
 
     def get_rank(self) -> int:
-        """This rank among all ranks."""
+        """Number of this rank among all ranks."""
         return self.context.rank
 
     @classmethod
@@ -513,7 +513,7 @@ class StrategyBase:
 
     @contextmanager
     def init_model_context(self, meta_init: bool | None = False) -> Iterator[None]:
-        """Where models are built. Reports memory.
+        """Context in which models are built. Reports memory.
 
         With `meta_init` and FSDP2 their parameters get no memory yet: `prepare_model` shards them
         first and then reads the rows that this rank holds from the directory in the model's
@@ -620,7 +620,7 @@ class StrategyBase:
         return OptimizerStepResult(norm, is_skipped, learning_rate)
 
     def accumulation_state(self, optimizer: Optimizer) -> AccumulationState:
-        """How far this optimizer is inside its current step."""
+        """Progress of an optimizer inside its current step."""
         return self._accumulations.of(optimizer, self.accumulated_gradient, self.config.sp_size)
 
     @contextmanager
@@ -813,12 +813,12 @@ class StrategyBase:
 
     @property
     def broadcast_manager(self) -> WeightSync | None:
-        """What sends the actor's weights to the engine; None before the first update."""
+        """Sender of the actor's weights to the engine; None before the first update."""
         return self.session.weight_sync
 
     @property
     def last_weight_sync(self) -> WeightSyncReport | None:
-        """What the last `update_engine_weights` did."""
+        """Report of the last `update_engine_weights`."""
         return self.session.last_weight_sync
 
     def setup_inference_engine(
@@ -960,7 +960,7 @@ class StrategyBase:
         )
 
     def parameter_source(self, model: AnyModel) -> ParameterSource:
-        """This rank's shards of a model's parameters, in checkpoint names, for weight sync."""
+        """Shards of this rank of a model's parameters, in checkpoint names, for weight sync."""
         return self.backend.parameter_source(model)
 
     def update_engine_weights(self, actor: AnyModel) -> WeightSyncReport | None:

@@ -337,7 +337,7 @@ def find_checkpoints(
 def _candidates(
     load_dirs: Sequence[Path], tag: str | None
 ) -> tuple[list[list[Checkpoint]], list[str]]:
-    """What may be loaded, the best first, and what is wrong with the rest."""
+    """Checkpoints that may be loaded, the best first, and problems of the rest."""
     scans = [scan_checkpoints(folder) for folder in load_dirs]
     problems = [problem for _, found in scans for problem in found]
     for problem in problems:
@@ -372,7 +372,7 @@ def _damage(
     ranks: RankGroup,
     accepts: Callable[[Mapping[str, object]], None] | None,
 ) -> list[str]:
-    """What is wrong with this rank's share of the files of checkpoints with one tag."""
+    """Problems of this rank's part of the files of checkpoints with one tag."""
     problems = []
     for checkpoint in checkpoints:
         entries = checkpoint.manifest.files[ranks.rank :: ranks.world_size]

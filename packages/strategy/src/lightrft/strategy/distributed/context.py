@@ -89,7 +89,7 @@ def synchronize_and_free(group: Group) -> None:
 
 
 class DistributedContext:
-    """This rank among the others; usable once `start` has run.
+    """The process among its ranks: device, groups and collectives; usable once `start` has run.
 
     Args:
         config: Of the strategy.
@@ -124,7 +124,7 @@ class DistributedContext:
 
     @property
     def rank(self) -> int:
-        """This rank among those that train together."""
+        """Number of this rank among those that train together."""
         return collectives.group_rank(self.world_group)
 
     @property

@@ -69,7 +69,7 @@ def _record(name: str, seconds: float = math.inf) -> None:
 
 
 def peer_phases() -> list[str]:
-    """What each rank last recorded, by rank; "no phase recorded" if it never did."""
+    """Last recorded phases, by rank; "no phase recorded" for a rank that never did."""
     store = _store()
     if store is None:
         return []

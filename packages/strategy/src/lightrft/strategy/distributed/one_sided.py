@@ -87,7 +87,7 @@ def _value(result: T, problem: Exception | None) -> T:
 
 
 class _Board:
-    """What the ranks tell each other through the store during one action.
+    """Messages of the ranks to each other, through the store, during one action.
 
     Args:
         prefix: Of its keys; the same on all ranks.

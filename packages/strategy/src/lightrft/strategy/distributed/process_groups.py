@@ -21,7 +21,7 @@ _STORES: dict[str, tuple[dist.Store, Iterator[int]]] = {}
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnvironment:
-    """What the launcher says about this process.
+    """The launcher's variables about this process.
 
     Raises (`read`):
         RuntimeError: A variable is missing or not a number; the message names all of them.
@@ -95,7 +95,7 @@ def resolve_device(local_rank: int) -> torch.device:
 
 
 def _fresh_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
-    """Where the ranks find each other, without the keys of a group that was destroyed before.
+    """Store where the ranks find each other, without the keys of a group destroyed before.
 
     The connection is kept for the life of the process: a rank that starts its next group early
     must not meet the dying server of the last one.

@@ -43,7 +43,7 @@ Place = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class WeightSyncReport:
-    """What one completed sync did.
+    """Report of one completed sync.
 
     Args:
         weights_version: Version that the engine now has; 0 for the first sync.
