@@ -7,6 +7,7 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field
+from functools import partial
 from typing import Literal, TypeVar
 
 T = TypeVar("T")
@@ -100,6 +101,19 @@ def option(  # noqa: PLR0913 - the one place where an option is described
     )
     made: T = field(default=default, metadata={"option": info})
     return made
+
+
+# Options of one heading each.
+algorithm_option = partial(option, group="algorithm")
+data_option = partial(option, group="data")
+distributed_option = partial(option, group="distributed")
+engine_option = partial(option, group="engine")
+models_option = partial(option, group="models")
+monitoring_option = partial(option, group="monitoring")
+reward_option = partial(option, group="reward")
+rollout_option = partial(option, group="rollout")
+run_option = partial(option, group="run")
+training_option = partial(option, group="training")
 
 
 def option_info(entry: Field[object]) -> OptionInfo | None:
