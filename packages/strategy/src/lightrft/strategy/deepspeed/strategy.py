@@ -14,7 +14,7 @@ from lightrft.strategy.backend import Backend, WantedState
 from lightrft.strategy.checkpoints.files import CheckpointError, FileWriter
 from lightrft.strategy.checkpoints.manifest import Checkpoint
 from lightrft.strategy.config import StrategyConfig
-from lightrft.strategy.deepspeed import runtime, training_state
+from lightrft.strategy.deepspeed import runtime, weights
 from lightrft.strategy.deepspeed.engine_config import (
     check_stage,
     check_whole_model,
@@ -48,7 +48,7 @@ class ZeroBackend(Backend):
     def __init__(self, context: DistributedContext, config: StrategyConfig) -> None:
         super().__init__(context, config)
         self._engines: weakref.WeakKeyDictionary[Optimizer, nn.Module] = weakref.WeakKeyDictionary()
-        self._has_told_offload = False
+        self._has_reported_offload = False
 
     def start(self) -> None:
         """DeepSpeed takes the process group that has started."""
@@ -143,12 +143,12 @@ class ZeroBackend(Backend):
 
     def offload_optimizer(self, optimizer: Optimizer) -> None:
         """Nothing to do, as is said once: with `adam_offload` the states live on the CPU."""
-        if not self._has_told_offload:
+        if not self._has_reported_offload:
             self.context.print(
                 "optimizer states are not moved between phases: that is for FSDP2; with DeepSpeed "
                 "adam_offload keeps them on the CPU"
             )
-            self._has_told_offload = True
+            self._has_reported_offload = True
 
     def move_model(self, model: AnyModel, device: torch.device) -> nn.Module:
         """Moves a whole model; an engine stays, since ZeRO manages its memory."""
@@ -171,7 +171,7 @@ class ZeroBackend(Backend):
         """DeepSpeed's files inside a checkpoint folder of ours. Collective."""
         engine = runtime.as_engine(wrapped_module(found))
         with runtime.saving_by(engine, files):
-            engine.save_checkpoint(str(folder), training_state.FOLDER, {}, False)
+            engine.save_checkpoint(str(folder), weights.FOLDER, {}, False)
 
     def read_state(self, checkpoint: Checkpoint, found: PreparedModel, wanted: WantedState) -> None:
         """With optimizer states, only by as many ranks and in the stage that saved it.
@@ -180,14 +180,14 @@ class ZeroBackend(Backend):
         """
         engine = runtime.as_engine(wrapped_module(found))
         if not wanted.optimizer:
-            training_state.load_weights(checkpoint.path, engine, strict=wanted.strict)
+            weights.load_weights(checkpoint.path, engine, strict=wanted.strict)
             return
         checkpoint.require_world_size(self.context.world_size)
         checkpoint.require_details(self.checkpoint_details)
         with runtime.weights_only_loading():
             path, _ = engine.load_checkpoint(
                 str(checkpoint.path),
-                training_state.FOLDER,
+                weights.FOLDER,
                 load_module_strict=wanted.strict,
                 load_lr_scheduler_states=False,
             )
@@ -196,7 +196,7 @@ class ZeroBackend(Backend):
 
     def full_values(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Gathers one parameter at a time."""
-        return training_state.full_values(module)
+        return weights.full_values(module)
 
     def full_states(self, found: PreparedModel) -> Iterator[tuple[str, Tensor]]:
         """Float32 masters where there are any; see `Backend.full_states`."""
@@ -204,11 +204,11 @@ class ZeroBackend(Backend):
             yield from super().full_states(found)
             return
         engine = runtime.as_engine(wrapped_module(found))
-        yield from training_state.full_states(engine, found.optimizer)
+        yield from weights.full_states(engine, found.optimizer)
 
     def load_weights(self, module: nn.Module, path: Path, *, strict: bool) -> None:
         """Reads full weights into parameters and masters."""
-        training_state.load_full_weights(path, module, strict=strict)
+        weights.load_full_weights(path, module, strict=strict)
 
 
 class DeepspeedStrategy(StrategyBase):

@@ -72,10 +72,10 @@ def run_apart(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
         if cause is None or cause.startswith(own):
             raise
         # A rank that was left alone in a collective knows only that.
-        told = RuntimeError(f"{what} on {cause}")
+        failure = RuntimeError(f"{what} on {cause}")
         for note in getattr(error, "__notes__", ()):
-            told.add_note(note)
-        raise told from error
+            failure.add_note(note)
+        raise failure from error
     finally:
         watcher.close()
 

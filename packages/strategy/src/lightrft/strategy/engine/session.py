@@ -377,11 +377,11 @@ class EngineSession:
         if self.running.runs_on_every_rank:
             own_ids = {request.request_id for request in gathered[own]}
 
-            def tell_own(finished: list[Completion]) -> None:
+            def report_own(finished: list[Completion]) -> None:
                 if on_finished is not None:
                     on_finished([item for item in finished if item.request_id in own_ids])
 
-            completions = self.generate_local(everyone, params, tell_own)
+            completions = self.generate_local(everyone, params, report_own)
         else:
             is_leader = group_rank(group) == 0
             completions = run_together(

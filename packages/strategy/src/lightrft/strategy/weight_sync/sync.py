@@ -27,9 +27,9 @@ from lightrft.strategy.weight_sync.transfer import (
 )
 from lightrft.strategy.weight_sync.verification import (
     PEER_FAILED,
-    agree,
     check_hashes,
     model_hash,
+    raise_together,
     source_hashes,
 )
 
@@ -225,7 +225,9 @@ class WeightSync:
             transfer.attempt(wake_cache, even_after_error=True)
         if self.engine.runs_on_every_rank:
             # Hashing and scoring are collectives of such an engine: no rank may stay away alone.
-            transfer.attempt(lambda: agree(transfer.error, self.world), even_after_error=True)
+            transfer.attempt(
+                lambda: raise_together(transfer.error, self.world), even_after_error=True
+            )
         verify_start_time = time.perf_counter()
         found = self._verify(transfer, pairs, hashes, canary) if self.verify else _NOT_VERIFIED
         self._conclude(previous_version, transfer.error, replica_hash)
@@ -296,7 +298,7 @@ class WeightSync:
                 self.engine.parameter_manifest(), source.parameters(), source.tied_names
             )
         )
-        agree(transfer.error, self.world)
+        raise_together(transfer.error, self.world)
         return pairs or ()
 
     def _select(
@@ -382,9 +384,9 @@ class WeightSync:
         results: list[T] = []
         try:
             run_apart(lambda: results.append(step()), self.world, what="the weight sync failed")
-        except RuntimeError as told:
+        except RuntimeError as failure:
             if results:
-                raise WeightSyncError(PEER_FAILED, str(told)) from told
+                raise WeightSyncError(PEER_FAILED, str(failure)) from failure
             raise
         return results[0]
 
@@ -427,7 +429,7 @@ class WeightSync:
     ) -> None:
         """Gives the weights their version once all ranks agree, or bars the engine on all."""
         try:
-            agree(error, self.world, source_hash=replica_hash)
+            raise_together(error, self.world, source_hash=replica_hash)
         except WeightSyncError as err:
             self._shared.forget()
             self.engine.set_weights_version(previous_version)

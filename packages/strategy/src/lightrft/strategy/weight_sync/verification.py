@@ -144,7 +144,9 @@ def check_hashes(expected: Mapping[str, int], found: Mapping[str, int]) -> None:
         )
 
 
-def agree(error: WeightSyncError | None, world: Group = None, *, source_hash: int = 0) -> None:
+def raise_together(
+    error: WeightSyncError | None, world: Group = None, *, source_hash: int = 0
+) -> None:
     """Ends a stage on all ranks in the same way; one small collective.
 
     Args:
