@@ -83,7 +83,7 @@ def run(table, rows, how, *, strategy=None, ref=None, old=None, values=None):
         rewards=torch.from_numpy(table.rewards),
         greedy_rewards=None,
         settings=how,
-        strategy=strategy or Alone(),
+        context=strategy or Alone(),
     )
     return result, batch.response_mask
 

@@ -141,7 +141,7 @@ def step(changes):
         settings=AdvantageSettings(
             options, algorithm.estimator, kl_coef=0.0 if options.use_kl_loss else 0.3
         ),
-        strategy=strategy,
+        context=strategy.context,
     )
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
     before = policy.table.detach().clone()

@@ -215,7 +215,7 @@ def engine(config):
 
 def deadline(config):
     with get_fake_strategy(config) as strategy:
-        return strategy.ranks.timeout
+        return strategy.context.timeout
 
 
 def console(config):

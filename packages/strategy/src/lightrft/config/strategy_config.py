@@ -14,13 +14,19 @@ from lightrft.config.options import (
     ConfigError,
     OptionInfo,
     accepts,
+    algorithm_option,
     check_value,
     coerce,
     did_you_mean,
+    distributed_option,
+    engine_option,
     looks_secret,
-    option,
+    models_option,
+    monitoring_option,
     options_of,
+    rollout_option,
     shown,
+    training_option,
     type_hints,
 )
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
@@ -44,392 +50,350 @@ class StrategyConfig:
         ConfigError: Values of wrong type or out of range; one message names every such field.
     """
 
-    seed: int = option(
+    seed: int = training_option(
         42,
         "Seed of all random number generators.",
-        group="training",
         at_least=0,
         commands=("eval",),
     )
-    max_norm: float = option(
+    max_norm: float = training_option(
         1.0,
         "Global gradient norm above which gradients are scaled down; 0 never clips.",
-        group="training",
         at_least=0,
         finite=False,
     )
-    micro_train_batch_size: int = option(
+    micro_train_batch_size: int = training_option(
         1,
         "Samples per rank in one forward and backward pass.",
-        group="training",
         at_least=1,
         common=True,
     )
-    train_batch_size: int = option(
+    train_batch_size: int = training_option(
         128,
         "Samples per optimizer step over all ranks.",
-        group="training",
         at_least=1,
         common=True,
     )
-    bf16: bool | None = option(
+    bf16: bool | None = training_option(
         None,
         "Compute in bfloat16; unset means yes on a GPU and float32 on a CPU.",
-        group="training",
         commands=("eval",),
     )
-    actor_learning_rate: float = option(
+    actor_learning_rate: float = training_option(
         1e-6,
         "Peak learning rate of the actor.",
-        group="training",
         at_least=0,
         common=True,
     )
-    critic_learning_rate: float = option(
+    critic_learning_rate: float = training_option(
         9e-6,
         "Peak learning rate of the critic.",
-        group="training",
         at_least=0,
         acts_with=CRITIC,
     )
-    adam_betas: tuple[float, float] = option(
+    adam_betas: tuple[float, float] = training_option(
         (0.9, 0.95),
         "Adam's decay rates of the two moments.",
-        group="training",
     )
-    l2: float = option(0.0, "Decoupled weight decay of matrices.", group="training", at_least=0)
-    lr_warmup_ratio: float = option(
+    l2: float = training_option(0.0, "Decoupled weight decay of matrices.", at_least=0)
+    lr_warmup_ratio: float = training_option(
         0.03,
         "Share of all optimizer steps in which the learning rate rises; the first of them "
         "has a part of it already.",
-        group="training",
         at_least=0,
         at_most=1,
     )
-    lr_scheduler: str = option(
+    lr_scheduler: str = training_option(
         "cosine_with_min_lr",
         "How the learning rate changes after the rise.",
-        group="training",
         choices=("cosine_with_min_lr", "linear", "constant"),
     )
-    min_lr_ratio: float = option(
+    min_lr_ratio: float = training_option(
         0.1,
         "Final over peak learning rate of cosine_with_min_lr.",
-        group="training",
         at_least=0,
         at_most=1,
         acts_with="lr_scheduler cosine_with_min_lr",
     )
-    gradient_checkpointing: bool = option(
+    gradient_checkpointing: bool = training_option(
         False,
         "Recompute activations in the backward pass.",
-        group="training",
     )
-    packing_samples: bool | None = option(
+    packing_samples: bool | None = training_option(
         None,
         "Pack several samples into one row without padding; unset means yes on GPUs with "
         "FlashAttention in bfloat16, where the models can and no micro_* size was changed.",
-        group="training",
         by_machine=True,
     )
-    use_mp_opt: bool = option(
+    use_mp_opt: bool = training_option(
         False,
         "FSDP2: bfloat16 parameters with float32 master copies in the optimizer.",
-        group="training",
         acts_with="fsdp",
     )
-    fused_linear_logprob: bool | None = option(
+    fused_linear_logprob: bool | None = training_option(
         None,
         "Compute logprobs, where it allows it the policy loss, and the output projection "
         "together, in chunks; unset means yes on GPUs and no on CPUs.",
-        group="training",
         by_machine=True,
     )
-    chunk_size: int | None = option(
+    chunk_size: int | None = training_option(
         None,
         "Vocabulary columns per chunk of the fused output projection; unset is what suits "
         "the device.",
-        group="training",
         at_least=1,
         acts_with="fused_linear_logprob",
     )
-    fsdp: bool = option(
+    fsdp: bool = distributed_option(
         False,
         "Use FSDP2 instead of DeepSpeed ZeRO.",
-        group="distributed",
         common=True,
     )
-    zero_stage: int = option(2, "DeepSpeed ZeRO stage.", group="distributed", choices=(0, 1, 2, 3))
-    fsdp_cpu_offload: bool = option(
+    zero_stage: int = distributed_option(2, "DeepSpeed ZeRO stage.", choices=(0, 1, 2, 3))
+    fsdp_cpu_offload: bool = distributed_option(
         False,
         "FSDP2: keep parameters, gradients and optimizer states on the CPU.",
-        group="distributed",
         acts_with="fsdp",
     )
-    adam_offload: bool = option(
+    adam_offload: bool = distributed_option(
         False,
         "Keep Adam's states on the CPU (FSDP2: between training phases).",
-        group="distributed",
     )
-    zpg: int = option(
+    zpg: int = distributed_option(
         1,
         "ZeRO++ secondary partition size; 1 is off.",
-        group="distributed",
         at_least=1,
         acts_with="not fsdp",
     )
-    grad_accum_dtype: str | None = option(
+    grad_accum_dtype: str | None = distributed_option(
         None,
         "DeepSpeed: dtype in which gradients accumulate; unset is fp32.",
-        group="distributed",
         choices=("fp32", "bf16", "fp16"),
         acts_with="not fsdp",
     )
-    overlap_comm: bool = option(
+    overlap_comm: bool = distributed_option(
         False,
         "DeepSpeed: reduce gradients while the backward pass runs.",
-        group="distributed",
         acts_with="not fsdp",
     )
-    sp_size: int = option(
+    sp_size: int = distributed_option(
         1,
         "Ranks that share one sequence (sequence parallelism).",
-        group="distributed",
         at_least=1,
     )
-    local_rank: int = option(
+    local_rank: int = distributed_option(
         -1,
         "Index of this process' device on its node; -1 reads LOCAL_RANK.",
-        group="distributed",
         at_least=-1,
         may_change=True,
     )
-    mixed_mm_data: bool = option(
+    mixed_mm_data: bool = distributed_option(
         False,
         "Ranks may differ in having images; the vision tower stays in FSDP2's root unit.",
-        group="distributed",
         acts_with="fsdp",
     )
-    async_save: bool = option(
+    async_save: bool = distributed_option(
         False,
         "Write checkpoints in the background, from copies in host memory.",
-        group="distributed",
     )
-    meta_init: bool | None = option(
+    meta_init: bool | None = distributed_option(
         None,
         "FSDP2: build models without memory: ranks read their own rows of the files; unset "
         "means yes on GPUs, above 2 GB of weights and without adapters.",
-        group="distributed",
         acts_with="fsdp",
         by_machine=True,
     )
-    compile_backend: str | None = option(
+    compile_backend: str | None = distributed_option(
         None,
         "FSDP2: compile every block by torch.compile with this backend; unset does not.",
-        group="distributed",
         choices=("inductor", "aot_eager", "eager"),
         acts_with="fsdp",
     )
-    timeout_minutes: float = option(
+    timeout_minutes: float = distributed_option(
         60.0,
         "Deadline of every collective and of every phase.",
-        group="distributed",
         above=0,
         at_most=1e6,
         may_change=True,
         commands=("eval",),
     )
-    fsdp_shard_size: int = option(
+    fsdp_shard_size: int = distributed_option(
         -1,
         "FSDP2: ranks over which a model is divided, mostly those of a node; groups of so many "
         "ranks are replicas (HSDP). -1 divides over all.",
-        group="distributed",
         at_least=-1,
         acts_with="fsdp",
     )
-    engine_type: str = option(
+    engine_type: str = engine_option(
         "vllm",
         "Rollout engine.",
-        group="engine",
         choices=ENGINE_TYPES,
         common=True,
         commands=("eval",),
     )
-    engine_tp_size: int = option(
+    engine_tp_size: int = engine_option(
         1,
         "Ranks that share one engine (tensor parallelism).",
-        group="engine",
         at_least=1,
         commands=("eval",),
     )
-    engine_mem_util: float = option(
+    engine_mem_util: float = engine_option(
         0.5,
         "Share of device memory the engine may take.",
-        group="engine",
         above=0,
         at_most=1,
         may_change=True,
         commands=("eval",),
     )
-    enable_engine_sleep: bool = option(
+    enable_engine_sleep: bool = engine_option(
         True,
         "Release the engine's memory while the trainer runs.",
-        group="engine",
         may_change=True,
     )
-    engine_args: Arguments = option(
+    engine_args: Arguments = engine_option(
         None,
         "Further options under the engine's own names.",
-        group="engine",
         commands=("eval",),
     )
-    max_len: int | None = option(
+    max_len: int | None = engine_option(
         None,
         "Longest prompt plus completion, in tokens.",
-        group="engine",
         at_least=1,
     )
-    weight_bucket_mb: int = option(
+    weight_bucket_mb: int = engine_option(
         256,
         "Size of one weight transfer bucket.",
-        group="engine",
         at_least=1,
         may_change=True,
     )
-    verify_weight_sync: bool = option(
+    verify_weight_sync: bool = engine_option(
         True,
         "Compare hashes of the trainer's and the engine's weights.",
-        group="engine",
         may_change=True,
     )
-    rm_use_engine: bool = option(False, "Serve reward models by an engine.", group="engine")
-    rm_engine_cudagraph: bool = option(False, "CUDA graphs in the reward engine.", group="engine")
-    pretrain: str | None = option(
+    rm_use_engine: bool = engine_option(
+        False,
+        "Serve reward models by an engine.",
+    )
+    rm_engine_cudagraph: bool = engine_option(
+        False,
+        "CUDA graphs in the reward engine.",
+    )
+    pretrain: str | None = models_option(
         None,
         "Checkpoint directory of the actor.",
-        group="models",
         common=True,
         path="folder",
         commands=("data",),
     )
-    critic_pretrain: str | bool | None = option(
+    critic_pretrain: str | bool | None = models_option(
         False,
         "Checkpoint directory of the critic; unset trains no critic.",
-        group="models",
         path="folder",
         acts_with=CRITIC,
     )
-    remote_rm_url: str | tuple[str, ...] | None = option(
+    remote_rm_url: str | tuple[str, ...] | None = models_option(
         None,
         "Address of a reward service, in which ${NAME} is an environment variable; local "
         "reward models are then left alone.",
-        group="models",
         may_change=True,
         commands=("data", "eval"),
     )
-    pretrain_data: str | None = option(
+    pretrain_data: str | None = models_option(
         None,
         "Text mixed into the loss.",
-        group="models",
         acts_with="ptx_coef",
         path="file",
     )
-    micro_rollout_batch_size: int = option(
+    micro_rollout_batch_size: int = rollout_option(
         2,
         "Samples per rank in one forward pass before training.",
-        group="rollout",
         at_least=1,
         acts_with="not micro_batch_tokens",
     )
-    n_samples_per_prompt: int = option(
+    n_samples_per_prompt: int = rollout_option(
         8,
         "Completions per prompt.",
-        group="rollout",
         at_least=1,
         common=True,
     )
-    advantage_estimator: str = option(
+    advantage_estimator: str = algorithm_option(
         "group_norm",
         "Advantage estimator; gae is PPO with a critic.",
-        group="algorithm",
         choices=ADVANTAGE_ESTIMATORS,
         common=True,
     )
-    use_kl_loss: bool = option(False, "Add the KL divergence to the loss.", group="rollout")
-    kl_estimator: str = option(
+    use_kl_loss: bool = rollout_option(
+        False,
+        "Add the KL divergence to the loss.",
+    )
+    kl_estimator: str = rollout_option(
         "k3",
         "Estimator of the KL divergence.",
-        group="rollout",
         choices=KL_ESTIMATORS,
         acts_with="init_kl_coef",
     )
-    advantages_norm: bool = option(False, "Normalise advantages over all ranks.", group="rollout")
-    advantage_clip: float = option(
+    advantages_norm: bool = rollout_option(
+        False,
+        "Normalise advantages over all ranks.",
+    )
+    advantage_clip: float = rollout_option(
         0.0,
         "Clip advantages to this magnitude; 0 is off.",
-        group="rollout",
         at_least=0,
     )
-    reward_clip: float = option(
+    reward_clip: float = rollout_option(
         0.0,
         "Clip rewards to this magnitude; 0 is off.",
-        group="rollout",
         at_least=0,
     )
-    reward_running_norm: bool = option(
+    reward_running_norm: bool = rollout_option(
         False,
         "Divide rewards by their running standard deviation.",
-        group="rollout",
     )
-    reward_running_norm_minus_mean: bool = option(
+    reward_running_norm_minus_mean: bool = rollout_option(
         False,
         "Subtract the running mean as well.",
-        group="rollout",
         acts_with="reward_running_norm",
     )
-    overlong_buffer: bool = option(False, "Punish overlong responses softly.", group="rollout")
-    overlong_buffer_len: int = option(
+    overlong_buffer: bool = rollout_option(
+        False,
+        "Punish overlong responses softly.",
+    )
+    overlong_buffer_len: int = rollout_option(
         1024,
         "Tokens before the limit in which the punishment rises.",
-        group="rollout",
         at_least=1,
         acts_with="overlong_buffer",
     )
-    overlong_buffer_penalty_factor: float = option(
+    overlong_buffer_penalty_factor: float = rollout_option(
         1.0,
         "Punishment at the limit.",
-        group="rollout",
         at_least=0,
         acts_with="overlong_buffer",
     )
-    dynamic_sampling: bool = option(
+    dynamic_sampling: bool = rollout_option(
         False,
         "Draw again for groups whose rewards are all equal.",
-        group="rollout",
     )
-    log_dir: str | None = option(
+    log_dir: str | None = monitoring_option(
         None,
         "Folder of logs and of length distributions.",
-        group="monitoring",
         may_change=True,
     )
-    plot_every: int = option(
+    plot_every: int = monitoring_option(
         -1,
         "Write the generation length distribution every N steps; 0 or less never.",
-        group="monitoring",
         acts_with="log_dir",
         may_change=True,
     )
-    use_tensorboard: str | bool | None = option(
+    use_tensorboard: str | bool | None = monitoring_option(
         False,
         "Write TensorBoard logs, into this folder or OUTPUT_DIR/tensorboard.",
-        group="monitoring",
         may_change=True,
     )
-    strict: bool = option(
+    strict: bool = monitoring_option(
         False,
         "Options without effect are errors instead of warnings.",
-        group="monitoring",
         may_change=True,
     )
 
@@ -441,7 +405,7 @@ class StrategyConfig:
             raise ConfigError("invalid configuration:\n  " + "\n  ".join(found))
 
     def problems(self) -> list[str]:
-        """What is wrong with the values, one line per problem; empty if nothing is."""
+        """Problems of the values, one line each; empty if there are none."""
         hints = type_hints(type(self))
         checked = (
             check_value(name, self.__dict__[name], hints[name], info)

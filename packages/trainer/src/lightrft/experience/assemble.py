@@ -29,7 +29,7 @@ from lightrft.config import TrainConfig
 from lightrft.records.exchange import RowTable
 from lightrft.records.numerics import NumericsError
 from lightrft.records.types import ExperienceBatch, PolicyOutputs, RolloutBatch
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.distributed.context import DistributedContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def assemble(
     rewards: Tensor,
     greedy_rewards: Tensor | None,
     settings: AdvantageSettings,
-    strategy: StrategyBase,
+    context: DistributedContext,
 ) -> ExperienceBatch:
     """The experience of one rank.
 
@@ -102,7 +102,7 @@ def assemble(
         rewards: [rows of table] from `shape_rewards`.
         greedy_rewards: [rows of table] rewards of the greedy completions; ReMax only.
         settings: Of the estimation.
-        strategy: Sums the moments over all ranks.
+        context: Sums the moments over all ranks.
 
     Raises:
         NumericsError: An advantage is not finite.
@@ -111,7 +111,7 @@ def assemble(
     advantages, mask = estimated.advantages, rollouts.response_mask
     if advantage_traits(settings.estimator).whitens or settings.config.advantages_norm:
         moments = masked_moments(
-            advantages, mask, sum_over_ranks=lambda sums: strategy.reduce_over_data(sums, "sum")
+            advantages, mask, sum_over_ranks=lambda sums: context.reduce_over_data(sums, "sum")
         )
         advantages = whiten(advantages, mask, moments)
     clip = settings.config.advantage_clip

@@ -117,7 +117,7 @@ def make_experience(
         rewards=shaped.rewards,
         greedy_rewards=_greedy_rewards(samples),
         settings=settings,
-        strategy=strategy,
+        context=strategy.context,
     )
     return StepExperience(experience, rows, samples, shaped, plan)
 

@@ -25,8 +25,8 @@ from lightrft.rollout.model_rewards import ModelRewards
 from lightrft.rollout.partial import PartialReport, finish_groups, open_groups
 from lightrft.rollout.rollout_groups import Decoder, RolloutGroups
 from lightrft.rollout.scoring import overlong_penalty, score_rollouts
+from lightrft.strategy.distributed.console_sink import report_progress
 from lightrft.strategy.distributed.deadlines import phase
-from lightrft.strategy.distributed.outlet import report_count
 from lightrft.strategy.strategy_base import StrategyBase
 
 NOTHING_CARRIED = PartialRolloutState()
@@ -376,12 +376,12 @@ class RolloutSampler:
             nonlocal done
             groups.add(finished)
             done += len(finished)
-            report_count("generate", done, total)
+            report_progress("generate", done, total)
 
         completions = self._strategy.gather_and_generate(
             params, requests, sleep_engine=False, on_finished=take
         )
-        report_count("generate", 0, 0)
+        report_progress("generate", 0, 0)
         return groups.in_order(completions)
 
     def _group_scorer(self, prompts: Sequence[Prompt]) -> GroupScorer:

@@ -249,7 +249,7 @@ class StepRecorder(NoRecord):
             data_ranks=strategy.num_data_ranks,
             strategy=type(strategy).__name__,
             engine=strategy.inference_engine_type or "",
-            compute_dtype=str(strategy.ranks.compute_dtype).removeprefix("torch."),
+            compute_dtype=str(strategy.context.compute_dtype).removeprefix("torch."),
             kl_coef=self._kl_coef,
             reward_moments=[float(number) for number in self._moments],
             lora_scale=self._lora_scale(),
