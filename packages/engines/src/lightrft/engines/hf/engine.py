@@ -8,15 +8,15 @@ from torch import nn
 
 from lightrft.engines.base import FinishedRows, RolloutEngine
 from lightrft.engines.hf.build import build_model
-from lightrft.engines.hf.decode import RowForward, StopRule, decode
+from lightrft.engines.hf.decode import RowForward, StopRule, decode, stop_token_table
 from lightrft.engines.hf.forward import ModelTraits, PlainForward, WholeBatchForward
 from lightrft.engines.hf.layers import module_outputs
-from lightrft.engines.hf.random import row_keys
-from lightrft.engines.hf.stopping import StopStringMatcher, stop_token_table
 from lightrft.engines.media.prompts import EncodedPrompt
 from lightrft.engines.parameter_store import ParameterStore
+from lightrft.engines.random import row_keys
 from lightrft.engines.raw_completions import RawCompletion
 from lightrft.engines.requests import Row, chunks_of_rows
+from lightrft.engines.text import StopStringMatcher
 from lightrft.engines.types import EngineConfig, SamplingParams
 
 _logger = logging.getLogger(__name__)
