@@ -1,4 +1,4 @@
-"""The interface of rollout engines, and what all of them have in common."""
+"""The interface of rollout engines, and their common part."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ FinishedRows = Generator[list[FinishedRow]]
 
 @dataclass(slots=True)
 class _Running:
-    """What was submitted and has not been given."""
+    """Completions that were submitted and have not been given."""
 
     batches: FinishedRows
     params: SamplingParams
@@ -97,7 +97,7 @@ class RolloutEngine(ABC):
 
     @property
     def runner_name(self) -> str:
-        """What executes the model, where a backend has several ways; for the log."""
+        """Name of the code that executes the model, where a backend has several; for the log."""
         return type(self).__name__
 
     def params_of_native(self, native: object) -> SamplingParams | None:

@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 
 
 class FakeEngine(RolloutEngine):
-    """Samples from a distribution that depends on the prompt, the tokens so far and every weight.
+    """Engine with a distribution that depends on the prompt, the tokens so far and every weight.
 
     The next token's logits are hashes of (weights, tokens so far), so that any change of a weight
     changes them, and `score` agrees with `Completion.output_logprobs`. A prompt remembers the

@@ -45,7 +45,7 @@ def stop_token_table(
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """When rows end.
+    """Ends of rows.
 
     Args:
         stop_table: [vocab] bool, true at tokens that end a completion; None if there are none.
@@ -60,7 +60,7 @@ class StopRule:
     def is_stop(
         self, tokens: torch.Tensor, row_ids: torch.Tensor, num_tokens: int
     ) -> torch.Tensor | None:
-        """Which rows stop with their num_tokens-th token; None if none can.
+        """Rows that stop with their num_tokens-th token; None if none can.
 
         Args:
             tokens: [rows] int64, the newest tokens.

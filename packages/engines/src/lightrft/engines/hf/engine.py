@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 
 class HFEngine(RolloutEngine):
-    """Samples with its own decode loop over the transformers forward.
+    """Engine with its own decode loop over the transformers forward.
 
     Each rank generates its own prompts: `tensor_parallel_size` forms no groups here, and
     `memory_utilization` has no effect because the cache is allocated per call.

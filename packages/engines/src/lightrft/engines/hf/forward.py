@@ -28,7 +28,7 @@ _ROOM = 64
 
 
 class ModelTraits:
-    """What a model's forward accepts, found out once.
+    """Traits of a model's forward, found out once.
 
     Attributes:
         cache_argument: Name under which it takes its cache.
@@ -75,7 +75,7 @@ class ModelTraits:
             )
 
     def last_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the next token is drawn from: [rows, tokens, vocab] -> [rows, vocab]."""
+        """Logits of the next token: [rows, tokens, vocab] -> [rows, vocab]."""
         last = logits[:, -1]
         if self.forbidden is None:
             return last

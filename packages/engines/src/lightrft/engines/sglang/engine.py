@@ -32,7 +32,7 @@ from lightrft.engines.types import (
 
 
 class SGLangEngine(RolloutEngine):
-    """Samples with SGLang; each rank has an engine of its own, on its own device.
+    """Engine on SGLang; each rank has one of its own, on its own device.
 
     Stop strings are found after sampling: a completion is sampled to its end or bound and cut
     where a string ends, since SGLang works on token ids here.

@@ -1,4 +1,4 @@
-"""Engine options under SGLang's own names: defaults, the user's, and those that are not theirs."""
+"""Engine options under SGLang's own names: defaults, the user's, and reserved ones."""
 
 from collections.abc import Mapping
 

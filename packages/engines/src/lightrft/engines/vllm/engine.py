@@ -37,7 +37,7 @@ _LAYER = re.compile(r"^(?P<parts>(?:language_model\.)?model\.layers\.)(?P<number
 
 
 class VLLMEngine(RolloutEngine):
-    """Samples with vLLM beside the trainer.
+    """Engine on vLLM beside the trainer.
 
     Every rank of a tensor-parallel group holds a shard and must make the same calls in the same
     order.

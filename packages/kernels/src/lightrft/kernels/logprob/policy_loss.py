@@ -197,7 +197,7 @@ class _Context(Protocol):
 
 
 class LinearPolicyLoss(torch.autograd.Function):
-    """Computes loss and gradients together; the backward pass scales them."""
+    """Loss and gradients, computed together; the backward pass scales them."""
 
     @staticmethod
     def forward(

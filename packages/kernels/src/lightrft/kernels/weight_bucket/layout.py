@@ -68,7 +68,7 @@ class TensorSpec:
 
     @property
     def kind(self) -> BucketKind:
-        """How the tensor travels; an empty tensor never does."""
+        """Way in which the tensor travels; an empty tensor never does."""
         if len(self.shards) == 1 or self.numel == 0:
             return "local"
         return "gather" if self.owner is None else "broadcast"
@@ -141,7 +141,7 @@ class _OpenBucket:
 
     @property
     def room_bytes(self) -> int:
-        """What one rank can still add."""
+        """Bytes that one rank can still add."""
         return self.capacity_bytes - self.filled_bytes
 
     def add(self, spec: TensorSpec, ranges: tuple[FlatRange, ...], alignment: int) -> None:
