@@ -119,7 +119,7 @@ class RolloutEngine(ABC):
 
     def layer_outputs(
         self, token_ids: Sequence[int], media: EncodedPrompt | None
-    ) -> dict[str, torch.Tensor] | None:
+    ) -> dict[str, torch.Tensor]:
         """Hidden states of one sequence.
 
         Args:
@@ -127,10 +127,10 @@ class RolloutEngine(ABC):
             media: The prompt that it begins with, if that has images or videos.
 
         Returns:
-            transformers' name of each layer -> its output; None if the engine does not show them.
+            transformers' name of each layer -> its output; empty if the engine shows none.
         """
         del token_ids, media
-        return None
+        return {}
 
     def set_weights_version(self, version: int) -> None:
         """Declares the weights verified and usable under this version."""

@@ -84,10 +84,10 @@ class HFEngine(RolloutEngine):
     @torch.inference_mode()
     def layer_outputs(
         self, token_ids: Sequence[int], media: EncodedPrompt | None
-    ) -> dict[str, torch.Tensor] | None:
+    ) -> dict[str, torch.Tensor]:
         """Outputs of all modules for one sequence of text."""
         if media is not None:
-            return None
+            return {}
         tokens = torch.tensor([list(token_ids)], device=self._model.device)
         mask = torch.ones_like(tokens)
         return module_outputs(

@@ -171,12 +171,12 @@ class VLLMEngine(RolloutEngine):
 
     def layer_outputs(
         self, token_ids: Sequence[int], media: EncodedPrompt | None
-    ) -> dict[str, torch.Tensor] | None:
+    ) -> dict[str, torch.Tensor]:
         """Hidden states of one sequence, if vLLM runs its layers one by one."""
         self.reset_caches()
         with watched_layers(self._started.model) as found:
             list(self._run([Job(tuple(token_ids), 1, 0, media=media)], [scoring_params()]))
-        return {name: torch.cat(calls) for name, calls in found.items()} or None
+        return {name: torch.cat(calls) for name, calls in found.items()}
 
     def _release_memory(self, level: int, awake: Sequence[str]) -> None:
         """On a GPU; elsewhere vLLM keeps its memory and only the state changes."""

@@ -51,7 +51,6 @@ class RowStatistics:
         first_column: int,
         *,
         needs_entropy: bool,
-        may_overwrite: bool = False,
     ) -> RowStatistics:
         """Statistics of a chunk [tokens, columns] that starts at `first_column`."""
         columns = targets - first_column
@@ -59,9 +58,7 @@ class RowStatistics:
         picked = logits.gather(1, columns.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
         target_logits = torch.where(is_inside, picked, 0)
         maximum = logits.amax(dim=1)
-        # On a CPU another chunk of memory costs as much as the exponentials.
-        out = logits if may_overwrite else torch.empty_like(logits)
-        shifted = torch.sub(logits, _finite(maximum)[:, None], out=out)
+        shifted = logits - _finite(maximum)[:, None]
         if needs_entropy:
             exponentials = shifted.exp()
             # 0 * -inf is not a number, 0 times a very negative number is 0.

@@ -217,11 +217,6 @@ class BucketLayout:
         """Bytes of all full tensors."""
         return sum(spec.num_bytes for spec in self.specs)
 
-    @property
-    def padded_bytes(self) -> int:
-        """Bytes of all full buckets, padding included."""
-        return sum(bucket.num_bytes for bucket in self.buckets)
-
 
 def _part(spec: TensorSpec, first: int, last: int) -> tuple[FlatRange, ...]:
     """The share of every rank's shard that goes with elements [first, last) of the largest one.
