@@ -33,7 +33,6 @@ MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1
 _FLOATS = {
     "maximum",
     "log_sum",
-    "logprobs",
     "entropy",
     "grad_logprobs",
     "grad_entropy",
@@ -41,7 +40,6 @@ _FLOATS = {
     "maximum_out",
     "exp_sum_out",
     "weighted_sum_out",
-    "centre",
 }
 # Counts that the launcher hides from the specialisation (see COUNTS in triton_kernels) never are.
 _ALIGNED = _FLOATS | {
@@ -66,7 +64,6 @@ TARGETS = (80, 90, 100, 120)
 _FEATURES = {
     "bias": "HAS_BIAS",
     "softcap": "HAS_SOFTCAP",
-    "centre": "HAS_CENTRE",
     "entropy": "NEEDS_ENTROPY",
     "entropy-gradient": "HAS_GRAD_ENTROPY",
 }
@@ -155,12 +152,6 @@ def _products(target: int) -> list[Case]:
             capability, is_half=True, is_aligned=True, is_plain=not features
         )
         cases.append(_of_tiles("grad_products", target, features, tiles, is_fast=target == 90))
-        bulk_gradient = triton_launch.bulk_gradient_tiles(capability, is_plain=not features)
-        if bulk_gradient is not None:
-            is_fast = target == 90 and features in ("", "bias softcap entropy-gradient")
-            cases.append(
-                _of_tiles("grad_products_tma", target, features, bulk_gradient, is_fast=is_fast)
-            )
     tiles = triton_launch.gradient_tiles(capability, is_half=True, is_aligned=True, is_plain=True)
     # The last chunk of an odd vocabulary; any number of rows has a gradient.
     cases += [
@@ -203,15 +194,10 @@ def _epilogues(target: int) -> list[Case]:
         )
 
     block = triton_launch.EPILOGUE_BLOCK
-    for features, element in (
-        ("", "fp32"),
-        ("bias softcap entropy", "fp32"),
-        ("centre bias entropy", "bf16"),
-    ):
+    for features in ("", "bias softcap entropy"):
         split = {**block, "COLUMNS_PER_SPLIT": triton_launch.COLUMNS_PER_SPLIT}
-        add("fold_products", features, split, element=element)
-        gradient = features.replace("entropy", "entropy-gradient")
-        add("grad_of_stored_products", gradient, block, element=element)
+        add("fold_products", features, split)
+        add("grad_of_stored_products", features.replace("entropy", "entropy-gradient"), block)
     add("merge_partials", "entropy", triton_launch.MERGE_BLOCK)
     add("target_products", "", triton_launch.TARGET_BLOCK, element="bf16")
     return cases
@@ -225,8 +211,6 @@ def _argument_type(name: str, case: Case) -> str:
     if case.kernel.endswith("_tma") and name in ("hidden", "weight"):
         rows = block["BLOCK_ROWS" if name == "hidden" else "BLOCK_COLUMNS"]
         return f"tensordesc<{case.element}[{rows}, {block['BLOCK_SIZE']}]>"
-    if case.kernel.endswith("_tma") and name == "out":
-        return f"tensordesc<{case.stored}[{block['BLOCK_ROWS']}, {block['BLOCK_COLUMNS']}]>"
     if name in ("hidden", "weight", "bias", "products"):
         return f"*{case.element}"
     if name == "out":
@@ -312,8 +296,7 @@ def to_markdown(versions: dict[str, str], rows: list[dict[str, object]]) -> str:
         f"Triton {versions['triton']} and its own ptxas; nvcc {versions['nvcc']} for bucket.cu.",
         "Registers are per thread, spills are stores to local memory (STL), widths of global",
         "accesses are in bits, bulk copies are loads / stores; FFMA are not products of matrices",
-        "but the arithmetic around them. `grad_products_tma` serves no default call: it is a",
-        "candidate where `deterministic=False` lets time decide.",
+        "but the arithmetic around them.",
         "",
         "| kernel | tile | warps, stages | registers | spills | shared memory | products | bulk"
         " copies | global accesses |",

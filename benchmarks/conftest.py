@@ -11,7 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-# What centred products ask of a program; peers multiply under it, too.
+# Gradients of 16 bits are then rounded once; peers multiply under it, too.
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from lightrft.engines.hf.random import row_keys, uniforms
 from lightrft.engines.hf.sampling import (
     draw_tokens,
     invert_cumulative,
     keep_top_p,
     sampling_logprobs,
 )
+from lightrft.engines.random import row_keys, uniforms
 from lightrft.engines.types import SamplingParams
 
 

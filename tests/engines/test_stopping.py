@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig
 
-from lightrft.engines.hf.stopping import StopStringMatcher, end_of_sequence_ids, stop_token_table
+from lightrft.engines.hf.decode import stop_token_table
+from lightrft.engines.text import StopStringMatcher, end_of_sequence_ids
 
 
 class ByteDecoder:

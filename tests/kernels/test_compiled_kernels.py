@@ -53,12 +53,10 @@ def faults(row: dict) -> list[str]:
         found.append(f"no {PRODUCTS[target]}: {row['products']}")
     if ("_tma" in name) != (row["bulk_copies"] > 0):
         found.append(f"{row['bulk_copies']} bulk copies")
-    if ("grad_products_tma" in name) != (row["bulk_stores"] > 0):
+    if row["bulk_stores"] > 0:
         found.append(f"{row['bulk_stores']} bulk stores")
     widths = row["accesses"]
     stores = [w for w in widths if w.startswith("STG")]
-    if "grad_products_tma" in name and stores:
-        found.append(f"stores beside the bulk ones: {widths}")
     if any(kernel in name for kernel in WIDE_STORES) and stores != ["STG.128"]:
         found.append(f"stores of fewer than 16 bytes: {widths}")
     # Rows that start anywhere cannot be loaded in vectors.
@@ -92,7 +90,7 @@ def compare(rows: list[dict]) -> None:
 
 def test_kernels_of_the_committed_table_have_no_fault():
     rows = read_table()["rows"]
-    assert len(rows) >= 100
+    assert len(rows) >= 90
     assert {int(row["case"].split()[0][3:]) for row in rows} == {80, 90, 100, 120}
     for row in rows:
         assert not faults(row), (row["case"], faults(row))

@@ -192,5 +192,3 @@ def test_wrong_shapes_are_refused():
         )
     with pytest.raises(ValueError, match="chunk_tokens must be positive: got 0"):
         linear_policy_loss(leaves[0], leaves[1], targets, None, chunk_tokens=0)
-    with pytest.raises(ValueError, match="bfloat16"):
-        linear_policy_loss(leaves[0], leaves[1], targets, None, precision="centred")

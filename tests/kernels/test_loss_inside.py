@@ -7,12 +7,14 @@ import math
 import pytest
 import torch
 
-from lightrft.kernels import explain, linear_logprob, linear_policy_loss
+from lightrft.kernels import linear_logprob, linear_policy_loss
 from lightrft.kernels.logprob import stored_logits
+from lightrft.kernels.logprob.operators import logprob_forward
+from lightrft.kernels.logprob.policy_loss import plan_loss
 from lightrft.kernels.logprob.product_engine import ProductEngine
 from lightrft.kernels.logprob.products import cpu_multiplies_bfloat16, split_product
 from lightrft.kernels.logprob.rows import RowStatistics, RunningRows
-from lightrft.kernels.logprob.selection import RULES, name_engine, plan_loss
+from lightrft.kernels.logprob.selection import automatic_choice, name_engine
 
 NUM_TOKENS, VOCAB, SIZE = 37, 5000, 16
 
@@ -178,27 +180,10 @@ def test_a_split_weight_gives_float32_logprobs_and_gradients():
     none = torch.zeros(VOCAB)
     upstream[1] = 0
     _, wanted = slow((hidden, weight, none), targets, upstream, temperature=1.0, softcap=None)
-    engine = ProductEngine(512, is_centred=False, uses_triton=False, splits_weight=True)
-    from lightrft.kernels.logprob.operators import logprob_forward
-
-    logprobs = logprob_forward(
-        hidden,
-        weight,
-        None,
-        targets,
-        None,
-        1.0,
-        None,
-        -100,
-        "none",
-        name_engine(engine),
-        "fp32",
-        "True",
-        512,
-        0,
-        VOCAB,
-        None,
-    )[0]
+    engine = ProductEngine(512, uses_triton=False, splits_weight=True)
+    logprobs, *_ = logprob_forward(
+        hidden, weight, None, targets, 1.0, None, -100, "none", name_engine(engine), 512
+    )
     exact = torch.log_softmax(hidden.double() @ weight.double().T, 1)
     exact = exact.gather(1, targets[:, None]).squeeze(1)
     assert (logprobs.double() - exact).abs().max() < 5e-5
@@ -245,38 +230,25 @@ def test_a_7b_loss_takes_three_products_within_the_default_budget():
     with FakeTensorMode():
         hidden = torch.empty(8192, 3584, dtype=torch.bfloat16, device="cuda")
         weight = torch.empty(152064, 3584, dtype=torch.bfloat16, device="cuda")
-    plan = plan_loss(8192, hidden, weight)
-    assert plan.num_products == 3.0
-    assert plan.chunk_tokens * 152064 * 4 <= plan.budget_bytes == 2**31
-    assert plan_loss(8192, hidden, weight, chunk_tokens=4096).num_products == pytest.approx(
-        3.14, 0.01
-    )
+    chunk_tokens, budget_bytes = plan_loss(8192, hidden, weight)
+    # The logits of a chunk are all stored: none are computed twice.
+    assert chunk_tokens * 152064 * 4 <= budget_bytes == 2**31
+    assert plan_loss(8192, hidden, weight, chunk_tokens=4096) == (4096, 2**31)
 
 
-def test_the_table_says_what_it_chooses_and_why():
+def test_auto_is_a_fixed_choice():
     from torch._subclasses import FakeTensorMode
 
     def of(hidden_dtype, weight_dtype, size, device="cuda"):
         with FakeTensorMode():
             hidden = torch.empty(64, size, dtype=hidden_dtype, device=device)
-            return explain(hidden, torch.empty(999, size, dtype=weight_dtype, device=device))
+            weight = torch.empty(999, size, dtype=weight_dtype, device=device)
+            return automatic_choice(hidden, weight)
 
     bf16, fp32 = torch.bfloat16, torch.float32
-    found = [
-        of(fp32, fp32, 64, "cpu"),
-        of(bf16, fp32, 4096),
-        of(fp32, fp32, 4096),
-        of(bf16, bf16, 4096),
-        of(bf16, bf16, 896),
-    ]
-    assert [line.split(":")[0] for line in found] == [
-        "chunked",
-        "cublas",
-        "chunked",
-        "cublas",
-        "triton",
-    ]
-    reasons = [rule.reason for rule in RULES]
-    assert all(line.partition(": ")[2] in reasons for line in found)
-    hidden, weight = torch.empty(700, 64), torch.empty(9999, 64)
-    assert "3.00 products in chunks of 700 tokens" in explain(hidden, weight, loss_inside=True)
+    assert of(fp32, fp32, 64, "cpu") == "chunked"
+    assert of(bf16, fp32, 4096) == "cublas"
+    assert of(fp32, fp32, 4096) == "chunked"
+    assert of(bf16, bf16, 4096) == "cublas"
+    assert of(bf16, bf16, 896) == "triton"
+    assert plan_loss(700, torch.empty(700, 64), torch.empty(9999, 64)) == (700, 700 * 9999 * 4)

@@ -37,5 +37,3 @@ def test_without_a_gpu_triton_is_refused():
     tensors = torch.randn(3, 8), torch.randn(5, 8), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match="impl='triton' is not available here"):
         linear_logprob(*tensors, impl="triton")
-    with pytest.raises(ValueError, match="'batch_invariant' is not available here"):
-        linear_logprob(*tensors, deterministic="batch_invariant")

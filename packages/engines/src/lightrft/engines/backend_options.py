@@ -1,4 +1,4 @@
-"""Options under a backend's own names: which are known, and values from a command line."""
+"""Options under a backend's own names: a check of the names, and values from a command line."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The interface of rollout engines, and what all of them have in common."""
+"""The interface of rollout engines, and their common part."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -8,8 +8,6 @@ import torch
 from torch import nn
 
 from lightrft.engines.engine_weights import EngineWeights, StaleEngineError as StaleEngineError
-from lightrft.engines.hf.stopping import end_of_sequence_ids
-from lightrft.engines.hf.text import Text
 from lightrft.engines.ledger import Ledger
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.prompts import EncodedPrompt
@@ -18,6 +16,7 @@ from lightrft.engines.native_params import params_of_native
 from lightrft.engines.parameter_store import is_full_tensor
 from lightrft.engines.raw_completions import FinishedRow, completion_of
 from lightrft.engines.requests import Limits, Row, rows_of_requests
+from lightrft.engines.text import Text, end_of_sequence_ids
 from lightrft.engines.types import (
     Completion,
     EngineConfig,
@@ -35,7 +34,7 @@ FinishedRows = Generator[list[FinishedRow]]
 
 @dataclass(slots=True)
 class _Running:
-    """What was submitted and has not been given."""
+    """Completions that were submitted and have not been given."""
 
     batches: FinishedRows
     params: SamplingParams
@@ -98,7 +97,7 @@ class RolloutEngine(ABC):
 
     @property
     def runner_name(self) -> str:
-        """What executes the model, where a backend has several ways; for the log."""
+        """Name of the code that executes the model, where a backend has several; for the log."""
         return type(self).__name__
 
     def params_of_native(self, native: object) -> SamplingParams | None:
@@ -120,7 +119,7 @@ class RolloutEngine(ABC):
 
     def layer_outputs(
         self, token_ids: Sequence[int], media: EncodedPrompt | None
-    ) -> dict[str, torch.Tensor] | None:
+    ) -> dict[str, torch.Tensor]:
         """Hidden states of one sequence.
 
         Args:
@@ -128,10 +127,10 @@ class RolloutEngine(ABC):
             media: The prompt that it begins with, if that has images or videos.
 
         Returns:
-            transformers' name of each layer -> its output; None if the engine does not show them.
+            transformers' name of each layer -> its output; empty if the engine shows none.
         """
         del token_ids, media
-        return None
+        return {}
 
     def set_weights_version(self, version: int) -> None:
         """Declares the weights verified and usable under this version."""

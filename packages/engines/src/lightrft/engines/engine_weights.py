@@ -188,7 +188,7 @@ class EngineWeights(ABC):
 
 
 class AssembledWeights(EngineWeights):
-    """Collects pieces into whole parameters and hands those to a backend.
+    """Parameters that are assembled from pieces and handed whole to a backend.
 
     A group of parameters that the backend fuses is handed over once, when all of it is there.
 

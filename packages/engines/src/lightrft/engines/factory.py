@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class EngineBuilder(Protocol):
-    """Starts one kind of engine."""
+    """Start of one kind of engine."""
 
     def __call__(self, config: EngineConfig, *, module: nn.Module | None = None) -> RolloutEngine:
         """Starts it; `module` gives the architecture where the engine can use it."""

@@ -9,9 +9,9 @@ from torch import nn
 
 from lightrft.engines.backend_options import check_options
 from lightrft.engines.base import FinishedRows, RolloutEngine
-from lightrft.engines.hf.random import mix64, row_keys, uniforms
 from lightrft.engines.hf.sampling import draw_tokens, sampling_logprobs
 from lightrft.engines.parameter_store import ParameterStore, full_shape, is_full_tensor
+from lightrft.engines.random import mix64, row_keys, uniforms
 from lightrft.engines.raw_completions import RawCompletion
 from lightrft.engines.requests import Limits, Row
 from lightrft.engines.types import (
@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 
 
 class FakeEngine(RolloutEngine):
-    """Samples from a distribution that depends on the prompt, the tokens so far and every weight.
+    """Engine with a distribution that depends on the prompt, the tokens so far and every weight.
 
     The next token's logits are hashes of (weights, tokens so far), so that any change of a weight
     changes them, and `score` agrees with `Completion.output_logprobs`. A prompt remembers the

@@ -1,4 +1,4 @@
-"""Starting a backend: what must be there, and what must stay as it was in this process."""
+"""State of this process around a backend: functions it needs, settings it must not change."""
 
 import importlib
 import operator

@@ -8,10 +8,10 @@ from typing import Protocol
 
 import torch
 
-from lightrft.engines.hf.random import row_keys
-from lightrft.engines.hf.stopping import StopStringMatcher, TextDecoder
 from lightrft.engines.media.prompts import EncodedPrompt
+from lightrft.engines.random import row_keys
 from lightrft.engines.requests import Row
+from lightrft.engines.text import StopStringMatcher, TextDecoder
 from lightrft.engines.types import Completion, FinishReason, SamplingParams
 
 _CPU = torch.device("cpu")

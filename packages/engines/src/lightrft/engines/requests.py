@@ -30,7 +30,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a model can take.
+    """Limits of a model.
 
     Args:
         vocab_size: Token ids are below this.

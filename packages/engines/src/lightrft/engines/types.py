@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class EngineStatus(Enum):
-    """Whether the engine holds its weights and cache in memory (seed names)."""
+    """Presence of the engine's weights and cache in memory (seed names)."""
 
     SLEEPED = 0
     WAKEUP = 1
@@ -27,7 +27,7 @@ class EngineStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How completions are drawn.
+    """Distribution that completions are drawn from, and their ends.
 
     Args:
         temperature: Softmax temperature; 0 is greedy (ties go to the lowest token id).
@@ -92,7 +92,7 @@ class SamplingParams:
 
     @property
     def logprobs_mode(self) -> LogprobsMode:
-        """What these parameters' logprobs are measured by (`Completion.logprobs_mode`)."""
+        """Measure of these parameters' logprobs (`Completion.logprobs_mode`)."""
         return "truncated" if self.truncates else "temperature"
 
 
@@ -246,7 +246,7 @@ class WeightPiece:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What a factory needs to start an engine.
+    """Settings of an engine to start.
 
     Args:
         engine_type: A key of `lightrft.engines.factory.ENGINES`.

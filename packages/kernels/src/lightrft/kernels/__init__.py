@@ -8,8 +8,7 @@ if TYPE_CHECKING:
     from lightrft.kernels.hardware import capabilities as capabilities
     from lightrft.kernels.logprob.dispatch import linear_logprob as linear_logprob
     from lightrft.kernels.logprob.policy_loss import linear_policy_loss as linear_policy_loss
-    from lightrft.kernels.logprob.selection import explain as explain
-    from lightrft.kernels.logprob.types import VocabShard as VocabShard, Workspace as Workspace
+    from lightrft.kernels.logprob.types import Workspace as Workspace
     from lightrft.kernels.weight_bucket.broadcaster import BucketBroadcaster as BucketBroadcaster
     from lightrft.kernels.weight_bucket.layout import (
         BucketLayout as BucketLayout,

@@ -1,4 +1,4 @@
-"""What this build and this machine can run; the only place that probes for it."""
+"""Capabilities of this build and this machine; the only place that probes for them."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from lightrft.kernels.weight_bucket.native import load_extension
 
 @dataclass(frozen=True, slots=True)
 class KernelCapabilities:
-    """Which implementations can run here.
+    """Implementations that can run here.
 
     Args:
         native_extension: The C++ extension is built and matches these sources.

@@ -281,7 +281,7 @@ def first_divergence(
     given = {} if media is None else {"media": RowMedia((media,), media.kinds)}
     expected = module_outputs(checkpoint_module(trainer), lambda: actor(tokens, mask, **given))
     found = engine.layer_outputs(token_ids, media)
-    if found is None:
+    if not found:
         return None
     for name in [name for name in found if name in expected]:
         distance = _distance(found[name], expected[name])

@@ -6,9 +6,9 @@ from typing import Protocol
 
 import torch
 
-from lightrft.engines.hf.random import uniforms
 from lightrft.engines.hf.sampling import draw_tokens
-from lightrft.engines.hf.stopping import StopStringMatcher
+from lightrft.engines.random import uniforms
+from lightrft.engines.text import StopStringMatcher
 from lightrft.engines.types import SamplingParams
 
 # Steps for which random numbers and output columns are prepared at once.
@@ -32,9 +32,20 @@ class RowForward(Protocol):
         """Drops every row but the given ones, [kept] int64."""
 
 
+def stop_token_table(
+    stop_ids: Sequence[int], vocab_size: int, *, device: torch.device
+) -> torch.Tensor:
+    """A lookup table of stop tokens: [vocab] bool. Ids beyond the vocabulary cannot be sampled."""
+    table = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+    known = [i for i in stop_ids if 0 <= i < vocab_size]
+    if known:
+        table[torch.tensor(known, device=device)] = True
+    return table
+
+
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """When rows end.
+    """Ends of rows.
 
     Args:
         stop_table: [vocab] bool, true at tokens that end a completion; None if there are none.
@@ -49,7 +60,7 @@ class StopRule:
     def is_stop(
         self, tokens: torch.Tensor, row_ids: torch.Tensor, num_tokens: int
     ) -> torch.Tensor | None:
-        """Which rows stop with their num_tokens-th token; None if none can.
+        """Rows that stop with their num_tokens-th token; None if none can.
 
         Args:
             tokens: [rows] int64, the newest tokens.

@@ -8,22 +8,22 @@ from torch import nn
 
 from lightrft.engines.base import FinishedRows, RolloutEngine
 from lightrft.engines.hf.build import build_model
-from lightrft.engines.hf.decode import RowForward, StopRule, decode
+from lightrft.engines.hf.decode import RowForward, StopRule, decode, stop_token_table
 from lightrft.engines.hf.forward import ModelTraits, PlainForward, WholeBatchForward
 from lightrft.engines.hf.layers import module_outputs
-from lightrft.engines.hf.random import row_keys
-from lightrft.engines.hf.stopping import StopStringMatcher, stop_token_table
 from lightrft.engines.media.prompts import EncodedPrompt
 from lightrft.engines.parameter_store import ParameterStore
+from lightrft.engines.random import row_keys
 from lightrft.engines.raw_completions import RawCompletion
 from lightrft.engines.requests import Row, chunks_of_rows
+from lightrft.engines.text import StopStringMatcher
 from lightrft.engines.types import EngineConfig, SamplingParams
 
 _logger = logging.getLogger(__name__)
 
 
 class HFEngine(RolloutEngine):
-    """Samples with its own decode loop over the transformers forward.
+    """Engine with its own decode loop over the transformers forward.
 
     Each rank generates its own prompts: `tensor_parallel_size` forms no groups here, and
     `memory_utilization` has no effect because the cache is allocated per call.
@@ -84,10 +84,10 @@ class HFEngine(RolloutEngine):
     @torch.inference_mode()
     def layer_outputs(
         self, token_ids: Sequence[int], media: EncodedPrompt | None
-    ) -> dict[str, torch.Tensor] | None:
+    ) -> dict[str, torch.Tensor]:
         """Outputs of all modules for one sequence of text."""
         if media is not None:
-            return None
+            return {}
         tokens = torch.tensor([list(token_ids)], device=self._model.device)
         mask = torch.ones_like(tokens)
         return module_outputs(

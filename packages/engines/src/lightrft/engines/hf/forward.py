@@ -7,10 +7,9 @@ from contextlib import ExitStack
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from lightrft.engines.hf.attention import MASKED
-from lightrft.engines.hf.cache import roomy_cache
 from lightrft.engines.media.cross_attention import only_own_images
 from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.media.inputs import (
@@ -24,10 +23,12 @@ from lightrft.engines.media.inputs import (
 
 _logger = logging.getLogger(__name__)
 _warned: set[str] = set()
+# Tokens by which a cache grows at a time.
+_ROOM = 64
 
 
 class ModelTraits:
-    """What a model's forward accepts, found out once.
+    """Traits of a model's forward, found out once.
 
     Attributes:
         cache_argument: Name under which it takes its cache.
@@ -74,11 +75,62 @@ class ModelTraits:
             )
 
     def last_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the next token is drawn from: [rows, tokens, vocab] -> [rows, vocab]."""
+        """Logits of the next token: [rows, tokens, vocab] -> [rows, vocab]."""
         last = logits[:, -1]
         if self.forbidden is None:
             return last
         return last.index_fill(-1, self.forbidden, float("-inf"))
+
+
+class RoomyLayer(DynamicLayer):  # type: ignore[misc]
+    """A `DynamicLayer` with spare room, so that a new token is written instead of concatenated.
+
+    `keys` and `values` are views [rows, kv_heads, seq, head_dim] of larger buffers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = torch.empty(0)
+        self.values = torch.empty(0)
+        self._key_buffer = torch.empty(0)
+        self._value_buffer = torch.empty(0)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends states [rows, kv_heads, new, head_dim]; returns all states so far."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.get_seq_length()
+        stop = start + key_states.shape[-2]
+        if start == 0 or stop > self._key_buffer.shape[-2]:
+            self._key_buffer = _with_room(key_states, self.keys, start, stop + _ROOM)
+            self._value_buffer = _with_room(value_states, self.values, start, stop + _ROOM)
+        self._key_buffer[:, :, start:stop] = key_states
+        self._value_buffer[:, :, start:stop] = value_states
+        self.keys = self._key_buffer[:, :, :stop]
+        self.values = self._value_buffer[:, :, :stop]
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the given rows, in the given order; a row may be taken several times."""
+        stop = self.get_seq_length()
+        if stop == 0:
+            return
+        self._key_buffer = self._key_buffer.index_select(0, indices)
+        self._value_buffer = self._value_buffer.index_select(0, indices)
+        self.keys = self._key_buffer[:, :, :stop]
+        self.values = self._value_buffer[:, :, :stop]
+
+
+def _with_room(
+    new_states: torch.Tensor, old_states: torch.Tensor, length: int, capacity: int
+) -> torch.Tensor:
+    rows, heads, _, width = new_states.shape
+    buffer = new_states.new_empty(rows, heads, capacity, width)
+    if length:
+        buffer[:, :, :length] = old_states
+    return buffer
 
 
 class PlainForward:
@@ -111,7 +163,7 @@ class PlainForward:
         self._prompts = prompts
         self._device = model.device
         self._prompt_of_row = torch.tensor(prompt_of_row, device=self._device)
-        self._cache = roomy_cache()
+        self._cache = Cache(layer_class_to_replicate=RoomyLayer)
         lengths = [len(prompt) for prompt in prompts]
         self._is_ragged = len(set(lengths)) > 1
         self._positions = torch.tensor(

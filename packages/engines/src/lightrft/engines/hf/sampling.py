@@ -1,4 +1,4 @@
-"""From logits to tokens: their distribution, the draw, and its log-probability."""
+"""Distribution of the next token, the draw, and its log-probability."""
 
 import torch
 

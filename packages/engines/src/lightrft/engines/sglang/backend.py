@@ -14,6 +14,7 @@ from lightrft.engines.process_state import (
     replaced_environment,
     require_functions,
 )
+from lightrft.engines.random import mix64
 from lightrft.engines.requests import Limits
 from lightrft.engines.sglang.options import engine_arguments
 from lightrft.engines.types import EngineConfig
@@ -109,8 +110,6 @@ def _build(arguments: Mapping[str, object], *, is_on_cpu: bool) -> Engine:
     from sglang.srt.entrypoints.engine import Engine as NativeEngine
     from sglang.srt.server_args import DETERMINISTIC_ATTENTION_BACKEND_CHOICES
 
-    from lightrft.engines.sglang.child import run_scheduler
-
     class SeededEngine(NativeEngine):  # type: ignore[misc]
         run_scheduler_process_func = staticmethod(run_scheduler)
 
@@ -186,3 +185,36 @@ def _hidden_variables() -> dict[str, None]:
         for name in os.environ
         if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES)
     }
+
+
+def run_scheduler(*args: object, **keywords: object) -> None:
+    """SGLang's scheduler, in a process of its own; sampling by seed works without a GPU, too.
+
+    SGLang draws by the seed of a request only in its deterministic mode, which replaces matrix
+    products by Triton kernels and hashes by a compiled function. On a CPU there are neither: the
+    products stay as they are, and the hash is computed by torch.
+    """
+    from sglang.srt.layers import sampler
+    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    if not torch.cuda.is_available():
+        ModelRunner.maybe_enable_batch_invariant_mode = lambda _: None
+        sampler.murmur_hash32 = hash_uint32
+    run_scheduler_process(*args, **keywords)
+
+
+def hash_uint32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
+    """One pseudorandom 32-bit number for each row and column.
+
+    Args:
+        seed: [rows] uint64.
+        positions: [rows] integer.
+        columns: [vocab] integer.
+
+    Returns:
+        [rows, vocab] int64 in [0, 2^32).
+    """
+    keys = mix64(mix64(seed.to(torch.int64)) ^ positions.to(torch.int64))
+    bits = mix64(keys[:, None] ^ mix64(columns.to(torch.int64))[None, :])
+    return (bits >> 32) & 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""Engine options under SGLang's own names: defaults, the user's, and those that are not theirs."""
+"""Engine options under SGLang's own names: defaults, the user's, and reserved ones."""
 
 from collections.abc import Mapping
 
@@ -80,7 +80,7 @@ def engine_arguments(
         "nccl_port": ports[1],
         "device": "cpu" if is_on_cpu else "cuda",
         "base_gpu_id": device_index or 0,
-        # Completions must depend on seed and request alone; `child` makes it work on a CPU.
+        # Completions must depend on seed and request alone; `run_scheduler` makes it work on a CPU.
         "enable_deterministic_inference": True,
         "sampling_backend": "pytorch",
         "sampling_defaults": "openai",

@@ -1,7 +1,9 @@
 """The vLLM rollout engine, in the trainer's own process."""
 
 import gc
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -29,12 +31,13 @@ from lightrft.engines.vllm.sampling import (
     raw_completions_of,
     scoring_params,
 )
-from lightrft.engines.vllm.watch import watched_layers
 from lightrft.engines.vllm.weights import VLLMWeights
+
+_LAYER = re.compile(r"^(?P<parts>(?:language_model\.)?model\.layers\.)(?P<number>\d+)$")
 
 
 class VLLMEngine(RolloutEngine):
-    """Samples with vLLM beside the trainer.
+    """Engine on vLLM beside the trainer.
 
     Every rank of a tensor-parallel group holds a shard and must make the same calls in the same
     order.
@@ -168,12 +171,12 @@ class VLLMEngine(RolloutEngine):
 
     def layer_outputs(
         self, token_ids: Sequence[int], media: EncodedPrompt | None
-    ) -> dict[str, torch.Tensor] | None:
+    ) -> dict[str, torch.Tensor]:
         """Hidden states of one sequence, if vLLM runs its layers one by one."""
         self.reset_caches()
         with watched_layers(self._started.model) as found:
             list(self._run([Job(tuple(token_ids), 1, 0, media=media)], [scoring_params()]))
-        return {name: torch.cat(calls) for name, calls in found.items()} or None
+        return {name: torch.cat(calls) for name, calls in found.items()}
 
     def _release_memory(self, level: int, awake: Sequence[str]) -> None:
         """On a GPU; elsewhere vLLM keeps its memory and only the state changes."""
@@ -215,3 +218,41 @@ class VLLMEngine(RolloutEngine):
             # vLLM's objects refer to each other; a second engine needs the memory now.
             gc.collect()
             self.status = EngineStatus.SLEEPED
+
+
+@contextmanager
+def watched_layers(model: nn.Module) -> Iterator[dict[str, list[torch.Tensor]]]:
+    """Collects what the layers of the language model give, call by call.
+
+    Args:
+        model: vLLM's.
+
+    Yields:
+        transformers' name of a layer -> [tokens, hidden] of each call. Empty where vLLM replays
+        a recorded graph.
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+
+    def keep(name: str) -> Callable[[nn.Module, object, object], None]:
+        def hook(module: nn.Module, inputs: object, output: object) -> None:
+            del module, inputs
+            # vLLM adds the residual in the next layer.
+            parts = output if isinstance(output, tuple) else (output,)
+            tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+            if tensors:
+                found.setdefault(name, []).append(torch.stack(tensors).sum(dim=0).cpu())
+
+        return hook
+
+    handles = []
+    for name, module in model.named_modules():
+        match = _LAYER.match(name)
+        if match is not None:
+            is_part = match["parts"].startswith("language_model")
+            prefix = "model.language_model.layers." if is_part else "model.layers."
+            handles.append(module.register_forward_hook(keep(prefix + match["number"])))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,4 +1,4 @@
-"""Experts of mixture-of-experts models: from checkpoint names to vLLM's two stacks of a layer.
+"""Experts of mixture-of-experts models in vLLM's two stacks of a layer, by checkpoint name.
 
 `w13_weight` [experts, 2 * width, hidden] holds each expert's gate and, after it, its up projection;
 `w2_weight` [experts, hidden, width] the down projections. Transformers keeps the same two stacks
@@ -27,7 +27,7 @@ _SPLIT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ExpertSlot:
-    """Where a checkpoint parameter lies in the stacks of a layer.
+    """Place of a checkpoint parameter in the stacks of a layer.
 
     Args:
         module_name: vLLM's module that holds the stacks.

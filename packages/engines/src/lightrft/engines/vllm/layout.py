@@ -1,4 +1,4 @@
-"""Where each checkpoint parameter lies inside vLLM's fused, padded and sharded tensors."""
+"""Places of checkpoint parameters inside vLLM's fused, padded and sharded tensors."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,7 +53,7 @@ class Layout:
 
 
 class LayoutReader:
-    """Finds the places of checkpoint parameters in a vLLM model.
+    """Reader of the places of checkpoint parameters in a vLLM model.
 
     Args:
         model: vLLM's model, right after loading.

@@ -1,4 +1,4 @@
-"""Prompts with images and videos in vLLM's form, and what vLLM made of them."""
+"""Prompts with images and videos in vLLM's form, and a check of vLLM's reading of them."""
 
 import importlib
 import re
@@ -11,7 +11,7 @@ from lightrft.engines.raw_completions import Job
 
 
 def native_prompt(job: Job) -> dict[str, object]:
-    """What vLLM is given for one job: media with one placeholder each, which it expands itself.
+    """One job in vLLM's form: media with one placeholder each, which it expands itself.
 
     Raises:
         ValueError: The prompt was encoded without its media at hand.

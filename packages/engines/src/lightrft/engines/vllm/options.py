@@ -1,4 +1,4 @@
-"""Engine options under vLLM's own names: defaults, the user's, and those that are not theirs."""
+"""Engine options under vLLM's own names: defaults, the user's, and reserved ones."""
 
 import dataclasses
 from collections.abc import Mapping

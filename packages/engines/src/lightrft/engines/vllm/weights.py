@@ -98,7 +98,7 @@ class VLLMWeights(AssembledWeights):
         return dict(zip(wanted, self._sum_over_group(local), strict=True))
 
     def _local_hashes(self, places: Sequence[Place]) -> list[int]:
-        """What this rank adds to the hash of each; 0 where another rank of the group does."""
+        """This rank's part of each hash; 0 where another rank of the group adds it."""
         from vllm.distributed.parallel_state import get_tp_group
 
         from lightrft.kernels import hash_tensors

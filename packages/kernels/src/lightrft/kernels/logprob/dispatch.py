@@ -1,8 +1,4 @@
-"""The public `linear_logprob`: checks its arguments once and picks an implementation."""
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+"""The published `linear_logprob`, and its definition."""
 
 import torch
 from torch import Tensor
@@ -10,21 +6,15 @@ from torch import Tensor
 from lightrft.kernels.logprob import validation
 from lightrft.kernels.logprob.operators import logprob_forward
 from lightrft.kernels.logprob.types import (
-    Determinism,
     EntropyMode,
     LogitsTransform,
     LogprobImplementation,
     LogprobOutput,
     OutputLayer,
-    Precision,
-    VocabShard,
     Workspace,
     accumulation_dtype,
     apply_transform,
 )
-
-if TYPE_CHECKING:
-    from lightrft.kernels.logprob.sharding import LocalProblem
 
 
 def reference_logprob(
@@ -36,7 +26,7 @@ def reference_logprob(
         hidden: [tokens, hidden].
         layer: Of the whole vocabulary.
         targets: [tokens] int64, in range.
-        entropy: Whether to compute the entropy, and whether gradients flow through it.
+        entropy: As in `linear_logprob`.
     """
     dtype = accumulation_dtype(hidden, layer.weight, layer.bias)
     bias = None if layer.bias is None else layer.bias.to(dtype)
@@ -62,9 +52,6 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
     ignore_index: int = -100,
     entropy: EntropyMode = "none",
     impl: LogprobImplementation = "auto",
-    precision: Precision = "fp32",
-    deterministic: Determinism = True,
-    tp: VocabShard | None = None,
     workspace: Workspace | None = None,
 ) -> LogprobOutput:
     """Log-probability of each target under a linear output layer, and the entropy.
@@ -74,82 +61,46 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
 
     Products and sums are float32 (float64 if an input is), whatever autocast says. Gradients reach
     hidden, weight and bias; rows without an upstream gradient cost nothing in the backward pass.
+    The same call gives the same bits (on CUDA set CUBLAS_WORKSPACE_CONFIG).
 
     Args:
         hidden: [tokens, hidden]; tokens may be 0.
-        weight, bias: [vocab, hidden], and [vocab] or None; this rank's part with `tp`.
+        weight, bias: [vocab, hidden], and [vocab] or None.
         targets: [tokens] int64 in [0, vocab), or `ignore_index`.
         temperature: Divides the logits; positive.
         softcap: cap * tanh(logits / cap) before the temperature; positive, or None.
         ignore_index: Rows with this target give 0 for both outputs and no gradient.
         entropy: "none", "value" (detached) or "grad".
-        impl, precision, deterministic: See `LogprobImplementation`, `Precision`, `Determinism`.
-        tp: The part of the vocabulary that `weight` is, see `VocabShard`; None is all of it, or
-            what the placements say where the tensors are DTensors, all of them.
-        workspace: Chunk size, and where dL/dweight goes; None takes the defaults.
+        impl: See `LogprobImplementation`.
+        workspace: Chunk size; None takes the default.
 
     Raises:
         ValueError: A shape, dtype, target or option is invalid or cannot be honoured here.
     """
     validation.validate_tensors(hidden, weight, targets, bias)
-    validation.validate_options(temperature, softcap, entropy, impl, precision, deterministic)
-    validation.validate_workspace(workspace, weight)
+    validation.validate_options(temperature, softcap, entropy, impl)
     layer = OutputLayer(weight, bias, LogitsTransform.of(temperature, softcap))
     if impl == "reference":
-        validation.refuse_with_reference(precision, deterministic, tp, workspace)
+        if workspace is not None:
+            raise ValueError("impl='reference' is all logits at once: pass workspace=None")
         return _reference(hidden, layer, targets, ignore_index, entropy)
-    workspace = workspace or _default_workspace(hidden)
-    problem = _local_problem(hidden, weight, targets, bias, tp, workspace)
-    if problem is not None:
-        hidden, weight, targets, bias, tp = problem.arguments
-    shard = tp or VocabShard(None, 0, weight.shape[0])
+    if workspace is None:
+        # Chunks of a CPU should fit its caches; on a GPU each one costs a pass over dL/dhidden.
+        workspace = Workspace(16384) if hidden.is_cuda else Workspace()
+    transform = layer.transform
     logprobs, entropies, _, _ = logprob_forward(
         hidden,
         weight,
         bias,
         targets,
-        workspace.grad_weight,
-        layer.transform.temperature,
-        layer.transform.softcap,
+        transform.temperature,
+        transform.softcap,
         ignore_index,
         entropy,
         impl,
-        precision,
-        str(deterministic),
         workspace.chunk_columns,
-        shard.start,
-        shard.vocab_size,
-        tp and tp.group_name,
     )
-    if problem is not None:
-        logprobs, entropies = problem.distribute(logprobs), problem.distribute(entropies)
     return LogprobOutput(logprobs, None if entropy == "none" else entropies)
-
-
-def _default_workspace(hidden: Tensor) -> Workspace:
-    # Chunks of a CPU should fit its caches; on a GPU each one costs a pass over dL/dhidden.
-    return Workspace(16384) if hidden.is_cuda else Workspace()
-
-
-def _local_problem(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    tp: VocabShard | None,
-    workspace: Workspace,
-) -> LocalProblem | None:
-    """What this rank computes of DTensors, or None for plain tensors.
-
-    With replicated tokens a weight that is split over its rows is the vocabulary of `tp`; else the
-    weight is gathered and ranks compute their own tokens.
-    """
-    if all(type(tensor).__name__ != "DTensor" for tensor in (hidden, weight, targets, bias)):
-        return None
-    from lightrft.kernels.logprob.sharding import localize
-
-    validation.refuse_with_dtensors(tp, workspace)
-    return localize(hidden, weight, targets, bias)
 
 
 def _reference(

@@ -1,8 +1,8 @@
 """The passes that every implementation but `reference` shares, without autograd.
 
 An engine gives the row statistics of a weight and, chunk by chunk, the gradient of its logits.
-Here are the rest: the rows that count, the merge over ranks, and the products for dL/dhidden
-(summed over chunks in float32) and dL/dweight (each chunk of rows written once).
+Here are the rest: the rows that count, and the products for dL/dhidden (summed over chunks in
+float32) and dL/dweight (each chunk of rows written once).
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from lightrft.kernels.logprob.products import add_product_, write_product
 from lightrft.kernels.logprob.rows import GradRows, RowStatistics, scale_into_range, select_rows
 from lightrft.kernels.logprob.types import OutputLayer, accumulation_dtype
-from lightrft.kernels.weight_bucket.broadcaster import all_gather_single
 
 # As the largest logit of a row: all its probabilities come out as 0, and its cube is finite.
 _NO_PROBABILITY = 1e12
@@ -56,23 +53,16 @@ class PassOptions:
         engine: How to compute.
         needs_entropy: Whether the entropy is computed.
         ignore_index: Rows with this target do not count.
-        start: Token id of the layer's first column.
-        vocab_size: Tokens of the whole vocabulary.
-        group: Name of the process group that holds the vocabulary, "" for the default group, or
-            None if the layer is all of it.
     """
 
     engine: LogprobEngine
     needs_entropy: bool
     ignore_index: int
-    start: int
-    vocab_size: int
-    group: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class RowResults:
-    """What the backward pass keeps of every row, and the outputs: [tokens] each.
+    """Outputs, and numbers of every row that the backward pass needs: [tokens] each.
 
     Args:
         logprobs: 0 where the row does not count.
@@ -94,7 +84,7 @@ class Upstream:
     entropies: Tensor | None
 
     def reach(self, targets: Tensor) -> Tensor:
-        """Which rows have a gradient: [tokens] bool."""
+        """Rows that have a gradient: [tokens] bool."""
         reached = torch.zeros_like(targets, dtype=torch.bool)
         for gradient in (self.logprobs, self.entropies):
             if gradient is not None:
@@ -109,29 +99,25 @@ def statistics_of_rows(
 
     Args:
         hidden: [tokens, hidden].
-        layer: This rank's columns.
-        targets: [tokens] int64, ids of the whole vocabulary or `options.ignore_index`.
+        layer: The output layer.
+        targets: [tokens] int64 in the vocabulary, or `options.ignore_index`.
         options: The rest.
     """
+    vocab_size = len(layer.weight)
     chosen = select_rows(
-        targets != options.ignore_index,
-        targets,
-        options.vocab_size,
-        multiple=options.engine.row_multiple,
+        targets != options.ignore_index, targets, vocab_size, multiple=options.engine.row_multiple
     )
-    if chosen.smallest < 0 or chosen.largest >= options.vocab_size:
+    if chosen.smallest < 0 or chosen.largest >= vocab_size:
         raise ValueError(
-            f"targets must lie in [0, {options.vocab_size}) or equal "
+            f"targets must lie in [0, {vocab_size}) or equal "
             f"ignore_index={options.ignore_index}: got "
             f"{chosen.smallest if chosen.smallest < 0 else chosen.largest}"
         )
-    # Where an ignored row is computed with the others its target lies in no rank's columns.
-    columns = torch.where(chosen.mask, targets - options.start, -1)
+    # Where an ignored row is computed with the others its target lies in no column.
+    columns = torch.where(chosen.mask, targets, -1)
     rows = options.engine.statistics(
         chosen.take(hidden), layer, chosen.take(columns, -1), needs_entropy=options.needs_entropy
     )
-    if options.group is not None:
-        rows = merge_over_ranks(rows, _resolve_group(options.group))
     wide = accumulation_dtype(hidden, layer.weight, layer.bias)
 
     def place(values: Tensor, fill: float) -> Tensor:
@@ -174,7 +160,7 @@ def gradients_of_layer(
     dtype = options.engine.product_dtype(hidden, layer.weight)
     rows = GradRows(
         hidden=chosen.take(hidden).to(dtype),
-        targets=chosen.take(targets - options.start, -1),
+        targets=chosen.take(targets, -1),
         # A row that is kept though nothing reaches it must not overflow on its way to 0.
         maximum=chosen.take(torch.where(mask, results.maximum, _NO_PROBABILITY), _NO_PROBABILITY),
         log_sum=chosen.take(results.log_sum),
@@ -184,27 +170,21 @@ def gradients_of_layer(
         grad_entropy=reached(upstream.entropies),
     )
     grad_rows = _layer_gradients(rows, layer, sink, options)
-    if grad_rows is None:
-        return None
-    if options.group is not None:
-        dist.all_reduce(grad_rows, group=_resolve_group(options.group))
-    return chosen.spread(grad_rows.to(hidden.dtype))
+    return None if grad_rows is None else chosen.spread(grad_rows.to(hidden.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class GradientSink:
-    """Where gradients go; None where they are not needed.
+    """Destinations of gradients; None where they are not needed.
 
     Args:
         needs_hidden: Whether dL/dhidden is computed.
         weight: [columns, hidden], written.
-        weight_total: [columns, hidden] float32, added to.
         bias: [columns], written.
     """
 
     needs_hidden: bool
     weight: Tensor | None
-    weight_total: Tensor | None
     bias: Tensor | None
 
 
@@ -221,9 +201,6 @@ def _layer_gradients(
             add_product_(grad_rows, grad_logits, chunk.weight)
         if sink.weight is not None:
             write_product(sink.weight[start:stop], grad_logits.T, rows.hidden, scale=scale)
-        if sink.weight_total is not None:
-            part = sink.weight_total[start:stop]
-            add_product_(part, grad_logits.T, rows.hidden, scale=scale)
         if sink.bias is not None:
             total = grad_logits.sum(0, dtype=wide)
             sink.bias[start:stop] = total if scale is None else total / scale
@@ -240,24 +217,3 @@ def chunks(
         stop = min(start + chunk_columns, len(layer.weight))
         bias = None if layer.bias is None else layer.bias[start:stop]
         yield start, stop, OutputLayer(layer.weight[start:stop].to(dtype), bias, layer.transform)
-
-
-def _resolve_group(name: str) -> dist.ProcessGroup | None:
-    return _resolve_process_group(name) if name else None  # type: ignore[arg-type]
-
-
-def merge_over_ranks(rows: RowStatistics, group: dist.ProcessGroup | None) -> RowStatistics:
-    """Statistics of the whole vocabulary from every rank's part, merged in the order of ranks.
-
-    Args:
-        rows: This rank's part; all four statistics travel in one all-gather.
-        group: The ranks.
-    """
-    part = torch.stack((rows.maximum, rows.exp_sum, rows.weighted_sum, rows.target_logits))
-    world_size = dist.get_world_size(group)
-    parts = part.new_empty((world_size, *part.shape))
-    all_gather_single(parts.view(-1), part.view(-1), group=group)
-    merged = RowStatistics(*parts[0].unbind())
-    for other in parts[1:]:
-        merged = merged.merge(RowStatistics(*other.unbind()))
-    return merged

@@ -26,13 +26,12 @@ from lightrft.kernels.logprob.rows import (
     finish_target_logits,
     scale_into_range,
 )
-from lightrft.kernels.logprob.selection import LossPlan, Request, plan_loss, select_loss_engine
+from lightrft.kernels.logprob.selection import choose_loss_engine
 from lightrft.kernels.logprob.stored_logits import LayerGradients, StoredLogits
 from lightrft.kernels.logprob.types import (
     EntropyMode,
     LogitsTransform,
     OutputLayer,
-    Precision,
     accumulation_dtype,
 )
 
@@ -53,7 +52,7 @@ class TokenLossFunction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossOutput:
-    """What `linear_policy_loss` returns.
+    """Result of `linear_policy_loss`.
 
     Args:
         loss: [] float32, the sum of the chunks' losses; its gradient reaches hidden, weight, bias.
@@ -66,7 +65,30 @@ class PolicyLossOutput:
     entropy: Tensor | None
 
 
-DEFAULT_CHUNK_COLUMNS = 16384
+CHUNK_COLUMNS = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class LossWorkspace:
+    """Room for a loss inside the output layer on a kind of device.
+
+    Args:
+        budget_bytes: Logits stored at a time, unless `min_tokens` need more.
+        min_tokens: Tokens of a chunk below which products are slow.
+        max_tokens: Beyond them a longer chunk gains nothing.
+    """
+
+    budget_bytes: int
+    min_tokens: int
+    max_tokens: int
+
+
+WORKSPACES = {
+    # Little beside the weights' gradient in float32.
+    "cuda": LossWorkspace(2**31, 1024, 8192),
+    # More is no faster, fewer than 256 tokens multiply slowly.
+    "cpu": LossWorkspace(2**26, 256, 1024),
+}
 
 
 def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent options
@@ -79,7 +101,6 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
     temperature: float = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
-    precision: Precision = "fp32",
     entropy: EntropyMode = "grad",
     chunk_tokens: int | None = None,
     sequence_starts: Tensor | None = None,
@@ -94,44 +115,33 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
         hidden, weight, targets: [tokens, hidden], [vocab, hidden] and [tokens] int64.
         token_loss: Called once for every chunk of tokens, in order; the losses are added. Its
             normaliser must not depend on the chunk.
-        bias, temperature, softcap, ignore_index, precision: As in `linear_logprob`.
+        bias, temperature, softcap, ignore_index: As in `linear_logprob`.
         entropy: "none" computes none; with "value" `token_loss` must give no gradient for it.
         chunk_tokens: Most tokens of a chunk; None is as many as the budget holds.
         sequence_starts: [sequences] int64 ascending from 0. A chunk then holds whole sequences,
             for losses that couple the tokens of one; a sequence longer than `chunk_tokens` is a
             chunk of its own. None: chunks begin anywhere.
         logits_budget_bytes: Logits stored at a time; those that do not fit are computed twice.
-            None is what the device's row of `selection.WORKSPACES` says.
+            None takes the device's row of `WORKSPACES`.
 
     Raises:
         ValueError: A shape, dtype, target, option or result of `token_loss` is invalid.
     """
     validation.validate_tensors(hidden, weight, targets, bias)
-    validation.validate_options(temperature, softcap, entropy, "auto", precision, True)
+    validation.validate_options(temperature, softcap, entropy, "auto")
     _validate_sizes(chunk_tokens, logits_budget_bytes)
-    request = Request(
-        "auto",
-        precision,
-        True,
-        entropy,
-        temperature,
-        bias is not None,
-        softcap is not None,
-        DEFAULT_CHUNK_COLUMNS,
-    )
     active = (targets != ignore_index).nonzero().squeeze(1)
     validation.validate_targets(targets[active], len(weight), ignore_index)
-    plan = plan_loss(
-        len(active),
-        hidden,
-        weight,
-        precision=precision,
-        chunk_tokens=chunk_tokens,
-        budget_bytes=logits_budget_bytes,
+    chunk_tokens, budget = plan_loss(
+        len(active), hidden, weight, chunk_tokens=chunk_tokens, budget_bytes=logits_budget_bytes
     )
-    row_chunks = plan_row_chunks(active, len(targets), plan.chunk_tokens, sequence_starts)
-    engine = select_loss_engine(request, hidden, weight)
-    options = PolicyLossOptions(engine, token_loss, row_chunks, plan, entropy)
+    options = PolicyLossOptions(
+        choose_loss_engine(hidden, weight, chunk_columns=CHUNK_COLUMNS),
+        token_loss,
+        plan_row_chunks(active, len(targets), chunk_tokens, sequence_starts),
+        budget,
+        entropy,
+    )
     transform = LogitsTransform.of(temperature, softcap)
     with torch.autocast(hidden.device.type, enabled=False):
         loss, logprobs, entropies = LinearPolicyLoss.apply(  # type: ignore[no-untyped-call]
@@ -148,14 +158,14 @@ class PolicyLossOptions:
         engine: How products are computed and stored.
         token_loss: The loss.
         row_chunks: Tokens of each chunk, [rows] int64 each; ignored tokens are in none.
-        plan: How many logits are stored.
-        entropy: Whether the entropy is computed, and whether it may have a gradient.
+        budget_bytes: Logits stored at a time.
+        entropy: As in `linear_policy_loss`.
     """
 
     engine: ProductEngine | ChunkedEngine
     token_loss: TokenLossFunction
     row_chunks: tuple[Tensor, ...]
-    plan: LossPlan
+    budget_bytes: int
     entropy: EntropyMode
 
 
@@ -187,7 +197,7 @@ class _Context(Protocol):
 
 
 class LinearPolicyLoss(torch.autograd.Function):
-    """Computes loss and gradients together; the backward pass scales them."""
+    """Loss and gradients, computed together; the backward pass scales them."""
 
     @staticmethod
     def forward(
@@ -281,6 +291,36 @@ class _Undifferentiable(torch.autograd.Function):
         )
 
 
+def plan_loss(
+    num_tokens: int,
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    budget_bytes: int | None = None,
+) -> tuple[int, int]:
+    """Chunks of tokens whose logits fit the budget, all of about the same size.
+
+    Args:
+        num_tokens: Those that count.
+        hidden, weight: Of the call; only device, dtype and number of columns are read.
+        chunk_tokens, budget_bytes: The caller's wishes; None leaves them to `WORKSPACES`.
+
+    Returns:
+        (most tokens of a chunk, bytes of logits stored at a time).
+    """
+    space = WORKSPACES["cuda" if hidden.is_cuda else "cpu"]
+    row_bytes = max(1, len(weight) * accumulation_dtype(hidden, weight).itemsize)
+    budget = space.budget_bytes if budget_bytes is None else budget_bytes
+    if chunk_tokens is None:
+        most = min(max(budget // row_bytes, space.min_tokens), space.max_tokens)
+        num_chunks = max(1, -(-num_tokens // most))
+        chunk_tokens = max(1, -(-num_tokens // num_chunks))
+    if budget_bytes is None and not hidden.is_cuda:
+        budget = chunk_tokens * row_bytes
+    return chunk_tokens, budget
+
+
 def plan_row_chunks(
     active: Tensor, num_tokens: int, chunk_tokens: int, sequence_starts: Tensor | None
 ) -> tuple[Tensor, ...]:
@@ -321,7 +361,7 @@ def _add_chunks(
     engine, size = options.engine, 0
     if isinstance(engine, ChunkedEngine):
         most = max((len(rows) for rows in options.row_chunks), default=0) * len(layer.weight)
-        size = min(most, options.plan.budget_bytes // totals.logprobs.dtype.itemsize)
+        size = min(most, options.budget_bytes // totals.logprobs.dtype.itemsize)
     # Used by one chunk after the other: fresh memory costs a CPU as much as a pass over it.
     store = totals.logprobs.new_empty(size)
     for rows in options.row_chunks:
@@ -383,7 +423,6 @@ class _Forward:
     """Statistics of some tokens, and the products that were kept."""
 
     hidden: Tensor
-    centre: Tensor | None
     statistics: RowStatistics
     kept: list[Tensor]
     layer: OutputLayer
@@ -402,20 +441,19 @@ class _Forward:
         dtype = engine.product_dtype(hidden, layer.weight)
         hidden = hidden.to(dtype)
         wanted = target_products(hidden, layer.weight, targets)
-        centre = wanted.to(torch.bfloat16) if engine.is_centred else None
         statistics = RowStatistics.empty(len(hidden), hidden, wanted.dtype)
         kept: list[Tensor] = []
         num_bytes = 0
         for start, _, chunk in chunks(layer, engine.chunk_columns, dtype):
-            products = engine.products(hidden, chunk, centre)
-            part = engine.fold(products, chunk, centre, targets, start, needs_entropy=needs_entropy)
+            products = engine.products(hidden, chunk)
+            part = engine.fold(products, chunk, targets, start, needs_entropy=needs_entropy)
             statistics = statistics.merge(part)
             num_bytes += products.nbytes
-            if num_bytes <= options.plan.budget_bytes:
+            if num_bytes <= options.budget_bytes:
                 kept.append(products)
         exact = finish_target_logits(wanted, layer, targets)
         statistics = replace(statistics, target_logits=exact)
-        return cls(hidden, centre, statistics, kept, layer, engine)
+        return cls(hidden, statistics, kept, layer, engine)
 
     def add_gradients(self, totals: LayerGradients, rows: GradRows, places: Tensor) -> None:
         """See `StoredLogits.add_gradients`."""
@@ -424,7 +462,7 @@ class _Forward:
         if totals.hidden is not None:
             grad_chunk = torch.zeros_like(self.hidden, dtype=totals.hidden.dtype)
         for start, stop, chunk, products in self._stored():
-            grad = self.engine.grad_of_products(products, rows, chunk, self.centre, start)
+            grad = self.engine.grad_of_products(products, rows, chunk, start)
             if grad_chunk is not None:
                 add_product_(grad_chunk, grad, chunk.weight)
             if totals.weight is not None:
@@ -440,10 +478,8 @@ class _Forward:
         dtype = self.hidden.dtype
         self.kept.reverse()
         for start, stop, chunk in chunks(self.layer, self.engine.chunk_columns, dtype):
-            if self.kept:
-                products = self.kept.pop()
-            else:
-                products = self.engine.products(self.hidden, chunk, self.centre)
+            is_kept = bool(self.kept)
+            products = self.kept.pop() if is_kept else self.engine.products(self.hidden, chunk)
             yield start, stop, chunk, products
 
 

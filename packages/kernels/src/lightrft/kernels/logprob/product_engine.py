@@ -1,8 +1,6 @@
 """Logprobs from stored matrix products of the library, a chunk of the vocabulary at a time.
 
-Products are float32 or centred, those of a chunk laid out [columns, tokens]. Centred, they are
-stored in bfloat16 after a number close to each row's result was subtracted inside the product's
-epilogue, before rounding: what is rounded is small where it matters.
+Products are float32, those of a chunk laid out [columns, tokens].
 """
 
 from dataclasses import dataclass
@@ -31,14 +29,12 @@ class ProductEngine:
 
     Args:
         chunk_columns: Columns of the vocabulary in one chunk.
-        is_centred: Products in bfloat16, centred; else in float32.
         uses_triton: The passes over products are Triton kernels; else plain torch.
         splits_weight: A float32 weight beside bfloat16 hidden states: its logits are those of
             float32, from products of bfloat16 parts. Gradients of logits are stored in bfloat16.
     """
 
     chunk_columns: int
-    is_centred: bool
     uses_triton: bool
     splits_weight: bool = False
 
@@ -48,9 +44,8 @@ class ProductEngine:
         return 16 if self.uses_triton else 1
 
     def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
-        """16 bits where the products take them as they are, else the accumulation dtype."""
-        takes_halves = self.is_centred or hidden.is_cuda
-        if takes_halves and hidden.dtype == weight.dtype and hidden.dtype.itemsize == 2:
+        """The inputs' 16 bits where products take them, else the accumulation dtype."""
+        if hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype.itemsize == 2:
             return hidden.dtype
         return accumulation_dtype(hidden, weight)
 
@@ -61,29 +56,20 @@ class ProductEngine:
         dtype = self.product_dtype(hidden, layer.weight)
         hidden = hidden.to(dtype)
         wanted = target_products(hidden, layer.weight.detach(), targets)
-        centre = wanted.to(torch.bfloat16) if self.is_centred else None
         target_logits = finish_target_logits(wanted, layer, targets)
         if self.uses_triton and len(hidden) > 0 and len(layer.weight) > 0:
-            return self._fold_on_chip(
-                hidden, layer, centre, target_logits, needs_entropy=needs_entropy
-            )
+            return self._fold_on_chip(hidden, layer, target_logits, needs_entropy=needs_entropy)
         blocks = []
         step = self._block_tokens(layer)
         for first in range(0, len(hidden), step):
             block = slice(first, first + step)
-            block_centre = None if centre is None else centre[block]
             rows = RowStatistics.empty(
                 len(hidden[block]), hidden, accumulation_dtype(hidden, layer.weight)
             )
             for start, _, chunk in chunks(layer, self.chunk_columns, dtype):
-                products = self.products(hidden[block], chunk, block_centre)
+                products = self.products(hidden[block], chunk)
                 part = self.fold(
-                    products,
-                    chunk,
-                    block_centre,
-                    targets[block],
-                    start,
-                    needs_entropy=needs_entropy,
+                    products, chunk, targets[block], start, needs_entropy=needs_entropy
                 )
                 rows = rows.merge(part)
             blocks.append(rows)
@@ -97,35 +83,27 @@ class ProductEngine:
         )
 
     def grad_logits(self, rows: GradRows, chunk: OutputLayer, first_column: int) -> Tensor:
-        """Recomputes the chunk's products, centred on each row's log of the sum."""
-        centre = None
-        if self.is_centred:
-            log_sum = rows.maximum + rows.log_sum
-            centre = (log_sum * chunk.transform.temperature).to(torch.bfloat16)
-        products = self.products(rows.hidden, chunk, centre)
-        return self.grad_of_products(products, rows, chunk, centre, first_column)
+        """Recomputes the chunk's products."""
+        products = self.products(rows.hidden, chunk)
+        return self.grad_of_products(products, rows, chunk, first_column)
 
-    def products(self, hidden: Tensor, chunk: OutputLayer, centre: Tensor | None) -> Tensor:
-        """The products weight @ hidden.T - centre: [columns, tokens]."""
+    def products(self, hidden: Tensor, chunk: OutputLayer) -> Tensor:
+        """The products weight @ hidden.T: [columns, tokens]."""
         if self.splits_weight:
             # The hidden states were widened without loss.
             return split_product(chunk.weight, hidden.T.to(torch.bfloat16))
-        if centre is None:
-            return wide_product(chunk.weight, hidden.T)
-        return torch.addmm(-centre, chunk.weight, hidden.T)
+        return wide_product(chunk.weight, hidden.T)
 
     def fold(
         self,
         products: Tensor,
         chunk: OutputLayer,
-        centre: Tensor | None,
         targets: Tensor,
         first_column: int,
         *,
         needs_entropy: bool,
     ) -> RowStatistics:
         """Statistics of stored products; without the target's logit where Triton computes them."""
-        shift = None if centre is None else centre.float()
         if self.uses_triton and products.shape[1] > 0:
             from lightrft.kernels.logprob import triton_launch
 
@@ -133,42 +111,32 @@ class ProductEngine:
             partials = triton_launch.Partials.allocate(
                 num_splits, products.shape[1], products, needs_entropy=needs_entropy
             )
-            triton_launch.fold_products(
-                products, chunk, shift, partials, first_row=0, first_split=0
-            )
+            triton_launch.fold_products(products, chunk, partials, first_row=0, first_split=0)
             return partials.merge(torch.zeros_like(targets, dtype=torch.float32))
-        logits = finish_logits(products.T, chunk.bias, shift, chunk.transform)
+        logits = finish_logits(products.T, chunk.bias, chunk.transform)
         return RowStatistics.of_logits(logits, targets, first_column, needs_entropy=needs_entropy)
 
     def grad_of_products(
-        self,
-        products: Tensor,
-        rows: GradRows,
-        chunk: OutputLayer,
-        centre: Tensor | None,
-        first_column: int,
+        self, products: Tensor, rows: GradRows, chunk: OutputLayer, first_column: int
     ) -> Tensor:
         """Gradient of stored products, which may be overwritten: [rows, columns]."""
-        shift = None if centre is None else centre.float()
         dtype = torch.bfloat16 if self.splits_weight else rows.hidden.dtype
         if self.uses_triton:
             from lightrft.kernels.logprob import triton_launch
 
-            grad = triton_launch.grad_of_stored_products(products, rows, chunk, shift, first_column)
+            grad = triton_launch.grad_of_stored_products(products, rows, chunk, first_column)
             return grad.to(dtype).T
-        logits = finish_logits(products.T, chunk.bias, shift, chunk.transform)
+        logits = finish_logits(products.T, chunk.bias, chunk.transform)
         return grad_of_logits(logits, rows, first_column, chunk.transform).to(dtype)
 
     def _block_tokens(self, layer: OutputLayer) -> int:
         columns = min(self.chunk_columns, max(1, len(layer.weight)))
-        itemsize = 2 if self.is_centred else 4
-        return max(128, _BLOCK_BYTES // (columns * itemsize) // 128 * 128)
+        return max(128, _BLOCK_BYTES // (columns * 4) // 128 * 128)
 
     def _fold_on_chip(
         self,
         hidden: Tensor,
         layer: OutputLayer,
-        centre: Tensor | None,
         target_logits: Tensor,
         *,
         needs_entropy: bool,
@@ -182,16 +150,13 @@ class ProductEngine:
         partials = triton_launch.Partials.allocate(
             num_splits, len(hidden), hidden, needs_entropy=needs_entropy
         )
-        shift = None if centre is None else centre.float()
         step = self._block_tokens(layer)
         for start, _, chunk in chunks(layer, self.chunk_columns, hidden.dtype):
             for first in range(0, len(hidden), step):
-                block_centre = None if centre is None else centre[first : first + step]
-                products = self.products(hidden[first : first + step], chunk, block_centre)
+                products = self.products(hidden[first : first + step], chunk)
                 triton_launch.fold_products(
                     products,
                     chunk,
-                    shift,
                     partials,
                     first_row=first,
                     first_split=start // self.chunk_columns * per_chunk,

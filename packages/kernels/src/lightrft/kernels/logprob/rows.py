@@ -1,4 +1,4 @@
-"""What is kept of a row of logits: four numbers that merge over chunks, splits and ranks.
+"""Statistics of a row of logits: four numbers that merge over chunks and splits.
 
 With M = max z, S = sum exp(z - M) and U = sum exp(z - M) (z - M) over the logits z of a row:
 
@@ -51,7 +51,6 @@ class RowStatistics:
         first_column: int,
         *,
         needs_entropy: bool,
-        may_overwrite: bool = False,
     ) -> RowStatistics:
         """Statistics of a chunk [tokens, columns] that starts at `first_column`."""
         columns = targets - first_column
@@ -59,9 +58,7 @@ class RowStatistics:
         picked = logits.gather(1, columns.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
         target_logits = torch.where(is_inside, picked, 0)
         maximum = logits.amax(dim=1)
-        # On a CPU another chunk of memory costs as much as the exponentials.
-        out = logits if may_overwrite else torch.empty_like(logits)
-        shifted = torch.sub(logits, _finite(maximum)[:, None], out=out)
+        shifted = logits - _finite(maximum)[:, None]
         if needs_entropy:
             exponentials = shifted.exp()
             # 0 * -inf is not a number, 0 times a very negative number is 0.
@@ -168,7 +165,7 @@ class RunningRows:
         return is_new
 
     def statistics(self) -> RowStatistics:
-        """What the blocks add up to."""
+        """Statistics of all blocks so far."""
         drop = self.reference - _finite(self.maximum)
         scale = drop.exp()
         exp_sum, weighted_sum = self._moved(drop, scale)
@@ -193,7 +190,7 @@ class RunningRows:
 
 @dataclass(frozen=True, slots=True)
 class GradRows:
-    """What a backward pass knows of the rows that have a gradient.
+    """Rows that have a gradient, as a backward pass knows them.
 
     Args:
         hidden: [rows, hidden], in the dtype of the products.
@@ -351,8 +348,7 @@ def grad_of_logits(
     columns = rows.targets - first_column
     inside = ((columns >= 0) & (columns < logits.shape[1])).nonzero().squeeze(1)
     columns = columns[inside]
-    # The target's own value is exact even where the logits were rounded to 16 bits, and 1 - p of
-    # a near-certain target keeps its digits.
+    # 1 - p of a near-certain target keeps its digits.
     target_logprobs = rows.logprobs[inside]
     target_grad = torch.zeros_like(target_logprobs)
     if rows.grad_logprobs is not None:
@@ -360,7 +356,7 @@ def grad_of_logits(
     slope = None
     if transform.softcap is not None:
         slope = (logits * (transform.temperature / transform.softcap)).square_().neg_().add_(1)
-    # Where logits were rounded to 16 bits the difference may come out positive.
+    # Logits that are computed again may be rounded otherwise: the difference may come out positive.
     log_probabilities = logits.sub_(rows.maximum[:, None]).sub_(rows.log_sum[:, None])
     log_probabilities.clamp_(max=0)
     if rows.grad_entropy is None:
@@ -383,14 +379,9 @@ def grad_of_logits(
     return grad if transform.temperature == 1 else grad.div_(transform.temperature)
 
 
-def finish_logits(
-    product: Tensor, bias: Tensor | None, centre: Tensor | None, transform: LogitsTransform
-) -> Tensor:
-    """Logits from a product [tokens, columns] from which `centre` [tokens] was subtracted."""
-    wide = product.to(torch.float32) if product.dtype.itemsize < 4 else product
-    if centre is not None:
-        wide = wide + centre[:, None].to(wide.dtype)
-    return apply_transform(wide, None if bias is None else bias.to(wide.dtype), transform)
+def finish_logits(product: Tensor, bias: Tensor | None, transform: LogitsTransform) -> Tensor:
+    """Logits from a wide product [tokens, columns], or of one column for each token."""
+    return apply_transform(product, None if bias is None else bias.to(product.dtype), transform)
 
 
 def finish_target_logits(products: Tensor, layer: OutputLayer, targets: Tensor) -> Tensor:
@@ -400,7 +391,7 @@ def finish_target_logits(products: Tensor, layer: OutputLayer, targets: Tensor) 
     bias = None
     if layer.bias is not None and num_columns > 0:
         bias = layer.bias[targets.clamp(0, num_columns - 1)]
-    return torch.where(is_here, finish_logits(products, bias, None, layer.transform), 0)
+    return torch.where(is_here, finish_logits(products, bias, layer.transform), 0)
 
 
 def _finite(maximum: Tensor) -> Tensor:

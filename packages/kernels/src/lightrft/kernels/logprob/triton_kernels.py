@@ -325,7 +325,6 @@ def target_products(
 def fold_products(
     products,
     bias,
-    centre,
     partials,
     num_rows,
     num_columns,
@@ -338,7 +337,6 @@ def fold_products(
     total_splits,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_CENTRE: tl.constexpr,
     NEEDS_ENTROPY: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -354,9 +352,6 @@ def fold_products(
     maximum = tl.full((BLOCK_ROWS,), MINUS_INFINITY, tl.float32)
     exp_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
     weighted_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
-    shift = tl.zeros((BLOCK_ROWS,), tl.float32)
-    if HAS_CENTRE:
-        shift = tl.load(centre + row_start + rows, mask=is_row, other=0.0)
     first = split * COLUMNS_PER_SPLIT
     last = tl.minimum(first + COLUMNS_PER_SPLIT, num_columns)
     for start in range(first, last, BLOCK_COLUMNS):
@@ -364,8 +359,6 @@ def fold_products(
         is_column = (columns < num_columns)[:, None]
         pointers = products + columns.to(tl.int64)[:, None] * stride + rows[None, :]
         x = tl.load(pointers, mask=is_column & is_row[None, :], other=0.0).to(tl.float32)
-        if HAS_CENTRE:
-            x += shift[None, :]
         z = _scaled_logits(
             x, bias, columns[:, None], is_column, scale, softcap, HAS_BIAS, HAS_SOFTCAP
         )
@@ -383,7 +376,6 @@ def _gradient(
     is_target,
     maximum,
     log_sum,
-    logprob,
     entropy,
     grad_logprob,
     grad_entropy,
@@ -392,14 +384,10 @@ def _gradient(
     HAS_SOFTCAP,
     HAS_GRAD_LOGPROB,
     HAS_GRAD_ENTROPY,
-    HAS_CENTRE,
 ):
     """Gradient of the products from logits z; row values broadcast against z."""
-    # Where products were rounded to 16 bits the difference may come out positive.
+    # Products that are computed again may be rounded otherwise: no probability is above 1.
     log_p = tl.minimum((z - maximum) - log_sum, 0.0)
-    if HAS_CENTRE:
-        # The target's own value is known in float32; the others were rounded to 16 bits.
-        log_p = tl.where(is_target, logprob, log_p)
     p = tl.exp(log_p)
     grad = tl.zeros_like(z)
     if HAS_GRAD_LOGPROB:
@@ -421,7 +409,6 @@ def _tile_gradient(
     targets,
     maximum,
     log_sum,
-    logprobs,
     entropy,
     grad_logprobs,
     grad_entropy,
@@ -444,10 +431,9 @@ def _tile_gradient(
     target = tl.load(targets + rows, mask=is_row, other=-1) - first_column
     row_maximum = tl.load(maximum + rows, mask=is_row, other=0.0)
     row_log_sum = tl.load(log_sum + rows, mask=is_row, other=0.0)
-    row_logprob = tl.load(logprobs + rows, mask=is_row, other=0.0)
-    row_entropy = row_logprob
-    row_grad_logprob = row_logprob
-    row_grad_entropy = row_logprob
+    row_entropy = row_maximum
+    row_grad_logprob = row_maximum
+    row_grad_entropy = row_maximum
     if HAS_GRAD_LOGPROB:
         row_grad_logprob = tl.load(grad_logprobs + rows, mask=is_row, other=0.0)
     if HAS_GRAD_ENTROPY:
@@ -458,7 +444,6 @@ def _tile_gradient(
         columns[None, :] == target[:, None],
         row_maximum[:, None],
         row_log_sum[:, None],
-        row_logprob[:, None],
         row_entropy[:, None],
         row_grad_logprob[:, None],
         row_grad_entropy[:, None],
@@ -467,7 +452,6 @@ def _tile_gradient(
         HAS_SOFTCAP,
         HAS_GRAD_LOGPROB,
         HAS_GRAD_ENTROPY,
-        False,
     )
 
 
@@ -479,7 +463,6 @@ def grad_products(
     targets,
     maximum,
     log_sum,
-    logprobs,
     entropy,
     grad_logprobs,
     grad_entropy,
@@ -538,7 +521,6 @@ def grad_products(
         targets,
         maximum,
         log_sum,
-        logprobs,
         entropy,
         grad_logprobs,
         grad_entropy,
@@ -560,84 +542,12 @@ def grad_products(
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def grad_products_tma(
-    hidden,
-    weight,
-    bias,
-    targets,
-    maximum,
-    log_sum,
-    logprobs,
-    entropy,
-    grad_logprobs,
-    grad_entropy,
-    out,
-    num_rows,
-    num_columns,
-    size,
-    first_column,
-    num_programs,
-    scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_GRAD_LOGPROB: tl.constexpr,
-    HAS_GRAD_ENTROPY: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """`grad_products` for sm_90 and later: persistent, bulk copies in and out.
-
-    hidden, weight and out are descriptors made on the host, as for `forward_partials_tma`; what
-    lies outside `out` is not stored.
-    """
-    num_column_blocks = tl.cdiv(num_columns, BLOCK_COLUMNS)
-    num_tiles = tl.cdiv(num_rows, BLOCK_ROWS) * num_column_blocks
-    for tile in tl.range(tl.program_id(0), num_tiles, num_programs):
-        row_block, block = _tile_position(tile, num_rows, num_column_blocks, BLOCK_ROWS, GROUP)
-        product = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
-        for first in range(0, size, BLOCK_SIZE):
-            left = hidden.load([row_block * BLOCK_ROWS, first])
-            right = weight.load([block * BLOCK_COLUMNS, first])
-            product = tl.dot(left, right.T, product)
-        rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        columns = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-        grad = _tile_gradient(
-            product,
-            bias,
-            targets,
-            maximum,
-            log_sum,
-            logprobs,
-            entropy,
-            grad_logprobs,
-            grad_entropy,
-            rows,
-            columns,
-            rows < num_rows,
-            columns < num_columns,
-            first_column,
-            scale,
-            softcap,
-            HAS_BIAS,
-            HAS_SOFTCAP,
-            HAS_GRAD_LOGPROB,
-            HAS_GRAD_ENTROPY,
-        )
-        out.store([row_block * BLOCK_ROWS, block * BLOCK_COLUMNS], grad.to(out.dtype))
-
-
-@triton.jit(do_not_specialize=COUNTS)
 def grad_of_stored_products(
     products,
     bias,
-    centre,
     targets,
     maximum,
     log_sum,
-    logprobs,
     entropy,
     grad_logprobs,
     grad_entropy,
@@ -650,7 +560,6 @@ def grad_of_stored_products(
     softcap,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_CENTRE: tl.constexpr,
     HAS_GRAD_LOGPROB: tl.constexpr,
     HAS_GRAD_ENTROPY: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -664,16 +573,13 @@ def grad_of_stored_products(
     offsets = columns.to(tl.int64)[:, None] * stride + rows[None, :]
     mask = is_column & is_row[None, :]
     x = tl.load(products + offsets, mask=mask, other=0.0).to(tl.float32)
-    if HAS_CENTRE:
-        x += tl.load(centre + rows, mask=is_row, other=0.0)[None, :]
     z = _scaled_logits(x, bias, columns[:, None], is_column, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
     target = tl.load(targets + rows, mask=is_row, other=-1) - first_column
     row_maximum = tl.load(maximum + rows, mask=is_row, other=0.0)
     row_log_sum = tl.load(log_sum + rows, mask=is_row, other=0.0)
-    row_logprob = tl.load(logprobs + rows, mask=is_row, other=0.0)
-    row_entropy = row_logprob
-    row_grad_logprob = row_logprob
-    row_grad_entropy = row_logprob
+    row_entropy = row_maximum
+    row_grad_logprob = row_maximum
+    row_grad_entropy = row_maximum
     if HAS_GRAD_LOGPROB:
         row_grad_logprob = tl.load(grad_logprobs + rows, mask=is_row, other=0.0)
     if HAS_GRAD_ENTROPY:
@@ -684,7 +590,6 @@ def grad_of_stored_products(
         columns[:, None] == target[None, :],
         row_maximum[None, :],
         row_log_sum[None, :],
-        row_logprob[None, :],
         row_entropy[None, :],
         row_grad_logprob[None, :],
         row_grad_entropy[None, :],
@@ -693,6 +598,5 @@ def grad_of_stored_products(
         HAS_SOFTCAP,
         HAS_GRAD_LOGPROB,
         HAS_GRAD_ENTROPY,
-        HAS_CENTRE,
     )
     tl.store(out + offsets, grad.to(out.dtype.element_ty), mask=mask)

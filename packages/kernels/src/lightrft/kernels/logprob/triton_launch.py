@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton  # noqa: TID253 - only this engine imports this module
@@ -24,7 +26,7 @@ COLUMNS_PER_SPLIT = 256
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """How one product kernel is cut.
+    """Cut of one product kernel.
 
     Args:
         block_rows, block_columns, block_size: Tile of rows, vocabulary and hidden size.
@@ -63,11 +65,6 @@ FORWARD_TMA = TileConfig(128, 256, 64, 8, 4, tiles_per_split=1, group=16, uses_t
 FORWARD_TMA_NARROW = TileConfig(128, 128, 64, 8, 3, tiles_per_split=1, group=16, uses_tma=True)
 # Two programs share a core: one multiplies while the other takes exponentials.
 FORWARD_TMA_PAIRED = replace(FORWARD_TMA_NARROW, programs_per_core=2)
-GRADIENT_TMA = TileConfig(128, 256, 64, 8, 3, tiles_per_split=1, group=16, uses_tma=True)
-GRADIENT_TMA_NARROW = TileConfig(128, 128, 64, 8, 3, tiles_per_split=1, group=16, uses_tma=True)
-GRADIENT_TMA_HEAVY = TileConfig(
-    64, 128, 64, 8, 3, tiles_per_split=1, group=16, uses_tma=True, programs_per_core=2
-)
 FORWARD_SPECIALIZED = TileConfig(
     128, 256, 64, 4, 4, tiles_per_split=1, group=16, uses_tma=True, is_specialized=True
 )
@@ -126,21 +123,6 @@ def bulk_tiles(
     if not is_plain:
         return (FORWARD_TMA_PAIRED,)
     return (FORWARD_SPECIALIZED, FORWARD_TMA) if triton_version == (3, 6) else (FORWARD_TMA,)
-
-
-def bulk_gradient_tiles(capability: tuple[int, int], *, is_plain: bool) -> TileConfig | None:
-    """Tiles of a recomputed product with bulk copies, or None where there are none.
-
-    Args:
-        capability: Compute capability of the GPU.
-        is_plain: Neither bias nor softcap nor a gradient of the entropy, for which wider tiles
-            have no registers left.
-    """
-    if capability < (9, 0):
-        return None
-    if not is_plain:
-        return GRADIENT_TMA_HEAVY
-    return GRADIENT_TMA if capability < (10, 0) else GRADIENT_TMA_NARROW
 
 
 def _has_big_memory(capability: tuple[int, int]) -> bool:
@@ -202,16 +184,7 @@ def forward_partials(
     num_tiles = triton.cdiv(num_rows, tiles.block_rows) * num_splits
     scale, softcap, flags = transform_arguments(layer)
     bias = hidden if layer.bias is None else layer.bias
-    common = {
-        "NEEDS_ENTROPY": needs_entropy,
-        "BLOCK_ROWS": tiles.block_rows,
-        "BLOCK_COLUMNS": tiles.block_columns,
-        "BLOCK_SIZE": tiles.block_size,
-        "GROUP": tiles.group,
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-        **flags,
-    }
+    common = {"NEEDS_ENTROPY": needs_entropy, **_tile_constants(tiles), **flags}
     if tiles.uses_tma:
         num_programs = min(num_tiles, _num_cores(hidden) * tiles.programs_per_core)
         triton_kernels.forward_partials_tma[(num_programs,)](
@@ -280,7 +253,6 @@ def fold_grid(num_rows: int, num_columns: int) -> tuple[int, int]:
 def fold_products(
     products: Tensor,
     layer: OutputLayer,
-    centre: Tensor | None,
     partials: Partials,
     *,
     first_row: int,
@@ -293,7 +265,6 @@ def fold_products(
     triton_kernels.fold_products[fold_grid(num_rows, num_columns)](
         products,
         products if layer.bias is None else layer.bias,
-        products if centre is None else centre,
         partials.values,
         num_rows,
         num_columns,
@@ -304,7 +275,6 @@ def fold_products(
         total_rows,
         first_split,
         total_splits,
-        HAS_CENTRE=centre is not None,
         NEEDS_ENTROPY=partials.needs_entropy,
         **EPILOGUE_BLOCK,
         COLUMNS_PER_SPLIT=COLUMNS_PER_SPLIT,
@@ -328,34 +298,6 @@ def grad_products(
     num_tiles = triton.cdiv(num_rows, tiles.block_rows)
     num_tiles *= triton.cdiv(num_columns, tiles.block_columns)
     bias = hidden if layer.bias is None else layer.bias
-    common = {
-        "BLOCK_ROWS": tiles.block_rows,
-        "BLOCK_COLUMNS": tiles.block_columns,
-        "BLOCK_SIZE": tiles.block_size,
-        "GROUP": tiles.group,
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-        **_gradient_flags(rows),
-        **flags,
-    }
-    if tiles.uses_tma:
-        num_programs = min(num_tiles, _num_cores(hidden) * tiles.programs_per_core)
-        triton_kernels.grad_products_tma[(num_programs,)](
-            TensorDescriptor.from_tensor(hidden, [tiles.block_rows, tiles.block_size]),
-            TensorDescriptor.from_tensor(weight, [tiles.block_columns, tiles.block_size]),
-            bias,
-            *_row_arguments(rows),
-            TensorDescriptor.from_tensor(out, [tiles.block_rows, tiles.block_columns]),
-            num_rows,
-            num_columns,
-            hidden.shape[1],
-            first_column,
-            num_programs,
-            scale,
-            softcap,
-            **common,
-        )
-        return out
     triton_kernels.grad_products[(num_tiles,)](
         hidden,
         weight,
@@ -373,17 +315,15 @@ def grad_products(
         scale,
         softcap,
         UPCAST=is_interpreted(),
-        **common,
+        **_tile_constants(tiles),
+        **_gradient_flags(rows),
+        **flags,
     )
     return out
 
 
 def grad_of_stored_products(
-    products: Tensor,
-    rows: GradRows,
-    layer: OutputLayer,
-    centre: Tensor | None,
-    first_column: int,
+    products: Tensor, rows: GradRows, layer: OutputLayer, first_column: int
 ) -> Tensor:
     """Gradient of products [columns, rows] in hidden's dtype; in place if that is theirs."""
     num_columns, num_rows = products.shape
@@ -400,7 +340,6 @@ def grad_of_stored_products(
     triton_kernels.grad_of_stored_products[grid](
         products,
         products if layer.bias is None else layer.bias,
-        products if centre is None else centre,
         *_row_arguments(rows),
         out,
         num_rows,
@@ -409,7 +348,6 @@ def grad_of_stored_products(
         products.stride(0),
         scale,
         softcap,
-        HAS_CENTRE=centre is not None,
         **_gradient_flags(rows),
         **EPILOGUE_BLOCK,
         **flags,
@@ -424,13 +362,23 @@ def transform_arguments(layer: OutputLayer) -> tuple[float, float, dict[str, boo
     return 1.0 / transform.temperature, transform.softcap or 1.0, flags
 
 
+def _tile_constants(tiles: TileConfig) -> dict[str, int]:
+    return {
+        "BLOCK_ROWS": tiles.block_rows,
+        "BLOCK_COLUMNS": tiles.block_columns,
+        "BLOCK_SIZE": tiles.block_size,
+        "GROUP": tiles.group,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+
+
 def _row_arguments(rows: GradRows) -> tuple[Tensor, ...]:
     nothing = rows.maximum
     return (
         rows.targets,
         rows.maximum,
         rows.log_sum,
-        rows.logprobs,
         rows.entropy,
         nothing if rows.grad_logprobs is None else rows.grad_logprobs,
         nothing if rows.grad_entropy is None else rows.grad_entropy,
@@ -490,3 +438,43 @@ class TritonEngine:
     def grad_logits(self, rows: GradRows, chunk: OutputLayer, first_column: int) -> Tensor:
         """Recomputes the chunk's products and stores their gradient."""
         return grad_products(rows, chunk, first_column, self.gradient_tiles)
+
+
+# Logprobs that tiles with bulk copies may be off by, where logits have a standard deviation of 9.
+_MAX_ERROR = 5e-5
+
+
+@cache
+def working_bulk_tiles(
+    device: torch.device, dtype: torch.dtype, is_plain: bool
+) -> TileConfig | None:
+    """The first tiles with bulk copies that compile here and give exact logprobs, or None."""
+    capability = torch.cuda.get_device_capability(device)
+    for tiles in bulk_tiles(capability, triton_version(), is_plain=is_plain):
+        try:
+            error = logprob_error(tiles, device, dtype)
+        except Exception as err:  # noqa: BLE001 - any compiler failure has the same remedy
+            reason = f"{type(err).__name__}: {err}"
+        else:
+            if error <= _MAX_ERROR:
+                return tiles
+            reason = f"its logprobs are off by {error:.1e}"
+        warnings.warn(f"{tiles} are not used: {reason}", RuntimeWarning, stacklevel=2)
+    return None
+
+
+def logprob_error(tiles: TileConfig, device: torch.device, dtype: torch.dtype) -> float:
+    """Largest distance of a forward pass from float64, in a problem of 256 rows."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(256, 256, generator=generator)
+    weight = torch.randn(1000, 256, generator=generator) * (9 / 256**0.5)
+    probabilities = torch.softmax(hidden @ weight.T, 1)
+    targets = torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+    hidden, weight, targets = hidden.to(device, dtype), weight.to(device, dtype), targets.to(device)
+    exact = torch.log_softmax(hidden.double() @ weight.double().T, 1)
+    layer = OutputLayer(weight, None, LogitsTransform(1.0, None))
+    rows = TritonEngine(1000, tiles, PLAIN_SM90).statistics(
+        hidden, layer, targets, needs_entropy=True
+    )
+    expected = exact.gather(1, targets[:, None]).squeeze(1)
+    return float((rows.logprobs.double() - expected).abs().max())

@@ -5,7 +5,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from lightrft.kernels.logprob.types import EntropyMode, LogprobImplementation, Precision, Workspace
+from lightrft.kernels.logprob.types import EntropyMode, LogprobImplementation
 
 
 def validate_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
@@ -28,14 +28,7 @@ def validate_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tens
         raise ValueError("weight must have at least one row: got an empty vocabulary")
 
 
-def validate_options(
-    temperature: float,
-    softcap: float | None,
-    entropy: str,
-    impl: str,
-    precision: str,
-    deterministic: bool | str,
-) -> None:
+def validate_options(temperature: float, softcap: float | None, entropy: str, impl: str) -> None:
     """Numbers are in range and names are known."""
     if not temperature > 0:
         raise ValueError(f"temperature must be positive: got {temperature}; score T = 0 at T = 1")
@@ -44,52 +37,9 @@ def validate_options(
     for name, value, known in (
         ("entropy", entropy, get_args(EntropyMode)),
         ("impl", impl, get_args(LogprobImplementation)),
-        ("precision", precision, get_args(Precision)),
-        ("deterministic", deterministic, (True, False, "batch_invariant")),
     ):
         if value not in known:
-            names = ", ".join(str(choice) for choice in known)
-            raise ValueError(f"unknown {name} {value!r}: expected one of {names}")
-
-
-def refuse_with_reference(
-    precision: str, deterministic: bool | str, tp: object, workspace: Workspace | None
-) -> None:
-    """The plain definition has no options."""
-    for name, value, default in (
-        ("precision", precision, "fp32"),
-        ("tp", tp, None),
-        ("workspace", workspace, None),
-    ):
-        if value != default:
-            raise ValueError(
-                f"impl='reference' is all logits at once on one rank: pass {name}={default!r}"
-            )
-    if deterministic == "batch_invariant":
-        raise ValueError("impl='reference' uses library products: pass deterministic=True")
-
-
-def refuse_with_dtensors(tp: object, workspace: Workspace) -> None:
-    """Placements say where things are."""
-    if tp is not None or workspace.grad_weight is not None:
-        raise ValueError(
-            "tp and workspace.grad_weight are for plain tensors: got them with DTensors, whose "
-            "placements say the same; leave them out"
-        )
-
-
-def validate_workspace(workspace: Workspace | None, weight: Tensor) -> None:
-    """The weight's gradient has a place that fits, if it has one."""
-    if workspace is None or workspace.grad_weight is None:
-        return
-    target = workspace.grad_weight
-    if target.shape != weight.shape or target.dtype != torch.float32:
-        raise ValueError(
-            f"expected workspace.grad_weight {tuple(weight.shape)} float32: got "
-            f"{tuple(target.shape)} {target.dtype}"
-        )
-    if not weight.requires_grad:
-        raise ValueError("workspace.grad_weight needs a weight that requires a gradient")
+            raise ValueError(f"unknown {name} {value!r}: expected one of {', '.join(known)}")
 
 
 def validate_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:

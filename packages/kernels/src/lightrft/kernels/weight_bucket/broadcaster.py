@@ -1,4 +1,4 @@
-"""Moves buckets: one collective for each bucket, the next one in flight while one is used."""
+"""Transfer of buckets: one collective for each, the next one in flight while one is used."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -73,12 +73,12 @@ class Timeline:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def begin(self) -> None:
-        """What the consumer has queued so far comes before any filling queued from now on."""
+        """Orders the consumer's work so far before any filling queued from now on."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def end(self, works: Iterable[dist.Work]) -> None:
-        """All that fills comes before what the consumer queues from now on."""
+        """Orders all filling before the consumer's work from now on."""
         if self._stream is not None:
             with self.filling():
                 for work in works:
@@ -86,13 +86,13 @@ class Timeline:
             self.hand_over()
 
     def hand_over(self) -> None:
-        """What has been queued to fill comes before what the consumer queues from now on."""
+        """Orders the filling queued so far before the consumer's work from now on."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class BucketBroadcaster:
-    """Fills the buckets of a layout from every rank's shards.
+    """Buckets of a layout, filled from every rank's shards.
 
     All ranks of the group must iterate in step: each bucket that is not "local" costs exactly one
     collective.

@@ -68,7 +68,7 @@ class TensorSpec:
 
     @property
     def kind(self) -> BucketKind:
-        """How the tensor travels; an empty tensor never does."""
+        """Way in which the tensor travels; an empty tensor never does."""
         if len(self.shards) == 1 or self.numel == 0:
             return "local"
         return "gather" if self.owner is None else "broadcast"
@@ -141,7 +141,7 @@ class _OpenBucket:
 
     @property
     def room_bytes(self) -> int:
-        """What one rank can still add."""
+        """Bytes that one rank can still add."""
         return self.capacity_bytes - self.filled_bytes
 
     def add(self, spec: TensorSpec, ranges: tuple[FlatRange, ...], alignment: int) -> None:
@@ -216,11 +216,6 @@ class BucketLayout:
     def num_bytes(self) -> int:
         """Bytes of all full tensors."""
         return sum(spec.num_bytes for spec in self.specs)
-
-    @property
-    def padded_bytes(self) -> int:
-        """Bytes of all full buckets, padding included."""
-        return sum(bucket.num_bytes for bucket in self.buckets)
 
 
 def _part(spec: TensorSpec, first: int, last: int) -> tuple[FlatRange, ...]:

@@ -43,7 +43,7 @@ class Move(NamedTuple):
 
 
 class Extension(Protocol):
-    """What the compiled module `lightrft.kernels._native` offers."""
+    """Functions of the compiled module `lightrft.kernels._native`."""
 
     interface_version: int
     has_cuda: bool

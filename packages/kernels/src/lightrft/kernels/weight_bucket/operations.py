@@ -282,7 +282,7 @@ def _device_hasher(device: torch.device) -> Callable[[Tensor, int], Tensor]:
 def _choose(
     impl: Implementation, moves: Sequence[Move], device: torch.device | None
 ) -> _Runner | None:
-    """Who runs the moves: the extension if it is wanted and can, None for torch.
+    """Runner of the moves: the extension if it is wanted and can, None for torch.
 
     `device` is where all memory lies; None if that is several.
     """

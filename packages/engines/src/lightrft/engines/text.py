@@ -1,11 +1,10 @@
-"""When a completion ends: stop tokens and stop strings."""
+"""Tokenizer of a checkpoint, ends of sequences and stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
-
-import torch
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig
@@ -16,6 +15,49 @@ class TextDecoder(Protocol):
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of some tokens."""
+
+
+class Text:
+    """Tokenizer that is loaded when stop strings or a prompt given as text first need it.
+
+    Args:
+        model_path: Directory of a Hugging Face checkpoint.
+    """
+
+    def __init__(self, model_path: str) -> None:
+        self._model_path = model_path
+        self._loaded: object | None = None
+
+    @property
+    def _tokenizer(self):  # type: ignore[no-untyped-def]  # noqa: ANN202
+        if self._loaded is None:
+            if not self._model_path or not Path(self._model_path).is_dir():
+                raise FileNotFoundError(
+                    "stop strings and prompts given as text need a tokenizer, and "
+                    f"{self._model_path!r} is not a directory; set model_path to a checkpoint, or "
+                    "use stop_token_ids and prompt_token_ids"
+                )
+            from transformers import AutoTokenizer
+
+            self._loaded = AutoTokenizer.from_pretrained(
+                self._model_path, local_files_only=True, trust_remote_code=False
+            )
+        return self._loaded
+
+    def load(self) -> None:
+        """Loads the tokenizer now, so that a missing one is reported before any work."""
+        _ = self._tokenizer
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of tokens, special ones included, with spaces as they are."""
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The token ids of a text that already holds its special tokens."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def end_of_sequence_ids(
@@ -34,19 +76,8 @@ def end_of_sequence_ids(
     return tuple(sorted(ids))
 
 
-def stop_token_table(
-    stop_ids: Sequence[int], vocab_size: int, *, device: torch.device
-) -> torch.Tensor:
-    """A lookup table of stop tokens: [vocab] bool. Ids beyond the vocabulary cannot be sampled."""
-    table = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-    known = [i for i in stop_ids if 0 <= i < vocab_size]
-    if known:
-        table[torch.tensor(known, device=device)] = True
-    return table
-
-
 class StopStringMatcher:
-    """Finds stop strings in completions that grow token by token.
+    """Search for stop strings in completions that grow token by token.
 
     Text is decoded incrementally: a character whose bytes are spread over several tokens counts
     once it is complete, and a string may straddle tokens.
