@@ -124,10 +124,9 @@ def check_reward(config: TrainConfig, columns: frozenset[str]) -> None:
     """
     from lightrft.rewards.build import build_reward, reward_urls
 
-    urls = reward_urls(config)
-    if not config.reward_fn and not urls:
+    if not config.reward_fn and not reward_urls(config):
         return  # reward models alone
-    with build_reward(config.reward_fn, urls=urls, config=config) as reward:
+    with build_reward(config.reward_fn, config=config) as reward:
         reward.check_columns(columns)
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+from lightrft.config.registry import DATA_SOURCES, split_kind
 from lightrft.datasets.types import DataError
-from lightrft.tools.rewards.gym_data import gym_rows, is_gym_source
 from lightrft.utils.hub import is_hub_reachable
 
 # One of these marks a folder that `save_to_disk` has written.
@@ -18,6 +18,8 @@ MAX_DEPTH = 100
 _TOO_DEEP = f"JSON nested deeper than {MAX_DEPTH} levels: expected a row of columns"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+# The rows of (source, split).
+RowSource = Callable[[str, str], Iterator[Mapping[str, object]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ def read_rows(path: str | Path, *, split: str = "train") -> list[Row]:
         path: A .jsonl, .json (a list of objects) or .parquet file; a folder that holds
             `<split>.jsonl`, or `<split>-*.parquet` and the like, itself or in `data/`; a folder
             that `datasets` has saved; the name of a data set, `owner/name[:configuration]`; or
-            a task of reasoning-gym, see `lightrft.tools.rewards.gym_data`.
+            `KIND:WHAT` of a registered kind of data source.
         split: Which files of a folder or part of a data set; a file has no splits.
 
     Raises:
@@ -64,12 +66,14 @@ def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataE
     Raises:
         DataError: nothing there, or no row of it can be read.
     """
-    if is_gym_source(str(path)):
-        for number, columns in enumerate(gym_rows(str(path), split), start=1):
-            yield Row(columns, f"{path}[{split}], row {number}")
-        return
-    if is_hub_name(str(path)) or any((Path(path) / name).is_file() for name in SAVED_FILES):
-        for number, columns in enumerate(_load_rows(str(path), split), start=1):
+    kind, _ = split_kind(str(path), DATA_SOURCES)
+    load: RowSource | None = None
+    if kind is not None:
+        load = cast("RowSource", DATA_SOURCES.load(kind))
+    elif is_hub_name(str(path)) or any((Path(path) / name).is_file() for name in SAVED_FILES):
+        load = _load_rows
+    if load is not None:
+        for number, columns in enumerate(load(str(path), split), start=1):
             yield Row(columns, f"{path}[{split}], row {number}")
         return
     for file in _files(Path(path), split):

@@ -35,7 +35,6 @@ def build_run_reward(
     """The reward function of the options; a context manager that ends its processes."""
     return build_reward(
         config.reward_fn,
-        urls=reward_urls(config),
         weights=config.reward_weights[: num_functions(config)] or None,
         recipes=recipes,
         has_models=bool(config.reward_pretrain) or config.environment is not None,

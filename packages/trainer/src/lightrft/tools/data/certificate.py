@@ -79,7 +79,7 @@ def certify(rows: Sequence[CheckedRow], config: TrainConfig) -> Certificate:
         RewardError: One that fails, hangs, or returns another number of results.
     """
     urls = reward_urls(config)
-    with build_reward(config.reward_fn, urls=urls, config=config) as reward:
+    with build_reward(config.reward_fn, config=config) as reward:
         unusable = {row.location: reward.label_problem(row.label) for row in rows}
         problems = [f"{place}: {text}" for place, text in unusable.items() if text is not None]
         chosen = [row for row in rows if unusable[row.location] is None][:MAX_ROWS]

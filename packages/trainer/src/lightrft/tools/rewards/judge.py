@@ -65,18 +65,19 @@ class JudgeReward:
     Args:
         config: Its `judge_*` options, `reward_timeout_seconds` as the deadline of one call, and
             `output_dir`, where the cache is if that folder exists.
+        name: Of the reward and of its component.
 
     Raises:
         ConfigError: No address or model, or a template that cannot be used.
     """
 
-    name = "judge"
     needs_labels = False
     # As many as requests may be under way.
     parallel_calls = CONCURRENCY
     whole_batch = False
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, name: str = "judge") -> None:
+        self.name = name
         if config.judge_url is None or config.judge_model is None:
             raise ConfigError(
                 "the reward judge needs --judge_url http://HOST:PORT/v1 and --judge_model NAME"

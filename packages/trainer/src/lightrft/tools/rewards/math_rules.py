@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import cast
 
+from lightrft.config import TrainConfig
 from lightrft.rewards.process import (
     WorkerFailedError,
     WorkerProcess,
@@ -270,3 +271,15 @@ class MathReward:
     def _result(self, outcome: bool | None) -> RewardResult:
         score = 1.0 if outcome else 0.0
         return RewardResult(score, {self.name: score, "timeout": float(outcome is None)})
+
+
+def boxed_math(config: TrainConfig, name: str) -> MathReward:
+    """The reward `boxed_math` of a run."""
+    del name
+    return MathReward(BOXED_MATH, batch_seconds=config.reward_timeout_seconds)
+
+
+def gsm8k(config: TrainConfig, name: str) -> MathReward:
+    """The reward `gsm8k` of a run."""
+    del name
+    return MathReward(GSM8K, batch_seconds=config.reward_timeout_seconds)

@@ -14,8 +14,10 @@ import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from lightrft.config import TrainConfig
 from lightrft.config.options import MASK, mask_address
 from lightrft.config.printable import one_line
+from lightrft.rewards.build import numbered, reward_urls
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.http import (
@@ -144,6 +146,22 @@ class RemoteReward:
                 f"got {_described(found)}"
             )
         return numbers
+
+
+def reward_service(config: TrainConfig, url: str) -> RemoteReward:
+    """One of the reward services of a run.
+
+    Raises:
+        ConfigError: The address is none, or names a variable that is not set.
+    """
+    urls = reward_urls(config)
+    return RemoteReward(
+        url,
+        name=numbered("remote", urls.index(url), len(urls)),
+        timeout_seconds=config.reward_timeout_seconds,
+        parallel_calls=config.reward_workers,
+        token=config.remote_rm_token,
+    )
 
 
 def service_address(url: str, *, option: str = "remote_rm_url") -> str:

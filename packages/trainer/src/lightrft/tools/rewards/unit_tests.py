@@ -33,18 +33,19 @@ class UnitTestsReward:
     Args:
         config: Its `sandbox`, `test_timeout_seconds` and `reward_timeout_seconds`, the deadline of
             one call.
+        name: Of the reward and of its component.
 
     Raises:
         ConfigError: No sandbox works here.
     """
 
-    name = "unit_tests"
     needs_labels = True
     # One call has all the slots.
     parallel_calls = 1
     whole_batch = False
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, name: str = "unit_tests") -> None:
+        self.name = name
         self._seconds = config.reward_timeout_seconds
         self._sandbox = Sandbox(
             config.sandbox, SandboxLimits(cpu_seconds=config.test_timeout_seconds)
