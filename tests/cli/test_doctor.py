@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightrft.cli.main import main
-from lightrft.tools.doctor import command as doctor
+from lightrft.tools.doctor import doctor_command as doctor
 from lightrft.tools.invariance.cells import FP32_BOUNDS, Cell, Deviations
 from lightrft.tools.model_presets import write_tiny_model
 

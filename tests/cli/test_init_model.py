@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightrft.cli.main import main
-from lightrft.tools.init_model import TEXT_PRESETS, VISION_PRESETS
+from lightrft.tools.init_model_command import TEXT_PRESETS, VISION_PRESETS
 
 
 @pytest.mark.parametrize("preset", TEXT_PRESETS)

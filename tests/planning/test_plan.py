@@ -155,7 +155,7 @@ def test_tokens_fall_with_the_ranks_and_scalars_do_not():
 
 def test_planning_imports_no_torch():
     code = (
-        "import sys, lightrft.tools.plan.command, lightrft.tools.plan.report;"
+        "import sys, lightrft.tools.plan.plan_command, lightrft.tools.plan.plan_report;"
         "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules); assert not heavy, heavy"
     )
     done = subprocess.run(

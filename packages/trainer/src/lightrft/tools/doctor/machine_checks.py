@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from lightrft.cli.machine import environment_problems
+from lightrft.cli.preflight import environment_problems
 from lightrft.tools.doctor.checks import Check, Finding, found, unchecked
 
 GIGABYTE = 1e9

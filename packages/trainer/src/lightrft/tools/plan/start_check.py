@@ -19,7 +19,7 @@ from lightrft.tools.plan.memory import (
     plan_memory,
 )
 from lightrft.tools.plan.model_size import read_model_size
-from lightrft.tools.plan.report import memory_table, summary
+from lightrft.tools.plan.plan_report import memory_table, summary
 from lightrft.tools.plan.setup import Setup
 
 # A prediction that is over by less than this is no reason to stop a run.

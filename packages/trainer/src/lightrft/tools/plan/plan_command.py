@@ -8,7 +8,7 @@ from lightrft.cli.options import Parser, add_number, add_options, available_opti
 from lightrft.config import ConfigError
 from lightrft.run.machines import GPUS, find_gpu
 from lightrft.tools.plan.model_size import SHAPES, read_model_size
-from lightrft.tools.plan.report import full_report
+from lightrft.tools.plan.plan_report import full_report
 from lightrft.tools.plan.setup import Setup
 
 GPUS_PER_NODE = 8

@@ -6,8 +6,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lightrft.cli.console import hide_progress_bars
 from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.launch import hide_progress_bars
 from lightrft.cli.options import Parser, add_number
 from lightrft.tools.invariance.cells import Deviations
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightrft.cli.console import hide_progress_bars
 from lightrft.cli.errors import ExitCode, PreflightError, UsageError
+from lightrft.cli.launch import hide_progress_bars
 from lightrft.cli.options import Parser, add_number
 from lightrft.config.options import did_you_mean
 
