@@ -120,7 +120,8 @@ def test_one_name_of_two_packages_is_refused_and_ours_stay(lightrft):
         lightrft.plant(name, text, PLUGIN)
     (line,) = lightrft("weigh").stderr.splitlines()
     assert "command 'weigh' is brought by two packages, " in line
-    assert {"my-plugin", "your-plugin:"} <= set(line.replace(",", "").split())
+    assert "my-plugin" in line
+    assert "your-plugin" in line
     assert "usage: lightrft train" in lightrft("train", "--help").stdout
 
 

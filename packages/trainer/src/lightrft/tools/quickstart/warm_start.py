@@ -25,7 +25,7 @@ from lightrft.tools.model_presets import (
     save_checked,
 )
 from lightrft.tools.quickstart.task import Exercise, Message, Task
-from lightrft.tools.tiny_vision_models import build_tiny, save_vision_model
+from lightrft.tools.tiny_vision_models import TINY_VISION, build_tiny, save_vision_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,9 +103,9 @@ def build_student(task: Task, *, seed: int) -> Student:
     tokens, and copying a digit from its place is learnt late.
     """
     tokenizer = build_tokenizer(task)
-    if task.preset is not None:
+    if task.reads_images:
         model, processor = build_tiny(
-            task.preset, seed=seed, initializer_range=VISION_INITIALIZER_RANGE, tokenizer=tokenizer
+            TINY_VISION, seed=seed, initializer_range=VISION_INITIALIZER_RANGE, tokenizer=tokenizer
         )
         return Student(model, tokenizer, processor)
     config = Qwen3Config(
