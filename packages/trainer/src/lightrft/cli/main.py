@@ -37,7 +37,7 @@ COMMANDS = Registry(
         "quickstart": "lightrft.tools.quickstart.quickstart_command:run",
         "data": "lightrft.tools.data.data_command:run",
         "eval": "lightrft.tools.evaluation.eval_command:run",
-        "launch": "lightrft.tools.launch.launch_command:run",
+        "launch": "lightrft.tools.launch_command:run",
         "serve-reward": "lightrft.tools.rewards.serve_reward_command:run",
         "report": "lightrft.tools.report.report_command:run",
         "audit": "lightrft.tools.audit_command:run",

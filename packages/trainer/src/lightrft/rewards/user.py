@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from lightrft.config import TrainConfig
-from lightrft.rewards.process import WorkerFailedError, WorkerTask, WorkerTimeoutError
+from lightrft.rewards.process import WorkerFailedError, WorkerPool, WorkerTask, WorkerTimeoutError
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 from lightrft.rewards.user_task import (
     AwaitLoop,
@@ -19,7 +19,6 @@ from lightrft.rewards.user_task import (
     checked_results,
     describe_function,
 )
-from lightrft.rewards.worker_pool import WorkerPool
 from lightrft.strategy.config import ConfigError
 
 ARGUMENTS = ("prompts", "responses", "labels")

@@ -12,7 +12,7 @@ from lightrft.cli.options import Parser, add_number
 from lightrft.tools.invariance.cells import Deviations
 
 if TYPE_CHECKING:
-    from lightrft.tools.invariance.run import CellResult
+    from lightrft.tools.invariance.measure import CellResult
 
 COLUMNS = ("loss", "outputs", "gradient", "gradient_tensor", "weights", "update")
 LEGEND = """\
@@ -65,7 +65,7 @@ def examine_machine(*, gpu: bool) -> int:
 
 def examine_model(options: Namespace) -> int:
     """Carries out one step of the model in many ways; 8 if they differ."""
-    from lightrft.tools.invariance.run import examine
+    from lightrft.tools.invariance.measure import examine
 
     hide_progress_bars()
     processes = options.nproc_per_node or default_processes()

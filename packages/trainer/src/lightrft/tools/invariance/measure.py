@@ -1,8 +1,10 @@
 """Carries out one step in several ways, on the ranks that each of them needs, and compares."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
@@ -14,19 +16,26 @@ from torch.optim import SGD, Optimizer
 from lightrft.algorithms.aggregation import local_normalizer
 from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.experience.minibatches import micro_slices
-from lightrft.models import Actor, ActorOutput, Critic
+from lightrft.models import Actor, ActorOutput, Critic, load_config
 from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.strategy.prepared import PreparedModel
 from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.testing import run_multiprocess
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
     checkpoint_module,
     local_rank_in,
 )
-from lightrft.tools.invariance.batch import NUM_ROWS, Rows, make_rows, policy_share, value_share
-from lightrft.tools.invariance.cells import REFERENCE, Cell, Deviations, Role
-from lightrft.tools.invariance.pictures import draw_prompts
+from lightrft.tools.invariance.batch import (
+    NUM_ROWS,
+    Rows,
+    draw_prompts,
+    make_rows,
+    policy_share,
+    value_share,
+)
+from lightrft.tools.invariance.cells import REFERENCE, Cell, Deviations, Role, doctor_cells
 
 Look = Callable[[StrategyBase, PreparedModel, Cell], None]
 
@@ -347,3 +356,50 @@ def deviation(
     deviation_of_all = float(torch.linalg.vector_norm(differences)) / whole
     is_judged = norms > SMALLEST_TENSOR * whole
     return deviation_of_all, float((differences / norms)[is_judged].max())
+
+
+# A cell with its deviations, or with the reason why this model cannot be laid out so.
+CellResult = tuple[Cell, Deviations | str]
+
+
+def examine(
+    path: str, *, num_processes: int, timeout_seconds: float, bf16: bool = False
+) -> Iterator[CellResult]:
+    """Carries out one step of a model in many ways, and compares each with the plainest.
+
+    Args:
+        path: Checkpoint of a causal language model.
+        num_processes: Processes of the distributed ways; 1 leaves them out.
+        timeout_seconds: Deadline of the ways with one number of processes.
+        bf16: Carry them out in bfloat16; the comparison stays with float32.
+
+    Yields:
+        The results, as soon as all with one number of processes are there.
+
+    Raises:
+        ModelLoadError: The checkpoint cannot be read.
+        RankFailure: A process failed.
+    """
+    load_config(path)
+    has_deepspeed = find_spec("deepspeed") is not None
+    cells = doctor_cells(num_processes, has_deepspeed=has_deepspeed, bf16=bf16)
+    with tempfile.TemporaryDirectory() as folder:
+        reference = str(Path(folder) / "reference.safetensors")
+        for world_size in sorted({cell.world_size for cell in cells}):
+            chosen = [cell for cell in cells if cell.world_size == world_size]
+            results = run_multiprocess(
+                examine_cells,
+                world_size,
+                timeout_seconds=timeout_seconds,
+                args=(chosen, path, reference),
+            )
+            yield from zip(chosen, results[0], strict=True)  # type: ignore[call-overload]
+
+
+def examine_cells(
+    rank: int, world_size: int, cells: list[Cell], path: str, reference: str
+) -> list[Deviations | str]:
+    """Measures cells on one rank; the first rank writes the reference if there is none."""
+    if not Path(reference).exists():
+        write_reference(path, "actor", Path(reference))
+    return measure_cells(rank, world_size, [(cell, path, reference) for cell in cells])

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from typing import cast
 
 from lightrft.config import TrainConfig
-from lightrft.rewards.process import WorkerFailedError, WorkerTask, WorkerTimeoutError
+from lightrft.rewards.process import WorkerFailedError, WorkerPool, WorkerTask, WorkerTimeoutError
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
-from lightrft.rewards.worker_pool import WorkerPool
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.gym_data import GYM_COLUMN, GYM_PREFIX
 
