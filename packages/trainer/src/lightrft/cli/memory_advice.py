@@ -71,7 +71,7 @@ def first_words(error: BaseException) -> str:
 
 
 def memory_report(error: BaseException, phase: str | None, config: TrainConfig | None) -> str:
-    """What ran out where, and with a configuration the cheapest remedies for that phase.
+    """The memory that ran out and its phase; with a configuration, the cheapest remedies.
 
     Args:
         error: The exception.
@@ -88,7 +88,7 @@ def memory_report(error: BaseException, phase: str | None, config: TrainConfig |
 
 
 def remedies(kind: str, config: TrainConfig) -> list[str]:
-    """What lowers the memory of a phase and is not in use yet, the cheapest first."""
+    """Settings that lower the memory of a phase and are not in use yet, the cheapest first."""
     shorter = _halved(config, "generate_max_len", "shorter responses")
     no_reference = "--init_kl_coef 0: no reference model" if config.init_kl_coef > 0 else ""
     always = (*_states(config), "more processes or a machine with more memory")

@@ -157,7 +157,7 @@ def add_number(
 
 
 def available_options() -> dict[str, OptionInfo]:
-    """What can be given on the command line and in TOML files, by name."""
+    """Options of the command line and of TOML files, by name."""
     options = options_of(TrainConfig)
     return {name: info for name, (_, info) in options.items() if name not in UNAVAILABLE}
 

@@ -69,7 +69,7 @@ def environment_problems() -> list[str]:
 
 
 def engine_problems(name: str) -> list[str]:
-    """Why an engine asked for by name cannot start here; "auto" always finds one."""
+    """Reasons why an engine asked for by name cannot start here; "auto" always finds one."""
     if name == "auto":
         return []
     try:
@@ -209,7 +209,7 @@ def _models(config: TrainConfig) -> Iterator[str]:
 
 
 def check_paths(config: TrainConfig) -> list[str]:
-    """What is missing among the model, the data and the rewards, one line each."""
+    """Missing parts of the model, the data and the rewards, one line each."""
     problems = []
     if config.pretrain is None:
         problems.append("--pretrain is missing: give a model directory, see lightrft init-model")
@@ -231,7 +231,7 @@ def check_paths(config: TrainConfig) -> list[str]:
 
 
 def model_problems(flag: str, name: str) -> list[str]:
-    """What a model directory lacks; a hub id (owner/name) is left to transformers."""
+    """Missing files of a model directory; a hub id (owner/name) is left to transformers."""
     directory = Path(name)
     if not directory.is_dir():
         if HUB_ID.match(name) and not directory.parent.is_dir():

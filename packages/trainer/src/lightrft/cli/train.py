@@ -108,7 +108,7 @@ def train(config: TrainConfig, stop_request: StopRequest) -> int:
 
 
 def next_commands(output_dir: str, model_dir: str) -> str:
-    """Where the trained model is, and what one does with it."""
+    """The place of the trained model, and the commands that come next."""
     run = shlex.quote(output_dir)
     return (
         f"model    {model_dir}\n"

@@ -31,7 +31,7 @@ _MAX_EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What became of the rows of a data file.
+    """Numbers of kept, cut and dropped rows of a data file.
 
     Args:
         path: The file or folder.

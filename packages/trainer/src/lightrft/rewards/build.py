@@ -117,7 +117,7 @@ class CombinedReward:
         return [{i: row[n] for i, n in enumerate(names) if n in row} for row in recipes]
 
     def label_problem(self, label: str | None) -> str | None:
-        """Why no response to a row with this label can be right; None if nobody knows a reason."""
+        """The reason why no response to a row with this label can be right; None without one."""
         for function in self._functions:
             if isinstance(function, ChecksLabels):
                 problem = function.label_problem(label)

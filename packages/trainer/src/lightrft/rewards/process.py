@@ -131,7 +131,7 @@ def _write(line: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTask:
-    """What a worker runs.
+    """The handler that a worker runs, and its limits.
 
     Args:
         module, factory: The worker imports `module` and calls `factory(*arguments)`.
@@ -281,7 +281,7 @@ class WorkerProcess:
         return reply["ok"]
 
     def _ending(self, started: _Started) -> str:
-        """How the worker ended, in words."""
+        """The end of the worker, in words."""
         returncode: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             returncode = started.process.wait(_END_SECONDS)

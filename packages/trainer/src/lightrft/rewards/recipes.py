@@ -1,4 +1,4 @@
-"""Which rewards count for which rows, and how much."""
+"""Weights of rewards by row."""
 
 import math
 import tomllib

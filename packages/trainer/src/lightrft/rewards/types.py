@@ -1,4 +1,4 @@
-"""What a reward function is."""
+"""The interface of reward functions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,7 +63,7 @@ class RewardFunction(Protocol):
 
 @runtime_checkable
 class CallStyle(Protocol):
-    """How a reward wants to be called; one that does not say so is called in the trainer's thread.
+    """The way to call a reward; one that does not say so is called in the trainer's thread.
 
     Either way it gets one group of responses in a call.
     """
@@ -84,5 +84,5 @@ class ChecksLabels(Protocol):
     """A reward that knows which labels it can use."""
 
     def label_problem(self, label: str | None) -> str | None:
-        """Why no response to a row with this label can be right; None if one can."""
+        """The reason why no response to a row with this label can be right; None if one can."""
         ...

@@ -26,7 +26,7 @@ ARGUMENTS = ("prompts", "responses", "labels")
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a user's function can be called with.
+    """Arguments that a user's function takes.
 
     Args:
         parameters: Of the function.

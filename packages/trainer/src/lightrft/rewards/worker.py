@@ -23,7 +23,7 @@ FRAME = struct.Struct("<Q")
 
 
 class Handler(Protocol):
-    """What a task's factory returns."""
+    """The callable that a task's factory returns."""
 
     def describe(self) -> object:
         """JSON-able answer to the first message."""

@@ -83,7 +83,7 @@ def examine_model(options: Namespace) -> int:
 
 
 def bounds_of(results: Sequence[CellResult]) -> Deviations:
-    """Those of float32, or in bfloat16 those that the first, plainest way gives."""
+    """The bounds of float32, or in bfloat16 those that the first, plainest way gives."""
     from lightrft.tools.invariance.cells import FP32_BOUNDS, bf16_bounds
 
     cell, deviations = results[0]

@@ -128,7 +128,7 @@ def build_parser() -> Parser:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """How many samples are drawn and what counts; how they are drawn are options of a run."""
+    """Adds flags for the samples and the counts; options of a run say how they are drawn."""
     group = parser.add_argument_group("samples")
     default = EvalSettings()
     text = "Samples of each prompt; 0 draws none, greedy answers only."

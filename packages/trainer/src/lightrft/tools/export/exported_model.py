@@ -45,7 +45,7 @@ class ExportError(CommandError):
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What was written and compared.
+    """Written files and their comparison.
 
     Args:
         directory: The checkpoint.

@@ -50,7 +50,7 @@ SMALLEST_TENSOR = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step returns on this rank.
+    """Results of one step on this rank.
 
     Args:
         loss: Of the whole batch.

@@ -24,7 +24,7 @@ RESERVE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What one phase of a run holds on a rank at its peak.
+    """Memory of one phase of a run on a rank at its peak.
 
     Args:
         name: Of the phase.

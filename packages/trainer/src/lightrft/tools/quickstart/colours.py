@@ -95,7 +95,7 @@ def _draw_shape(canvas: "ImageDraw", place: int, colour: Colour, rng: random.Ran
 
 
 def describe(shapes: Shapes, rng: random.Random, *, p_blind: float = P_BLIND) -> str:
-    """What the teacher sees of each shape, and the number that follows from it."""
+    """The colours that the teacher sees, and the number that follows from them."""
     seen = [
         BLIND[name] if name in BLIND and rng.random() < p_blind else name for name in shapes.cells
     ]

@@ -43,7 +43,7 @@ STRATEGIES = ("fsdp", "deepspeed")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What one may vary.
+    """Choices of a quick start.
 
     Args:
         task: What is taught.
@@ -351,7 +351,7 @@ def last_conversation(directory: Path) -> list[str]:
 def closing_words(
     summary: dict[str, object], directory: Path, report: Path, files: Sequence[Path]
 ) -> str:
-    """What came of it, and what to do next."""
+    """The result, and the next commands."""
     return (
         f"held-out accuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}\n"
         f"  model {directory / 'model'}, numbers {directory / 'summary.json'}\n"

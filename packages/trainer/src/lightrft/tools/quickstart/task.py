@@ -1,4 +1,4 @@
-"""What a quick start teaches: exercises, a careless teacher, and the files of the run."""
+"""Tasks of a quick start: exercises, a careless teacher, and the files of the run."""
 
 import json
 import random

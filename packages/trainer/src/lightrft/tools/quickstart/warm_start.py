@@ -58,7 +58,7 @@ def build_tokenizer(task: Task) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True, slots=True)
 class Student:
-    """Who imitates.
+    """The model that imitates, with its tokenizer.
 
     Args:
         model: In fp32.
@@ -71,7 +71,7 @@ class Student:
     processor: ProcessorMixin | None = None
 
     def media(self, exercises: Sequence[Exercise], token_ids: Tensor) -> dict[str, Tensor]:
-        """What the model is given beside `token_ids`: nothing, or the pictures of `exercises`."""
+        """Inputs of the model beside `token_ids`: none, or the pictures of `exercises`."""
         if self.processor is None:
             return {}
         pictures = [cast("Pictured", exercise).picture() for exercise in exercises]
@@ -91,7 +91,7 @@ class Pictured(Protocol):
     """An exercise to look at."""
 
     def picture(self) -> Image:
-        """What is seen."""
+        """The picture."""
         ...
 
 

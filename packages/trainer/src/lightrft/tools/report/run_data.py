@@ -1,4 +1,4 @@
-"""What is known about a run from the files in its folder, whether or not it has ended."""
+"""Contents of the files in a run's folder, whether or not the run has ended."""
 
 import math
 import time

@@ -34,7 +34,7 @@ Sample = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is shown of a file of samples.
+    """The shown part of a file of samples.
 
     Args:
         steps: Samples by step, newest first.
@@ -236,7 +236,7 @@ def _numbers(entry: Mapping[str, object], name: str) -> list[float | None]:
 
 
 def _observed(entry: Mapping[str, object], num_tokens: int) -> list[bool]:
-    """Which tokens are part of an observation."""
+    """Marks of the tokens that are part of an observation."""
     spans = entry.get("sampled_spans")
     if not isinstance(spans, list):
         return [False] * num_tokens

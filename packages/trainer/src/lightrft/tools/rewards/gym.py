@@ -92,7 +92,7 @@ class GymReward:
 
 
 def find_answer(response: str) -> str:
-    """What the last `<answer>` holds, to its end or that of the response; else the last line."""
+    """The text of the last `<answer>`, to its end or that of the response; else the last line."""
     start = response.rfind(_OPEN)
     if start >= 0:
         answer = response[start + len(_OPEN) :].partition(_CLOSE)[0].strip()

@@ -59,7 +59,7 @@ class HttpError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """What one request may cost.
+    """Limits of one request.
 
     Args:
         total_seconds: Deadline of everything, repetitions included.

@@ -51,7 +51,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_hashes(text: str) -> str | None:
-    """What follows the last `####` on its line, the answer mark of GSM8K; None without one."""
+    """The text after the last `####` on its line, the answer mark of GSM8K; None without one."""
     found = _HASHES.findall(text)
     return found[-1].strip() if found else None
 
@@ -99,7 +99,7 @@ _TASK = WorkerTask("lightrft.tools.rewards.math_grader", "MathGrader", memory_by
 
 @dataclass(frozen=True, slots=True)
 class MathRule:
-    """Where the answers stand.
+    """Places of the answers.
 
     Args:
         name: Name of the reward and of its component.
@@ -204,7 +204,7 @@ class MathReward:
             worker.close()
 
     def label_problem(self, label: str | None) -> str | None:
-        """Why no response to a row with this label can be right; None if one can."""
+        """The reason why no response to a row with this label can be right; None if one can."""
         if label is None:
             return "the row has no label: set --label_key"
         try:

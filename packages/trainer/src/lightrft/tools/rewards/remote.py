@@ -201,7 +201,7 @@ def service_address(url: str, *, option: str = "remote_rm_url") -> str:
 
 
 def _described(found: object) -> str:
-    """What was found in the place of numbers, without spelling out a nested or huge value."""
+    """The value found in the place of numbers, without spelling out a nested or huge one."""
     if not isinstance(found, list):
         is_short = found is None or isinstance(found, str | float | bool)
         return one_line(repr(found)) if is_short else type(found).__name__

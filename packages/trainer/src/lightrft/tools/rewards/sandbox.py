@@ -47,7 +47,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """What one program may use.
+    """Limits of one program.
 
     Args:
         cpu_seconds: Of each process; by the clock the program may take three times as long.
@@ -73,7 +73,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a program ended.
+    """End of a program, with its output.
 
     Args:
         reason: By itself (or by the processor limit), at the limit of time, of output, or at the
@@ -223,58 +223,17 @@ class Sandbox:
                 binds += ["--ro-bind", str(path), str(path)]
         if not prefix.is_relative_to("/usr"):
             binds += ["--ro-bind", str(prefix), str(prefix)]
-        return [
-            self._bwrap,
-            "--unshare-all",
-            "--unshare-user",
-            "--disable-userns",
-            "--die-with-parent",
-            "--new-session",
-            "--cap-drop",
-            "ALL",
-            *binds,
-            "--proc",
-            "/proc",
-            "--dev",
-            "/dev",
-            "--size",
-            str(limits.file_bytes),
-            "--tmpfs",
-            "/dev/shm",
-            "--size",
-            str(limits.folder_bytes),
-            "--tmpfs",
-            "/tmp",
-            "--ro-bind-data",
-            str(program),
-            "/tmp/main.py",
-            # /dev is a file system in memory of its own, without a limit of size.
-            "--remount-ro",
-            "/dev",
-            "--remount-ro",
-            "/",
-            "--chdir",
-            "/tmp",
-            "--clearenv",
-            "--setenv",
-            "PATH",
-            "/usr/bin:/bin",
-            "--setenv",
-            "HOME",
-            "/tmp",
-            "--setenv",
-            "PYTHONHASHSEED",
-            "0",
-            "--json-status-fd",
-            str(status),
-            "--",
-            interpreter,
-            "-s",
-            "-S",
-            "-X",
-            "utf8",
-            "/tmp/main.py",
-        ]
+        # /dev is a file system in memory of its own, without a limit of size.
+        flags = (
+            "--unshare-all --unshare-user --disable-userns --die-with-parent --new-session "
+            f"--cap-drop ALL --proc /proc --dev /dev --size {limits.file_bytes} --tmpfs /dev/shm "
+            f"--size {limits.folder_bytes} --tmpfs /tmp --ro-bind-data {program} /tmp/main.py "
+            "--remount-ro /dev --remount-ro / --chdir /tmp --clearenv --setenv PATH "
+            "/usr/bin:/bin --setenv HOME /tmp --setenv PYTHONHASHSEED 0 --json-status-fd "
+            f"{status} --"
+        )
+        python = [interpreter, "-s", "-S", "-X", "utf8", "/tmp/main.py"]
+        return [self._bwrap, *binds, *flags.split(), *python]
 
     def _find_bwrap(self) -> str:
         found = shutil.which("bwrap")
@@ -471,7 +430,7 @@ def probe_program(*, is_unsafe: bool) -> Iterator[bytes]:
 
 
 def probe_verdict(stdout: bytes) -> str | None:
-    """What is wrong by what the program printed; None if nothing is."""
+    """The fault that the program's output tells of; None if there is none."""
     first, _, rest = stdout.strip().partition(b" ")
     if first != b"probe":
         return "a program did not run in it"

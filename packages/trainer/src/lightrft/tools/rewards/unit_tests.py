@@ -69,7 +69,7 @@ class UnitTestsReward:
         return [self._result(tested, len(row)) for tested, row in zip(found, tests, strict=True)]
 
     def label_problem(self, label: str | None) -> str | None:
-        """Why no response to a row with this label can be right; None if one can."""
+        """The reason why no response to a row with this label can be right; None if one can."""
         if label is None:
             return "the row has no label: set --label_key"
         try:
