@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import LOGGERS
-from lightrft.datasets.mixture import read_sources
+from lightrft.datasets.files import read_sources
 from lightrft.datasets.render import render
 from lightrft.engines.factory import resolve_engine_type
 from lightrft.models.weight_files import count_model

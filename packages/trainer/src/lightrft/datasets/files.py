@@ -1,13 +1,16 @@
 """Rows of JSONL, JSON and Parquet files and of data sets, each with the place it came from."""
 
 import json
+import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import cast
 
 from lightrft.config.registry import DATA_SOURCES, split_kind
+from lightrft.config.sources import probability_problem, split_sources
 from lightrft.datasets.types import DataError
 from lightrft.utils.hub import is_hub_reachable
 
@@ -270,3 +273,56 @@ def _require_text(value: object, location: str) -> None:
 def _kind(value: object) -> str:
     kinds = {dict: "an object", list: "a list", str: "a string", type(None): "null"}
     return kinds.get(type(value), "a number" if isinstance(value, int | float) else repr(value))
+
+
+def read_sources(
+    text: str | Path, *, split: str = "train", probabilities: Sequence[float] = (), seed: int = 0
+) -> list[Row]:
+    """The rows of one or several sources, in an order that depends on the arguments alone.
+
+    Without probabilities the sources follow one another. With them every long enough part of the
+    list holds the sources in these proportions, no row comes twice, and the list is as long as
+    that allows: of a source with too many rows, some are drawn by the seed.
+
+    Args:
+        text: Files, folders or names of data sets, separated by commas.
+        split: Of folders and data sets, see `read_rows`.
+        probabilities: One for each source, with sum 1; empty follows the sizes.
+        seed: Draws the rows of sources that are not used whole.
+
+    Raises:
+        DataError: A source cannot be read, or probabilities do not fit the sources.
+    """
+    sources = split_sources(str(text))
+    problem = probability_problem(sources, probabilities)
+    if problem is not None:
+        raise DataError(problem)
+    tables = [read_rows(source, split=split) for source in sources]
+    if len(tables) == 1 or not probabilities:
+        return [row for table in tables for row in table]
+    order = mixture_order([len(table) for table in tables], probabilities, seed=seed)
+    return [tables[source][row] for source, row in order]
+
+
+def mixture_order(
+    sizes: Sequence[int], probabilities: Sequence[float], *, seed: int
+) -> list[tuple[int, int]]:
+    """Places (source, row) of the longest mixture without repetition.
+
+    The k-th row of source i stands at (k + 1/2) / p_i on a common scale, so that the first n
+    places hold n p_i rows of each source, give or take one.
+
+    Args:
+        sizes: Rows of each source.
+        probabilities: One for each source, positive.
+        seed: Draws the rows of sources that are not used whole.
+    """
+    shares = [Fraction(value).limit_denominator(10**9) for value in probabilities]
+    length = min(size / share for size, share in zip(sizes, shares, strict=True))
+    marked = []
+    for source, (size, share) in enumerate(zip(sizes, shares, strict=True)):
+        count = min(size, int(length * share + Fraction(1, 2)))
+        rows = sorted(random.Random(f"{seed} {source}").sample(range(size), count))
+        half = Fraction(1, 2)
+        marked += [((k + half) / share, source, row) for k, row in enumerate(rows)]
+    return [(source, row) for _, source, row in sorted(marked)]

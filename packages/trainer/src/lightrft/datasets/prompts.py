@@ -7,7 +7,7 @@ from pathlib import Path
 from torch.utils.data import Dataset
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.files import Row, read_rows
+from lightrft.datasets.files import Row, read_rows, read_sources
 from lightrft.datasets.media import (
     RowMediaSources,
     VisionPrompts,
@@ -15,7 +15,6 @@ from lightrft.datasets.media import (
     media_of,
     with_media,
 )
-from lightrft.datasets.mixture import read_sources
 from lightrft.datasets.render import (
     PromptTokenizer,
     check_tokenizer,

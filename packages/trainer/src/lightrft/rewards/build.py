@@ -2,14 +2,15 @@
 
 import math
 import threading
+import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Self, cast
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import REWARD_KINDS, REWARD_SERVICES, REWARDS, split_kind
-from lightrft.rewards.recipes import RewardRecipes
 from lightrft.rewards.types import (
     CallStyle,
     ChecksLabels,
@@ -17,6 +18,7 @@ from lightrft.rewards.types import (
     Labels,
     RewardError,
     RewardFunction,
+    RewardRecipes,
     RewardResult,
     Texts,
 )
@@ -199,6 +201,47 @@ def build_reward(
         _check_arguments(functions, config)
         opened.pop_all()
     return CombinedReward(functions, factors, recipes=recipes)
+
+
+def load_recipes(path: str | Path, *, column: str, names: Sequence[str]) -> RewardRecipes:
+    """Reads a TOML file with a table for every value of the column.
+
+        [math]
+        gsm8k = 1.0
+        [chat]
+        model = 0.5
+
+    Args:
+        path: The file.
+        column: Of the data rows.
+        names: Rewards of the run.
+
+    Raises:
+        ConfigError: The file cannot be read, two rewards have one name, or a table names an
+            unknown reward or no number.
+    """
+    if len(set(names)) < len(names):
+        raise ConfigError(f"reward_recipe needs rewards of different names: got {', '.join(names)}")
+    try:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
+        raise ConfigError(f"reward_recipe: cannot read {path}: {err}") from err
+    recipes: dict[str, dict[str, float]] = {}
+    for value, table in tables.items():
+        if not isinstance(table, dict) or not table:
+            raise ConfigError(f"reward_recipe: {path}: expected a table [{value}] with weights")
+        recipes[value] = {}
+        for name, weight in table.items():
+            is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if name not in names or not is_number or not math.isfinite(weight):
+                raise ConfigError(
+                    f"reward_recipe: {path}: got {name} = {weight!r} in [{value}], expected a "
+                    f"number for one of {', '.join(sorted(names))}"
+                )
+            recipes[value][name] = float(weight)
+    if not recipes:
+        raise ConfigError(f"reward_recipe: {path} has no tables")
+    return RewardRecipes(column, recipes)
 
 
 def _check_arguments(functions: Sequence[RewardFunction], config: TrainConfig) -> None:

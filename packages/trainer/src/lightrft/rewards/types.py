@@ -86,3 +86,30 @@ class ChecksLabels(Protocol):
     def label_problem(self, label: str | None) -> str | None:
         """The reason why no response to a row with this label can be right; None if one can."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRecipes:
+    """Weights of rewards by the value that a row has in one column.
+
+    Args:
+        column: Of the data rows.
+        weights: Value of the column -> name of a reward -> its weight. A reward that is not named
+            is not asked for these rows.
+    """
+
+    column: str
+    weights: Mapping[str, Mapping[str, float]]
+
+    def weights_of(self, value: object) -> Mapping[str, float]:
+        """The weights of a row with this value.
+
+        Raises:
+            RewardError: There is no recipe for it.
+        """
+        if not isinstance(value, str) or value not in self.weights:
+            raise RewardError(
+                f"no reward recipe for {value!r} in column {self.column!r}: known are "
+                f"{', '.join(sorted(self.weights))}; add a table to --reward_recipe"
+            )
+        return self.weights[value]

@@ -15,8 +15,8 @@ from lightrft.models import Actor, Critic, LoraActor, RewardModel, load_causal_l
 from lightrft.models.freezing import freeze
 from lightrft.models.loading import ModelLoadError
 from lightrft.rewards import CombinedReward, build_reward
-from lightrft.rewards.build import numbered, reward_urls
-from lightrft.rewards.recipes import RewardRecipes, load_recipes
+from lightrft.rewards.build import load_recipes, numbered, reward_urls
+from lightrft.rewards.types import RewardRecipes
 from lightrft.rollout.model_rewards import ModelRewards, ScoringModel
 from lightrft.stages.algorithm import build_estimator
 from lightrft.stages.construction import configure_model
