@@ -12,7 +12,7 @@ from lightrft.cli.options import UNAVAILABLE, available_options
 from lightrft.config import TrainConfig
 from lightrft.config.options import OptionInfo, type_hints
 from lightrft.reporting.metric_table import METRICS
-from lightrft.run.machines import GPUS
+from lightrft.run.gpus import GPUS
 from lightrft.tools.plan.advice import advise
 from lightrft.tools.plan.duration import scale, where_it_stops_paying
 from lightrft.tools.plan.model_size import SHAPES

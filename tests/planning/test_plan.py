@@ -11,7 +11,7 @@ import pytest
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.run.machines import GPUS, find_gpu, gpu_of
+from lightrft.run.gpus import GPUS, find_gpu, gpu_of
 from lightrft.tools.plan.advice import advise, remedies
 from lightrft.tools.plan.duration import (
     efficiency,

@@ -51,7 +51,7 @@ def examine_machine(*, gpu: bool) -> int:
 
     With `gpu`, also 3 if nothing could be timed: no verdict is no good one.
     """
-    from lightrft.tools.doctor.checks import Verdict, report
+    from lightrft.tools.doctor.check import Verdict, report
 
     if gpu:
         from lightrft.tools.doctor.gpu_checks import gpu_checks as checks

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightrft.tools.doctor.checks import Check, Finding, found, unchecked
+from lightrft.tools.doctor.check import Check, Finding, found, unchecked
 from lightrft.tools.doctor.machine_checks import without_gpu
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightrft.cli.preflight import environment_problems
-from lightrft.tools.doctor.checks import Check, Finding, found, unchecked
+from lightrft.tools.doctor.check import Check, Finding, found, unchecked
 
 GIGABYTE = 1e9
 # Package -> (from, below, what it is needed for).

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightrft.run.machines import GB, Gpu
+from lightrft.run.gpus import GB, Gpu
 from lightrft.tools.plan.memory import plan_memory
 from lightrft.tools.plan.setup import Setup
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lightrft.run.machines import GB
+from lightrft.run.gpus import GB
 from lightrft.tools.plan.backends import (
     Term,
     evaluated,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightrft.run.machines import GB, GPUS, Gpu
+from lightrft.run.gpus import GB, GPUS, Gpu
 from lightrft.tools.plan.advice import advise, remedies
 from lightrft.tools.plan.duration import (
     CONSTANTS,
