@@ -374,8 +374,8 @@ class TurnSuffix:
         elif role == "user" and not whole[len(prompt) :].startswith(text):
             found.append("something is put before an answer once it is history")
         thought = f"<think>\n{self._mark}t\n</think>\n\n{text}"
-        told = self._render([*opening, _assistant(thought), _user("more")], tools=shown)
-        if f"{self._mark}t" not in told:
+        answered = self._render([*opening, _assistant(thought), _user("more")], tools=shown)
+        if f"{self._mark}t" not in answered:
             found.append("thinking in earlier turns is stripped")
         return tuple(found)
 

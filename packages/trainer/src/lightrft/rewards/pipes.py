@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import IO, cast
 
 _CHUNK = 1 << 16
-# So often another thread's wish to stop is looked at.
-_LOOK_SECONDS = 0.25
+# The interval at which another thread's wish to stop is checked.
+_POLL_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def capture(
         stdin: Its standard input.
         ends: By `time.monotonic`.
         max_bytes: Of both outputs together.
-        is_stopped: Looked at four times a second.
+        is_stopped: Checked four times a second.
     """
     pipes = cast("tuple[IO[bytes], ...]", (process.stdin, process.stdout, process.stderr))
     outputs = {file.fileno(): bytearray() for file in pipes[1:]}
@@ -61,7 +61,7 @@ def capture(
             left = ends - time.monotonic()
             if left <= 0 or is_stopped():
                 break
-            for key, _ in selector.select(min(left, _LOOK_SECONDS)):
+            for key, _ in selector.select(min(left, _POLL_SECONDS)):
                 if key.fd == writes:
                     pending = _send(writes, pending)
                     if not pending:

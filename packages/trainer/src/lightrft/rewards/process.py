@@ -139,7 +139,7 @@ class WorkerTask:
         shown_file: Tracebacks start at the first frame of this file.
         memory_bytes: Limit of the worker's address space; None sets none.
         resident_bytes: Memory that the worker and its children may hold together; None sets no
-            limit. It is looked at four times a second.
+            limit. It is measured four times a second.
         passed_variables: Variables of the environment that it gets although they are secrets.
         start_seconds: Deadline of the start, imports included.
     """

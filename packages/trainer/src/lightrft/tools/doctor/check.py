@@ -37,7 +37,7 @@ class Check:
     """One question about this machine.
 
     Args:
-        name: What is looked at.
+        name: Of the examined thing.
         limit: What is expected.
         remedy: What to do if it is not so.
         examine: Finds out; an exception is a bad finding.

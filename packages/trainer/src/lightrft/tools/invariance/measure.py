@@ -37,7 +37,7 @@ from lightrft.tools.invariance.batch import (
 )
 from lightrft.tools.invariance.cells import REFERENCE, Cell, Deviations, Role, doctor_cells
 
-Look = Callable[[StrategyBase, PreparedModel, Cell], None]
+StepHook = Callable[[StrategyBase, PreparedModel, Cell], None]
 
 ADAM_RATE = 1e-3
 # How far the step of SGD moves the weights, over their norm: so far that the gradient can be read
@@ -154,7 +154,7 @@ def _share(model: nn.Module, cell: Cell, micro: Rows, normalizer: Tensor) -> tup
     return policy_share(output, micro, normalizer), output.logprobs
 
 
-def write_reference(path: str, role: Role, file: Path, look: Look | None = None) -> None:
+def write_reference(path: str, role: Role, file: Path, on_step: StepHook | None = None) -> None:
     """Carries out the step in one process with one padded micro-batch, and keeps the results.
 
     The gradient is the one autograd leaves; all others are read off weights.
@@ -163,7 +163,7 @@ def write_reference(path: str, role: Role, file: Path, look: Look | None = None)
         path: Checkpoint of the model.
         role: What is trained.
         file: Where the results go.
-        look: Called after the steps of AdamW.
+        on_step: Called after the steps of AdamW.
     """
     cell = replace(REFERENCE, role=role)
     strategy = make_strategy(cell)
@@ -191,8 +191,8 @@ def write_reference(path: str, role: Role, file: Path, look: Look | None = None)
     before = {name: p.detach().clone() for name, p in weights.items()}
     for rows in (first, second):
         take_step(strategy, ready, cell, rows)
-    if look is not None:
-        look(strategy, ready, cell)
+    if on_step is not None:
+        on_step(strategy, ready, cell)
     results |= {f"update/{n}": (p.detach() - before[n]).cpu() for n, p in weights.items()}
     results["outputs"] = step.outputs
     results["numbers"] = torch.tensor([step.loss, rate], dtype=torch.float64)
@@ -217,7 +217,7 @@ def rows_of(path: str) -> tuple[Rows, Rows]:
 
 
 def measure(
-    strategy: StrategyBase, cell: Cell, path: str, reference: Path, look: Look | None = None
+    strategy: StrategyBase, cell: Cell, path: str, reference: Path, on_step: StepHook | None = None
 ) -> Deviations:
     """Carries out the step as the cell says. Collective; the same result on every rank.
 
@@ -226,7 +226,7 @@ def measure(
         cell: How.
         path: Checkpoint of the model.
         reference: A file of `write_reference` for this model and role.
-        look: Called after the steps of AdamW.
+        on_step: Called after the steps of AdamW.
     """
     expected = load_file(reference)
     loss, rate = expected["numbers"].tolist()
@@ -238,7 +238,7 @@ def measure(
     read_off = {name: (before[name] - value) / rate for name, value in after.items()}
     gradient = deviation(strategy, ready, read_off, expected, "gradient")
     del ready
-    update = _adam_update(strategy, cell, path, expected, look)
+    update = _adam_update(strategy, cell, path, expected, on_step)
     difference = (step.outputs - expected["outputs"])[step.rows].abs().max()
     scale = 1.0 if cell.role == "actor" else float(expected["outputs"].abs().max())
     return Deviations(
@@ -252,7 +252,11 @@ def measure(
 
 
 def _adam_update(
-    strategy: StrategyBase, cell: Cell, path: str, expected: Mapping[str, Tensor], look: Look | None
+    strategy: StrategyBase,
+    cell: Cell,
+    path: str,
+    expected: Mapping[str, Tensor],
+    on_step: StepHook | None,
 ) -> float:
     ready = prepare(strategy, cell, path, lambda m: strategy.create_optimizer(m, lr=ADAM_RATE))
     before = local_values(strategy.parameter_source(ready))
@@ -260,8 +264,8 @@ def _adam_update(
         take_step(strategy, ready, cell, rows)
     after = local_values(strategy.parameter_source(ready))
     moved = {name: value - before[name] for name, value in after.items()}
-    if look is not None:
-        look(strategy, ready, cell)
+    if on_step is not None:
+        on_step(strategy, ready, cell)
     return deviation(strategy, ready, moved, expected, "update")[0]
 
 
@@ -274,14 +278,14 @@ def _norm(tensors: Iterable[Tensor]) -> float:
 
 
 def measure_cells(
-    rank: int, world_size: int, cells: list[tuple[Cell, str, str]], look: Look | None = None
+    rank: int, world_size: int, cells: list[tuple[Cell, str, str]], on_step: StepHook | None = None
 ) -> list[Deviations | str]:
     """Measures cells of one number of ranks, one after the other; runs on every rank.
 
     Args:
         rank, world_size: As `run_multiprocess` passes them.
         cells: Each cell with the path of its model and of its reference.
-        look: Called on every rank after the steps of AdamW of each cell.
+        on_step: Called on every rank after the steps of AdamW of each cell.
 
     Returns:
         Deviations of each cell, or why its model cannot be laid out so.
@@ -307,7 +311,7 @@ def measure_cells(
         if key not in strategies:
             strategies[key] = make_strategy(key)
         try:
-            results.append(measure(strategies[key], cell, path, Path(reference), look))
+            results.append(measure(strategies[key], cell, path, Path(reference), on_step))
         except LayoutRefusedError as refusal:  # by all ranks alike
             results.append(str(refusal))
     return results

@@ -157,8 +157,8 @@ class Sandbox:
                 is_stopped=self._is_stopped.is_set,
             )
             _kill(process)
-            told = b"" if status is None else _read_all(status)
-        if found.is_complete and status is not None and b'"exit-code"' not in told:
+            report = b"" if status is None else _read_all(status)
+        if found.is_complete and status is not None and b'"exit-code"' not in report:
             raise SandboxError(f"bubblewrap did not start the program: {_last_line(found)}")
         return self._ending(found, process.returncode, deadline)
 
@@ -254,7 +254,7 @@ class Sandbox:
         return str(Path(self._folder, bwrap_path().relative_to(package.parent)))
 
     def _probe(self) -> str:
-        """The first interpreter that runs here, after looking from inside for ways out."""
+        """The first interpreter that runs here, after a search from inside for ways out."""
         missing = [name for name in ("prlimit", "setpriv") if shutil.which(name) is None]
         if missing:
             raise ConfigError(f"the sandbox needs the program {missing[0]}: install util-linux")
@@ -430,7 +430,7 @@ def probe_program(*, is_unsafe: bool) -> Iterator[bytes]:
 
 
 def probe_verdict(stdout: bytes) -> str | None:
-    """The fault that the program's output tells of; None if there is none."""
+    """The fault in the program's output; None without one."""
     first, _, rest = stdout.strip().partition(b" ")
     if first != b"probe":
         return "a program did not run in it"
