@@ -7,12 +7,17 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
+from typing import TYPE_CHECKING, cast
 
 from lightrft.config.options import mask_address
 from lightrft.config.printable import printable
+from lightrft.config.registry import load_reference
 from lightrft.strategy.distributed.error_report import write_error_report
+
+if TYPE_CHECKING:
+    from lightrft.config import TrainConfig
 
 
 class ExitCode(IntEnum):
@@ -102,14 +107,56 @@ _NOT_POSSIBLE_HERE = (
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # How Python and safetensors write the system's error number.
 _ERROR_NUMBER = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
+_NO_MEMORY = (
+    "can't allocate memory",
+    "cannot allocate memory",
+    "out of memory",
+    "not enough memory",
+    "can't start new thread",
+)
 # What gloo and NCCL say when a peer did not come in time.
 _TIMED_OUT = ("Timed out waiting", "timed out in", "Watchdog caught collective operation timeout")
 
 
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception and its causes."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it, or a cause of it, says that memory could not be had."""
+    rewards = sys.modules.get("lightrft.rewards.types")
+    if rewards is not None and isinstance(error, rewards.RewardError):
+        return False  # that of another process, for which no option of the trainer helps
+    return any(is_memory_error(link) for link in chain(error))
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """Whether an exception itself, not a cause of it, says that memory could not be had."""
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    if type(error).__module__ == "lightrft.rewards.types":
+        return False  # the words of a user's function, about a process of its own
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(part in text for part in _NO_MEMORY)
+
+
+def memory_report(error: BaseException, phase: str | None, config: "TrainConfig | None") -> str:
+    """The memory that ran out, and with a configuration what helps; see `tools.memory_advice`."""
+    report = load_reference("lightrft.tools.memory_advice:memory_report", kind="memory advice")
+    return cast("Callable[..., str]", report)(error, phase, config)
+
+
 def exit_code_of(error: BaseException) -> int:
     """The code of an exception: that of its class, or of the first cause that has one."""
-    from lightrft.cli.memory_advice import chain, is_out_of_memory
-
     for link in chain(error):
         code = _class_code(link) or _system_code(link)
         if code is None and isinstance(link, RuntimeError):
@@ -159,8 +206,6 @@ def describe(error: BaseException) -> str:
     if code == ExitCode.UNEXPECTED and not isinstance(error, WorkerError):
         return "".join(traceback.format_exception(error)).rstrip()
     if code == ExitCode.OUT_OF_MEMORY and not isinstance(error, MemoryExhaustedError):
-        from lightrft.cli.memory_advice import memory_report
-
         return memory_report(error, _phase_of(error), None)
     if code == ExitCode.DEADLINE:
         rank = os.environ.get("RANK", "0")

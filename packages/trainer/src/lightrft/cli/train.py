@@ -8,7 +8,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightrft.cli.errors import ExitCode, MemoryExhaustedError, PreflightError, refuse, run_guarded
+from lightrft.cli.errors import (
+    ExitCode,
+    MemoryExhaustedError,
+    PreflightError,
+    is_out_of_memory,
+    memory_report,
+    refuse,
+    run_guarded,
+)
 from lightrft.cli.launch import (
     become_only_process,
     end_with_launcher,
@@ -97,8 +105,6 @@ def train(config: TrainConfig, stop_request: StopRequest) -> int:
     try:
         summary = run_training(config, stop_request=stop_request)
     except Exception as error:
-        from lightrft.cli.memory_advice import is_out_of_memory, memory_report
-
         if is_out_of_memory(error):
             raise MemoryExhaustedError(memory_report(error, phase_of(error), config)) from error
         raise
