@@ -118,7 +118,7 @@ def test_every_flag_in_the_text_exists(page):
         slurm,
         train,
     )
-    from lightrft.tools.quickstart import command as quickstart
+    from lightrft.tools.quickstart import quickstart_command as quickstart
 
     known = {"--rdzv-backend", "--rdzv-endpoint", "--nnodes", "--help"}
     known |= {"--pretrian"}  # a misspelling that is shown on purpose

@@ -136,7 +136,7 @@ class VisionPrompts:
         )
 
     def for_row(self, columns: Mapping[str, object]) -> PromptTokenizer:
-        """What renders one row."""
+        """The renderer of one row."""
         return self if self._chat is None else self._chat.for_row(columns)
 
     def prompt(self, row: Row, prompt: Prompt, config: TrainConfig) -> Prompt:

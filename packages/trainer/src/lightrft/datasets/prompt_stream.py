@@ -15,7 +15,7 @@ PromptBatches = DataLoader[Prompt] | Iterable[Sequence[Prompt]]
 
 
 class PromptStream:
-    """This rank's prompt batches, pass after pass, each pass in an order of its own.
+    """Prompt batches of this rank, pass after pass, each pass in an order of its own.
 
     Args:
         batches: A data loader (or any re-iterable) of lists of prompts, one list a step.

@@ -37,7 +37,7 @@ from lightrft.reporting.rank_log import rank_log
 from lightrft.reporting.trackers import build_trackers
 from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.rewards import CombinedReward
-from lightrft.rewards.recipes import RewardRecipes
+from lightrft.rewards.types import RewardRecipes
 from lightrft.rollout.environments.rounds import Environments
 from lightrft.run.alarms import RunAlarmError, run_verdict
 from lightrft.run.models import (

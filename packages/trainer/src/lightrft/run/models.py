@@ -15,8 +15,8 @@ from lightrft.models import Actor, Critic, LoraActor, RewardModel, load_causal_l
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.sequence_model import freeze
 from lightrft.rewards import CombinedReward, build_reward
-from lightrft.rewards.build import numbered, reward_urls
-from lightrft.rewards.recipes import RewardRecipes, load_recipes
+from lightrft.rewards.build import load_recipes, numbered, reward_urls
+from lightrft.rewards.types import RewardRecipes
 from lightrft.rollout.model_rewards import ModelRewards, ScoringModel
 from lightrft.stages.algorithm import build_estimator
 from lightrft.stages.construction import configure_model
@@ -35,7 +35,6 @@ def build_run_reward(
     """The reward function of the options; a context manager that ends its processes."""
     return build_reward(
         config.reward_fn,
-        urls=reward_urls(config),
         weights=config.reward_weights[: num_functions(config)] or None,
         recipes=recipes,
         has_models=bool(config.reward_pretrain) or config.environment is not None,

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightrft.config import TrainConfig
 from lightrft.records.exchange import RowTable
-from lightrft.run.machines import gpu_of
+from lightrft.run.gpus import gpu_of
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
 
