@@ -13,7 +13,7 @@ from lightrft.strategy.testing import run_multiprocess
 
 pytestmark = pytest.mark.multiprocess
 
-CASES = Path(__file__).parents[1] / "experience" / "exchange_cases.py"
+CASES = Path(__file__).parents[1] / "records" / "exchange_cases.py"
 REWARD = """
 def score(responses, kind):
     if kind[0] == 5:
