@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -209,14 +210,11 @@ def join_facts(*parts: tuple[int, Facts]) -> dict[str, tuple[float, ...]]:
     """Facts of the parts of a response, one after another; what a part lacks is filled.
 
     Args:
-        parts: Number of tokens, and their facts by column.
+        parts: Number of tokens, and their facts by column; others are not kept.
     """
-    names = dict.fromkeys(name for _, facts in parts for name in facts)
-    return {
-        name: tuple(
-            value
-            for count, facts in parts
-            for value in facts.get(name, (COLUMNS[name].fill,) * count)
-        )
-        for name in names
-    }
+    found = {}
+    for name, column in COLUMNS.items():
+        if any(name in facts for _, facts in parts):
+            values = (facts.get(name, (column.fill,) * count) for count, facts in parts)
+            found[name] = tuple(chain.from_iterable(values))
+    return found

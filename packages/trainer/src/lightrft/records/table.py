@@ -11,7 +11,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Self, TypeVar
 
 import numpy as np
@@ -93,7 +92,7 @@ class Rows:
                 starts = np.concatenate([[0], stops])
                 pieces = [values[starts[row] : stops[row]] for row in rows]
                 found[name] = np.concatenate([values[:0], *pieces])
-        return _build(type(self), found, self.component_names)
+        return _build(type(self), self.component_names, found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +159,13 @@ Table = TypeVar("Table", bound=Rows)
 _FIELDS = {item.name for table in (RowTable, SampleTable) for item in fields(table)}
 
 
-def _build(kind: type[Table], found: Mapping[str, Values], names: tuple[str, ...]) -> Table:
+def _build(kind: type[Table], names: tuple[str, ...], columns: Mapping[str, Values]) -> Table:
+    """A table of columns, and the names of its reward components."""
     own = {item.name for item in fields(kind)}
     return kind(
-        **{name: values for name, values in found.items() if name in own},  # type: ignore[arg-type]
+        **{name: values for name, values in columns.items() if name in own},  # type: ignore[arg-type]
         component_names=names,
-        facts={name: values for name, values in found.items() if name not in _FIELDS},
+        facts={name: values for name, values in columns.items() if name not in _FIELDS},
     )
 
 
@@ -174,28 +174,18 @@ def tabulate(scored: Sequence[ScoredRollout]) -> SampleTable:
     return _read(SampleTable, scored, COLUMNS.values())
 
 
-def row_table(scored: Sequence[ScoredRollout], *, holder: int = 0) -> RowTable:
-    """The rows of scored rollouts as all ranks are told of them, in the given order.
-
-    Args:
-        scored: Samples of one rank.
-        holder: The rank.
-    """
-    holders = {"holders": np.full(len(scored), holder, dtype=np.int64)}
-    return _read(RowTable, scored, columns("exchange"), holders)
+def row_table(scored: Sequence[ScoredRollout]) -> RowTable:
+    """The rows of scored rollouts as all ranks are told of them, in the given order."""
+    return _read(RowTable, scored, columns("exchange"))
 
 
-def _read(
-    kind: type[Table],
-    scored: Sequence[ScoredRollout],
-    wanted: Iterable[Column],
-    more: Mapping[str, Values] = MappingProxyType({}),
-) -> Table:
+def _read(kind: type[Table], scored: Sequence[ScoredRollout], wanted: Iterable[Column]) -> Table:
     names = tuple(sorted({name for item in scored for name in item.components}))
     rewards = [[item.components.get(name, np.nan) for name in names] for item in scored]
-    components = np.array(rewards, dtype=np.float64).reshape(len(scored), len(names))
     found = {column.name: column.read(scored) for column in wanted}
-    return _build(kind, {**found, **more, "components": components}, names)
+    found["components"] = np.array(rewards, np.float64).reshape(len(scored), len(names))
+    found["holders"] = np.zeros(len(scored), np.int64)
+    return _build(kind, names, found)
 
 
 def merge(tables: Sequence[RowTable]) -> RowTable:
@@ -219,7 +209,7 @@ def join_tables(tables: Sequence[Table]) -> Table:
     """All rows of the tables with all that they have, ordered by sample id."""
     names = tuple(sorted({name for table in tables for name in table.component_names}))
     aligned = [{**table.columns, "components": _components_under(names, table)} for table in tables]
-    joined = _build(type(tables[0]), _concatenate(aligned), names)
+    joined = _build(type(tables[0]), names, _concatenate(aligned))
     return joined.take(np.argsort(joined.sample_ids, kind="stable").astype(np.int64))
 
 
@@ -273,17 +263,11 @@ def to_wire(scored: Sequence[ScoredRollout]) -> bytes:
 
 def _from_wire(message: tuple[tuple[str, ...], bytes, bytes], holder: int) -> RowTable:
     names, rows, components = message
-    found = np.frombuffer(rows, dtype=row_on_wire())
-    shape = len(found), len(names)
-    return _build(
-        RowTable,
-        {
-            **{c.name: found[c.name].astype(c.dtype) for c in columns("exchange")},
-            "components": np.frombuffer(components, np.float64).reshape(shape),
-            "holders": np.full(len(found), holder, dtype=np.int64),
-        },
-        names,
-    )
+    sent = np.frombuffer(rows, dtype=row_on_wire())
+    found = {column.name: sent[column.name].astype(column.dtype) for column in columns("exchange")}
+    found["components"] = np.frombuffer(components, np.float64).reshape(len(sent), len(names))
+    found["holders"] = np.full(len(sent), holder, dtype=np.int64)
+    return _build(RowTable, names, found)
 
 
 def deliver_rows(
@@ -315,7 +299,7 @@ def deliver_rows(
     ]
     order = np.argsort(holders, kind="stable")
     arrived = table.take(rows[order])
-    joined = _build(SampleTable, {**arrived.columns, **_concatenate(found)}, table.component_names)
+    joined = _build(SampleTable, table.component_names, {**arrived.columns, **_concatenate(found)})
     return joined.take(np.argsort(order).astype(np.int64))
 
 

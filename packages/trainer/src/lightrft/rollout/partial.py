@@ -10,9 +10,10 @@ Source: Kimi Team 2025 (k1.5), arXiv:2501.12599, sec. 2.6.2.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Self
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from functools import cache
+from typing import Self, cast, get_args, get_origin, get_type_hints
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
@@ -176,16 +177,29 @@ class PartialRolloutState:
         Raises:
             ValueError: The text is none of ours.
         """
-        from pydantic import TypeAdapter
-
         try:
-            # Prompts with images are never carried.
-            return TypeAdapter(cls).validate_python(json.loads(str(text)))
-        except ValueError as error:
+            return cast("Self", _read(cls, json.loads(str(text))))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"the checkpoint's unfinished responses cannot be read: {error!r}; start anew, or "
                 "load it with load_module_only"
             ) from error
+
+
+_hints = cache(get_type_hints)
+
+
+def _read(kind: object, value: object) -> object:
+    """The records, tuples and mappings that values of JSON stand for."""
+    if is_dataclass(kind) and isinstance(kind, type):
+        types, given = _hints(kind), cast("dict[str, object]", value)
+        return kind(**{name: _read(types[name], each) for name, each in given.items()})
+    if get_origin(kind) is tuple:
+        return tuple(_read(get_args(kind)[0], each) for each in cast("list[object]", value))
+    if get_origin(kind) is Mapping:
+        given = cast("dict[str, object]", value)
+        return {name: _read(get_args(kind)[1], each) for name, each in given.items()}
+    return value
 
 
 @dataclass(frozen=True, slots=True)
