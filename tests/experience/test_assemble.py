@@ -51,6 +51,9 @@ def make_table(lengths, rewards, *, group_size=4, masked=()):
         is_untruncated=np.ones(rows, dtype=bool),
         weights_versions=np.zeros(rows, dtype=np.int64),
         token_versions=np.zeros(int(np.sum(lengths)), dtype=np.int64),
+        sampled_lengths=np.array(lengths),
+        has_mixed_versions=np.zeros(rows, dtype=bool),
+        holders=np.zeros(rows, dtype=np.int64),
     )
 
 

@@ -82,11 +82,12 @@ def gathered(table, own, wanted, strategy):
     """The reference: every rank gets the tokens of all samples, and takes its own rows."""
     tables = strategy.gather_objects(own)
     names = table.component_names
-    named = ("component_names", "components", "facts")
+    named = ("component_names", "components", "holders", "facts")
     columns = [item.name for item in fields(SampleTable) if item.name not in named]
     facts = [name for name in own.facts if COLUMNS[name].travels != "stays"]
     whole = SampleTable(
         **{name: np.concatenate([getattr(t, name) for t in tables]) for name in columns},
+        holders=np.concatenate([np.full(len(t), rank) for rank, t in enumerate(tables)]),
         component_names=names,
         components=np.concatenate([_under(names, t) for t in tables]),
         facts={name: np.concatenate([t.facts[name] for t in tables]) for name in facts},

@@ -36,6 +36,9 @@ def table(prompts, responses, *, masked=None):
         is_untruncated=np.ones(rows, dtype=bool),
         weights_versions=np.zeros(rows, dtype=np.int64),
         token_versions=np.zeros(sum(len(r) for r in responses), dtype=np.int64),
+        sampled_lengths=np.array([len(r) for r in responses]),
+        has_mixed_versions=np.zeros(rows, dtype=bool),
+        holders=np.zeros(rows, dtype=np.int64),
     )
 
 

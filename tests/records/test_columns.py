@@ -387,7 +387,7 @@ def test_completions_in_parts_join_and_cut_it(planted):
 
 
 def test_a_completion_needs_one_value_per_token():
-    with pytest.raises(ValueError, match=f"one value of {NAME} per token: got 1 values and 2"):
+    with pytest.raises(ValueError, match=f"got 2 tokens, .* and 1 {NAME} for"):
         Completion(0, 0, (1,), (2, 3), (-1.0, -1.0), "temperature", "stop", facts={NAME: (0.0,)})
 
 
@@ -446,6 +446,7 @@ ENDS = {
     "partial",
     "episode",
     "journal",
+    "journal_rounds",
     "batch",
     "trajectories",
     "samples",

@@ -100,6 +100,9 @@ def samples():
         is_untruncated=np.ones(12, bool),
         weights_versions=np.zeros(12, np.int64),
         token_versions=np.zeros(num_tokens, np.int64),
+        sampled_lengths=lengths,
+        has_mixed_versions=np.zeros(12, dtype=bool),
+        holders=np.zeros(12, dtype=np.int64),
     )
 
 

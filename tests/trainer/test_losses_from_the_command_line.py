@@ -71,6 +71,9 @@ def experience(policy):
         is_untruncated=np.ones(ROWS, bool),
         weights_versions=np.zeros(ROWS, np.int64),
         token_versions=np.zeros(num_tokens, np.int64),
+        sampled_lengths=lengths,
+        has_mixed_versions=np.zeros(ROWS, dtype=bool),
+        holders=np.zeros(ROWS, dtype=np.int64),
     )
     rollouts = collate(table, pad_token_id=0, temperature=1.0, device=torch.device("cpu"))
     mask = rollouts.response_mask

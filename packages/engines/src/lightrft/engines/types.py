@@ -171,20 +171,16 @@ class Completion:
     facts: Facts = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        num_tokens, num_logprobs = len(self.output_token_ids), len(self.output_logprobs)
-        num_flags = num_tokens if self.sampled is None else len(self.sampled)
-        if not num_tokens == num_logprobs == num_flags:
+        num_tokens = len(self.output_token_ids)
+        flags = self.output_token_ids if self.sampled is None else self.sampled
+        values = {"logprobs": self.output_logprobs, "flags": flags, **self.facts}
+        if any(len(each) != num_tokens for each in values.values()):
+            counts = " and ".join(f"{len(each)} {name}" for name, each in values.items())
             raise ValueError(
-                "a completion needs one logprob per token, and whether it was sampled: got "
-                f"{num_tokens} tokens, {num_logprobs} logprobs and {num_flags} flags for request "
+                "a completion needs one logprob per token, whether it was sampled, and one value "
+                f"of each further fact: got {num_tokens} tokens, {counts} for request "
                 f"{self.request_id}"
             )
-        for name, values in self.facts.items():
-            if len(values) != num_tokens:
-                raise ValueError(
-                    f"a completion needs one value of {name} per token: got {len(values)} values "
-                    f"and {num_tokens} tokens for request {self.request_id}"
-                )
 
     @property
     def is_sampled(self) -> tuple[bool, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -135,29 +136,22 @@ def rebuild(sample_id: int, evidence: Evidence) -> RebuiltRow:
             )
         _check_observation(sample_id, turn, segment, evidence.special_ids)
         parts += [_part(entry.token_ids, turn, entry), _part(segment.observation)]
-        ids = np.concatenate([ids, *(part.token_ids for part in parts[-2:])])
-    return RebuiltRow(
-        ids,
-        np.concatenate([part.turns for part in parts]),
-        np.concatenate([part.versions for part in parts]),
-        {name: np.concatenate([part.vouched[name] for part in parts]) for name in parts[0].vouched},
-    )
+        further = np.array((*entry.token_ids, *segment.observation), dtype=np.int64)
+        ids = np.concatenate([ids, further])
+    row = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return RebuiltRow(ids, row.pop("turns"), row.pop("versions"), row)
 
 
-def _part(token_ids: Sequence[int], turn: int = -1, entry: LedgerEntry | None = None) -> RebuiltRow:
+def _part(
+    token_ids: Sequence[int], turn: int = -1, entry: LedgerEntry | None = None
+) -> dict[str, NDArray[Any]]:
     """Tokens of one origin; without an entry nobody sampled them."""
     count = len(token_ids)
-    return RebuiltRow(
-        np.array(token_ids, dtype=np.int64),
-        np.full(count, turn),
-        np.full(count, -1 if entry is None else entry.weights_version),
-        {
-            column.name: np.full(count, column.fill, column.dtype)
-            if entry is None
-            else vouched_values(entry, column)
-            for column in vouched_columns()
-        },
-    )
+    version, columns = -1 if entry is None else entry.weights_version, vouched_columns()
+    vouched = {c.name: np.full(count, c.fill, c.dtype) for c in columns}
+    if entry is not None:
+        vouched = {c.name: vouched_values(entry, c) for c in columns}
+    return {"turns": np.full(count, turn), "versions": np.full(count, version), **vouched}
 
 
 def _check_observation(

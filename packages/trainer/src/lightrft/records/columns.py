@@ -58,12 +58,12 @@ class Column:
     is_vouched: bool = False
 
     def __post_init__(self) -> None:
-        is_of_tokens = self.level != "row"
-        if is_of_tokens and self.travels == "exchange":
-            raise ValueError(f"column {self.name!r}: values of tokens travel by delivery")
-        if self.is_vouched and (self.level, self.travels) != ("response token", "delivery"):
+        place = self.level, self.travels
+        is_lost = self.level != "row" and self.travels == "exchange"
+        if is_lost or (self.is_vouched and place != ("response token", "delivery")):
             raise ValueError(
-                f"column {self.name!r}: only delivered values of responses are vouched for"
+                f"column {self.name!r}: values of tokens travel by delivery, and the ledger "
+                "vouches for those of responses"
             )
 
     @property

@@ -23,8 +23,8 @@ from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """Facts of scored rollouts, one row a sample.
+class RowTable:
+    """Facts of scored rollouts, one row a sample; after the exchange, of those of all ranks.
 
     Args:
         sample_ids, group_ids: [rows] int64.
@@ -38,6 +38,10 @@ class Rows:
         is_masked: [rows] bool; excluded from the loss.
         is_untruncated: [rows] bool; no token was excluded from what the engine's logprobs measure.
         weights_versions: [rows] int64 of the weights that sampled the end of the row.
+        sampled_lengths: [rows] int64: tokens of the response that were sampled, without
+            observations.
+        has_mixed_versions: [rows] bool; some token was sampled by other weights than the row's end.
+        holders: [rows] int64, the rank that sampled the row and has its tokens.
         facts: Columns without a field of their own, by name.
     """
 
@@ -53,6 +57,9 @@ class Rows:
     is_masked: NDArray[np.bool_]
     is_untruncated: NDArray[np.bool_]
     weights_versions: NDArray[np.int64]
+    sampled_lengths: NDArray[np.int64]
+    has_mixed_versions: NDArray[np.bool_]
+    holders: NDArray[np.int64]
     facts: Mapping[str, Values] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -66,6 +73,12 @@ class Rows:
     def lengths(self) -> NDArray[np.int64]:
         """[rows] int64: prompt plus response, in tokens."""
         return self.prompt_lengths + self.response_lengths
+
+    @property
+    def has_observations(self) -> NDArray[np.bool_]:
+        """[rows] bool; some tokens of the response were not sampled."""
+        found: NDArray[np.bool_] = self.sampled_lengths < self.response_lengths
+        return found
 
     @property
     def columns(self) -> dict[str, Values]:
@@ -96,29 +109,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowTable(Rows):
-    """The rows of all ranks, on every rank, ordered by sample id.
-
-    Args:
-        sampled_lengths: [rows] int64: tokens of the response that were sampled, without
-            observations.
-        has_mixed_versions: [rows] bool; some token was sampled by other weights than the row's end.
-        holders: [rows] int64, the rank that sampled the row and has its tokens.
-    """
-
-    sampled_lengths: NDArray[np.int64]
-    has_mixed_versions: NDArray[np.bool_]
-    holders: NDArray[np.int64]
-
-    @property
-    def has_observations(self) -> NDArray[np.bool_]:
-        """[rows] bool; some tokens of the response were not sampled."""
-        found: NDArray[np.bool_] = self.sampled_lengths < self.response_lengths
-        return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleTable(Rows):
+class SampleTable(RowTable):
     """Rows with their tokens.
 
     Args:
@@ -135,14 +126,6 @@ class SampleTable(Rows):
     is_sampled: NDArray[np.bool_]
     token_versions: NDArray[np.int32]
 
-    @property
-    def sampled_lengths(self) -> NDArray[np.int64]:
-        """[rows] int64: tokens of the response that were sampled, without observations."""
-        stops = np.cumsum(self.response_lengths)
-        counts = np.concatenate([[0], np.cumsum(self.is_sampled, dtype=np.int64)])
-        found: NDArray[np.int64] = counts[stops] - counts[stops - self.response_lengths]
-        return found
-
     def per_token(self, column: Column) -> Values:
         """[sum of lengths]: a column of responses, filled up on prompts."""
         values = self[column.name]
@@ -155,8 +138,8 @@ class SampleTable(Rows):
         return found
 
 
-Table = TypeVar("Table", bound=Rows)
-_FIELDS = {item.name for table in (RowTable, SampleTable) for item in fields(table)}
+Table = TypeVar("Table", bound=RowTable)
+_FIELDS = {item.name for item in fields(SampleTable)}
 
 
 def _build(kind: type[Table], names: tuple[str, ...], columns: Mapping[str, Values]) -> Table:
@@ -217,7 +200,7 @@ def _concatenate(tables: Sequence[Mapping[str, Values]]) -> dict[str, Values]:
     return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
 
 
-def _components_under(names: tuple[str, ...], table: Rows) -> NDArray[np.float64]:
+def _components_under(names: tuple[str, ...], table: RowTable) -> NDArray[np.float64]:
     values = np.full((len(table), len(names)), np.nan)
     for column, name in enumerate(table.component_names):
         values[:, names.index(name)] = table.components[:, column]

@@ -215,21 +215,12 @@ class StepRecorder(NoRecord):
 
     def _own_values(self) -> dict[str, dict[int, Flat]]:
         """Per-token values of this rank's rows, by name and sample id."""
-        batch = self._step.batch
-        rollouts, outputs = batch.rollouts, batch.outputs
-        tensors = {
-            "token_ids": rollouts.token_ids.int(),
-            "response_mask": rollouts.response_mask,
-            "rollout_logprobs": rollouts.rollout_logprobs,
-            "old_logprobs": outputs.old_logprobs,
-            "ref_logprobs": outputs.ref_logprobs,
-            "values": outputs.values,
-            "entropy": outputs.entropy,
-            "log_kept_mass": outputs.log_kept_mass,
-            "advantages": batch.advantages,
-            "returns": batch.returns,
-        }
-        found = {name: _by_sample(batch, t) for name, t in tensors.items() if t is not None}
+        batch, found = self._step.batch, dict[str, dict[int, Flat]]()
+        for record in (batch, batch.outputs, batch.rollouts):
+            for name in TOKEN_VALUES:
+                tensor = getattr(record, name) if name in record.__slots__ else None
+                if tensor is not None:
+                    found[name] = _by_sample(batch, tensor)
         if self._old:
             found["old_logprobs"] = self._old
         return found
@@ -311,23 +302,13 @@ def _run_values(
     rewards: Tensor, ids: Sequence[int], values: Mapping[str, Mapping[int, Flat]]
 ) -> RunValues:
     """Flat columns in the order of the ids; what no row has is empty."""
-
-    def column(name: str, dtype: type[Kind]) -> NDArray[Kind]:
-        rows = values.get(name, {})
+    kinds: dict[str, type[np.generic]] = {"token_ids": np.int32, "response_mask": np.bool_}
+    found = {}
+    for name in TOKEN_VALUES:
+        rows, dtype = values.get(name, {}), kinds.get(name, np.float32)
         parts = [rows[i].astype(dtype) for i in ids if i in rows]
-        return np.concatenate(parts) if parts else np.zeros(0, dtype)
-
-    floats = {
-        name: column(name, np.float32)
-        for name in TOKEN_VALUES
-        if name not in ("token_ids", "response_mask")
-    }
-    return RunValues(
-        rewards=rewards.double().cpu().numpy(),
-        token_ids=column("token_ids", np.int32),
-        response_mask=column("response_mask", np.bool_),
-        **floats,
-    )
+        found[name] = np.concatenate([np.zeros(0, dtype), *parts])
+    return RunValues(rewards=rewards.double().cpu().numpy(), **found)
 
 
 def _joined(parts: Sequence[_Update]) -> UpdateFacts:
