@@ -9,9 +9,8 @@ from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS
 from lightrft.experience.assemble import AdvantageSettings, assemble, shape_rewards
-from lightrft.records.collate import collate
-from lightrft.records.exchange import SampleTable
-from lightrft.records.types import PolicyOutputs
+from lightrft.records.batch import PolicyOutputs, collate
+from lightrft.records.table import SampleTable
 
 
 class Alone:
@@ -52,6 +51,9 @@ def make_table(lengths, rewards, *, group_size=4, masked=()):
         is_untruncated=np.ones(rows, dtype=bool),
         weights_versions=np.zeros(rows, dtype=np.int64),
         token_versions=np.zeros(int(np.sum(lengths)), dtype=np.int64),
+        sampled_lengths=np.array(lengths),
+        has_mixed_versions=np.zeros(rows, dtype=bool),
+        holders=np.zeros(rows, dtype=np.int64),
     )
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lightrft.records.exchange import SampleTable
+from lightrft.records.table import SampleTable
 from lightrft.rollout.dynamic import apply_selection, mixed_groups, select_groups
 
 
@@ -27,6 +27,9 @@ def table(groups, *, rewards=None, masked=()):
         is_untruncated=np.ones(rows, dtype=bool),
         weights_versions=np.zeros(rows, dtype=np.int64),
         token_versions=np.zeros(rows, dtype=np.int64),
+        sampled_lengths=np.ones(rows, dtype=np.int64),
+        has_mixed_versions=np.zeros(rows, dtype=bool),
+        holders=np.zeros(rows, dtype=np.int64),
     )
 
 

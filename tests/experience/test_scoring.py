@@ -9,7 +9,7 @@ import pytest
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.records.types import Rollout
+from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.rollout.group_scorer import GroupScorer
 from lightrft.rollout.scoring import overlong_penalty, score_rollouts
@@ -159,7 +159,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
 from lightrft.rollout.sampler import RolloutSampler
 from lightrft.records.step_timer import StageMeter
-from lightrft.records.types import Rollout
+from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardResult
 from lightrft.strategy import get_fake_strategy
 

@@ -14,9 +14,8 @@ from lightrft.config import TrainConfig
 from lightrft.config.options import options_of
 from lightrft.experience.assemble import AdvantageSettings, assemble
 from lightrft.models.types import ActorOutput
-from lightrft.records.collate import collate
-from lightrft.records.exchange import SampleTable
-from lightrft.records.types import PolicyOutputs
+from lightrft.records.batch import PolicyOutputs, collate
+from lightrft.records.table import SampleTable
 from lightrft.stages.algorithm import check_algorithm, decide
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.updates import TrainedModel, Update
@@ -101,6 +100,9 @@ def samples():
         is_untruncated=np.ones(12, bool),
         weights_versions=np.zeros(12, np.int64),
         token_versions=np.zeros(num_tokens, np.int64),
+        sampled_lengths=lengths,
+        has_mixed_versions=np.zeros(12, dtype=bool),
+        holders=np.zeros(12, dtype=np.int64),
     )
 
 

@@ -13,9 +13,8 @@ from lightrft.cli.options import parse_options
 from lightrft.cli.train import build_parser
 from lightrft.config.registry import POLICY_LOSSES
 from lightrft.models.types import ActorOutput
-from lightrft.records.collate import collate
-from lightrft.records.exchange import SampleTable
-from lightrft.records.types import ExperienceBatch, PolicyOutputs
+from lightrft.records.batch import ExperienceBatch, PolicyOutputs, collate
+from lightrft.records.table import SampleTable
 from lightrft.stages.algorithm import decide
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.updates import TrainedModel, Update
@@ -72,6 +71,9 @@ def experience(policy):
         is_untruncated=np.ones(ROWS, bool),
         weights_versions=np.zeros(ROWS, np.int64),
         token_versions=np.zeros(num_tokens, np.int64),
+        sampled_lengths=lengths,
+        has_mixed_versions=np.zeros(ROWS, dtype=bool),
+        holders=np.zeros(ROWS, dtype=np.int64),
     )
     rollouts = collate(table, pad_token_id=0, temperature=1.0, device=torch.device("cpu"))
     mask = rollouts.response_mask

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightrft.config import TrainConfig
-from lightrft.rollout.carry import PartialRolloutState
+from lightrft.rollout.partial import PartialRolloutState
 from lightrft.strategy.config import ConfigError
 
 PARTIAL = {

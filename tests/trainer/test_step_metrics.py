@@ -5,8 +5,8 @@ import pytest
 
 from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig
-from lightrft.records.exchange import SampleTable
-from lightrft.records.types import AnsweredCall, Conversation
+from lightrft.records.rollout import AnsweredCall, Conversation
+from lightrft.records.table import SampleTable
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.step_metrics import (
     constant_group_share,
@@ -36,6 +36,9 @@ def table(rewards, group_ids, lengths, *, masked=(), truncated=(), components=No
         is_untruncated=np.ones(rows, dtype=bool),
         weights_versions=np.zeros(rows, dtype=np.int64),
         token_versions=np.zeros(int(np.sum(lengths)), dtype=np.int64),
+        sampled_lengths=np.array(lengths),
+        has_mixed_versions=np.zeros(rows, dtype=bool),
+        holders=np.zeros(rows, dtype=np.int64),
     )
 
 

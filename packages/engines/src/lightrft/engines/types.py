@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 LogprobsMode = Literal["temperature", "truncated"]
 FinishReason = Literal["stop", "length", "abort"]
+# Further facts that an engine gives of each sampled token, by name.
+Facts = Mapping[str, tuple[float, ...]]
 
 
 class EngineStatus(Enum):
@@ -153,6 +155,8 @@ class Completion:
         weights_version: Version of the weights that sampled its end; -1 before the first update.
         sampled: Whether each token after the prompt was sampled, or is part of an observation;
             None means that all were sampled.
+        facts: Further facts of each token after the prompt, by the name of their column in
+            `lightrft.records.columns`.
     """
 
     request_id: int
@@ -164,14 +168,17 @@ class Completion:
     finish_reason: FinishReason
     weights_version: int = -1
     sampled: tuple[bool, ...] | None = None
+    facts: Facts = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        num_tokens, num_logprobs = len(self.output_token_ids), len(self.output_logprobs)
-        num_flags = num_tokens if self.sampled is None else len(self.sampled)
-        if not num_tokens == num_logprobs == num_flags:
+        num_tokens = len(self.output_token_ids)
+        flags = self.output_token_ids if self.sampled is None else self.sampled
+        values = {"logprobs": self.output_logprobs, "flags": flags, **self.facts}
+        if any(len(each) != num_tokens for each in values.values()):
+            counts = " and ".join(f"{len(each)} {name}" for name, each in values.items())
             raise ValueError(
-                "a completion needs one logprob per token, and whether it was sampled: got "
-                f"{num_tokens} tokens, {num_logprobs} logprobs and {num_flags} flags for request "
+                "a completion needs one logprob per token, whether it was sampled, and one value "
+                f"of each further fact: got {num_tokens} tokens, {counts} for request "
                 f"{self.request_id}"
             )
 

@@ -26,10 +26,13 @@ from lightrft.algorithms.interface import (
 from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.moments import Moments, masked_moments, moments_of, whiten
 from lightrft.config import TrainConfig
-from lightrft.records.exchange import RowTable
-from lightrft.records.numerics import NumericsError
-from lightrft.records.types import ExperienceBatch, PolicyOutputs, RolloutBatch
+from lightrft.records.batch import ExperienceBatch, PolicyOutputs, RolloutBatch
+from lightrft.records.table import RowTable
 from lightrft.strategy.distributed.context import DistributedContext
+
+
+class NumericsError(RuntimeError):
+    """Numbers of a step cannot be trained on, or an alarm ended the run; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.prompts import EncodedPrompt, LaterImages, MediumKind, RowMedia
 from lightrft.engines.media.sources import ImageSource, VideoSource
 from lightrft.engines.types import GenerationRequest, MultiModalInputs
-from lightrft.records.exchange import RowTable
-from lightrft.records.types import Rollout, ScoredRollout
+from lightrft.records.rollout import Rollout, ScoredRollout
+from lightrft.records.table import RowTable
 from lightrft.strategy.strategy_base import StrategyBase
 
 _KINDS: tuple[MediumKind, ...] = ("image", "video")

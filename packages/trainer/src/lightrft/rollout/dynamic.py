@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrft.records.exchange import RowTable
+from lightrft.records.table import RowTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
-from lightrft.records.types import Segment
+from lightrft.records.columns import join_facts
+from lightrft.records.rollout import Segment
 from lightrft.strategy.strategy_base import StrategyBase
 
 # Continuations are requests of their own; another seed keeps their random numbers apart from
@@ -97,5 +98,8 @@ def _join(first: Completion, rest: Completion) -> Completion:
         first,
         output_token_ids=(*first.output_token_ids, *rest.output_token_ids),
         output_logprobs=(*first.output_logprobs, *rest.output_logprobs),
+        facts=join_facts(
+            (len(first.output_token_ids), first.facts), (len(rest.output_token_ids), rest.facts)
+        ),
         finish_reason=rest.finish_reason,
     )

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.prompts import MediumKind, RowMedia
 from lightrft.models import RewardModel
-from lightrft.records.collate import pad_rows
+from lightrft.records.batch import pad_rows
 from lightrft.records.media import agree_on_kinds, encode_row
-from lightrft.records.types import Rollout
+from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardRecipes, RewardResult
 from lightrft.strategy.strategy_base import StrategyBase
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.records.types import Rollout, Segment
+from lightrft.records.rollout import Rollout, Segment
 
 
 class Decoder(Protocol):

@@ -10,19 +10,24 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
-from lightrft.records.exchange import RowTable, exchange, merge
 from lightrft.records.media import check_media, media_request
+from lightrft.records.rollout import Rollout, ScoredRollout
 from lightrft.records.step_timer import StageMeter
-from lightrft.records.types import Rollout, ScoredRollout
+from lightrft.records.table import RowTable, exchange, merge
 from lightrft.rewards.types import RewardError, RewardFunction, RewardResult
-from lightrft.rollout.carry import InFlightGroup, PartialRolloutState
 from lightrft.rollout.dynamic import Selection, apply_selection, mixed_groups, select_groups
 from lightrft.rollout.environments.rounds import Environments
 from lightrft.rollout.fire import fire_segments, generate_fire
 from lightrft.rollout.group_scorer import GroupScorer
 from lightrft.rollout.ledger_records import Evidence, share_entries, take_evidence
 from lightrft.rollout.model_rewards import ModelRewards
-from lightrft.rollout.partial import PartialReport, finish_groups, open_groups
+from lightrft.rollout.partial import (
+    InFlightGroup,
+    PartialReport,
+    PartialRolloutState,
+    finish_groups,
+    open_groups,
+)
 from lightrft.rollout.rollout_groups import Decoder, RolloutGroups
 from lightrft.rollout.scoring import overlong_penalty, score_rollouts
 from lightrft.strategy.distributed.console_sink import report_progress

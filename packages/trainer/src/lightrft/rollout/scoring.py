@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from lightrft.config import TrainConfig
-from lightrft.records.types import Rollout, ScoredRollout
+from lightrft.records.rollout import Rollout, ScoredRollout
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.group_scorer import require_finite
 

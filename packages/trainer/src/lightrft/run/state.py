@@ -11,7 +11,7 @@ from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
 from lightrft.datasets.prompt_stream import PromptStream
 from lightrft.experience.maker import StepExperience
-from lightrft.rollout.carry import PartialRolloutState
+from lightrft.rollout.partial import PartialRolloutState
 
 
 @dataclass(frozen=True, slots=True)

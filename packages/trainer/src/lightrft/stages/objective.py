@@ -13,7 +13,7 @@ from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.masking import mask_out
 from lightrft.config import TrainConfig
 from lightrft.models import Actor
-from lightrft.records.types import ExperienceBatch
+from lightrft.records.batch import ExperienceBatch
 
 
 @dataclass(frozen=True, slots=True)

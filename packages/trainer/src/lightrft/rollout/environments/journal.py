@@ -23,7 +23,7 @@ from typing import cast
 
 from lightrft.engines.ledger import LedgerEntry, hash_context
 from lightrft.engines.types import Completion, FinishReason, LogprobsMode
-from lightrft.records.types import AnsweredCall
+from lightrft.records.rollout import AnsweredCall
 from lightrft.rollout.environments.episode import Episode
 
 JOURNAL_FOLDER = "journal"
@@ -37,36 +37,24 @@ class RecordedTurn:
 
     Args:
         turn: Its number in the episode.
-        request_id: Under which it was sampled.
         context_hash: Of the ids before it.
-        token_ids, logprobs, logprobs_mode, finish_reason: As in `Completion`.
+        sampled: As the engine gave it, without these ids and the version of its weights.
     """
 
     turn: int
-    request_id: int
     context_hash: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    logprobs_mode: LogprobsMode
-    finish_reason: FinishReason
+    sampled: Completion
 
     def completion(self, context: tuple[int, ...], version: int) -> Completion:
         """As the engine gave it, which counts its weights from its own start."""
-        return Completion(
-            self.request_id,
-            0,
-            context,
-            self.token_ids,
-            self.logprobs,
-            self.logprobs_mode,
-            self.finish_reason,
-            version,
-        )
+        return replace(self.sampled, prompt_token_ids=context, weights_version=version)
 
     def entry(self, version: int) -> LedgerEntry:
         """As the engine's ledger had it."""
+        turn = self.sampled
+        logprobs, facts = turn.output_logprobs, turn.facts
         return LedgerEntry(
-            self.request_id, 0, self.context_hash, self.token_ids, self.logprobs, version
+            turn.request_id, 0, self.context_hash, turn.output_token_ids, logprobs, version, facts
         )
 
 
@@ -142,15 +130,18 @@ def _take(found: Recorded, open_turns: dict[int, RecordedTurn], event: Event) ->
     sample = cast("int", event["sample_id"])
     turn = cast("int", event.get("turn", 0))
     if kind == "turn":
-        open_turns[sample] = RecordedTurn(
-            turn,
+        facts = cast("dict[str, list[float]]", event.get("facts", {}))
+        completion = Completion(
             cast("int", event["request_id"]),
-            str(event["context_hash"]),
+            0,
+            (),
             tuple(cast("list[int]", event["token_ids"])),
             tuple(cast("list[float]", event["logprobs"])),
             cast("LogprobsMode", event["logprobs_mode"]),
             cast("FinishReason", event["finish_reason"]),
+            facts={name: tuple(values) for name, values in facts.items()},
         )
+        open_turns[sample] = RecordedTurn(turn, str(event["context_hash"]), completion)
     elif kind == "answer":
         call = AnsweredCall(**cast("dict[str, object]", event["call"]))  # type: ignore[arg-type]
         found.answers.setdefault((sample, turn), []).append(call)
@@ -248,6 +239,7 @@ class Journal:
                 logprobs_mode=last.logprobs_mode,
                 finish_reason=last.finish_reason,
                 weights_version=last.weights_version,
+                **({"facts": last.facts} if last.facts else {}),
             )
         line = {"event": "round", "round": number, "sample_ids": [e.sample_id for e in episodes]}
         self._append(line)

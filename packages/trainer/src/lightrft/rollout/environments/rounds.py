@@ -21,7 +21,7 @@ from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.raw_completions import request_seed
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.records.media import encode_prompt, encode_row
-from lightrft.records.types import AnsweredCall, Rollout
+from lightrft.records.rollout import AnsweredCall, Rollout
 from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.rollout.environments.calls import MalformedCallError, ToolCall, check_call
 from lightrft.rollout.environments.content import Parts, from_json

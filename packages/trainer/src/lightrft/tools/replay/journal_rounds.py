@@ -82,7 +82,7 @@ def replay_journal(
         requests = [
             GenerationRequest(
                 tuple(contexts[sample]),
-                turn.request_id,
+                turn.sampled.request_id,
                 observations.turn_tokens(len(contexts[sample]), params.max_tokens),
             )
             for sample, turn in turns.items()
@@ -90,7 +90,7 @@ def replay_journal(
         found = generate(params, requests)
         for (sample, turn), again in zip(turns.items(), found, strict=True):
             into.differences += _of_turn(sample, turn, again, config, into)
-            contexts[sample] += turn.token_ids
+            contexts[sample] += turn.sampled.output_token_ids
             into.differences += _of_answers(sample, turn, recorded, observations, contexts, into)
 
 
@@ -99,18 +99,21 @@ def _of_turn(
 ) -> Iterator[str]:
     """The differences of a turn from the one that was sampled."""
     into.num_turns += 1
-    into.num_tokens += len(turn.token_ids)
+    into.num_tokens += len(turn.sampled.output_token_ids)
     where = f"sample {sample}, turn {turn.turn}"
     if hash_context(again.prompt_token_ids) != turn.context_hash:
         yield f"{where}: the ids before it are not those the engine saw; an answer was changed"
-    place = _first_difference(turn.token_ids, again.output_token_ids)
+    place = _first_difference(turn.sampled.output_token_ids, again.output_token_ids)
     if place is not None:
-        one = [ids[place : place + 1] for ids in (turn.token_ids, again.output_token_ids)]
+        one = [
+            ids[place : place + 1]
+            for ids in (turn.sampled.output_token_ids, again.output_token_ids)
+        ]
         yield f"{where}, token {place}: id {_shown(one[0])} was sampled, and now {_shown(one[1])}"
         return
-    if turn.finish_reason != again.finish_reason:
-        yield f"{where}: it ended by {turn.finish_reason}, and now by {again.finish_reason}"
-    pairs = zip(turn.logprobs, again.output_logprobs, strict=True)
+    if turn.sampled.finish_reason != again.finish_reason:
+        yield f"{where}: it ended by {turn.sampled.finish_reason}, and now by {again.finish_reason}"
+    pairs = zip(turn.sampled.output_logprobs, again.output_logprobs, strict=True)
     largest = max((abs(a - b) for a, b in pairs), default=0.0)
     into.max_difference = max(into.max_difference, largest)
     limit = LOGPROB_LIMITS[bool(config.bf16)]
@@ -133,7 +136,9 @@ def _of_answers(
         return
     seen = cast("list[int]", event["token_ids"])
     into.num_answers += len(answers)
-    made = observations.after(turn.token_ids, len(context), [call.text for call in answers])
+    made = observations.after(
+        turn.sampled.output_token_ids, len(context), [call.text for call in answers]
+    )
     assert made is not None  # without images
     spans = cast("list[list[int]]", event["text_spans"])
     if list(made.token_ids) != seen:

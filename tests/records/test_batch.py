@@ -5,14 +5,15 @@ import pytest
 import torch
 
 from lightrft.experience.minibatches import micro_slices
-from lightrft.records.collate import (
+from lightrft.records.batch import (
+    ExperienceBatch,
+    PolicyOutputs,
     collate,
     join_micro_batches,
     select_experience,
     select_rollouts,
 )
-from lightrft.records.exchange import SampleTable
-from lightrft.records.types import ExperienceBatch, PolicyOutputs
+from lightrft.records.table import SampleTable
 
 
 def table(prompts, responses, *, masked=None):
@@ -35,6 +36,9 @@ def table(prompts, responses, *, masked=None):
         is_untruncated=np.ones(rows, dtype=bool),
         weights_versions=np.zeros(rows, dtype=np.int64),
         token_versions=np.zeros(sum(len(r) for r in responses), dtype=np.int64),
+        sampled_lengths=np.array([len(r) for r in responses]),
+        has_mixed_versions=np.zeros(rows, dtype=bool),
+        holders=np.zeros(rows, dtype=np.int64),
     )
 
 
