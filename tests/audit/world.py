@@ -19,8 +19,8 @@ from lightrft.models import Actor, Critic, LoraActor
 from lightrft.records.exchange import row_table
 from lightrft.records.step_timer import StageMeter
 from lightrft.records.types import Rollout, ScoredRollout
-from lightrft.rollout.sampler import Samples
 from lightrft.rollout.scoring import overlong_penalty
+from lightrft.rollout.source import Samples
 from lightrft.strategy import get_fake_strategy
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 

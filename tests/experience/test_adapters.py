@@ -20,9 +20,8 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.rewards.types import RewardError
 from lightrft.rewards.worker import ReportedError
-from lightrft.rollout.environments.adapted import EpisodeLostError
-from lightrft.rollout.environments.hosted import HostedEnvironments
 from lightrft.rollout.environments.pool import EnvironmentPool
+from lightrft.rollout.environments.worker import EpisodeLostError, HostedEnvironments
 from lightrft.rollout.ledger_records import take_evidence
 from lightrft.run.resume import input_files
 from lightrft.tools.environments.openenv import ActionRefusedError, connect

@@ -24,12 +24,13 @@ from lightrft.rollout.environments.calls import (
     llama_calls,
     pythonic_calls,
 )
-from lightrft.rollout.environments.hosted import tool_names
-from lightrft.rollout.environments.play import TURN_STEP
+from lightrft.rollout.environments.environments import Environments
+from lightrft.rollout.environments.episode_batch import TURN_STEP
 from lightrft.rollout.environments.pool import EnvironmentPool
-from lightrft.rollout.environments.rounds import Environments
+from lightrft.rollout.environments.worker import tool_names
 from lightrft.rollout.ledger_records import take_evidence
 from lightrft.rollout.sampler import RolloutSampler, training_params
+from lightrft.rollout.source import SampleRequests, SourceParts
 from lightrft.strategy import get_fake_strategy
 
 HERE = Path(__file__).parent
@@ -43,6 +44,13 @@ _SPEC.loader.exec_module(families)
 
 def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def sampled(environments, strategy, prompts, params):
+    """The rollouts of a step and the rewards of their environments."""
+    source = environments.source(SourceParts(strategy, environments.config, None, None))
+    requests = SampleRequests(prompts, range(len(prompts)), len(prompts), params, step=1)
+    return source.rollouts(requests, lambda group: None)
 
 
 class Stage:
@@ -96,15 +104,8 @@ class Stage:
         return ids, [-0.25 - 0.5 * (i % 7) for i in range(len(ids))]
 
     def sample(self, **keywords):
-        with self.engine.ledger.recording():
-            return self.environments.sample(
-                self.strategy,
-                self.prompts,
-                list(range(len(self.prompts))),
-                replace(training_params(self.config), **keywords),
-                group_ids=list(range(len(self.prompts))),
-                step=1,
-            )
+        params = replace(training_params(self.config), **keywords)
+        return sampled(self.environments, self.strategy, self.prompts, params)
 
     def text(self, rollout):
         return self.tokenizer.decode(rollout.completion.output_token_ids)
@@ -240,7 +241,7 @@ def test_an_environment_that_hangs_or_dies_is_masked_alone(stage, what, reason):
     rollouts, rewards = played.sample()
     assert [r is None for r in rewards] == [False, True, False, False]
     assert [len(r.conversation.turns) for r in rollouts] == [4, 2, 4, 4]
-    lines = (played.environments._folder / "step-000001.rank-0.jsonl").read_text().splitlines()
+    lines = (played.environments.folder / "step-000001.rank-0.jsonl").read_text().splitlines()
     ends = [e for e in map(json.loads, lines) if e["event"] == "end"]
     assert [e["sample_id"] for e in ends if e["failure"]] == [1]
     assert reason in next(e["failure"] for e in ends if e["failure"])
@@ -369,12 +370,8 @@ def test_the_sampler_adds_the_reward_of_the_environment(stage):
     rows = [{"input": f"Find it {i}.", "target": 7} for i in range(2)]
     played = stage(script, rows=rows)
     sampler = RolloutSampler(
-        played.strategy,
-        CombinedReward([], []),
-        None,
-        decoder=played.tokenizer,
-        config=played.config,
-        environments=played.environments,
+        SourceParts(played.strategy, played.config, played.tokenizer, CombinedReward([], [])),
+        played.environments.source,
     )
     samples = sampler.collect(played.prompts, first_request_id=0, step=1)
     assert samples.table.rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
@@ -417,12 +414,8 @@ def test_groups_are_scored_while_other_episodes_go_on(stage, tmp_path):
     played = stage(script, rows=rows, reward_args={"folder": str(tmp_path)})
     with build_reward([f"{tmp_path / 'r.py'}:tells"], config=played.config) as reward:
         sampler = RolloutSampler(
-            played.strategy,
-            reward,
-            None,
-            decoder=played.tokenizer,
-            config=played.config,
-            environments=played.environments,
+            SourceParts(played.strategy, played.config, played.tokenizer, reward),
+            played.environments.source,
         )
         samples = sampler.collect(played.prompts, first_request_id=0, step=1)
     assert seen == [True, True]

@@ -14,6 +14,7 @@ from lightrft.rewards.build import CombinedReward
 from lightrft.rollout.environments.journal import read_journal
 from lightrft.rollout.ledger_records import take_evidence
 from lightrft.rollout.sampler import RolloutSampler, training_params
+from lightrft.rollout.source import SourceParts
 from lightrft.tools.replay.journal_rounds import Replay, replay_journal
 
 _SPEC = importlib.util.spec_from_file_location(
@@ -245,12 +246,8 @@ def test_each_batch_of_dynamic_sampling_has_a_journal(tmp_path):
     # The rewards of the first batch are constant, of the second they are mixed.
     stage.script = lambda i: [call("count_up")] * (1 + (i % 2 if rounds[0] else 0)) + ["done"]
     sampler = RolloutSampler(
-        stage.strategy,
-        CombinedReward([], []),
-        None,
-        decoder=stage.tokenizer,
-        config=stage.config,
-        environments=stage.environments,
+        SourceParts(stage.strategy, stage.config, stage.tokenizer, CombinedReward([], [])),
+        stage.environments.source,
     )
 
     def more():

@@ -21,8 +21,8 @@ from lightrft.records.exchange import row_table, tabulate
 from lightrft.records.step_timer import StageMeter
 from lightrft.reporting.trajectories import spans
 from lightrft.rewards.types import RewardResult
-from lightrft.rollout.sampler import Samples
 from lightrft.rollout.scoring import overlong_penalty, score_rollouts
+from lightrft.rollout.source import Samples
 from lightrft.stages.algorithm import decide
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.step_metrics import record_experience, table_metrics

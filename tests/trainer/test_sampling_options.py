@@ -7,7 +7,7 @@ import torch
 from lightrft.engines.types import SamplingParams
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.fire import generate_fire
-from lightrft.rollout.sampler import build_requests
+from lightrft.rollout.single_turn import build_requests
 
 
 class LongPrompts:

@@ -7,6 +7,7 @@ from tests.models.vision import wrong_cuts
 from tests.trainer.vision_world import scorer_folder, write_data
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.engines.media.kinds import Media
 from lightrft.engines.media.sources import ImageSource
 from lightrft.models.vision import forward
 from lightrft.run.assembly import run_training
@@ -198,7 +199,7 @@ def test_limits_of_pixels_scale_images_of_a_saved_processor(preset, models, data
 
     def num_tokens(**limits):
         vision = load_vision(config_of(data, models(preset), tmp_path, **limits))
-        encoded = vision.encoder.encode(text, images=[image])
+        encoded = vision.encoder.encode(text, Media({"image": [image]}))
         assert (
             encoded.sizes["images_kwargs"]["size"].items()
             >= {

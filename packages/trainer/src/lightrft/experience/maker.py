@@ -10,8 +10,7 @@ from torch import nn
 
 from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
-from lightrft.engines.media.encoder import PromptEncoder
-from lightrft.engines.media.prompts import NO_MEDIA
+from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.types import SamplingParams, has_known_order
 from lightrft.experience.assemble import AdvantageSettings, ShapedRewards, assemble, shape_rewards
 from lightrft.experience.forward import ForwardModels, compute_outputs
@@ -26,7 +25,8 @@ from lightrft.records.exchange import RowTable, SampleTable, tabulate
 from lightrft.records.media import deliver_media
 from lightrft.records.types import ExperienceBatch, RolloutBatch
 from lightrft.rollout.ledger_records import deliver_evidence
-from lightrft.rollout.sampler import Samples, training_params
+from lightrft.rollout.sampler import training_params
+from lightrft.rollout.source import Samples
 from lightrft.strategy.strategy_base import StrategyBase
 
 
@@ -63,7 +63,7 @@ def make_experience(
     step: int,
     moments: Moments | None = None,
     reuses_policy_logprobs: bool = False,
-    encoder: PromptEncoder | None = None,
+    encoder: Encoder = TEXT_ENCODER,
 ) -> StepExperience:
     """The experience of one step; collective.
 
@@ -75,7 +75,7 @@ def make_experience(
         step: Fixes the optimizer batches, together with the seed.
         moments: Of all rewards before this step, or None without running normalisation.
         reuses_policy_logprobs: Leave old logprobs to the update if the step has one batch.
-        encoder: Of prompts with images or videos, for vision-language models.
+        encoder: Of prompts with media.
     """
     config, table, rank = settings.config, samples.table, strategy.data_rank
     plan = plan_minibatches(
@@ -128,14 +128,13 @@ def _deliver(
     config: TrainConfig,
     *,
     strategy: StrategyBase,
-    encoder: PromptEncoder | None,
+    encoder: Encoder,
 ) -> tuple[SampleTable, RolloutBatch]:
     """The rows that this rank wants, and the batch made of them; collective."""
-    params, media = training_params(config), NO_MEDIA
+    params = training_params(config)
     with samples.meter.stage("exchange"):
         rows = deliver_rows(samples.table, tabulate(samples.scored), wanted, strategy)
-        if encoder is not None:
-            media = deliver_media(samples.table, samples.scored, wanted, strategy, encoder)
+        media = deliver_media(samples.table, samples.scored, wanted, strategy.context, encoder)
     batch = collate(
         rows,
         pad_token_id=0,  # masked everywhere

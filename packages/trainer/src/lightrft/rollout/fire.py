@@ -11,12 +11,39 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
-from lightrft.records.types import Segment
+from lightrft.records.media import require_text
+from lightrft.records.types import Rollout, Segment
+from lightrft.rollout.single_turn import RolloutGroups, SingleTurnSource
+from lightrft.rollout.source import SampleRequests, Samples
 from lightrft.strategy.strategy_base import StrategyBase
 
 # Continuations are requests of their own; another seed keeps their random numbers apart from
 # those of first tokens under the same request id.
 _SEED_OFFSET = 1_000_003
+
+
+class FireSource(SingleTurnSource):
+    """Single turns whose first token is drawn at a temperature of its own; greedy ones as usual."""
+
+    def sample(self, requests: SampleRequests) -> Samples:
+        """See `RolloutSource`."""
+        if not requests.params.is_greedy:
+            require_text(requests.prompts, "use_fire")
+        return super().sample(requests)
+
+    def _generate(
+        self, groups: RolloutGroups, asked: Sequence[GenerationRequest], params: SamplingParams
+    ) -> list[Rollout]:
+        if params.is_greedy:
+            return super()._generate(groups, asked, params)
+        first = self._parts.config.first_token_temperature
+        completions = generate_fire(
+            self._parts.strategy, params, asked, first_token_temperature=first
+        )
+        return [
+            replace(item, segments=fire_segments(item.completion, group_size=params.n))
+            for item in groups.in_order(completions)
+        ]
 
 
 def generate_fire(

@@ -38,7 +38,7 @@ from lightrft.reporting.trackers import build_trackers
 from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.recipes import RewardRecipes
-from lightrft.rollout.environments.rounds import Environments
+from lightrft.rollout.environments.environments import Environments
 from lightrft.run.alarms import RunAlarmError, run_verdict
 from lightrft.run.models import (
     build_model_rewards,
@@ -273,7 +273,7 @@ def build_environments(
         tokenizer,
         has_system=config.system_prompt is not None,
         folder=Path(config.output_dir) if has_journal else None,
-        vision=vision,
+        modality=vision,
     )
 
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import options_of
-from lightrft.engines.media.encoder import PromptEncoder
+from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder, PromptEncoder
 from lightrft.engines.media.families import family_of
 from lightrft.models import Actor, SequenceModel, load_tokenizer
 from lightrft.models.loading import load_config
@@ -28,7 +28,7 @@ from lightrft.strategy.strategy_base import StrategyBase
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-    from lightrft.rollout.environments.rounds import Environments
+    from lightrft.rollout.environments.environments import Environments
 
     RewardSource = RewardFunction | nn.Module | Sequence[RewardFunction | nn.Module]
 
@@ -164,7 +164,7 @@ def check_environments(config: TrainConfig, *, has_environments: bool) -> None:
     if config.has_episodes and not has_environments:
         raise ConfigError(
             "environment and tools need workers: pass environments= "
-            "(lightrft.rollout.environments.rounds.Environments) to the trainer"
+            "(lightrft.rollout.environments.environments.Environments) to the trainer"
         )
 
 
@@ -207,8 +207,8 @@ def prompt_encoder(
     actor: nn.Module,
     config: TrainConfig,
     environments: Environments | None = None,
-) -> PromptEncoder | None:
-    """What reads images; None without a processor or for a model of text.
+) -> Encoder:
+    """The encoder of prompts; that of text without a processor or for a model of text.
 
     With environments it is theirs, so that each image is encoded once.
 
@@ -216,17 +216,18 @@ def prompt_encoder(
         ConfigError: Steps of a vision-language model are to be recorded for an audit.
     """
     if processor is None or not isinstance(actor, SequenceModel):
-        return None
+        return TEXT_ENCODER
     family = family_of(actor.config)
     if family is None:
-        return None
+        return TEXT_ENCODER
     if config.audit_every > 0:
         raise ConfigError(
             "an audit computes steps of text models again: leave audit_every out for a model of "
             f"type {family.model_type}"
         )
-    own = None if environments is None else environments.encoder
-    return own or PromptEncoder(cast("ProcessorMixin", processor), family)
+    if environments is not None and environments.encoder.reads_media:
+        return environments.encoder
+    return PromptEncoder(cast("ProcessorMixin", processor), family)
 
 
 def load_actor_tokenizer(pretrain: str | None) -> PreTrainedTokenizerBase:

@@ -16,7 +16,7 @@ from lightrft.records.numerics import num_nonfinite
 from lightrft.records.step_timer import StageMeter
 from lightrft.records.types import PolicyOutputs, RolloutBatch, ScoredRollout
 from lightrft.reporting.metric_table import STAGES
-from lightrft.rollout.sampler import Samples
+from lightrft.rollout.source import Samples
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.mismatch import record_by_media, record_mismatch
 from lightrft.strategy.optimizers import OptimizerStepResult

@@ -29,9 +29,10 @@ from lightrft.records.types import ExperienceBatch
 from lightrft.reporting.loggers import ConsoleLogger, LoggerGroup, MetricsLogger
 from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.rewards.types import RewardFunction
-from lightrft.rollout.environments.rounds import Environments
+from lightrft.rollout.environments.environments import Environments
 from lightrft.rollout.model_rewards import ModelRewards
-from lightrft.rollout.sampler import RolloutSampler
+from lightrft.rollout.sampler import RolloutSampler, single_turns
+from lightrft.rollout.source import SourceParts
 from lightrft.run.alarms import alarms
 from lightrft.run.checkpointing import load_trainer, save_trainer
 from lightrft.run.state import BestModel, initial_state
@@ -195,13 +196,17 @@ class SPMDPPOTrainerBase:
             processor, strategy.unwrap_model(self.actor), self.config, environments
         )
         self._sampler = RolloutSampler(
-            strategy,
-            *build_trainer_rewards(reward_fn or reward_model, model_rewards, strategy, self.config),
-            decoder=self.tokenizer,
-            config=self.config,
+            SourceParts(
+                strategy,
+                self.config,
+                self.tokenizer,
+                *build_trainer_rewards(
+                    reward_fn or reward_model, model_rewards, strategy, self.config
+                ),
+                encoder=self._encoder,
+            ),
+            single_turns if environments is None else environments.source,
             needs_greedy=self._algorithm.estimator_traits.needs_greedy_rewards,
-            environments=environments,
-            encoder=self._encoder,
         )
         self.eval_prompts, self._prompts_dataloader = eval_prompts, prompts_dataloader
         self.state = initial_state(self.config)
@@ -442,8 +447,7 @@ class SPMDPPOTrainerBase:
         reduced = metrics.reduce(self.strategy)
         reduced |= self._utilisation(step, reduced["train_seconds"])
         self._experience = None
-        if self._encoder is not None:
-            self._encoder.forget()
+        self._encoder.forget()
         self.state = self.state.after_step(
             step, stream=self._stream, kl=reduced.get("kl_per_response")
         )

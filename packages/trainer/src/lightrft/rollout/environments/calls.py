@@ -1,4 +1,4 @@
-"""Tool calls in what a model says: a parser a format, and the check against tools' schemas."""
+"""Tool calls in turns: a parser a format, and the check against tools' schemas."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from lightrft.config import ConfigError
 
 Arguments = dict[str, object]
 Schema = Mapping[str, object]
-# What takes the turns of environments without calls, and of the actions of OpenEnv's.
+# Takes the turns of environments without calls, and the actions of OpenEnv's.
 TURN_TOOL = "step"
+# Of the rows' environments, where `--environment` names a dict of them; TRL's word.
+ENVIRONMENT_COLUMN = "environment"
 _THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -192,6 +194,12 @@ def check_call(call: ToolCall, schemas: Mapping[str, Schema]) -> Arguments:
     except (TypeError, ValueError, RecursionError) as error:
         raise MalformedCallError(f"{call.name}: the arguments are no JSON: {error}") from error
     return found
+
+
+def as_error(text: str) -> str:
+    """An answer that says what was wrong."""
+    answer = json.dumps({"error": text}, ensure_ascii=False)
+    return answer.encode("utf-8", "replace").decode()  # halves of surrogate pairs
 
 
 def _cast(tool: str, name: str, value: object, schema: Mapping[str, object]) -> object:

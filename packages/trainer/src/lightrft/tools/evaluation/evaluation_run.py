@@ -11,13 +11,19 @@ from numpy.typing import NDArray
 
 from lightrft.config import TrainConfig
 from lightrft.datasets import Prompt
+from lightrft.engines.media.encoder import TEXT_ENCODER
 from lightrft.engines.types import SamplingParams
 from lightrft.models import Actor, load_tokenizer
 from lightrft.records.delivery import deliver_rows
 from lightrft.records.exchange import RowTable, SampleTable, tabulate
 from lightrft.reporting.loggers import JsonLinesFile
-from lightrft.rollout.rollout_groups import Decoder
-from lightrft.rollout.sampler import RolloutSampler, greedy_params, training_params
+from lightrft.rollout.sampler import (
+    RolloutSampler,
+    greedy_params,
+    single_turns,
+    training_params,
+)
+from lightrft.rollout.source import Decoder, SourceParts
 from lightrft.run.assembly import build_environments, load_run_prompts
 from lightrft.run.models import (
     build_model_rewards,
@@ -110,13 +116,15 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         strategy.setup_inference_engine(config, config.engine_type, actor=model)
         strategy.update_engine_weights(model)
         sampler = RolloutSampler(
-            strategy,
-            reward,
-            models,
-            decoder=tokenizer,
-            config=config,
-            environments=environments,
-            encoder=None if vision is None else vision.encoder,
+            SourceParts(
+                strategy,
+                config,
+                tokenizer,
+                reward,
+                models,
+                encoder=TEXT_ENCODER if vision is None else vision.encoder,
+            ),
+            single_turns if environments is None else environments.source,
         )
         metrics: dict[str, float] = {}
         tables = {}

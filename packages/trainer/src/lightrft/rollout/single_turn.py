@@ -1,21 +1,74 @@
-"""Completions with the prompts they answer, group by group."""
+"""Responses of one turn: a request for each prompt, completions group by group."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from lightrft.datasets.types import Prompt
-from lightrft.engines.types import Completion
+from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
+from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
+from lightrft.records.media import media_request
 from lightrft.records.types import Rollout, Segment
+from lightrft.rollout.scoring import finished_samples, open_scorer
+from lightrft.rollout.source import Decoder, SampleRequests, Samples, SourceParts
+from lightrft.strategy.distributed.outlet import report_count
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer that turns sampled ids into text."""
+class SingleTurnSource:
+    """Source of responses that one call of the engine samples.
 
-    pad_token_id: int | None
+    Args:
+        parts: Of the run.
+    """
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of the ids."""
-        ...
+    def __init__(self, parts: SourceParts) -> None:
+        self._parts = parts
+
+    def sample(self, requests: SampleRequests) -> Samples:
+        """See `RolloutSource`."""
+        parts, prompts, ids = self._parts, requests.prompts, requests.request_ids
+        with open_scorer(parts, prompts) as scorer:
+            groups = RolloutGroups(
+                prompts,
+                ids,
+                group_ids=requests.positions,
+                group_size=requests.params.n,
+                decoder=parts.decoder,
+                on_group=scorer.add,
+            )
+            asked = build_requests(prompts, ids, parts.encoder)
+            with requests.meter.stage("rollout"), requests.recording(parts):
+                rollouts = self._generate(groups, asked, requests.params)
+            return finished_samples(parts, requests, rollouts, scorer=scorer)
+
+    def _generate(
+        self, groups: "RolloutGroups", asked: Sequence[GenerationRequest], params: SamplingParams
+    ) -> list[Rollout]:
+        """This rank's rollouts; groups that are complete go to their scorer on the way."""
+        total, done = len(asked) * params.n, 0
+
+        def take(finished: Sequence[Completion]) -> None:
+            nonlocal done
+            groups.add(finished)
+            done += len(finished)
+            report_count("generate", done, total)
+
+        completions = self._parts.strategy.gather_and_generate(
+            params, asked, sleep_engine=False, on_finished=take
+        )
+        report_count("generate", 0, 0)
+        return groups.in_order(completions)
+
+
+def build_requests(
+    prompts: Sequence[Prompt], request_ids: Sequence[int], encoder: Encoder = TEXT_ENCODER
+) -> list[GenerationRequest]:
+    """One request a prompt; the request id fixes its random numbers.
+
+    Args:
+        prompts, request_ids: One id for each prompt.
+        encoder: Of prompts with media.
+    """
+    pairs = zip(prompts, request_ids, strict=True)
+    return [media_request(prompt, request_id, encoder) for prompt, request_id in pairs]
 
 
 class RolloutGroups:
