@@ -264,12 +264,12 @@ def test_a_failure_on_one_rank_ends_all_of_them_after_the_same_exchange(stage):
         told.append(own)
         return [own, (1, "prompt 9: call did not return", ())] if isinstance(own, tuple) else [own]
 
-    played.strategy.gather_objects = gather
+    played.strategy.context.gather_objects = gather
     with pytest.raises(RewardError, match="rank 1: prompt 9: call did not return"):
         played.sample()
     # And a rank that fails itself tells the others before it ends.
     failing = stage(["hm"], environment="Naughty", rows=[{"input": "x", "bad_reset": True}])
-    failing.strategy.gather_objects = gather
+    failing.strategy.context.gather_objects = gather
     with pytest.raises(RewardError, match="no such puzzle"):
         failing.sample()
     assert "no such puzzle" in told[-1][1]

@@ -19,14 +19,12 @@ PARAMS = SamplingParams(max_tokens=LIMIT, n=2, seed=5)
 class Scripted:
     """Responses of prompt p end after p tokens; token t of a response is t."""
 
-    world_size = 1
+    rank, world_size = 0, 1
 
     def __init__(self):
+        self.context = self
         self.inference_engine = SimpleNamespace(weights_version=0)
         self.seeds = []
-
-    def get_rank(self):
-        return 0
 
     def gather_objects(self, item):
         return [item]
@@ -67,7 +65,7 @@ def run(lengths_by_step, *, max_staleness, num_prompts=4, chunk=2):
     for version, lengths in enumerate(lengths_by_step):
         strategy.inference_engine.weights_version = version
         prompts = [Prompt(first + i, "", (n,)) for i, n in enumerate(lengths)]
-        new = open_groups(prompts, first_request_id=first, group_size=2, strategy=strategy)
+        new = open_groups(prompts, first_request_id=first, group_size=2, context=strategy)
         first += len(prompts)
         carry = PartialRolloutState((*carry.groups, *new), carry.num_calls, carry.weights_version)
         chosen, report = finish_groups(

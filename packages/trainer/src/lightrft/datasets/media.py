@@ -10,7 +10,7 @@ from lightrft.datasets.files import Row
 from lightrft.datasets.render import PromptTokenizer, RowTokenizer, messages_of
 from lightrft.datasets.types import DataError, Prompt
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder, PromptEncoder
-from lightrft.engines.media.kinds import MEDIA_KINDS, Media, MediaKind, Medium
+from lightrft.engines.media.kinds import MEDIA_KINDS, Media
 from lightrft.engines.media.sources import MediaError
 
 if TYPE_CHECKING:
@@ -35,7 +35,10 @@ def media_of(row: Row, config: TrainConfig) -> Media:
         return Media()
     try:
         found = {
-            kind: _read_column(row, MEDIA_KINDS[kind], row.columns.get(column))
+            kind: [
+                MEDIA_KINDS[kind].read(item, name=f"{row.location}: {kind} {i}", folder=row.folder)
+                for i, item in enumerate(_listed(row.columns.get(column)), start=1)
+            ]
             for kind, column in media_columns(config).items()
         }
     except MediaError as error:
@@ -43,13 +46,6 @@ def media_of(row: Row, config: TrainConfig) -> Media:
     for kind, media in found.items():
         _check_count(row, kind, len(media), vars(config).get(f"limit_mm_{kind}_per_prompt"))
     return Media(found)
-
-
-def _read_column(row: Row, kind: MediaKind, value: object) -> tuple[Medium, ...]:
-    return tuple(
-        kind.read(item, name=f"{row.location}: {kind.name} {i}", folder=row.folder)
-        for i, item in enumerate(_listed(value), start=1)
-    )
 
 
 def check_no_media(rows: Sequence[Row], config: TrainConfig) -> None:

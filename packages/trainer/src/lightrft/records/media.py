@@ -219,7 +219,7 @@ def _unpack(data: bytes) -> Iterable[tuple[int, _Sources]]:
         return Media(
             {
                 kind: [
-                    MEDIA_KINDS[kind].rebuilt(a, images(files), facts) for a, facts, files in own
+                    MEDIA_KINDS[kind].rebuild(a, images(files), facts) for a, facts, files in own
                 ]
                 for kind, own in listed.items()
             }

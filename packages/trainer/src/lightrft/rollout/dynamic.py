@@ -1,7 +1,7 @@
 """Dynamic sampling: zero-variance groups give their place to further ones.
 
 A group is constant if its responses are all equally accurate; accuracy is taken before any length
-shaping, with which every group would look mixed.
+shaping, with which every group would seem mixed.
 
 Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, sec. 3.2.
 """

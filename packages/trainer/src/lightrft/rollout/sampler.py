@@ -147,7 +147,7 @@ class RolloutSampler:
                 step=step,
             )
         )
-        if samples.selection is None:  # else it was looked at before the selection
+        if samples.selection is None:  # else they were required before it
             require_rewards(samples.table)
         return samples
 

@@ -163,7 +163,7 @@ def _check_completions(
     if aborted:
         raise RuntimeError(
             f"the engine aborted {len(aborted)} completions (requests {aborted[:10]}); an aborted "
-            "completion is not a sample of the policy. Look for the cause in the engine's output"
+            "completion is not a sample of the policy. Search the engine's output for the cause"
         )
 
 

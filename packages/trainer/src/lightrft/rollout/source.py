@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,11 @@ from lightrft.records.types import ScoredRollout
 from lightrft.rewards.types import RewardFunction
 from lightrft.rollout.carry import PartialRolloutState
 from lightrft.rollout.ledger_records import Evidence
-from lightrft.rollout.model_rewards import ModelRewards
-from lightrft.strategy.distributed.context import DistributedContext
-from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from lightrft.rollout.model_rewards import ModelRewards
+    from lightrft.strategy.distributed.context import DistributedContext
+    from lightrft.strategy.strategy_base import StrategyBase
 
 NOTHING_CARRIED = PartialRolloutState()
 
@@ -188,7 +190,7 @@ class Samples:
 
 
 class RolloutSource(Protocol):
-    """Where samples come from: single turns, environments, partial rollouts, an endpoint.
+    """A source of samples: single turns, environments, partial rollouts, an endpoint.
 
     A source is chosen once, in `lightrft.rollout.sampler.build_source`, and may wrap another one.
     Rows that go on in a later step are its state, a value with `to_json` and `from_json`: it comes

@@ -108,7 +108,7 @@ class PromptEncoder:
         arguments: dict[str, object] = {}
         for kind in media.kinds:
             row = MEDIA_KINDS[kind]
-            arguments |= row.processor_arguments(media[kind])
+            arguments |= row.arguments([medium.decode() for medium in media[kind]])
             if kind not in self.family.reads:
                 raise ValueError(f"models of type {self.family.model_type} read no {row.plural}")
         found: Mapping[str, Tensor] = self.processor(

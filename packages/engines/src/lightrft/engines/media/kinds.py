@@ -1,6 +1,6 @@
 """Kinds of media as one table, and the media of one prompt by their kinds."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeAlias, cast
@@ -8,129 +8,74 @@ from typing import Protocol, TypeAlias, cast
 from lightrft.engines.media.sources import FileSource, ImageSource, VideoSource, as_image, as_video
 
 MediumKind: TypeAlias = str
+Medium: TypeAlias = FileSource | VideoSource
 
 
-class Medium(Protocol):
-    """One medium: original bytes in one or several files, decoded when they are needed."""
+class Reader(Protocol):
+    """Makes a medium of what data sets hold, or raises a MediaError."""
 
-    @property
-    def name(self) -> str:
-        """For messages."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """Hash of its bytes: two media with one digest are one medium."""
-        ...
-
-    @property
-    def files(self) -> Sequence[FileSource]:
-        """The bytes that it is made of."""
-        ...
-
-    @property
-    def facts(self) -> object:
-        """The rest of it, as JSON."""
+    def __call__(self, value: object, *, name: str, folder: Path) -> Medium:
+        """See `as_image`."""
         ...
 
 
-class MediaKind(Protocol):
-    """A row of the table: all that is particular to one kind of media."""
+@dataclass(frozen=True, slots=True)
+class MediaKind:
+    """A row of the table: all that is particular to one kind of media.
 
-    @property
-    def name(self) -> MediumKind:
-        """Type of its parts of messages; `<name>` marks its places in texts."""
-        ...
+    Its name is the type of its parts of messages, and `<name>` marks its places in texts.
 
-    @property
-    def plural(self) -> str:
-        """Its column in the data, unless the option `{plural}_key` names another."""
-        ...
+    Args:
+        plural: Its column in the data, unless the option `{plural}_key` names another.
+        read: Makes a medium of what data sets hold.
+        rebuild: Makes one of its name, its files and its facts, which came from another rank.
+        arguments: Of a processor's call, from what the media of a prompt decode to.
+        native: Form of a decoded medium for an engine with a processor of its own.
+        is_scaled: Sizes to which a processor scales it belong to its name in such an engine.
+    """
 
-    def read(self, value: object, *, name: str, folder: Path) -> Medium:
-        """A medium from what data sets hold.
-
-        Raises:
-            MediaError: It is of no known form.
-        """
-        ...
-
-    def rebuilt(self, name: str, files: Sequence[FileSource], facts: object) -> Medium:
-        """A medium that came from another rank."""
-        ...
-
-    def processor_arguments(self, media: Sequence[Medium]) -> dict[str, object]:
-        """Arguments of a processor's call, decoded."""
-        ...
-
-    def engine_data(
-        self, media: Sequence[Medium], sizes: Mapping[str, object]
-    ) -> tuple[list[object], list[str]]:
-        """Media for an engine with a processor of its own, and a name for each."""
-        ...
+    plural: str
+    read: Reader
+    rebuild: Callable[[str, Sequence[FileSource], object], Medium]
+    arguments: Callable[[Sequence[object]], dict[str, object]]
+    native: Callable[[object], object] = lambda decoded: decoded
+    is_scaled: bool = False
 
 
-class ImageKind:
-    """Images."""
-
-    name, plural = "image", "images"
-
-    def read(self, value: object, *, name: str, folder: Path) -> Medium:
-        """See `MediaKind`."""
-        return as_image(value, name=name, folder=folder)
-
-    def rebuilt(self, name: str, files: Sequence[FileSource], facts: object) -> Medium:
-        """See `MediaKind`."""
-        del facts
-        return ImageSource(name, content=files[0].read())
-
-    def processor_arguments(self, media: Sequence[Medium]) -> dict[str, object]:
-        """See `MediaKind`."""
-        return {"images": [[cast("ImageSource", image).decode() for image in media]]}
-
-    def engine_data(
-        self, media: Sequence[Medium], sizes: Mapping[str, object]
-    ) -> tuple[list[object], list[str]]:
-        """See `MediaKind`."""
-        pictures = cast("Sequence[ImageSource]", media)
-        return [x.decode() for x in pictures], [f"{x.digest}{sizes or ''}" for x in pictures]
+Clip: TypeAlias = tuple[object, Mapping[str, object]]
 
 
-class VideoKind:
-    """Videos, as frames."""
+def _image(name: str, files: Sequence[FileSource], facts: object) -> ImageSource:
+    del facts
+    return ImageSource(name, content=files[0].read())
 
-    name, plural = "video", "videos"
 
-    def read(self, value: object, *, name: str, folder: Path) -> Medium:
-        """See `MediaKind`."""
-        return as_video(value, name=name, folder=folder)
+def _video(name: str, files: Sequence[FileSource], facts: object) -> VideoSource:
+    frames = tuple(_image(file.name, [file], None) for file in files)
+    return VideoSource(name, frames, cast("float | None", facts))
 
-    def rebuilt(self, name: str, files: Sequence[FileSource], facts: object) -> Medium:
-        """See `MediaKind`."""
-        frames = tuple(ImageSource(file.name, content=file.read()) for file in files)
-        return VideoSource(name, frames, cast("float | None", facts))
 
-    def processor_arguments(self, media: Sequence[Medium]) -> dict[str, object]:
-        """See `MediaKind`."""
-        clips = [cast("VideoSource", video).decode() for video in media]
-        return {
-            "videos": [[frames for frames, _ in clips]],
-            "video_metadata": [[facts for _, facts in clips]],
-            "do_sample_frames": False,
-        }
+def _video_arguments(decoded: Sequence[object]) -> dict[str, object]:
+    clips = cast("Sequence[Clip]", decoded)
+    return {
+        "videos": [[frames for frames, _ in clips]],
+        "video_metadata": [[facts for _, facts in clips]],
+        "do_sample_frames": False,
+    }
 
-    def engine_data(
-        self, media: Sequence[Medium], sizes: Mapping[str, object]
-    ) -> tuple[list[object], list[str]]:
-        """See `MediaKind`."""
-        del sizes
-        clips = [cast("VideoSource", video).decode() for video in media]
-        data = [(frames, {**facts, "do_sample_frames": False}) for frames, facts in clips]
-        return list(data), [video.digest for video in media]
+
+def _native_video(decoded: object) -> Clip:
+    frames, facts = cast("Clip", decoded)
+    return frames, {**facts, "do_sample_frames": False}
 
 
 # In the order in which a prompt without places of its own begins with them.
-MEDIA_KINDS: dict[MediumKind, MediaKind] = {"image": ImageKind(), "video": VideoKind()}
+MEDIA_KINDS: dict[MediumKind, MediaKind] = {
+    "image": MediaKind(
+        "images", as_image, _image, lambda decoded: {"images": [decoded]}, is_scaled=True
+    ),
+    "video": MediaKind("videos", as_video, _video, _video_arguments, _native_video),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,10 @@ class FileSource:
         """None: its bytes are all of it."""
         return None
 
+    def decode(self) -> object:
+        """Values for a processor."""
+        return self.read()
+
 
 class ImageSource(FileSource):
     """One image."""

@@ -30,7 +30,9 @@ def native_prompt(job: Job) -> dict[str, object]:
     names: dict[str, object] = {}
     for kind in media.media.kinds:
         row, own = MEDIA_KINDS[kind], media.media[kind]
-        data[kind], names[kind] = row.engine_data(own, media.sizes)
+        data[kind] = [row.native(medium.decode()) for medium in own]
+        sizes = media.sizes if row.is_scaled else {}
+        names[kind] = [f"{medium.digest}{sizes or ''}" for medium in own]
     sampled = job.prompt[len(media.token_ids) :]
     request: dict[str, object] = {
         "prompt_token_ids": [*media.request_token_ids, *sampled],

@@ -117,7 +117,7 @@ def run_trunk(
 def _foreign_placeholders(
     trunk: "PreTrainedModel", layout: "TokenLayout", media: RowMedia
 ) -> Tensor:
-    """Placeholders behind the prompts: they stand for no medium, and models would look for one."""
+    """Placeholders behind the prompts: they stand for no medium, and models would search one."""
     ids = torch.tensor(placeholder_ids(trunk.config))
     prompts = media.of_rows(len(layout.rows_of_tokens))
     marks: list[Tensor] = []

@@ -44,7 +44,7 @@ class ToolCall:
 
 
 class MalformedCallError(ValueError):
-    """The text opens a call and holds no valid one; the message is told to the model."""
+    """The text opens a call and holds no valid one; the model gets the message."""
 
 
 class ParsingTokenizer(Protocol):
@@ -220,7 +220,7 @@ def _cast(tool: str, name: str, value: object, schema: Mapping[str, object]) -> 
 
 
 def _spoken(text: str, before: str) -> str:
-    """What is said outside of thinking; thinking that never ends is all thinking."""
+    """Text outside of thinking; thinking that never ends is all thinking."""
     if before.rstrip().endswith("<think>"):  # some templates open it
         text = f"<think>{text}"
     return _THINKING.sub("", text).partition("<think>")[0]
@@ -258,8 +258,8 @@ def _template_parser(tokenizer: object, schemas: Sequence[Schema]) -> Parser:
             message = tokenizer.parse_response(text, prefix=before, tools=tools)  # type: ignore[attr-defined]
             calls = [call["function"] for call in message.get("tool_calls") or ()]
         except Exception as error:  # of a program of the model's author, on what a model says
-            told = next(iter(str(error).splitlines()), type(error).__name__)
-            raise MalformedCallError(f"the calls cannot be read: {told}") from error
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            raise MalformedCallError(f"the calls cannot be read: {first}") from error
         return [_from_value(call, ("arguments",)) for call in calls]
 
     return parse
