@@ -14,7 +14,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines import EngineConfig, SamplingParams
 from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import Completion
-from lightrft.records.types import Rollout
+from lightrft.records.rollout import Rollout
 from lightrft.rewards import build_reward
 from lightrft.rewards.types import CallStyle, RewardError, RewardResult
 from lightrft.rollout.group_scorer import GroupScorer

@@ -14,9 +14,9 @@ from lightrft.engines.types import Completion, EngineConfig, GenerationRequest, 
 from lightrft.experience.ledger_gate import check_ledger
 from lightrft.models import layout as layout_module
 from lightrft.models.layout import LayoutPolicy
-from lightrft.records.collate import collate
-from lightrft.records.exchange import tabulate
-from lightrft.records.types import Rollout, ScoredRollout, Segment
+from lightrft.records.batch import collate
+from lightrft.records.rollout import Rollout, ScoredRollout, Segment
+from lightrft.records.table import tabulate
 from lightrft.rollout.ledger_records import LedgerError, take_evidence
 
 SPECIAL = frozenset(range(90, 97))
@@ -220,7 +220,7 @@ def first_row_of_turns(scored):
         (wrong_turns_version, "turn 0, token .*: weights versions differ"),
         (truncated_observation, "token ids differ|tokens, expected"),
         (swapped_rows, "token ids differ|tokens, expected"),
-        (logprob_of_another_turn, r"engine logprobs \(bits\) differ"),
+        (logprob_of_another_turn, r"rollout_logprobs \(bits\) differ"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -16,9 +16,9 @@ from lightrft.experience.assemble import AdvantageSettings
 from lightrft.experience.forward import ForwardModels
 from lightrft.experience.maker import make_experience
 from lightrft.models import Actor, Critic
-from lightrft.records.collate import collate
-from lightrft.records.exchange import row_table, tabulate
+from lightrft.records.batch import collate
 from lightrft.records.step_timer import StageMeter
+from lightrft.records.table import row_table, tabulate
 from lightrft.reporting.trajectories import spans
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.scoring import overlong_penalty, score_rollouts

@@ -9,7 +9,7 @@ import pytest
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.records.types import Rollout
+from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.rollout.group_scorer import GroupScorer
 from lightrft.rollout.scoring import overlong_penalty, score_rollouts
@@ -158,7 +158,7 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
 from lightrft.engines.types import SamplingParams
-from lightrft.records.types import Rollout
+from lightrft.records.rollout import Rollout
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.source import SampleRequests, SourceParts
 from lightrft.rewards.types import RewardResult

@@ -17,9 +17,9 @@ from lightrft.engines.media.inputs import media_inputs
 from lightrft.engines.media.kinds import MEDIA_KINDS, Media, MediaKind
 from lightrft.engines.media.sources import FileSource, MediaError
 from lightrft.engines.types import Completion
-from lightrft.records.exchange import row_table
 from lightrft.records.media import _pack, _Sources, _unpack, deliver_media, media_request
-from lightrft.records.types import Rollout, ScoredRollout
+from lightrft.records.rollout import Rollout, ScoredRollout
+from lightrft.records.table import row_table
 from lightrft.strategy import get_fake_strategy
 
 MARK, PLACE = 60, 900

@@ -19,11 +19,9 @@ from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
 from lightrft.models.layout import LayoutPolicy
 from lightrft.models.sequence_model import layout_policy
 from lightrft.models.support import SamplingSupport
-from lightrft.records.collate import collate
-from lightrft.records.delivery import deliver_rows
-from lightrft.records.exchange import RowTable, SampleTable, tabulate
+from lightrft.records.batch import ExperienceBatch, RolloutBatch, collate
 from lightrft.records.media import deliver_media
-from lightrft.records.types import ExperienceBatch, RolloutBatch
+from lightrft.records.table import RowTable, SampleTable, deliver_rows, tabulate
 from lightrft.rollout.ledger_records import deliver_evidence
 from lightrft.rollout.sampler import training_params
 from lightrft.rollout.source import Samples

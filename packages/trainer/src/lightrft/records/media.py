@@ -15,8 +15,8 @@ from lightrft.engines.media.kinds import MEDIA_KINDS, Media, MediumKind
 from lightrft.engines.media.prompts import EncodedPrompt, LaterImages, RowMedia
 from lightrft.engines.media.sources import FileSource, ImageSource
 from lightrft.engines.types import GenerationRequest, MultiModalInputs
-from lightrft.records.exchange import RowTable
-from lightrft.records.types import Rollout, ScoredRollout
+from lightrft.records.rollout import Rollout, ScoredRollout
+from lightrft.records.table import RowTable
 from lightrft.strategy.distributed.context import DistributedContext
 
 

@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightrft.records.types import Rollout
+    from lightrft.records.rollout import Rollout
 
 # Longest side in pixels, and how many of a row are kept.
 SIDE, MAX_THUMBNAILS = 96, 4

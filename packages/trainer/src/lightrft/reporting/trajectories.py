@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightrft.records.types import Rollout, ScoredRollout
+from lightrft.records.rollout import Rollout, ScoredRollout
 from lightrft.reporting.loggers import JsonLinesFile
 from lightrft.reporting.thumbnails import thumbnails
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from lightrft.config import TrainConfig
-from lightrft.records.exchange import RowTable, merge
+from lightrft.records.table import RowTable, merge
 from lightrft.rollout.ledger_records import Evidence
 from lightrft.rollout.scoring import require_rewards
 from lightrft.rollout.source import (

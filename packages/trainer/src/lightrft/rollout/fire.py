@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
+from lightrft.records.columns import join_facts
 from lightrft.records.media import require_text
-from lightrft.records.types import Rollout, Segment
+from lightrft.records.rollout import Rollout, Segment
 from lightrft.rollout.single_turn import RolloutGroups, SingleTurnSource
 from lightrft.rollout.source import SampleRequests, Samples
 from lightrft.strategy.strategy_base import StrategyBase
@@ -124,5 +125,8 @@ def _join(first: Completion, rest: Completion) -> Completion:
         first,
         output_token_ids=(*first.output_token_ids, *rest.output_token_ids),
         output_logprobs=(*first.output_logprobs, *rest.output_logprobs),
+        facts=join_facts(
+            (len(first.output_token_ids), first.facts), (len(rest.output_token_ids), rest.facts)
+        ),
         finish_reason=rest.finish_reason,
     )

@@ -13,9 +13,9 @@ from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.media.kinds import MediumKind
 from lightrft.engines.media.prompts import RowMedia
 from lightrft.models import RewardModel
-from lightrft.records.collate import pad_rows
+from lightrft.records.batch import pad_rows
 from lightrft.records.media import agree_on_kinds, encode_row
-from lightrft.records.types import Rollout
+from lightrft.records.rollout import Rollout
 from lightrft.rewards.recipes import RewardRecipes
 from lightrft.rewards.types import RewardResult
 from lightrft.strategy.strategy_base import StrategyBase

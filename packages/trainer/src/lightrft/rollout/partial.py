@@ -14,7 +14,7 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.records.media import require_text
-from lightrft.records.types import Rollout
+from lightrft.records.rollout import Rollout
 from lightrft.rollout.carry import InFlightGroup, OpenSample, PartialRolloutState
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.single_turn import RolloutGroups

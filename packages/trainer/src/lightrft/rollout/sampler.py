@@ -6,8 +6,8 @@ from dataclasses import replace
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
-from lightrft.records.exchange import RowTable
-from lightrft.records.types import ScoredRollout
+from lightrft.records.rollout import ScoredRollout
+from lightrft.records.table import RowTable
 from lightrft.rollout.carry import PartialRolloutState
 from lightrft.rollout.scoring import require_rewards
 from lightrft.rollout.single_turn import SingleTurnSource

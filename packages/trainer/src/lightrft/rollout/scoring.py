@@ -7,8 +7,8 @@ from itertools import groupby
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
-from lightrft.records.exchange import RowTable, exchange
-from lightrft.records.types import Rollout, ScoredRollout
+from lightrft.records.rollout import Rollout, ScoredRollout
+from lightrft.records.table import RowTable, exchange
 from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.rollout.group_scorer import GroupScorer, require_finite
 from lightrft.rollout.ledger_records import Evidence, share_entries, take_evidence

@@ -6,7 +6,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.records.media import media_request
-from lightrft.records.types import Rollout, Segment
+from lightrft.records.rollout import Rollout, Segment
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.source import Decoder, SampleRequests, Samples, SourceParts
 from lightrft.strategy.distributed.outlet import report_count

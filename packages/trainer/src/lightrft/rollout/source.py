@@ -14,9 +14,9 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.types import SamplingParams
-from lightrft.records.exchange import RowTable
+from lightrft.records.rollout import ScoredRollout
 from lightrft.records.step_timer import StageMeter
-from lightrft.records.types import ScoredRollout
+from lightrft.records.table import RowTable
 from lightrft.rewards.types import RewardFunction
 from lightrft.rollout.carry import PartialRolloutState
 from lightrft.rollout.ledger_records import Evidence

@@ -11,10 +11,10 @@ from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.types import TokenLoss
 from lightrft.config import TrainConfig
 from lightrft.experience.maker import StepExperience
-from lightrft.records.exchange import RowTable
-from lightrft.records.numerics import num_nonfinite
+from lightrft.records.batch import PolicyOutputs, RolloutBatch
+from lightrft.records.rollout import ScoredRollout
 from lightrft.records.step_timer import StageMeter
-from lightrft.records.types import PolicyOutputs, RolloutBatch, ScoredRollout
+from lightrft.records.table import RowTable
 from lightrft.reporting.metric_table import STAGES
 from lightrft.rollout.source import Samples
 from lightrft.stages.metrics import StepMetrics
@@ -303,3 +303,10 @@ def record_step(name: str, result: OptimizerStepResult | None, metrics: StepMetr
     metrics.add_mean(f"{prefix}skipped_steps", 1.0 - is_finite, 1.0)
     is_zero = float(result.grad_norm == 0.0)
     metrics.add_mean(f"{prefix}zero_gradient_share", is_zero, 1.0)
+
+
+def num_nonfinite(values: Tensor | None, mask: Tensor) -> Tensor:
+    """Number of entries of `values` [batch, seq] that are NaN or infinite where `mask` is true."""
+    if values is None:
+        return mask.new_zeros((), dtype=mask.dtype).long()
+    return (mask & ~values.detach().isfinite()).sum()

@@ -27,8 +27,7 @@ from lightrft.experience.maker import StepExperience
 from lightrft.experience.minibatches import epoch_order, micro_slices
 from lightrft.models.support import SamplingSupport
 from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
-from lightrft.records.collate import select_experience
-from lightrft.records.types import ExperienceBatch
+from lightrft.records.batch import ExperienceBatch, select_experience
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.objective import LossTokens, PolicyObjective
 from lightrft.stages.pretrain_mix import PretrainMix

@@ -25,7 +25,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.experience.assemble import AdvantageSettings
 from lightrft.experience.forward import ForwardModels, score_actor
 from lightrft.experience.maker import StepExperience, make_experience
-from lightrft.records.types import ExperienceBatch
+from lightrft.records.batch import ExperienceBatch
 from lightrft.reporting.loggers import ConsoleLogger, LoggerGroup, MetricsLogger
 from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.rewards.types import RewardFunction

@@ -6,7 +6,7 @@ import time
 from typing import cast
 
 from lightrft.config import TrainConfig
-from lightrft.records.types import AnsweredCall
+from lightrft.records.rollout import AnsweredCall
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.environments.calls import (
     MalformedCallError,

@@ -15,7 +15,7 @@ from lightrft.datasets.render import PromptTokenizer
 from lightrft.datasets.suffix import ChatTokenizer, TemplateRefusedError, TurnSuffix
 from lightrft.engines.ledger import hash_context
 from lightrft.engines.raw_completions import request_seed
-from lightrft.records.types import Rollout
+from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.environments.answers import Answers
 from lightrft.rollout.environments.episode import Episode

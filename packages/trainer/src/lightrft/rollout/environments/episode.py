@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from lightrft.datasets.suffix import Observation
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.prompts import LaterImages
-from lightrft.engines.types import Completion
-from lightrft.records.types import AnsweredCall, Conversation, Rollout, Segment
+from lightrft.engines.types import Completion, Facts
+from lightrft.records.columns import join_facts
+from lightrft.records.rollout import AnsweredCall, Conversation, Rollout, Segment
 from lightrft.rollout.environments.calls import ToolCall
 from lightrft.rollout.environments.content import Parts, from_json
 from lightrft.rollout.environments.pool import EpisodeError, Host
@@ -40,6 +41,7 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    facts: Facts = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
     turn_texts: list[str] = field(default_factory=list)
     answers: list[list[AnsweredCall]] = field(default_factory=list)
@@ -71,6 +73,7 @@ class Episode:
     def add_turn(self, turn: Completion, text: str) -> None:
         """Appends a turn that was sampled."""
         count = len(turn.output_token_ids)
+        self.facts = join_facts((len(self.token_ids), self.facts), (count, turn.facts))
         self.token_ids += turn.output_token_ids
         self.logprobs += turn.output_logprobs
         self.sampled += [True] * count
@@ -83,6 +86,7 @@ class Episode:
         """Appends ids that nobody sampled."""
         ids, place = found.token_ids, len(self.context)
         self.later += [replace(each, start=each.start + place) for each in found.later]
+        self.facts = join_facts((len(self.token_ids), self.facts), (len(ids), {}))
         self.token_ids += ids
         self.logprobs += [0.0] * len(ids)
         self.sampled += [False] * len(ids)
@@ -104,6 +108,7 @@ class Episode:
             self.later,
         ):
             turns.clear()
+        self.facts = {}
         self.last, self.is_open, self.generation = None, True, -1
         self.num_restarts += 1
 
@@ -156,6 +161,7 @@ class Episode:
             finish_reason=last.finish_reason,
             weights_version=last.weights_version,
             sampled=tuple(self.sampled),
+            facts=self.facts,
         )
         return Rollout(
             prompt=self.prompt,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from lightrft.engines.ledger import hash_context
 from lightrft.engines.types import Completion, SamplingParams
-from lightrft.records.types import Rollout
+from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardError
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.journal import Journal, RecordedTurn

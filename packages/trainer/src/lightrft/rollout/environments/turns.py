@@ -12,7 +12,7 @@ from lightrft.engines.media.encoder import Encoder
 from lightrft.engines.media.kinds import Media
 from lightrft.engines.types import Completion, GenerationRequest
 from lightrft.records.media import encode_prompt, encode_row
-from lightrft.records.types import AnsweredCall
+from lightrft.records.rollout import AnsweredCall
 from lightrft.rollout.environments.calls import MalformedCallError, ToolCall, as_error
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.episode_batch import (

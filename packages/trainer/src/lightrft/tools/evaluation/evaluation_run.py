@@ -14,8 +14,7 @@ from lightrft.datasets import Prompt
 from lightrft.engines.media.encoder import TEXT_ENCODER
 from lightrft.engines.types import SamplingParams
 from lightrft.models import Actor, load_tokenizer
-from lightrft.records.delivery import deliver_rows
-from lightrft.records.exchange import RowTable, SampleTable, tabulate
+from lightrft.records.table import RowTable, SampleTable, deliver_rows, tabulate
 from lightrft.reporting.loggers import JsonLinesFile
 from lightrft.rollout.sampler import (
     RolloutSampler,
