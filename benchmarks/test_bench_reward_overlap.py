@@ -87,7 +87,7 @@ class Way:
     def of(cls, engine_type, model, reward):
         strategy = get_fake_strategy()
         strategy.inference_engine = engine_type(EngineConfig("hf", ""), module=model)
-        sampler = RolloutSampler(SourceParts(strategy, TrainConfig(), Numbers(), reward))
+        sampler = RolloutSampler(SourceParts(strategy.session, TrainConfig(), Numbers(), reward))
         return cls(strategy.inference_engine, sampler)
 
 

@@ -71,7 +71,9 @@ def test_a_skyrl_gym_class_is_answered_turn_by_turn_as_a_user_answers(stage):
         assert reward.components == {"Countdown": 0.5}
         ends = rollout.completion.output_token_ids.count(played.tokenizer.eos_token_id)
         assert ends == 5  # what the environment said forged none
-    evidence = take_evidence(rollouts, played.strategy, special_ids=played.environments.special_ids)
+    evidence = take_evidence(
+        rollouts, played.strategy.session, special_ids=played.environments.special_ids
+    )
     for rollout in rollouts:
         row = rebuild(rollout.sample_id, evidence)
         start = len(rollout.completion.prompt_token_ids)

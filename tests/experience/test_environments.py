@@ -48,7 +48,7 @@ def call(name, **arguments):
 
 def sampled(environments, strategy, prompts, params):
     """The rollouts of a step and the rewards of their environments."""
-    source = environments.source(SourceParts(strategy, environments.config, None, None))
+    source = environments.source(SourceParts(strategy.session, environments.config, None, None))
     requests = SampleRequests(prompts, range(len(prompts)), len(prompts), params, step=1)
     return source.rollouts(requests, lambda group: None)
 
@@ -165,7 +165,9 @@ def test_trls_minimal_class_runs_unchanged(stage):
 def test_the_ledger_knows_every_turn(stage):
     played = stage([call("guess", number=1), call("guess", number=7), "done"])
     rollouts, _ = played.sample()
-    evidence = take_evidence(rollouts, played.strategy, special_ids=played.environments.special_ids)
+    evidence = take_evidence(
+        rollouts, played.strategy.session, special_ids=played.environments.special_ids
+    )
     for rollout in rollouts:
         row = rebuild(rollout.sample_id, evidence)
         ids = (*rollout.completion.prompt_token_ids, *rollout.completion.output_token_ids)
@@ -264,12 +266,12 @@ def test_a_failure_on_one_rank_ends_all_of_them_after_the_same_exchange(stage):
         told.append(own)
         return [own, (1, "prompt 9: call did not return", ())] if isinstance(own, tuple) else [own]
 
-    played.strategy.context.gather_objects = gather
+    played.strategy.session.context.gather_objects = gather
     with pytest.raises(RewardError, match="rank 1: prompt 9: call did not return"):
         played.sample()
     # And a rank that fails itself tells the others before it ends.
     failing = stage(["hm"], environment="Naughty", rows=[{"input": "x", "bad_reset": True}])
-    failing.strategy.context.gather_objects = gather
+    failing.strategy.session.context.gather_objects = gather
     with pytest.raises(RewardError, match="no such puzzle"):
         failing.sample()
     assert "no such puzzle" in told[-1][1]
@@ -370,7 +372,9 @@ def test_the_sampler_adds_the_reward_of_the_environment(stage):
     rows = [{"input": f"Find it {i}.", "target": 7} for i in range(2)]
     played = stage(script, rows=rows)
     sampler = RolloutSampler(
-        SourceParts(played.strategy, played.config, played.tokenizer, CombinedReward([], [])),
+        SourceParts(
+            played.strategy.session, played.config, played.tokenizer, CombinedReward([], [])
+        ),
         played.environments.source,
     )
     samples = sampler.collect(played.prompts, first_request_id=0, step=1)
@@ -414,7 +418,7 @@ def test_groups_are_scored_while_other_episodes_go_on(stage, tmp_path):
     played = stage(script, rows=rows, reward_args={"folder": str(tmp_path)})
     with build_reward([f"{tmp_path / 'r.py'}:tells"], config=played.config) as reward:
         sampler = RolloutSampler(
-            SourceParts(played.strategy, played.config, played.tokenizer, reward),
+            SourceParts(played.strategy.session, played.config, played.tokenizer, reward),
             played.environments.source,
         )
         samples = sampler.collect(played.prompts, first_request_id=0, step=1)

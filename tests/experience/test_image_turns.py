@@ -103,7 +103,9 @@ class Stage:
     def sample(self):
         # Random models seldom end: here bytes below 90 do.
         params = replace(training_params(self.config), stop_token_ids=tuple(range(90)))
-        source = self.environments.source(SourceParts(self.strategy, self.config, None, None))
+        source = self.environments.source(
+            SourceParts(self.strategy.session, self.config, None, None)
+        )
         requests = SampleRequests(self.prompts, range(2), 2, params, step=1)
         return source.rollouts(requests, lambda group: None)
 
@@ -202,7 +204,9 @@ def test_images_of_turns_are_added_and_nothing_is_encoded_again(preset, played):
         assert not {mark} & set(rollout.completion.sampled_token_ids)
         text = stage.encoder.processor.tokenizer.decode(rollout.token_ids)
         assert text.count("<image> ") == len(rollout.segments) - 1  # of the environment, as text
-    evidence = take_evidence(rollouts, stage.strategy, special_ids=stage.environments.special_ids)
+    evidence = take_evidence(
+        rollouts, stage.strategy.session, special_ids=stage.environments.special_ids
+    )
     for rollout in rollouts:
         assert tuple(rebuild(rollout.sample_id, evidence).token_ids) == rollout.token_ids
 

@@ -114,7 +114,7 @@ def test_turns_of_a_journal_are_evidence_for_the_ledger_gate(whole, tmp_path):
     lines = whole.lines.splitlines(keepends=True)
     again = Played(tmp_path / "run", lines="".join(lines[: len(lines) // 2]))
     assert 0 < again.num_requests < whole.num_requests
-    evidence = take_evidence(again.rollouts, again.stage.strategy)
+    evidence = take_evidence(again.rollouts, again.stage.strategy.session)
     for rollout in again.rollouts:
         row = rebuild(rollout.sample_id, evidence)
         start = len(rollout.completion.prompt_token_ids)
@@ -246,7 +246,7 @@ def test_each_batch_of_dynamic_sampling_has_a_journal(tmp_path):
     # The rewards of the first batch are constant, of the second they are mixed.
     stage.script = lambda i: [call("count_up")] * (1 + (i % 2 if rounds[0] else 0)) + ["done"]
     sampler = RolloutSampler(
-        SourceParts(stage.strategy, stage.config, stage.tokenizer, CombinedReward([], [])),
+        SourceParts(stage.strategy.session, stage.config, stage.tokenizer, CombinedReward([], [])),
         stage.environments.source,
     )
 

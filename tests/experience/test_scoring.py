@@ -171,7 +171,7 @@ class Slow:
         return [RewardResult(1.0) for _ in responses]
 
 config = TrainConfig(timeout_minutes=2 / 60)
-parts = SourceParts(get_fake_strategy(), config, None, Slow())
+parts = SourceParts(get_fake_strategy().session, config, None, Slow())
 completion = Completion(0, 0, (1,), (2,), (0.0,), "temperature", "stop")
 row = Prompt(id=0, text="p", token_ids=(1,), label=None, columns={})
 for seconds in ("0", "100"):

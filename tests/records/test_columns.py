@@ -79,7 +79,8 @@ class Rank(cases.ThreadRank):
 
     def __init__(self, world, rank, engine):
         super().__init__(world, rank)
-        self.inference_engine = engine
+        self.inference_engine = self.engine = engine
+        self.context = self
 
 
 def sampled(num_rows=8, first=0):

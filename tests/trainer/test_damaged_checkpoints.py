@@ -110,7 +110,7 @@ class Run:
         import torch
 
         from lightrft.run.checkpointing import load_trainer
-        from lightrft.strategy.checkpoints.errors import CheckpointError
+        from lightrft.strategy.checkpoints.files import CheckpointError
 
         self.train(99)
         torch.manual_seed(99)

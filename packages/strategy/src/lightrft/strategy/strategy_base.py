@@ -21,8 +21,8 @@ from lightrft.engines.base import RolloutEngine
 from lightrft.engines.types import Completion, EngineStatus
 from lightrft.strategy.accumulation import Accumulations, AccumulationState
 from lightrft.strategy.backend import Backend, WantedState
+from lightrft.strategy.checkpoints.checkpoints import Checkpoints
 from lightrft.strategy.checkpoints.folders import SaveRequest
-from lightrft.strategy.checkpoints.part import Checkpoints
 from lightrft.strategy.config import ConfigError, StrategyConfig
 from lightrft.strategy.distributed import collectives, process_groups
 from lightrft.strategy.distributed.collectives import ALONE, Group
@@ -38,7 +38,6 @@ from lightrft.strategy.distributed.sequence_parallel import SPDataProcessor
 from lightrft.strategy.engine import generation, multimodal
 from lightrft.strategy.engine.generation import PromptBatch, PromptItem
 from lightrft.strategy.engine.session import EngineSession, OnFinished
-from lightrft.strategy.engine.statistics import GenLenAnalyser
 from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.optimizers import AdamSettings, OptimizerStepResult, learning_rate_schedule
 from lightrft.strategy.prepared import (
@@ -133,7 +132,6 @@ class StrategyBase:
         self.overlap_comm = config.overlap_comm
         self.time_steps: defaultdict[str, int] = defaultdict(int)
         self.num_skipped_steps: defaultdict[str, int] = defaultdict(int)
-        self._profile_step = 0
         self._accumulations = Accumulations()
         self._trained: weakref.WeakKeyDictionary[
             nn.Module, tuple[Optimizer | None, LRScheduler | None]
@@ -148,9 +146,7 @@ class StrategyBase:
         )
         self.session = EngineSession(self.context, config)
         self.sp_data_processor = SPDataProcessor(ALONE if self.sp_group is None else self.sp_group)
-        self.genlen_analyser = GenLenAnalyser(
-            plot_every=config.plot_every, log_dir=config.log_dir, group=self.world_group
-        )
+        self.genlen_analyser = self.session.genlen_analyser
 
     def __enter__(self) -> Self:
         return self
@@ -230,7 +226,7 @@ class StrategyBase:
         return collectives.group_rank(cls.world_group) == 0
 
     def get_rank(self) -> int:
-        """This rank among all ranks."""
+        """Number of this rank among all ranks."""
         return self.context.rank
 
     @classmethod
@@ -240,7 +236,7 @@ class StrategyBase:
 
     @classmethod
     def print_detail(cls, *msg: object) -> None:
-        """As `print`, for news of the engine room, which a run keeps in its log."""
+        """As `print`, for details (memory, sleep, weight sync), which a run keeps in its log."""
         print_on_first_rank(cls.world_group, *msg, is_detail=True)
 
     @classmethod
@@ -517,7 +513,7 @@ class StrategyBase:
 
     @contextmanager
     def init_model_context(self, meta_init: bool | None = False) -> Iterator[None]:
-        """Where models are built. Reports memory.
+        """Context in which models are built. Reports memory.
 
         With `meta_init` and FSDP2 their parameters get no memory yet: `prepare_model` shards them
         first and then reads the rows that this rank holds from the directory in the model's
@@ -624,7 +620,7 @@ class StrategyBase:
         return OptimizerStepResult(norm, is_skipped, learning_rate)
 
     def accumulation_state(self, optimizer: Optimizer) -> AccumulationState:
-        """How far this optimizer is inside its current step."""
+        """Progress of an optimizer inside its current step."""
         return self._accumulations.of(optimizer, self.accumulated_gradient, self.config.sp_size)
 
     @contextmanager
@@ -782,6 +778,11 @@ class StrategyBase:
     # --- rollout engine
 
     @property
+    def _profile_step(self) -> int:
+        """Calls of `gather_and_generate` so far."""
+        return self.session.num_calls
+
+    @property
     def inference_engine(self) -> RolloutEngine | None:
         """The rollout engine, or None before `setup_inference_engine`."""
         return self.session.engine
@@ -812,12 +813,12 @@ class StrategyBase:
 
     @property
     def broadcast_manager(self) -> WeightSync | None:
-        """What sends the actor's weights to the engine; None before the first update."""
+        """Sender of the actor's weights to the engine; None before the first update."""
         return self.session.weight_sync
 
     @property
     def last_weight_sync(self) -> WeightSyncReport | None:
-        """What the last `update_engine_weights` did."""
+        """Report of the last `update_engine_weights`."""
         return self.session.last_weight_sync
 
     def setup_inference_engine(
@@ -951,28 +952,15 @@ class StrategyBase:
             ValueError, TypeError: This rank's arguments are wrong.
             RuntimeError: Another rank failed; the message names it. All ranks raise.
         """
-        if self.session.engine is None:
-            raise NotImplementedError("Inference engine is not initialized.")
-        self.wakeup_inference_engine()
         batch = PromptBatch(
             all_prompt_token_ids, all_prompts, all_images, images_num, all_videos, videos_num
         )
-        try:
-            completions = self.session.gather_and_generate(batch, sampling_params, on_finished)
-        finally:
-            if sleep_engine:
-                self.maybe_sleep_inference_engine()
-        lengths = [len(completion.output_token_ids) for completion in completions]
-        found = self.genlen_analyser.collect(
-            lengths, self._profile_step, writes_files=self.is_rank_0()
+        return self.session.gather_and_generate(
+            batch, sampling_params, on_finished, sleep_engine=sleep_engine
         )
-        if found is not None:
-            self.print_detail(f"step {self._profile_step} generation lengths: {found}")
-        self._profile_step += 1
-        return completions
 
     def parameter_source(self, model: AnyModel) -> ParameterSource:
-        """This rank's shards of a model's parameters, in checkpoint names, for weight sync."""
+        """Shards of this rank of a model's parameters, in checkpoint names, for weight sync."""
         return self.backend.parameter_source(model)
 
     def update_engine_weights(self, actor: AnyModel) -> WeightSyncReport | None:

@@ -14,9 +14,9 @@ from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.records.columns import join_facts
 from lightrft.records.media import require_text
 from lightrft.records.rollout import Rollout, Segment
-from lightrft.rollout.single_turn import RolloutGroups, SingleTurnSource
+from lightrft.rollout.single_turn import RolloutGroups, SingleTurnSource, generate
 from lightrft.rollout.source import SampleRequests, Samples
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.engine.session import EngineSession
 
 # Continuations are requests of their own; another seed keeps their random numbers apart from
 # those of first tokens under the same request id.
@@ -39,7 +39,7 @@ class FireSource(SingleTurnSource):
             return super()._generate(groups, asked, params)
         first = self._parts.config.first_token_temperature
         completions = generate_fire(
-            self._parts.strategy, params, asked, first_token_temperature=first
+            self._parts.session, params, asked, first_token_temperature=first
         )
         return [
             replace(item, segments=fire_segments(item.completion, group_size=params.n))
@@ -48,7 +48,7 @@ class FireSource(SingleTurnSource):
 
 
 def generate_fire(
-    strategy: StrategyBase,
+    session: EngineSession,
     sampling_params: SamplingParams,
     requests: Sequence[GenerationRequest],
     *,
@@ -59,7 +59,7 @@ def generate_fire(
     A response whose first token ends it is complete after the first call.
 
     Args:
-        strategy: Generates.
+        session: Generates.
         sampling_params: Of all tokens but the first; n completions per request.
         requests: This rank's requests.
         first_token_temperature: Of the first token.
@@ -76,7 +76,7 @@ def generate_fire(
         max_tokens=1,
         min_tokens=min(1, sampling_params.min_tokens),
     )
-    firsts = strategy.gather_and_generate(opening, requests, sleep_engine=False)
+    firsts = generate(session, opening, requests)
     if sampling_params.max_tokens == 1:
         return firsts
     open_positions = [i for i, first in enumerate(firsts) if first.finish_reason == "length"]
@@ -95,7 +95,7 @@ def generate_fire(
         )
         for first in (firsts[i] for i in open_positions)
     ]
-    continuations = strategy.gather_and_generate(rest, unfinished, sleep_engine=False)
+    continuations = generate(session, rest, unfinished)
     completions = list(firsts)
     for position, continuation in zip(open_positions, continuations, strict=True):
         completions[position] = _join(firsts[position], continuation)

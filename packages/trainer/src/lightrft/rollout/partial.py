@@ -17,10 +17,10 @@ from lightrft.records.media import require_text
 from lightrft.records.rollout import Rollout
 from lightrft.rollout.carry import InFlightGroup, OpenSample, PartialRolloutState
 from lightrft.rollout.scoring import finished_samples, open_scorer
-from lightrft.rollout.single_turn import RolloutGroups
+from lightrft.rollout.single_turn import RolloutGroups, generate
 from lightrft.rollout.source import PartialReport, SampleRequests, Samples, SourceParts
 from lightrft.strategy.distributed.context import DistributedContext
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.engine.session import EngineSession
 
 # Every call of the engine draws under a seed of its own.
 _SEED_STEP = 2_000_003
@@ -46,7 +46,7 @@ class PartialSource:
                 requests.num_prompts,
                 config=parts.config,
                 sampling_params=requests.params,
-                strategy=parts.strategy,
+                session=parts.session,
             )
             rollouts = [
                 item for i in requests.positions for item in self._rollouts(chosen[i], i, requests)
@@ -125,7 +125,7 @@ def finish_groups(
     *,
     config: TrainConfig,
     sampling_params: SamplingParams,
-    strategy: StrategyBase,
+    session: EngineSession,
 ) -> tuple[list[InFlightGroup], PartialReport]:
     """Continues what is in flight until enough groups are finished; collective.
 
@@ -137,7 +137,7 @@ def finish_groups(
         num_wanted: Groups that a step trains on.
         config: How many prompts are in flight, and how old their tokens may become.
         sampling_params: Of whole responses; `max_tokens` is the longest.
-        strategy: Generates.
+        session: Generates.
 
     Returns:
         The groups to train on, the same on every rank, and a report of the others.
@@ -145,7 +145,7 @@ def finish_groups(
     Raises:
         ValueError: There are fewer groups than wanted, or no engine.
     """
-    engine = strategy.inference_engine
+    engine = session.engine
     if engine is None or len(carry.groups) < num_wanted:
         raise ValueError(
             f"partial rollouts need an engine and {num_wanted} prompts or more: got "
@@ -160,7 +160,7 @@ def finish_groups(
         num_calls += 1
         seed = sampling_params.seed + _SEED_STEP * num_calls
         params = replace(sampling_params, n=1, max_tokens=chunk, seed=seed)
-        flight = _continue(flight, params, sampling_params.max_tokens, strategy)
+        flight = _continue(flight, params, sampling_params.max_tokens, session)
     chosen = sorted(
         (group for group in flight.values() if group.is_finished),
         key=lambda group: (group.request_id not in due, group.oldest_version, group.request_id),
@@ -200,7 +200,7 @@ def _continue(
     flight: dict[int, InFlightGroup],
     params: SamplingParams,
     max_tokens: int,
-    strategy: StrategyBase,
+    session: EngineSession,
 ) -> dict[int, InFlightGroup]:
     """Every unfinished response with one more chunk; distributed over ranks evenly."""
     places = [
@@ -209,7 +209,7 @@ def _continue(
         for index, sample in enumerate(group.samples)
         if sample.finish_reason is None
     ]
-    own = places[strategy.context.rank :: strategy.context.world_size]
+    own = places[session.context.rank :: session.context.world_size]
     requests = []
     for key, index in own:
         group, sample = flight[key], flight[key].samples[index]
@@ -220,13 +220,13 @@ def _continue(
                 max_tokens=min(params.max_tokens, max_tokens - len(sample.token_ids)),
             )
         )
-    parts: list[Completion] = strategy.gather_and_generate(params, requests, sleep_engine=False)
+    parts = generate(session, params, requests)
     # Every rank knows the contexts.
     found = {
         place: replace(part, prompt_token_ids=()) for place, part in zip(own, parts, strict=True)
     }
     everything: dict[tuple[int, int], Completion] = {}
-    for theirs in strategy.context.gather_objects(found):
+    for theirs in session.context.gather_objects(found):
         everything |= theirs
     return {
         key: replace(

@@ -131,7 +131,7 @@ class RolloutSampler:
             carry: State that the step before left to the source.
             step: Of the run, for the journal of environments; None writes none.
         """
-        engine, context = self._parts.strategy.inference_engine, self._parts.context
+        engine, context = self._parts.session.engine, self._parts.context
         if engine is not None:
             engine.ledger.take()  # of a step that was given up
         num_prompts = len(prompts) * context.world_size

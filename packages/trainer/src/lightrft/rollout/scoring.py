@@ -119,7 +119,7 @@ def finished_samples(
         parts, requests, rollouts, scorer=scorer, environment_results=environment_results
     )
     evidence = None
-    gated = parts.config.ledger_gate and parts.strategy.inference_engine is not None
+    gated = parts.config.ledger_gate and parts.session.engine is not None
     if gated and requests.is_recorded:
         with requests.meter.stage("exchange"):
             evidence = _evidence(parts, rollouts, special_ids, carried)
@@ -137,8 +137,8 @@ def _evidence(
     Responses that go on in the next step may do so on any rank, so with `carried`, the entries of
     earlier steps, every rank gets the entries of all.
     """
-    own = take_evidence(rollouts, parts.strategy, special_ids=special_ids)
-    return own if carried is None else share_entries(own, carried, parts.strategy)
+    own = take_evidence(rollouts, parts.session, special_ids=special_ids)
+    return own if carried is None else share_entries(own, carried, parts.context)
 
 
 def score(
@@ -175,7 +175,7 @@ def score(
         except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
             problem = error
     with requests.meter.stage("exchange"):
-        return scored, exchange(problem or scored, parts.strategy)
+        return scored, exchange(problem or scored, parts.context)
 
 
 def require_rewards(table: RowTable) -> None:

@@ -1,6 +1,9 @@
 """Responses of one turn: a request for each prompt, completions group by group."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
@@ -9,7 +12,11 @@ from lightrft.records.media import media_request
 from lightrft.records.rollout import Rollout, Segment
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.source import Decoder, SampleRequests, Samples, SourceParts
-from lightrft.strategy.distributed.outlet import report_count
+from lightrft.strategy.distributed.console_sink import report_progress
+from lightrft.strategy.engine.generation import PromptBatch
+
+if TYPE_CHECKING:
+    from lightrft.strategy.engine.session import EngineSession, OnFinished
 
 
 class SingleTurnSource:
@@ -40,7 +47,7 @@ class SingleTurnSource:
             return finished_samples(parts, requests, rollouts, scorer=scorer)
 
     def _generate(
-        self, groups: "RolloutGroups", asked: Sequence[GenerationRequest], params: SamplingParams
+        self, groups: RolloutGroups, asked: Sequence[GenerationRequest], params: SamplingParams
     ) -> list[Rollout]:
         """This rank's rollouts; groups that are complete go to their scorer on the way."""
         total, done = len(asked) * params.n, 0
@@ -49,13 +56,23 @@ class SingleTurnSource:
             nonlocal done
             groups.add(finished)
             done += len(finished)
-            report_count("generate", done, total)
+            report_progress("generate", done, total)
 
-        completions = self._parts.strategy.gather_and_generate(
-            params, asked, sleep_engine=False, on_finished=take
-        )
-        report_count("generate", 0, 0)
+        completions = generate(self._parts.session, params, asked, take)
+        report_progress("generate", 0, 0)
         return groups.in_order(completions)
+
+
+def generate(
+    session: EngineSession,
+    params: SamplingParams,
+    requests: Sequence[GenerationRequest],
+    on_finished: OnFinished | None = None,
+) -> list[Completion]:
+    """Completions of this rank's requests; collective. The engine stays awake."""
+    return session.gather_and_generate(
+        PromptBatch(requests), params, on_finished, sleep_engine=False
+    )
 
 
 def build_requests(

@@ -24,7 +24,7 @@ from lightrft.rollout.ledger_records import Evidence
 if TYPE_CHECKING:
     from lightrft.rollout.model_rewards import ModelRewards
     from lightrft.strategy.distributed.context import DistributedContext
-    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.strategy.engine.session import EngineSession
 
 NOTHING_CARRIED = PartialRolloutState()
 
@@ -44,7 +44,7 @@ class SourceParts:
     """Parts of a run that its sources share.
 
     Args:
-        strategy: Generates, and exchanges objects between ranks.
+        session: Generates, with ranks and collectives of its own.
         config: Options of the run.
         decoder: Turns sampled ids into text.
         reward_function: Scores responses.
@@ -52,7 +52,7 @@ class SourceParts:
         encoder: Of prompts with media.
     """
 
-    strategy: StrategyBase
+    session: EngineSession
     config: TrainConfig
     decoder: Decoder
     reward_function: RewardFunction
@@ -62,7 +62,7 @@ class SourceParts:
     @property
     def context(self) -> DistributedContext:
         """Ranks and collectives."""
-        return self.strategy.context
+        return self.session.context
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class SampleRequests:
 
     def recording(self, parts: SourceParts) -> AbstractContextManager[None]:
         """Has the engine write down what it samples, for the ledger gate."""
-        engine = parts.strategy.inference_engine
+        engine = parts.session.engine
         if engine is None or not (self.is_recorded and parts.config.ledger_gate):
             return nullcontext()
         return engine.ledger.recording()

@@ -55,9 +55,9 @@ from lightrft.stages.algorithm import algorithm_problems
 from lightrft.stages.construction import decide_by_machine, read_model_facts
 from lightrft.stages.pretrain_mix import PretrainMix
 from lightrft.strategy import get_strategy
+from lightrft.strategy.distributed.console_sink import console_sink
 from lightrft.strategy.distributed.context import print_on_first_rank
 from lightrft.strategy.distributed.deadlines import phase
-from lightrft.strategy.distributed.outlet import lines_to
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.tools.plan.start_check import check_budget
 from lightrft.trainer.spmd_ppo_trainer import LoopResult, SPMDPPOTrainer
@@ -199,7 +199,7 @@ def _open_console(config: TrainConfig, stack: ExitStack) -> RunConsole:
         is_verbose=config.verbose,
     )
     stack.callback(console.close)
-    stack.enter_context(lines_to(console.tell))
+    stack.enter_context(console_sink(console.tell))
     return console
 
 

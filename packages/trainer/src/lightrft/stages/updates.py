@@ -32,8 +32,8 @@ from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.objective import LossTokens, PolicyObjective
 from lightrft.stages.pretrain_mix import PretrainMix
 from lightrft.stages.step_metrics import record_policy, record_ratios, record_step
+from lightrft.strategy.distributed.console_sink import with_progress
 from lightrft.strategy.distributed.deadlines import phase
-from lightrft.strategy.distributed.outlet import counted
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.tools.audit_recorder import NoRecord
 
@@ -191,7 +191,7 @@ class Update:
         limit = timedelta(minutes=self.config.timeout_minutes)
         result = None
         with strategy.accumulation(len(shares), optimizer):
-            for share in counted(shares, f"train {trained.name}"):
+            for share in with_progress(shares, f"train {trained.name}"):
                 with phase("train", limit):
                     loss = share()
                     self.metrics.add_count("nonfinite/losses", (~loss.detach().isfinite()).sum())

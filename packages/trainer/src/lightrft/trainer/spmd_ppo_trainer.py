@@ -197,7 +197,7 @@ class SPMDPPOTrainerBase:
         )
         self._sampler = RolloutSampler(
             SourceParts(
-                strategy,
+                strategy.session,
                 self.config,
                 self.tokenizer,
                 *build_trainer_rewards(

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.strategy.backend import Backend, WantedState
-from lightrft.strategy.checkpoints.errors import CheckpointError
-from lightrft.strategy.checkpoints.file_writers import FileWriter
+from lightrft.strategy.checkpoints.files import CheckpointError, FileWriter
 from lightrft.strategy.checkpoints.manifest import Checkpoint
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.deepspeed import runtime, training_state

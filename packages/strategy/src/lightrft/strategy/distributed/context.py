@@ -1,10 +1,11 @@
 """Processes, devices, groups and collectives: the part of a strategy that knows no model."""
 
+import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast, overload
+from typing import Self, TypeVar, cast, overload
 
 import numpy as np
 import psutil
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed import collectives, process_groups
 from lightrft.strategy.distributed.collectives import ALONE, Group
-from lightrft.strategy.distributed.outlet import write_line
+from lightrft.strategy.distributed.console_sink import write_line
 
 T = TypeVar("T")
 GIGABYTE = 1e9
@@ -88,7 +89,7 @@ def synchronize_and_free(group: Group) -> None:
 
 
 class DistributedContext:
-    """This rank among the others; usable once `start` has run.
+    """The process among its ranks: device, groups and collectives; usable once `start` has run.
 
     Args:
         config: Of the strategy.
@@ -123,7 +124,7 @@ class DistributedContext:
 
     @property
     def rank(self) -> int:
-        """This rank among those that train together."""
+        """Number of this rank among those that train together."""
         return collectives.group_rank(self.world_group)
 
     @property
@@ -201,6 +202,27 @@ class DistributedContext:
                 self.config.engine_tp_size, timeout=self.timeout
             )
 
+    def beside(self) -> Self:
+        """These ranks on process groups of their own, for work beside training. Collective.
+
+        Collectives of the two may come in different orders on different ranks, as long as each
+        keeps an order of its own. `world_group`, `engine_mp_group` and `dp_group` are separate;
+        the groups of one sequence, whose ranks call a model together, are the same.
+        """
+        if self.world_size == 1:
+            return self
+        other = copy.copy(self)
+        other._owns_process_group = False
+        world = process_groups.separate_group(None, timeout=self.timeout)
+        other.world_group = other.engine_mp_group = world
+        if self.config.engine_tp_size < self.world_size:
+            other.engine_mp_group = process_groups.separate_group(
+                self.engine_mp_group, timeout=self.timeout
+            )
+        if self.dp_group is not None:
+            other.dp_group = process_groups.separate_group(self.dp_group, timeout=self.timeout)
+        return other
+
     def close(self, before_end: Callable[[], None]) -> None:
         """Ends the process group if this context started it. Idempotent.
 
@@ -223,7 +245,7 @@ class DistributedContext:
         print_on_first_rank(self.world_group, *msg)
 
     def print_detail(self, *msg: object) -> None:
-        """As `print`, for news of the engine room, which a run keeps in its log."""
+        """As `print`, for details (memory, sleep, weight sync), which a run keeps in its log."""
         print_on_first_rank(self.world_group, *msg, is_detail=True)
 
     def report_memory(self, prefix: str) -> MemoryReport:

@@ -17,7 +17,6 @@ from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_groups import resolve_shard_size
 from lightrft.strategy.distributed.sequence_parallel import share_sequences
-from lightrft.strategy.fsdp2.master_weights import MasterWeightsAdamW
 from lightrft.strategy.fsdp2.sharding import (
     ShardingPlan,
     accumulate_in_float32,
@@ -30,7 +29,12 @@ from lightrft.strategy.fsdp2.sharding import (
     shard_module,
 )
 from lightrft.strategy.fsdp2.source import fsdp2_parameter_source, reshard_modules
-from lightrft.strategy.optimizers import AdamSettings, optimizer_parameters, parameter_groups
+from lightrft.strategy.optimizers import (
+    AdamSettings,
+    MasterWeightsAdamW,
+    optimizer_parameters,
+    parameter_groups,
+)
 from lightrft.strategy.prepared import (
     AnyModel,
     Arguments,

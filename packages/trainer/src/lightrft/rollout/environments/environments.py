@@ -26,6 +26,7 @@ from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError, Ho
 from lightrft.rollout.environments.specs import EnvironmentSpecs
 from lightrft.rollout.environments.turns import Turns
 from lightrft.rollout.scoring import finished_samples, open_scorer
+from lightrft.rollout.single_turn import generate
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class EpisodeSource:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
         episodes = self._episodes(requests)
         return EpisodeBatch(
-            self._parts.strategy,
+            self._parts.session,
             params,
             self._environments.pool,
             episodes,
@@ -228,7 +229,7 @@ class EpisodeSource:
         folder, step, params = self._environments.folder, requests.step, requests.params
         if folder is None or step is None:
             return Journal(None, {})
-        context, sync = self._parts.context, self._parts.strategy.last_weight_sync
+        context, sync = self._parts.context, self._parts.session.last_weight_sync
         spec = self._environments.spec
         prompts = [i for e in episodes for i in (e.request_id, *e.prompt.token_ids)]
         images = [image.digest for e in episodes for image in e.prompt.images]
@@ -287,7 +288,7 @@ class EpisodeSource:
         else:
             waiting = [e for e in batch.episodes if e.is_open and e.number not in batch.busy]
             asked = [self._turns.request(batch, episode) for episode in waiting]
-            found = batch.strategy.gather_and_generate(batch.one_turn, asked, sleep_engine=False)
+            found = generate(batch.session, batch.one_turn, asked)
         for episode, completion in zip(waiting, found, strict=True):
             self._turns.append(episode, completion)
         batch.journal.round(number, waiting)

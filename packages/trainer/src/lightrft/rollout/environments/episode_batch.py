@@ -14,7 +14,7 @@ from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.journal import Journal, RecordedTurn
 from lightrft.rollout.environments.observations import ImageRefusedError
 from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError, Host
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.engine.session import EngineSession
 
 # Between the ids of the requests of an episode: every turn draws under an id of its own.
 TURN_STEP = 2**40
@@ -30,7 +30,7 @@ class EpisodeBatch:
     """The episodes of one call of `EpisodeSource.sample`, and the work of hosts on them.
 
     Args:
-        strategy, params: Generate turns.
+        session, params: Generate turns.
         pool: Hosts.
         episodes: This rank's.
         journal: Of this rank.
@@ -40,7 +40,7 @@ class EpisodeBatch:
         given: Groups that `finished_groups` has given.
     """
 
-    strategy: StrategyBase
+    session: EngineSession
     params: SamplingParams
     pool: EnvironmentPool
     episodes: Sequence[Episode]
@@ -73,7 +73,7 @@ class EpisodeBatch:
 
     def repeated(self, turns: Mapping[int, RecordedTurn]) -> tuple[list[Episode], list[Completion]]:
         """The episodes of a recorded round, and their turns as the journal has them."""
-        engine = self.strategy.inference_engine
+        engine = self.session.engine
         version = -1 if engine is None else engine.weights_version
         waiting, found = [], []
         for episode in self.episodes:
@@ -171,9 +171,9 @@ class EpisodeBatch:
         )
         self.notes.clear()
         everyone: list[tuple[int, str | None, tuple[str, ...]]]
-        everyone = self.strategy.context.gather_objects(own)
+        everyone = self.session.context.gather_objects(own)
         for note in (note for _, _, notes in everyone for note in notes):
-            self.strategy.context.print(note)
+            self.session.context.print(note)
         if problem is not None:
             raise problem
         failed = [(rank, text) for rank, (_, text, _) in enumerate(everyone) if text is not None]

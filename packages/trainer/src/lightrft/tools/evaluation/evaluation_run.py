@@ -116,7 +116,7 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         strategy.update_engine_weights(model)
         sampler = RolloutSampler(
             SourceParts(
-                strategy,
+                strategy.session,
                 config,
                 tokenizer,
                 reward,
