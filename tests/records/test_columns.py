@@ -103,7 +103,7 @@ def sampled(num_rows=8, first=0):
 
 def episode_of(sample_id, prompt):
     row = Prompt(sample_id, "", prompt)
-    return Episode(0, row, sample_id, sample_id // 4, sample_id, row={}, kind=None)
+    return Episode(0, row, sample_id, sample_id // 4, sample_id, row={}, environment=None)
 
 
 def turn_of(engine, episode, turn, max_tokens):
@@ -444,7 +444,7 @@ ENDS = {
     "raw_completions",
     "types",
     "fire",
-    "partial",
+    "carry",
     "episode",
     "journal",
     "batch",

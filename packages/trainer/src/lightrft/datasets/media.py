@@ -3,13 +3,13 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.files import Row
 from lightrft.datasets.render import PromptTokenizer, RowTokenizer, messages_of
 from lightrft.datasets.types import DataError, Prompt
-from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder, PromptEncoder
+from lightrft.engines.media.encoder import TEXT_ENCODER, PromptEncoder
 from lightrft.engines.media.kinds import MEDIA_KINDS, Media
 from lightrft.engines.media.sources import MediaError
 
@@ -84,63 +84,27 @@ class RowRenderer(PromptTokenizer, RowTokenizer, Protocol):
     """A tokenizer of prompts that shows rows different tools."""
 
 
-class Modality(Protocol):
-    """Media that a model reads: none of a model of text, pictures of a vision-language model."""
-
-    @property
-    def encoder(self) -> Encoder:
-        """Of prompts with media."""
-        ...
-
-    @property
-    def renderer(self) -> "PreTrainedTokenizerBase | VisionPrompts":
-        """Chat template and ids of texts."""
-        ...
-
-    @property
-    def processor(self) -> "ProcessorMixin | None":
-        """Of the model; None for a model of text."""
-        ...
-
-    def showing(self, chat: RowRenderer) -> PromptTokenizer:
-        """The reader of rows whose prompts show tools."""
-        ...
-
-    def check_turns(self) -> None:
-        """Raises a ConfigError if media cannot stand behind a prompt."""
-        ...
-
-
 class TextModality:
-    """A model that reads text only.
+    """Renders rows for a model that reads text only, and refuses their media.
 
     Args:
-        tokenizer: Of the model.
-    """
-
-    encoder: Encoder = TEXT_ENCODER
-    processor = None
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self.renderer = tokenizer
-
-    def showing(self, chat: RowRenderer) -> PromptTokenizer:
-        """See `Modality`."""
-        return chat
-
-    def check_turns(self) -> None:
-        """See `Modality`."""
-
-
-class TextRows:
-    """Rows for a model of text: their media are refused.
-
-    Args:
+        renderer: Tokenizer of the model.
         has_model: There is a model; without one media are left unread.
     """
 
-    def __init__(self, *, has_model: bool) -> None:
+    encoder = TEXT_ENCODER
+    processor = None
+
+    def __init__(self, renderer: "PreTrainedTokenizerBase", *, has_model: bool = True) -> None:
+        self.renderer = renderer
         self._has_model = has_model
+
+    def showing(self, chat: RowRenderer) -> PromptTokenizer:
+        """The reader of rows whose prompts show tools."""
+        return chat
+
+    def check_turns(self) -> None:
+        """Nothing: there are no media to stand behind a prompt."""
 
     def check(self, rows: Sequence[Row], config: TrainConfig) -> None:
         """Raises a DataError if a row has media."""
@@ -177,20 +141,20 @@ class VisionPrompts:
 
     @property
     def renderer(self) -> "VisionPrompts":
-        """See `Modality`."""
+        """Itself."""
         return self
 
     @property
     def processor(self) -> "ProcessorMixin":
-        """See `Modality`."""
+        """Of the model."""
         return self.encoder.processor
 
     def showing(self, chat: RowRenderer) -> PromptTokenizer:
-        """See `Modality`."""
+        """The reader of rows whose prompts show tools."""
         return VisionPrompts(self.encoder, chat)
 
     def check_turns(self) -> None:
-        """See `Modality`."""
+        """Raises a ConfigError if media cannot stand behind a prompt."""
         family = self.encoder.family
         if family.attends_to_images:
             raise ConfigError(
@@ -275,6 +239,10 @@ class VisionPrompts:
                 "<image> or <video> where they belong"
             )
         return replace(prompt, text=text, token_ids=encoded.token_ids)
+
+
+# Renders and reads the prompts of a model.
+Modality: TypeAlias = TextModality | VisionPrompts
 
 
 def with_media(

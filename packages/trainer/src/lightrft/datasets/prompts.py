@@ -9,7 +9,8 @@ from torch.utils.data import Dataset
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row, read_rows
 from lightrft.datasets.media import (
-    TextRows,
+    Modality,
+    TextModality,
     VisionPrompts,
     media_columns,
     media_of,
@@ -225,7 +226,7 @@ def build_prompts(
     """
     used = {config.input_key, config.label_key, *media_columns(config).values()}
     media = [media_of(row, config) for row in rows]
-    reader: VisionPrompts | TextRows = TextRows(has_model=has_model)
+    reader: Modality = TextModality(tokenizer, has_model=has_model)
     if isinstance(tokenizer, VisionPrompts):
         reader = tokenizer
     reader.check(rows, config)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
@@ -17,44 +17,13 @@ if TYPE_CHECKING:
 _TEXT_INPUTS = ("input_ids", "attention_mask")
 
 
-class Encoder(Protocol):
-    """An encoder of prompts with media; that of a model of text has empty results."""
-
-    @property
-    def reads_media(self) -> bool:
-        """Whether prompts may have media."""
-        ...
-
-    def kept(self, text: str, media: Media) -> EncodedPrompt:
-        """A prompt with media, the same object for the same prompt until `forget`.
-
-        Raises:
-            ValueError: The model reads text only.
-        """
-        ...
-
-    def row(
-        self, token_ids: Sequence[int], prompt: EncodedPrompt | None, later: Sequence[LaterImages]
-    ) -> EncodedPrompt | None:
-        """A row up to its last medium; None without media."""
-        ...
-
-    def num_places(self, text: str) -> int:
-        """Number of images that a rendered text has places for."""
-        ...
-
-    def forget(self) -> None:
-        """Frees the tensors of all prompts."""
-        ...
-
-
 class TextEncoder:
-    """The encoder of a model that reads text only."""
+    """The encoder of a model that reads text only: all its results are empty."""
 
     reads_media = False
 
     def kept(self, text: str, media: Media) -> EncodedPrompt:
-        """Raises a ValueError: see `Encoder`."""
+        """Raises a ValueError: no prompt may have media."""
         raise ValueError(
             f"the prompt {text[:80]!r} has {media.counts}: the trainer needs the model's processor "
             "(processor=) and a vision-language model"
@@ -63,17 +32,17 @@ class TextEncoder:
     def row(
         self, token_ids: Sequence[int], prompt: EncodedPrompt | None, later: Sequence[LaterImages]
     ) -> EncodedPrompt | None:
-        """The prompt: see `Encoder`."""
+        """The prompt: see `PromptEncoder`."""
         del token_ids, later
         return prompt
 
     def num_places(self, text: str) -> int:
-        """None: see `Encoder`."""
+        """None: see `PromptEncoder`."""
         del text
         return 0
 
     def forget(self) -> None:
-        """Does nothing: see `Encoder`."""
+        """Does nothing: see `PromptEncoder`."""
 
 
 TEXT_ENCODER = TextEncoder()
@@ -200,3 +169,6 @@ class PromptEncoder:
     def forget(self) -> None:
         """Frees the tensors of all prompts."""
         self._kept.clear()
+
+
+Encoder: TypeAlias = TextEncoder | PromptEncoder
