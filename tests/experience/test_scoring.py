@@ -158,7 +158,7 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
 from lightrft.rollout.sampler import RolloutSampler
-from lightrft.records.step_timer import StageMeter
+from lightrft.records.step_timer import StepTimer
 from lightrft.records.types import Rollout
 from lightrft.rewards.types import RewardResult
 from lightrft.strategy import get_fake_strategy
@@ -174,7 +174,7 @@ sampler = RolloutSampler(get_fake_strategy(), Slow(), None, decoder=None, config
 completion = Completion(0, 0, (1,), (2,), (0.0,), "temperature", "stop")
 row = Prompt(id=0, text="p", token_ids=(1,), label=None, columns={})
 for seconds in ("0", "100"):
-    _, table = sampler._score([Rollout(row, completion, 0, 0, seconds)], StageMeter())
+    _, table = sampler._score([Rollout(row, completion, 0, 0, seconds)], StepTimer())
     print("reward", table.rewards.tolist(), flush=True)
 """
 

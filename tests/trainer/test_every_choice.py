@@ -17,9 +17,9 @@ from lightrft.models.types import ActorOutput
 from lightrft.records.collate import collate
 from lightrft.records.exchange import SampleTable
 from lightrft.records.types import PolicyOutputs
-from lightrft.stages.algorithm import check_algorithm, decide
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.updates import TrainedModel, Update
+from lightrft.stages.policy.algorithm import check_algorithm, decide
+from lightrft.stages.policy.updates import TrainedModel, Update
 from lightrft.strategy import get_fake_strategy
 
 VOCAB = 31

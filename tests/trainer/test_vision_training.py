@@ -10,7 +10,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines.media.sources import ImageSource
 from lightrft.models.vision import forward
 from lightrft.run.assembly import run_training
-from lightrft.run.vision import load_vision
+from lightrft.stages.policy.inputs import load_vision
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.tiny_vision_models import TINY_FAMILIES, write_tiny_vision_model
 

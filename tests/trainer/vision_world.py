@@ -13,7 +13,7 @@ from lightrft.models import Actor, Critic, load_tokenizer
 from lightrft.models.loading import load_processor, load_trunk
 from lightrft.models.vision.scorer import VisionScorer
 from lightrft.rewards.types import RewardResult
-from lightrft.run.vision import load_vision
+from lightrft.stages.policy.inputs import load_vision
 from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL
 

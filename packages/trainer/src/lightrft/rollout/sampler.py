@@ -12,7 +12,7 @@ from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.records.exchange import RowTable, exchange, merge
 from lightrft.records.media import check_media, media_request
-from lightrft.records.step_timer import StageMeter
+from lightrft.records.step_timer import StepTimer
 from lightrft.records.types import Rollout, ScoredRollout
 from lightrft.rewards.types import RewardError, RewardFunction, RewardResult
 from lightrft.rollout.carry import InFlightGroup, PartialRolloutState
@@ -57,7 +57,6 @@ class Samples:
     Args:
         scored: This rank's own rollouts.
         table: The rows of all ranks that are trained on.
-        meter: Duration and memory of each stage on this rank.
         num_prompts: Prompts that were rolled out, over all ranks.
         num_rounds: Batches of prompts among them.
         greedy: The greedy completions of all ranks, or None where the estimator needs none.
@@ -69,7 +68,6 @@ class Samples:
 
     scored: Sequence[ScoredRollout]
     table: RowTable
-    meter: StageMeter
     num_prompts: int
     num_rounds: int = 1
     greedy: RowTable | None = None
@@ -119,6 +117,7 @@ class RolloutSampler:
         prompts: Sequence[Prompt],
         *,
         first_request_id: int,
+        timer: StepTimer,
         next_prompts: Callable[[], Sequence[Prompt]] | None = None,
         carry: PartialRolloutState = NOTHING_CARRIED,
         step: int | None = None,
@@ -129,6 +128,7 @@ class RolloutSampler:
             prompts: This rank's prompts; every rank passes equally many.
             first_request_id: Request id of the first prompt of the step over all ranks. Prompts
                 that are rolled out with the same id and seed get the same random numbers.
+            timer: Measures the step.
             next_prompts: This rank's share of further prompts, for dynamic sampling and partial
                 rollouts; None if there are none.
             carry: Responses that the step before left unfinished.
@@ -138,9 +138,9 @@ class RolloutSampler:
         if engine is not None:
             engine.ledger.take()  # of a step that was given up
         if self._config.partial_rollout:
-            samples = self._collect_partial(prompts, first_request_id, next_prompts, carry)
+            samples = self._collect_partial(prompts, first_request_id, next_prompts, carry, timer)
         else:
-            samples = self._collect_rounds(prompts, first_request_id, next_prompts, step)
+            samples = self._collect_rounds(prompts, first_request_id, next_prompts, step, timer)
         if samples.table.is_masked.all():
             raise RewardError(
                 f"the reward failed for all {len(samples.table)} samples of the step: there is "
@@ -160,9 +160,10 @@ class RolloutSampler:
         first_request_id: int,
         next_prompts: Callable[[], Sequence[Prompt]] | None,
         step: int | None,
+        timer: StepTimer,
     ) -> Samples:
         """One batch of prompts; with dynamic sampling as many as it takes."""
-        config, meter = self._config, StageMeter()
+        config = self._config
         num_wanted = len(prompts) * self._strategy.world_size
         draws_more = config.dynamic_sampling and next_prompts is not None
         max_rounds = config.max_num_gen_batches if draws_more else 1
@@ -179,14 +180,14 @@ class RolloutSampler:
             positions = own_positions(self._strategy, num_new, first=num_prompts)
             if self._needs_greedy:
                 params = greedy_params(config)
-                greedy.append(self._sample(prompts, positions, first_request_id, params, meter)[1])
+                greedy.append(self._sample(prompts, positions, first_request_id, params, timer)[1])
             with self._recording():
                 own, table = self._sample(
                     prompts,
                     positions,
                     first_request_id,
                     training_params(config),
-                    meter,
+                    timer,
                     step=step,
                     batch=len(tables),
                 )
@@ -197,11 +198,10 @@ class RolloutSampler:
         return Samples(
             scored=scored,
             table=merge(tables),
-            meter=meter,
             num_prompts=num_prompts,
             num_rounds=len(tables),
             greedy=merge(greedy) if greedy else None,
-            evidence=self._evidence([item.rollout for item in scored], meter),
+            evidence=self._evidence([item.rollout for item in scored], timer),
             tool_names=None if self._environments is None else self._environments.tool_names,
         )
 
@@ -215,7 +215,7 @@ class RolloutSampler:
     def _evidence(
         self,
         rollouts: Sequence[Rollout],
-        meter: StageMeter,
+        timer: StepTimer,
         *,
         carried: Sequence[LedgerEntry] | None = None,
     ) -> Evidence | None:
@@ -226,7 +226,7 @@ class RolloutSampler:
         """
         if self._strategy.inference_engine is None or not self._config.ledger_gate:
             return None
-        with meter.stage("exchange"):
+        with timer.stage("exchange"):
             special = () if self._environments is None else self._environments.special_ids
             own = take_evidence(rollouts, self._strategy, special_ids=special)
             return own if carried is None else share_entries(own, carried, self._strategy)
@@ -237,10 +237,10 @@ class RolloutSampler:
         first_request_id: int,
         next_prompts: Callable[[], Sequence[Prompt]] | None,
         carry: PartialRolloutState,
+        timer: StepTimer,
     ) -> Samples:
         """The groups that are finished first, and what goes on in the next step."""
         config, strategy, params = self._config, self._strategy, training_params(self._config)
-        meter = StageMeter()
         num_wanted, num_prompts = len(prompts) * strategy.world_size, 0
         groups = list(carry.groups)
         while True:
@@ -253,7 +253,7 @@ class RolloutSampler:
             if next_prompts is None or len(groups) >= config.num_prompts_in_flight:
                 break
             prompts = next_prompts()
-        with meter.stage("rollout"), self._recording():
+        with timer.stage("rollout"), self._recording():
             chosen, report = finish_groups(
                 replace(carry, groups=tuple(groups)),
                 num_wanted,
@@ -263,11 +263,11 @@ class RolloutSampler:
             )
             own = own_positions(strategy, num_wanted)
             rollouts = [item for i in own for item in self._group_rollouts(chosen[i], i)]
-        scored, table = self._score(rollouts, meter)
-        evidence = self._evidence(rollouts, meter, carried=carry.entries)
+        scored, table = self._score(rollouts, timer)
+        evidence = self._evidence(rollouts, timer, carried=carry.entries)
         if evidence is not None:
             report = replace(report, carry=report.carry.with_entries(evidence.entries.values()))
-        return Samples(scored, table, meter, num_prompts, partial=report, evidence=evidence)
+        return Samples(scored, table, num_prompts, partial=report, evidence=evidence)
 
     def _group_rollouts(self, group: InFlightGroup, group_id: int) -> list[Rollout]:
         size = len(group.samples)
@@ -301,7 +301,7 @@ class RolloutSampler:
         """
         positions = own_positions(self._strategy, len(prompts))
         own = [prompts[position] for position in positions]
-        return self._sample(own, positions, 0, params, StageMeter(), shapes_rewards=False)
+        return self._sample(own, positions, 0, params, StepTimer(), shapes_rewards=False)
 
     def _sample(
         self,
@@ -309,7 +309,7 @@ class RolloutSampler:
         positions: Sequence[int],
         first_request_id: int,
         params: SamplingParams,
-        meter: StageMeter,
+        timer: StepTimer,
         *,
         shapes_rewards: bool = True,
         step: int | None = None,
@@ -322,7 +322,7 @@ class RolloutSampler:
         request_ids = [first_request_id + position for position in positions]
         with self._group_scorer(prompts) as scorer:
             if self._environments is not None:
-                with meter.stage("rollout"):
+                with timer.stage("rollout"):
                     rollouts, results = self._environments.sample(
                         self._strategy,
                         prompts,
@@ -335,7 +335,7 @@ class RolloutSampler:
                     )
                 return self._score(
                     rollouts,
-                    meter,
+                    timer,
                     shapes_rewards=shapes_rewards,
                     scorer=scorer,
                     environment_results=results,
@@ -348,11 +348,11 @@ class RolloutSampler:
                 decoder=self._decoder,
                 on_group=scorer.add,
             )
-            with meter.stage("rollout"):
+            with timer.stage("rollout"):
                 rollouts = self._generate(
                     groups, build_requests(prompts, request_ids, self._encoder), params
                 )
-            return self._score(rollouts, meter, shapes_rewards=shapes_rewards, scorer=scorer)
+            return self._score(rollouts, timer, shapes_rewards=shapes_rewards, scorer=scorer)
 
     def _generate(
         self, groups: RolloutGroups, requests: Sequence[GenerationRequest], params: SamplingParams
@@ -394,7 +394,7 @@ class RolloutSampler:
     def _score(
         self,
         rollouts: Sequence[Rollout],
-        meter: StageMeter,
+        timer: StepTimer,
         *,
         shapes_rewards: bool = True,
         environment_results: Sequence[RewardResult | None] | None = None,
@@ -404,7 +404,7 @@ class RolloutSampler:
 
         Args:
             rollouts: Of whole groups.
-            meter: Measures it.
+            timer: Measures it.
             shapes_rewards: Whether length changes the reward.
             environment_results: What environments add, or None.
             scorer: Which has begun with some groups; None begins here.
@@ -412,7 +412,7 @@ class RolloutSampler:
         scored: list[ScoredRollout] = []
         problem: Exception | None = None
         limit = timedelta(minutes=self._config.timeout_minutes)
-        with meter.stage("reward"), phase("reward", limit):
+        with timer.stage("reward"), phase("reward", limit):
             # A collective: no failure of this rank alone may come before it.
             models = None
             if self._model_rewards is not None:
@@ -429,7 +429,7 @@ class RolloutSampler:
                 )
             except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
                 problem = error
-        with meter.stage("exchange"):
+        with timer.stage("exchange"):
             return scored, exchange(problem or scored, self._strategy)
 
 

@@ -304,7 +304,7 @@ def propose_keys_of(request: Request, rows: Sequence[Row]) -> TrainConfig:
 
 def load_vision(config: TrainConfig) -> VisionPrompts | None:
     """What reads images and videos for the model; None for models of text."""
-    from lightrft.run.vision import load_vision as load
+    from lightrft.stages.policy.inputs import load_vision as load
 
     return load(config)
 

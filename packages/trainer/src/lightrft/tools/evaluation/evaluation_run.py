@@ -18,14 +18,13 @@ from lightrft.records.exchange import RowTable, SampleTable, tabulate
 from lightrft.reporting.loggers import JsonLinesFile
 from lightrft.rollout.rollout_groups import Decoder
 from lightrft.rollout.sampler import RolloutSampler, greedy_params, training_params
-from lightrft.run.assembly import build_environments, load_run_prompts
-from lightrft.run.models import (
+from lightrft.stages.policy.inputs import build_environments, load_run_prompts, load_vision
+from lightrft.stages.policy.rewards import (
     build_model_rewards,
     build_run_reward,
     prepare_reward_models,
     reward_recipes,
 )
-from lightrft.run.vision import load_vision
 from lightrft.strategy import get_strategy
 
 RESULT_FILE = "eval.json"
