@@ -34,13 +34,15 @@ from lightrft.stages.policy.models import trained_model
 from lightrft.stages.policy.parity import ParityReport
 from lightrft.stages.policy.policy_stage import PolicyData, PolicyStage, RolloutParts
 from lightrft.stages.policy.pretrain_mix import PretrainMix
-from lightrft.stages.policy.rewards import RewardSource, build_trainer_rewards
+from lightrft.stages.policy.rewards import build_trainer_rewards
 from lightrft.stages.stage import Step, TrainedModels
 from lightrft.strategy.prepared import Arguments, PreparedModel
 from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lightrft.stages.policy.rewards import RewardSource
 
 Model = nn.Module | PreparedModel
 FastExperienceMaker = ExperienceMaker
