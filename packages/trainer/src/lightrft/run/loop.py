@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from lightrft.config import ConfigError
+from lightrft.config import ConfigError, StrategyConfig, TrainConfig
+from lightrft.config.options import options_of
 from lightrft.datasets.batch_stream import Batches, BatchStream
 from lightrft.reporting.loggers import LoggerGroup, MetricsLogger
 from lightrft.run.state import BestModel, LoopState, load_run, save_run
 from lightrft.run.throughput import TrainingFlops, peak_tflops, training_flops, utilisation
 from lightrft.stages.stage import Stage, Step, Work
+from lightrft.strategy.prepared import Arguments
 from lightrft.strategy.weight_sync.sync import WeightSyncReport
 
 BEST_FOLDER = "best"
@@ -324,3 +326,20 @@ class Loop(Generic[Batch]):
 def is_due(step: int, every: int) -> bool:
     """Whether something that is done every so many steps is done in this one; 0 is never."""
     return every > 0 and step % every == 0
+
+
+def with_run_options(config: TrainConfig, args: Arguments | None) -> TrainConfig:
+    """The configuration with those options of the group "run" that `args` gives."""
+    if args is None:
+        return config
+    given = (
+        TrainConfig.from_args(args).__dict__
+        if isinstance(args, StrategyConfig)
+        else (args if isinstance(args, Mapping) else vars(args))
+    )
+    run = {
+        name: given[name]
+        for name, (_, info) in options_of(TrainConfig).items()
+        if info.group == "run" and given.get(name) is not None
+    }
+    return config.replaced(run)

@@ -6,7 +6,7 @@ names and signatures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.config import StrategyConfig, TrainConfig
-from lightrft.config.options import options_of
+from lightrft.config import TrainConfig
 from lightrft.datasets.batch_stream import Batches, planned_steps
 from lightrft.datasets.types import Prompt
 from lightrft.models import load_tokenizer
@@ -25,7 +24,7 @@ from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.rewards.types import RewardFunction
 from lightrft.rollout.environments.rounds import Environments
 from lightrft.rollout.model_rewards import ModelRewards
-from lightrft.run.loop import Loop, LoopResult
+from lightrft.run.loop import Loop, LoopResult, with_run_options
 from lightrft.run.state import LoopState
 from lightrft.run.threads import use_threads
 from lightrft.stages.policy.decisions import decide_by_machine
@@ -125,10 +124,10 @@ class PPOTrainer:
         trained = [trained_model("actor", actor, actor_optim, actor_scheduler)]
         if critic is not None:
             trained.append(trained_model("critic", critic, critic_optim, critic_scheduler))
+        tokenizer = tokenizer or _actor_tokenizer(strategy.config.pretrain)
         reward, models = build_trainer_rewards(
             reward_fn or reward_model, model_rewards, strategy, config
         )
-        tokenizer = tokenizer or _actor_tokenizer(strategy.config.pretrain)
         self.stage = PolicyStage(
             config,
             strategy,
@@ -195,7 +194,7 @@ class PPOTrainer:
             ValueError: There are no prompts, or too few for one batch.
         """
         stage = self.stage
-        stage.config = _with_run_options(stage.config, args)
+        stage.config = with_run_options(stage.config, args)
         if eval_prompts is not None:
             stage.data = replace(stage.data, eval_prompts=eval_prompts)
         if prompts_dataloader is not None:
@@ -338,20 +337,3 @@ def _actor_tokenizer(pretrain: str | None) -> PreTrainedTokenizerBase:
     if pretrain is None:
         raise ValueError("the trainer needs the actor's tokenizer: pass tokenizer=")
     return load_tokenizer(pretrain)
-
-
-def _with_run_options(config: TrainConfig, args: Arguments | None) -> TrainConfig:
-    """The configuration with those options of the group "run" that `args` gives."""
-    if args is None:
-        return config
-    given = (
-        TrainConfig.from_args(args).__dict__
-        if isinstance(args, StrategyConfig)
-        else (args if isinstance(args, Mapping) else vars(args))
-    )
-    run = {
-        name: given[name]
-        for name, (_, info) in options_of(TrainConfig).items()
-        if info.group == "run" and given.get(name) is not None
-    }
-    return config.replaced(run)
