@@ -13,6 +13,7 @@ from lightrft.datasets import load_prompts
 from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig
 from lightrft.experience.ledger_gate import rebuild
+from lightrft.records.step_timer import StepTimer
 from lightrft.rewards.build import CombinedReward, build_reward
 from lightrft.rewards.types import RewardError
 from lightrft.rollout.environments.calls import (
@@ -377,7 +378,7 @@ def test_the_sampler_adds_the_reward_of_the_environment(stage):
         ),
         played.environments.source,
     )
-    samples = sampler.collect(played.prompts, first_request_id=0, step=1)
+    samples = sampler.collect(played.prompts, first_request_id=0, step=1, timer=StepTimer())
     assert samples.table.rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
     assert samples.table.component_names == ("Guess",)
     assert samples.tool_names == ("guess",)
@@ -421,7 +422,7 @@ def test_groups_are_scored_while_other_episodes_go_on(stage, tmp_path):
             SourceParts(played.strategy.session, played.config, played.tokenizer, reward),
             played.environments.source,
         )
-        samples = sampler.collect(played.prompts, first_request_id=0, step=1)
+        samples = sampler.collect(played.prompts, first_request_id=0, step=1, timer=StepTimer())
     assert seen == [True, True]
     longer = float(len(call("guess", number=7)) + len("\nend"))
     assert samples.table.rewards.tolist() == [4.0, 4.0, longer + 1.0, longer + 1.0]

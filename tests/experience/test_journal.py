@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightrft.experience.ledger_gate import rebuild
+from lightrft.records.step_timer import StepTimer
 from lightrft.rewards.build import CombinedReward
 from lightrft.rollout.environments.journal import read_journal
 from lightrft.rollout.ledger_records import take_evidence
@@ -254,7 +255,9 @@ def test_each_batch_of_dynamic_sampling_has_a_journal(tmp_path):
         rounds[0] += 1
         return stage.prompts
 
-    samples = sampler.collect(stage.prompts, first_request_id=0, next_prompts=more, step=1)
+    samples = sampler.collect(
+        stage.prompts, first_request_id=0, next_prompts=more, step=1, timer=StepTimer()
+    )
     assert samples.num_rounds == 2
     assert samples.selection.num_constant == 3
     assert sorted(samples.table.rewards.tolist()) == [1.5] * 3 + [3.0] * 3

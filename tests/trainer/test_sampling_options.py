@@ -35,7 +35,7 @@ def test_constant_groups_are_replaced_by_further_prompts(build_world):
         overlong_buffer_len=4,
     )
     world.trainer.make_experience()
-    table = world.trainer._experience.table
+    table = world.trainer.pending[1].experience.table
     for group in np.unique(table.group_ids):
         assert set(table.accuracies[table.group_ids == group]) == {0.0, 1.0}
     assert len(np.unique(table.group_ids)) == 4
@@ -48,7 +48,7 @@ def test_constant_groups_are_replaced_by_further_prompts(build_world):
         1 - 4 / sampled
     )
     # The next step's random numbers and prompts begin after all that were used.
-    assert world.trainer.state.num_requests == sampled
+    assert world.trainer.stage.memory.num_requests == sampled
     assert world.trainer.state.num_steps == 1
 
 

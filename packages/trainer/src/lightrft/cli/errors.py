@@ -74,7 +74,7 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.strategy.distributed.network", "NetworkError", ExitCode.PREFLIGHT),
     ("lightrft.strategy.weight_sync.accounting", "WeightSyncError", ExitCode.VERIFICATION),
     ("lightrft.experience.assemble", "NumericsError", ExitCode.NUMERICS),
-    ("lightrft.stages.parity", "ParityError", ExitCode.VERIFICATION),
+    ("lightrft.stages.policy.parity", "ParityError", ExitCode.VERIFICATION),
     ("lightrft.experience.ledger_gate", "LedgerError", ExitCode.VERIFICATION),
     ("lightrft.tools.export.exported_model", "ExportError", ExitCode.VERIFICATION),
     ("lightrft.tools.audit.record", "RecordError", ExitCode.USAGE),

@@ -40,7 +40,7 @@ class PartialSource:
         """See `RolloutSource`."""
         parts, carry = self._parts, requests.carry
         groups, num_prompts = self._opened(requests)
-        with requests.meter.stage("rollout"), requests.recording(parts):
+        with requests.timer.stage("rollout"), requests.recording(parts):
             chosen, report = finish_groups(
                 replace(carry, groups=(*carry.groups, *groups)),
                 requests.num_prompts,

@@ -7,10 +7,11 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.records.rollout import ScoredRollout
+from lightrft.records.step_timer import StepTimer
 from lightrft.records.table import RowTable
 from lightrft.rollout.carry import PartialRolloutState
 from lightrft.rollout.scoring import require_rewards
-from lightrft.rollout.single_turn import SingleTurnSource
+from lightrft.rollout.single_turn import single_turns
 from lightrft.rollout.source import (
     NOTHING_CARRIED,
     RolloutSource,
@@ -58,15 +59,6 @@ class GreedySource:
         greedy = replace(requests, params=greedy_params(self._config), is_recorded=False, step=None)
         found = self._source.sample(greedy).table
         return replace(self._source.sample(requests), greedy=found)
-
-
-def single_turns(parts: SourceParts) -> RolloutSource:
-    """The source of responses of one turn."""
-    if parts.config.use_fire:
-        from lightrft.rollout.fire import FireSource
-
-        return FireSource(parts)
-    return SingleTurnSource(parts)
 
 
 def build_source(
@@ -117,6 +109,7 @@ class RolloutSampler:
         prompts: Sequence[Prompt],
         *,
         first_request_id: int,
+        timer: StepTimer,
         next_prompts: Callable[[], Sequence[Prompt]] | None = None,
         carry: PartialRolloutState = NOTHING_CARRIED,
         step: int | None = None,
@@ -126,6 +119,7 @@ class RolloutSampler:
         Args:
             prompts: This rank's prompts; every rank passes equally many.
             first_request_id: Request id of the first prompt of the step over all ranks.
+            timer: Measures the step.
             next_prompts: This rank's part of further prompts, for dynamic sampling and partial
                 rollouts; None if there are none.
             carry: State that the step before left to the source.
@@ -145,6 +139,7 @@ class RolloutSampler:
                 next_prompts=next_prompts,
                 carry=carry,
                 step=step,
+                timer=timer,
             )
         )
         if samples.selection is None:  # else they were required before it

@@ -121,9 +121,9 @@ def finished_samples(
     evidence = None
     gated = parts.config.ledger_gate and parts.session.engine is not None
     if gated and requests.is_recorded:
-        with requests.meter.stage("exchange"):
+        with requests.timer.stage("exchange"):
             evidence = _evidence(parts, rollouts, special_ids, carried)
-    return Samples(scored, table, requests.meter, requests.num_prompts, evidence=evidence)
+    return Samples(scored, table, requests.num_prompts, evidence=evidence)
 
 
 def _evidence(
@@ -157,7 +157,7 @@ def score(
     config, scored = parts.config, list[ScoredRollout]()
     problem: Exception | None = None
     limit = timedelta(minutes=config.timeout_minutes)
-    with requests.meter.stage("reward"), phase("reward", limit):
+    with requests.timer.stage("reward"), phase("reward", limit):
         # A collective: no failure of this rank alone may come before it.
         models: Sequence[RewardResult] = ()
         if parts.model_rewards is not None:
@@ -174,7 +174,7 @@ def score(
             )
         except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
             problem = error
-    with requests.meter.stage("exchange"):
+    with requests.timer.stage("exchange"):
         return scored, exchange(problem or scored, parts.context)
 
 

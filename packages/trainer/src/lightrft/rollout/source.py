@@ -15,7 +15,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.types import SamplingParams
 from lightrft.records.rollout import ScoredRollout
-from lightrft.records.step_timer import StageMeter
+from lightrft.records.step_timer import StepTimer
 from lightrft.records.table import RowTable
 from lightrft.rewards.types import RewardFunction
 from lightrft.rollout.carry import PartialRolloutState
@@ -81,7 +81,7 @@ class SampleRequests:
         next_prompts: This rank's part of a further batch of prompts; None if there are none.
         carry: State of the source: responses that the step before left unfinished.
         step, batch: Of the run and within the step, for the journal; step None writes none.
-        meter: Durations of the stages.
+        timer: Measures the step.
     """
 
     prompts: Sequence[Prompt]
@@ -95,7 +95,7 @@ class SampleRequests:
     carry: PartialRolloutState = NOTHING_CARRIED
     step: int | None = None
     batch: int = 0
-    meter: StageMeter = field(default_factory=StageMeter)
+    timer: StepTimer = field(default_factory=StepTimer)
 
     @property
     def request_ids(self) -> range:
@@ -167,7 +167,6 @@ class Samples:
     Args:
         scored: This rank's own rollouts.
         table: The rows of all ranks that are trained on.
-        meter: Duration and memory of each stage on this rank.
         num_prompts: Prompts that were rolled out, over all ranks.
         num_rounds: Batches of prompts among them.
         greedy: The greedy completions of all ranks, or None where the estimator needs none.
@@ -179,7 +178,6 @@ class Samples:
 
     scored: Sequence[ScoredRollout]
     table: RowTable
-    meter: StageMeter
     num_prompts: int
     num_rounds: int = 1
     greedy: RowTable | None = None

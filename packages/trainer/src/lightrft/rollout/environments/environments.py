@@ -55,6 +55,8 @@ class Environments:
         ConfigError: The class, a tool or the chat template is not what it must be.
     """
 
+    answers_calls = True
+
     def __init__(
         self,
         config: TrainConfig,
@@ -156,7 +158,7 @@ class EpisodeSource:
             RewardError: An environment failed on some rank, and failures are not masked.
         """
         with open_scorer(self._parts, requests.prompts) as scorer:
-            with requests.meter.stage("rollout"):
+            with requests.timer.stage("rollout"):
                 rollouts, results = self.rollouts(requests, scorer.add)
             samples = finished_samples(
                 self._parts,

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from lightrft.config import TrainConfig
 from lightrft.datasets import Prompt
-from lightrft.engines.media.encoder import TEXT_ENCODER
 from lightrft.engines.types import SamplingParams
 from lightrft.models import Actor, load_tokenizer
 from lightrft.records.table import RowTable, SampleTable, deliver_rows, tabulate
@@ -19,18 +18,16 @@ from lightrft.reporting.loggers import JsonLinesFile
 from lightrft.rollout.sampler import (
     RolloutSampler,
     greedy_params,
-    single_turns,
     training_params,
 )
 from lightrft.rollout.source import Decoder, SourceParts
-from lightrft.run.assembly import build_environments, load_run_prompts
-from lightrft.run.models import (
+from lightrft.stages.policy.inputs import build_environments, load_modality, load_run_prompts
+from lightrft.stages.policy.rewards import (
     build_model_rewards,
     build_run_reward,
     prepare_reward_models,
     reward_recipes,
 )
-from lightrft.run.vision import load_vision
 from lightrft.strategy import get_strategy
 
 RESULT_FILE = "eval.json"
@@ -93,11 +90,10 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
     path = str(config.pretrain)
     with ExitStack() as stack:
         tokenizer = load_tokenizer(path, chat_template=config.chat_template)
-        vision = load_vision(config)
-        environments = build_environments(config, tokenizer, vision, has_journal=False)
-        if environments is not None:
-            stack.callback(environments.close)
-        shown = (vision or tokenizer) if environments is None else environments.prompt_tokenizer
+        modality = load_modality(config, tokenizer)
+        environments = build_environments(config, tokenizer, modality, has_journal=False)
+        stack.callback(environments.close)
+        shown = environments.prompt_tokenizer
         prompts = load_run_prompts(config, shown, for_evaluation=True).prompts
         recipes = reward_recipes(config, prompts)
         reward = stack.enter_context(build_run_reward(config, recipes=recipes))
@@ -121,9 +117,9 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
                 tokenizer,
                 reward,
                 models,
-                encoder=TEXT_ENCODER if vision is None else vision.encoder,
+                modality.encoder,
             ),
-            single_turns if environments is None else environments.source,
+            environments.source,
         )
         metrics: dict[str, float] = {}
         tables = {}
