@@ -26,7 +26,7 @@ from lightrft.datasets.types import DataError
 from lightrft.reporting.loggers import drop_steps_after
 from lightrft.rewards.user_task import checked_results
 from lightrft.rewards.worker import ReportedError
-from lightrft.run.alarms import alarms, run_verdict
+from lightrft.stages.alarms import alarms, run_verdict
 from lightrft.strategy.checkpoints.files import CheckpointError
 from lightrft.strategy.checkpoints.manifest import Manifest
 from lightrft.tools.report.page import find_alarms

@@ -16,10 +16,9 @@ from lightrft.algorithms.advantages.row_level import Groups
 from lightrft.algorithms.interface import TokenAdvantages, advantage_estimator
 from lightrft.algorithms.policy import clipped
 from lightrft.experience import assemble, forward, maker
-from lightrft.stages import algorithm, objective, updates
+from lightrft.stages.policy import algorithm, objective, policy_stage, updates
 from lightrft.strategy import backend, optimizers, strategy_base
 from lightrft.strategy.accumulation import AccumulationState
-from lightrft.trainer import spmd_ppo_trainer
 
 BUGS = {}
 
@@ -381,7 +380,7 @@ def the_kl_weight_counts_twice(patch):
 
         return make
 
-    wrap(patch, spmd_ppo_trainer, "Update", change)
+    wrap(patch, policy_stage, "Update", change)
 
 
 @bug("value loss", advantage_estimator="gae", value_clip=0.01)

@@ -17,10 +17,9 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
 from lightrft.models import Actor, Critic, LoraActor
 from lightrft.records.rollout import Rollout, ScoredRollout
-from lightrft.records.step_timer import StageMeter
 from lightrft.records.table import row_table
-from lightrft.rollout.sampler import Samples
 from lightrft.rollout.scoring import overlong_penalty
+from lightrft.rollout.source import Samples
 from lightrft.strategy import get_fake_strategy
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
@@ -123,11 +122,7 @@ def scripted_samples(actor, *, noise=0.3, fails=True, greedy=False, mode="temper
     best = None
     if greedy:
         best = row_table([item for item in scored if item.rollout.completion.sample_index == 0])
-    meter = StageMeter()
-    for name in ("rollout", "reward", "exchange"):
-        with meter.stage(name):
-            pass
-    return Samples(scored, row_table(scored), meter, GROUPS, greedy=best)
+    return Samples(scored, row_table(scored), GROUPS, greedy=best)
 
 
 @cache
@@ -162,7 +157,10 @@ class Scripted:
     def __init__(self, samples):
         self._samples = samples
 
-    def collect(self, prompts, **_):
+    def collect(self, prompts, *, timer, **_):
+        for name in ("rollout", "reward", "exchange"):
+            with timer.stage(name):
+                pass
         return self._samples
 
 
@@ -216,7 +214,7 @@ def record_step(
         **own,
         **{name: getattr(config, name) for name in settings if name not in ("pretrain",)},
     )
-    trainer._sampler = Scripted(samples)
+    trainer.stage.maker.sampler = Scripted(samples)
     prompts = [Prompt(i, "p", (2, 3)) for i in range(GROUPS)]
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.fit({"max_steps": steps, "num_episodes": steps}, prompts_dataloader=[prompts])

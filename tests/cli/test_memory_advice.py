@@ -12,7 +12,7 @@ from lightrft.cli import train as train_command
 from lightrft.cli.errors import is_out_of_memory, run_guarded
 from lightrft.cli.options import available_options
 from lightrft.config import TrainConfig
-from lightrft.records.step_timer import StageMeter
+from lightrft.records.step_timer import StepTimer
 from lightrft.strategy.distributed.deadlines import phase, phase_of
 from lightrft.tools.memory_advice import NUM_REMEDIES, memory_report, remedies
 
@@ -95,10 +95,10 @@ def test_remedies_are_options_that_are_not_in_use_yet(kind, fsdp):
 
 
 def test_the_innermost_phase_is_remembered():
-    with pytest.raises(MemoryError) as caught, StageMeter().stage("train"), phase("inner", 60):
+    with pytest.raises(MemoryError) as caught, StepTimer().stage("train"), phase("inner", 60):
         raise MemoryError
     assert phase_of(caught.value) == "inner"
-    with pytest.raises(MemoryError) as caught, StageMeter().stage("train"):
+    with pytest.raises(MemoryError) as caught, StepTimer().stage("train"):
         raise MemoryError
     assert phase_of(caught.value) == "train"
     assert phase_of(chained(caught.value)) == "train"
@@ -110,7 +110,7 @@ def test_a_run_ends_with_code_6_and_its_own_numbers(monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
 
     def run_training(config, *, stop_request):
-        with StageMeter().stage("train"):
+        with StepTimer().stage("train"):
             torch.empty(1 << 46)
 
     monkeypatch.setattr("lightrft.run.assembly.run_training", run_training)

@@ -20,7 +20,7 @@ from lightrft.config.registry import (
 )
 from lightrft.config.rules import batch_problems
 from lightrft.config.toml import format_toml
-from lightrft.stages.algorithm import (
+from lightrft.stages.policy.algorithm import (
     algorithm_problems,
     build_algorithm,
     unused_algorithm_options,

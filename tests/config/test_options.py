@@ -93,7 +93,7 @@ def test_replaced_checks_names_and_values():
 
 
 def test_unset_is_told_apart_from_a_value_that_equals_a_default():
-    from lightrft.stages.algorithm import decide
+    from lightrft.stages.policy.algorithm import decide
 
     unset, _ = decide(TrainConfig(policy_loss="gspo"))
     given, algorithm = decide(TrainConfig(policy_loss="gspo", eps_clip=0.2))

@@ -216,3 +216,28 @@ def test_defaults_of_the_signatures():
     assert base["VLM"].default is False
     for trainer in (SPMDPPOTrainerBase, SPMDPPOTrainer, SPMDPPOTrainerVL):
         assert inspect.signature(trainer.ppo_train).parameters["global_steps"].default == 0
+
+
+def test_the_parents_and_the_maker_that_the_seed_names():
+    from lightrft.trainer import spmd_ppo_trainer as door
+
+    assert SPMDPPOTrainer.__bases__ == (SPMDPPOTrainerBase, door.PPOTrainer)
+    assert SPMDPPOTrainerVL.__bases__ == (SPMDPPOTrainerBase, door.PPOTrainerVL)
+    assert issubclass(SPMDPPOTrainerBase, door.PPOTrainer)
+    for trainer in (SPMDPPOTrainer, SPMDPPOTrainerVL):
+        # object, and no chain of more than two parents: the door, its base.
+        assert max(len(parent.__bases__) for parent in trainer.__mro__) <= 2
+        assert {parent.__module__ for parent in trainer.__mro__[:-1]} == {door.__name__}
+    assert {"__init__", "fit"} <= vars(door.PPOTrainer).keys()
+    assert {"make_experience", "ppo_train"} <= vars(SPMDPPOTrainerBase).keys()
+
+
+def test_the_fast_experience_maker_makes_the_experience(names):
+    from lightrft.trainer.spmd_ppo_trainer import FastExperienceMaker
+
+    trainer = run(CLASS.partition("# Train")[0], names)["trainer"]
+    assert type(trainer.stage.maker) is FastExperienceMaker
+    step = trainer.loop.next_step()
+    prompts = [Prompt(i, "p", (2, 3)) for i in range(4)]
+    made = trainer.stage.maker.make(prompts, step, trainer.stage.memory)
+    assert len(made.experience.batch.advantages) == 16

@@ -17,16 +17,16 @@ from lightrft.experience.forward import ForwardModels
 from lightrft.experience.maker import make_experience
 from lightrft.models import Actor, Critic
 from lightrft.records.batch import collate
-from lightrft.records.step_timer import StageMeter
+from lightrft.records.step_timer import StepTimer
 from lightrft.records.table import row_table, tabulate
 from lightrft.reporting.trajectories import spans
 from lightrft.rewards.types import RewardResult
-from lightrft.rollout.sampler import Samples
 from lightrft.rollout.scoring import overlong_penalty, score_rollouts
-from lightrft.stages.algorithm import decide
+from lightrft.rollout.source import Samples
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.step_metrics import record_experience, table_metrics
-from lightrft.stages.updates import TrainedModel, Update
+from lightrft.stages.policy.algorithm import decide
+from lightrft.stages.policy.step_metrics import record_experience, table_metrics
+from lightrft.stages.policy.updates import TrainedModel, Update
 from lightrft.strategy import get_fake_strategy
 from lightrft.tools.report.sample_page import token_sample
 
@@ -221,13 +221,14 @@ def take_step(items, trained, *, is_packed, micro_batch_size, **options):
     has_critic = algorithm.estimator_traits.needs_critic
     kl_coef = config.init_kl_coef
     step = make_experience(
-        Samples(items, row_table(items), StageMeter(), 2),
+        Samples(items, row_table(items), 2),
         ForwardModels(actor, reference, critic if has_critic else None),
         strategy=strategy,
         settings=AdvantageSettings(
             config, algorithm.estimator, kl_coef=0.0 if config.use_kl_loss else kl_coef
         ),
         step=0,
+        timer=StepTimer(),
     )
     metrics = StepMetrics()
     record_experience(step, metrics, config)

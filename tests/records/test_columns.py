@@ -32,10 +32,10 @@ from lightrft.records.batch import (
 from lightrft.records.columns import COLUMNS, Column, join_facts
 from lightrft.records.rollout import ScoredRollout, Segment
 from lightrft.records.table import deliver_rows, exchange, join_tables, merge, tabulate
+from lightrft.rollout.carry import InFlightGroup, OpenSample, PartialRolloutState
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.journal import Journal, read_journal
 from lightrft.rollout.ledger_records import LedgerError, deliver_evidence, take_evidence
-from lightrft.rollout.partial import InFlightGroup, OpenSample, PartialRolloutState
 
 _SPEC = importlib.util.spec_from_file_location(
     "exchange_cases", Path(__file__).with_name("exchange_cases.py")
@@ -79,7 +79,8 @@ class Rank(cases.ThreadRank):
 
     def __init__(self, world, rank, engine):
         super().__init__(world, rank)
-        self.inference_engine = engine
+        self.inference_engine = self.engine = engine
+        self.context = self
 
 
 def sampled(num_rows=8, first=0):
@@ -102,7 +103,7 @@ def sampled(num_rows=8, first=0):
 
 def episode_of(sample_id, prompt):
     row = Prompt(sample_id, "", prompt)
-    return Episode(0, row, sample_id, sample_id // 4, sample_id, row={}, kind=None)
+    return Episode(0, row, sample_id, sample_id // 4, sample_id, row={}, environment=None)
 
 
 def turn_of(engine, episode, turn, max_tokens):
@@ -443,7 +444,7 @@ ENDS = {
     "raw_completions",
     "types",
     "fire",
-    "partial",
+    "carry",
     "episode",
     "journal",
     "journal_rounds",

@@ -14,8 +14,9 @@ from lightrft.config import TrainConfig
 from lightrft.experience.assemble import NumericsError
 from lightrft.models.loading import load_tokenizer
 from lightrft.rewards.types import RewardResult
-from lightrft.run.alarms import RunAlarmError, alarms, run_verdict, why_unchanged
-from lightrft.run.assembly import run_training, warn_without_end
+from lightrft.run.assembly import run_training
+from lightrft.stages.alarms import RunAlarmError, alarms, run_verdict, why_unchanged
+from lightrft.stages.policy.inputs import warn_without_end
 from lightrft.tools.report.page import find_alarms, render_report
 from lightrft.tools.report.run_data import read_run
 
@@ -181,7 +182,7 @@ def test_a_gradient_that_is_not_finite_is_counted_said_and_changes_nothing(build
 def test_logprobs_that_are_not_finite_are_counted(build_world, capsys):
     world = build_world(max_steps=1, with_reference=True, use_kl_loss=True, parity_check_steps=-1)
     with torch.no_grad():
-        next(world.trainer.initial_model.parameters()).fill_(math.nan)
+        next(world.trainer.stage.maker.models.reference.parameters()).fill_(math.nan)
     found = " ".join(one_step(world, capsys))
     assert "nonfinite/logprobs is" in found
     assert "nonfinite/losses is" in found

@@ -15,8 +15,9 @@ SCORES = [0.3, 0.5, 0.4, 0.5, 0.7]
 class Graded(SPMDPPOTrainer):
     """Evaluations whose results are given."""
 
-    def evaluate(self):
-        return {"eval/reward": SCORES[self.state.num_steps]}
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, **keywords)
+        self.stage.evaluate = lambda: {"eval/reward": SCORES[self.state.num_steps]}
 
 
 def test_the_best_model_stays(build_world, tmp_path):

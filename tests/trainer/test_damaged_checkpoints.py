@@ -51,8 +51,8 @@ class Run:
         import torch
 
         from lightrft.config import TrainConfig
-        from lightrft.run.state import initial_state
-        from lightrft.stages.updates import TrainedModel, TrainedModels
+        from lightrft.stages.policy.memory import PolicyMemory
+        from lightrft.stages.stage import TrainedModel, TrainedModels
 
         self.strategy, self.folder = strategy, folder
         self.config = TrainConfig(ckpt_path=str(folder), max_ckpt_num=5, max_ckpt_mem=1000)
@@ -64,8 +64,8 @@ class Run:
             optimizer = strategy.create_optimizer(model, lr=1e-2)
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
             trained.append(TrainedModel(name, *strategy.prepare((model, optimizer, schedule))))
-        self.models = TrainedModels(*trained)
-        self.state = initial_state(self.config)
+        self.models = TrainedModels(tuple(trained))
+        self.memory = PolicyMemory.initial(self.config)
         self.weights, self.draws = {}, {}
 
     def train(self, number):
@@ -100,28 +100,30 @@ class Run:
     def save(self, step):
         from dataclasses import replace
 
-        from lightrft.run.checkpointing import save_trainer
+        from lightrft.run.state import LoopState, save_run
 
-        state = replace(self.state, num_steps=step, num_requests=10 * step)
-        save_trainer(self.strategy, self.config, state, self.models)
+        memory = replace(self.memory, num_requests=10 * step)
+        state = {**LoopState(num_steps=step).to_client_state(), **memory.to_client_state()}
+        save_run(self.strategy, self.config, state, self.models)
 
     def load(self):
         """The step that a load chooses, or its error; everything is spoiled before."""
         import torch
 
-        from lightrft.run.checkpointing import load_trainer
+        from lightrft.run.state import load_run
         from lightrft.strategy.checkpoints.files import CheckpointError
 
         self.train(99)
         torch.manual_seed(99)
         try:
-            found = load_trainer(self.strategy, self.config, self.state, self.models)
+            found = load_run(self.strategy, self.config, self.memory, self.models)
         except CheckpointError as error:
             return str(error)
         if found is None:
             return None
-        step = found.num_steps
-        assert found.num_requests == 10 * step
+        state, memory = found
+        step = state.num_steps
+        assert memory.num_requests == 10 * step
         assert self.bits() == self.weights[step], step
         assert draw() == self.draws[step], step
         self.train(step + 1)

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from lightrft.stages.policy.maker import ExperienceMaker
+
 SINGLE = {
     "train_batch_size": 16,
     "micro_train_batch_size": 4,
@@ -33,7 +35,7 @@ def test_leaving_out_the_forward_changes_nothing(build_world, monkeypatch, optio
     batch, metrics, weights = step_of(build_world(**SINGLE, **options))
     assert batch.outputs.old_logprobs is None
     world = build_world(**SINGLE, **options)
-    monkeypatch.setattr(type(world.trainer), "_reuses_policy_logprobs", lambda self: False)
+    monkeypatch.setattr(ExperienceMaker, "reuses_policy_logprobs", lambda *_: False)
     full, expected, expected_weights = step_of(world)
     assert full.outputs.old_logprobs is not None
     assert set(expected) - set(metrics) <= {"forward_tokens_per_second"}
@@ -78,7 +80,7 @@ def test_dropout_keeps_the_forward(build_world):
     world = build_world(**SINGLE)
     model = world.strategy.unwrap_model(world.trainer.actor)
     assert world.trainer.make_experience().outputs.old_logprobs is None
-    from lightrft.stages.construction import is_deterministic
+    from lightrft.stages.policy.models import is_deterministic
 
     assert is_deterministic(model)
     model.config.attention_dropout = 0.1

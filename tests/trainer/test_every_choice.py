@@ -16,9 +16,9 @@ from lightrft.experience.assemble import AdvantageSettings, assemble
 from lightrft.models.types import ActorOutput
 from lightrft.records.batch import PolicyOutputs, collate
 from lightrft.records.table import SampleTable
-from lightrft.stages.algorithm import check_algorithm, decide
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.updates import TrainedModel, Update
+from lightrft.stages.policy.algorithm import check_algorithm, decide
+from lightrft.stages.policy.updates import TrainedModel, Update
 from lightrft.strategy import get_fake_strategy
 
 VOCAB = 31

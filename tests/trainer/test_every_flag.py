@@ -17,10 +17,11 @@ from lightrft.cli.options import UNAVAILABLE, available_options
 from lightrft.config import TrainConfig
 from lightrft.rollout.sampler import training_params
 from lightrft.rollout.scoring import overlong_penalty
-from lightrft.run.alarms import alarms
-from lightrft.run.assembly import _open_console, pretrain_mix
-from lightrft.run.models import build_models
-from lightrft.stages.algorithm import build_policy_loss
+from lightrft.run.assembly import _open_console
+from lightrft.stages.alarms import alarms
+from lightrft.stages.policy.algorithm import build_policy_loss
+from lightrft.stages.policy.inputs import pretrain_mix
+from lightrft.stages.policy.models import build_models
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.engine.session import engine_config
 
@@ -238,20 +239,20 @@ def _tokenizer(config):
 
 
 def eval_prompts(config):
-    from lightrft.run.assembly import load_run_prompts
+    from lightrft.stages.policy.inputs import load_run_prompts
 
     prompts = load_run_prompts(config, _tokenizer(config), for_evaluation=True).prompts
     return [prompt.text for prompt in prompts]
 
 
 def recipes(config):
-    from lightrft.run.models import reward_recipes
+    from lightrft.stages.policy.rewards import reward_recipes
 
     return reward_recipes(config, []).column
 
 
 def reward_deadline(config):
-    from lightrft.run.assembly import read_inputs
+    from lightrft.stages.policy.inputs import read_inputs
 
     reward = read_inputs(config).reward
     reward.close()

@@ -59,17 +59,17 @@ def settings(folder, model, backend, name):
 
 def interrupt(step):
     """Makes the trainer stop in the middle of a step, on every rank."""
-    from lightrft.trainer import spmd_ppo_trainer
+    from lightrft.run.loop import Loop
 
-    original = spmd_ppo_trainer.SPMDPPOTrainerBase.ppo_train
+    original = Loop.update
 
-    def ppo_train(self, global_steps=0):
-        if global_steps == step:
+    def update(self, batch, under_way):
+        if under_way.number == step:
             raise Interrupted
-        return original(self, global_steps)
+        return original(self, batch, under_way)
 
-    spmd_ppo_trainer.SPMDPPOTrainerBase.ppo_train = ppo_train
-    return lambda: setattr(spmd_ppo_trainer.SPMDPPOTrainerBase, "ppo_train", original)
+    Loop.update = update
+    return lambda: setattr(Loop, "update", original)
 
 
 def train_cells(rank, world_size, cells, folder, model):

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -51,7 +52,7 @@ def test_evaluation_leaves_training_as_it_was(build_world):
 
 def test_evaluation_is_greedy_and_counts_every_prompt_once(build_world):
     world = build_world()
-    world.trainer.eval_prompts = world.prompts[:5]
+    world.trainer.stage.data = replace(world.trainer.stage.data, eval_prompts=world.prompts[:5])
     first, second = world.trainer.evaluate(), world.trainer.evaluate()
     assert first["eval/num_prompts"] == 5
     assert first["eval/reward"] == second["eval/reward"]
@@ -79,10 +80,12 @@ def test_a_stopped_and_resumed_run_ends_like_an_unbroken_one(build_world, tmp_pa
     second = build_world(**options, ckpt_path=str(tmp_path / "parts"))
     assert second.trainer.load_checkpoint()
     assert second.trainer.state == first.trainer.state
+    assert second.trainer.stage.memory == first.trainer.stage.memory
     result = second.trainer.fit()
     assert result.num_steps == 6
     assert timeless(result.last_metrics) == timeless(expected.last_metrics)
     assert second.trainer.state == whole.trainer.state
+    assert second.trainer.stage.memory == whole.trainer.stage.memory
     for name, weight in whole.weights().items():
         assert weight.equal(second.weights()[name]), name
 

@@ -13,8 +13,8 @@ from lightrft.models import Actor
 from lightrft.models.types import ActorOutput
 from lightrft.records.batch import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.pretrain_mix import PretrainMix
-from lightrft.stages.updates import TrainedModel, Update
+from lightrft.stages.policy.pretrain_mix import PretrainMix
+from lightrft.stages.policy.updates import TrainedModel, Update
 from lightrft.strategy import get_fake_strategy
 
 VOCAB = 131

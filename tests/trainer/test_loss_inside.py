@@ -18,9 +18,9 @@ from lightrft.config.registry import POLICY_LOSSES
 from lightrft.models import Actor
 from lightrft.reporting.files import CONFIG_FILE, START_FILE
 from lightrft.run.resume import plan_run
-from lightrft.stages import objective
-from lightrft.stages.construction import decide_by_machine
-from lightrft.stages.objective import why_loss_outside
+from lightrft.stages.policy import objective
+from lightrft.stages.policy.decisions import decide_by_machine
+from lightrft.stages.policy.objective import why_loss_outside
 
 FUSED = {"fused_linear_logprob": True}
 # One optimizer batch a step: the policy's own logprobs are the old ones.
@@ -69,13 +69,13 @@ def distance(found, wanted):
 def test_a_step_equals_that_of_the_loss_after_the_head(build_world, monkeypatch, args, options):
     world = build_world(args=args, **options)
     found, moved = step_of(world)
-    assert world.trainer._loss_inside
+    assert world.trainer.stage.computes_loss_inside
     monkeypatch.setattr(
-        "lightrft.trainer.spmd_ppo_trainer.why_loss_outside", lambda *_: "for comparison"
+        "lightrft.stages.policy.policy_stage.why_loss_outside", lambda *_: "for comparison"
     )
     world = build_world(args=args, **options)
     wanted, expected = step_of(world)
-    assert not world.trainer._loss_inside
+    assert not world.trainer.stage.computes_loss_inside
     assert set(found) == set(wanted)
     for name in METRICS:
         if name in wanted:

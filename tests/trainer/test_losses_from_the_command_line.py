@@ -15,9 +15,9 @@ from lightrft.config.registry import POLICY_LOSSES
 from lightrft.models.types import ActorOutput
 from lightrft.records.batch import ExperienceBatch, PolicyOutputs, collate
 from lightrft.records.table import SampleTable
-from lightrft.stages.algorithm import decide
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.updates import TrainedModel, Update
+from lightrft.stages.policy.algorithm import decide
+from lightrft.stages.policy.updates import TrainedModel, Update
 from lightrft.strategy import get_fake_strategy
 
 VOCAB, ROWS = 23, 12

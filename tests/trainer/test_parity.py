@@ -11,7 +11,8 @@ from lightrft.cli.errors import ExitCode, exit_code_of
 from lightrft.engines import EngineConfig
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.experience.ledger_gate import LedgerError
-from lightrft.stages.parity import (
+from lightrft.stages.policy.maker import ExperienceMaker
+from lightrft.stages.policy.parity import (
     PARITY_LIMITS,
     ParityError,
     compare_logprobs,
@@ -68,13 +69,13 @@ def test_the_first_step_is_compared_and_told(build_world, capsys):
 def test_the_comparison_follows_its_schedule(build_world, monkeypatch, every, expected):
     world = build_world(parity_check_steps=every, num_prompts=16)
     compared = []
-    check = type(world.trainer).check_parity
+    check = ExperienceMaker.check_parity
 
-    def counted(trainer):
-        compared.append(trainer.state.num_steps + 1)
-        return check(trainer)
+    def counted(maker, *step):
+        compared.append(world.trainer.state.num_steps + 1)
+        return check(maker, *step)
 
-    monkeypatch.setattr(type(world.trainer), "check_parity", counted)
+    monkeypatch.setattr(ExperienceMaker, "check_parity", counted)
     for step in range(1, 5):
         world.trainer.make_experience()
         world.trainer.ppo_train(step)
@@ -190,7 +191,7 @@ def gate_over_ranks(rank, world_size):
 
     from lightrft.models import Actor
     from lightrft.records.batch import RolloutBatch
-    from lightrft.stages.parity import check_parity
+    from lightrft.stages.policy.parity import check_parity
     from lightrft.strategy import get_strategy
 
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightrft.config import TrainConfig
-from lightrft.rollout.partial import PartialRolloutState
+from lightrft.rollout.carry import PartialRolloutState
 from lightrft.strategy.config import ConfigError
 
 PARTIAL = {
@@ -69,7 +69,7 @@ def test_every_token_has_the_logprob_and_version_of_the_weights_that_sampled_it(
         version = world.strategy.inference_engine.weights_version
         versions[version] = snapshot(world)
         trainer.make_experience()
-        experience = trainer._experience
+        experience = trainer.pending[1].experience
         table, report = experience.rows, experience.samples.partial
         assert report.version == version
         assert len(table) == 16
@@ -108,16 +108,18 @@ def test_a_run_continues_with_what_was_carried(build_world, tmp_path):
     whole = run(4, world_of(build_world))
     half = run(2, world_of(build_world, ckpt_path=str(tmp_path / "ckpt")))
     half.trainer.save_checkpoint()
-    assert any(group.oldest_version is not None for group in half.trainer.state.carry.groups)
+    assert any(group.oldest_version is not None for group in half.trainer.stage.memory.carry.groups)
     again = world_of(build_world, ckpt_path=str(tmp_path / "ckpt"))
     assert again.trainer.load_checkpoint()
-    groups = zip(half.trainer.state.carry.groups, again.trainer.state.carry.groups, strict=True)
+    groups = zip(
+        half.trainer.stage.memory.carry.groups, again.trainer.stage.memory.carry.groups, strict=True
+    )
     assert all(a.prompt == b.prompt for a, b in groups)
     run(2, again)
     expected = whole.weights()
     for name, value in again.weights().items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
-    mine, theirs = again.trainer.state.carry, whole.trainer.state.carry
+    mine, theirs = again.trainer.stage.memory.carry, whole.trainer.stage.memory.carry
     assert [g.request_id for g in mine.groups] == [g.request_id for g in theirs.groups]
     assert [[s.token_ids for s in g.samples] for g in mine.groups] == [
         [s.token_ids for s in g.samples] for g in theirs.groups
@@ -130,7 +132,7 @@ def test_carried_responses_survive_json_and_another_count_of_versions(build_worl
     world = world_of(build_world)
     world.trainer.make_experience()
     world.trainer.ppo_train(1)
-    carry = world.trainer.state.carry
+    carry = world.trainer.stage.memory.carry
     assert PartialRolloutState.from_json(json.loads(json.dumps(carry.to_json()))) == carry
     shifted = carry.rebased(carry.weights_version + 1 + 5)
     assert shifted.groups[0].oldest_version == carry.groups[0].oldest_version + 5
@@ -161,12 +163,8 @@ def test_old_logprobs_of_the_engine_save_a_pass_and_change_nothing(build_world):
     calls = []
     actor = asked.strategy.unwrap_model(asked.trainer.actor)
     actor.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    asked.trainer.config = TrainConfig(
-        **{
-            **{n: getattr(asked.trainer.config, n) for n in TrainConfig.__dataclass_fields__},
-            "parity_check_steps": -1,
-        }
-    )
+    maker = asked.trainer.stage.maker
+    maker.config = maker.config.replaced({"parity_check_steps": -1})
     batch = asked.trainer.make_experience()
     assert calls == []
     mask = batch.rollouts.response_mask

@@ -2,7 +2,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.prompt_stream import PromptStream, batches_per_episode, planned_steps
+from lightrft.datasets.batch_stream import BatchStream, batches_per_episode, planned_steps
 from lightrft.datasets.types import Prompt
 from lightrft.strategy.sampler import DistributedSampler
 
@@ -30,17 +30,17 @@ def test_a_stream_resumed_anywhere_continues_with_the_unseen_prompts(stop_after,
         data = prompts(12)
         return [data[i : i + 2] for i in range(0, 12, 2)]
 
-    whole = take(PromptStream(batches(), world_size=2), 10)
-    first = PromptStream(batches(), world_size=2)
+    whole = take(BatchStream(batches(), world_size=2), 10)
+    first = BatchStream(batches(), world_size=2)
     seen = take(first, stop_after)
-    second = PromptStream(
+    second = BatchStream(
         batches(), world_size=2, episode=first.episode, num_consumed=first.num_consumed
     )
     assert seen + take(second, 10 - stop_after) == whole
 
 
 def test_every_pass_has_its_own_order():
-    stream = PromptStream(loader(0, 1, count=8), world_size=1)
+    stream = BatchStream(loader(0, 1, count=8), world_size=1)
     first, second = take(stream, 4), take(stream, 4)
     assert first != second
     for order in (first, second):
@@ -50,10 +50,10 @@ def test_every_pass_has_its_own_order():
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_step_has_the_same_prompts_at_the_same_positions_for_any_number_of_ranks(world_size):
-    alone = take(PromptStream(loader(0, 1, count=24, batch=8), world_size=1), 3)
+    alone = take(BatchStream(loader(0, 1, count=24, batch=8), world_size=1), 3)
     ranks = [
         take(
-            PromptStream(
+            BatchStream(
                 loader(rank, world_size, count=24, batch=8 // world_size), world_size=world_size
             ),
             3,
@@ -67,7 +67,7 @@ def test_a_step_has_the_same_prompts_at_the_same_positions_for_any_number_of_ran
 
 def test_too_few_prompts_are_named():
     with pytest.raises(ValueError, match="rollout_batch_size"):
-        PromptStream(loader(0, 1, count=1), world_size=1).next_batch()
+        BatchStream(loader(0, 1, count=1), world_size=1).next_batch()
     with pytest.raises(ValueError, match="rollout_batch_size=4"):
         batches_per_episode(loader(0, 1, count=1), world_size=1, batch_size=4)
 
@@ -88,5 +88,5 @@ def test_length_of_a_run(options, updates, steps):
         rollout_batch_size=4, n_samples_per_prompt=8, train_batch_size=4, **options
     )
     batches = loader(0, 2, count=13, batch=2)
-    PromptStream(batches, world_size=2, num_consumed=8)  # a resume must not shorten the run
+    BatchStream(batches, world_size=2, num_consumed=8)  # a resume must not shorten the run
     assert planned_steps(batches, config, 2, num_updates_per_episode=updates) == steps

@@ -418,10 +418,11 @@ def test_every_metric_that_the_source_names_has_a_row():
     folder = Path(report_module.__file__).parents[2]
     names = set()
     for name in (
-        "stages/step_metrics",
-        "stages/evaluation",
-        "stages/updates",
-        "trainer/spmd_ppo_trainer",
+        "stages/policy/step_metrics",
+        "stages/policy/policy_stage",
+        "stages/policy/updates",
+        "stages/accumulation",
+        "run/loop",
     ):
         names |= set(metric_names(ast.parse((folder / f"{name}.py").read_text())))
     assert {"reward", "engine_hash", "eval/seconds", "approx_kl", "correction_weight"} <= names

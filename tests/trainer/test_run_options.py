@@ -11,7 +11,7 @@ from lightrft.config import TrainConfig
 from lightrft.models.actor import Actor
 from lightrft.reporting.trajectories import TrajectoryLog
 from lightrft.rewards.types import RewardResult
-from lightrft.run.alarms import alarms
+from lightrft.stages.alarms import alarms
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.rewards.service import RewardServer
 
@@ -78,7 +78,7 @@ def test_learning_rate_schedules_differ(build_world, schedule):
 def test_overlong_punishment_and_clip_show_in_the_reward(build_world):
     world = build_world(overlong_buffer=True, overlong_buffer_len=6, reward_clip=0.4)
     world.trainer.make_experience()
-    step = world.trainer._experience
+    step = world.trainer.pending[1].experience
     table = step.table
     column = table.component_names.index("overlong")
     expected = -torch.tensor(table.response_lengths).double() / 6
@@ -136,7 +136,7 @@ def test_trajectories_hold_one_value_per_token(build_world, tmp_path):
     for step in range(4):
         batch = world.trainer.make_experience()
         assert (batch.outputs.old_logprobs is None) == (step == 2)
-        table = world.trainer._experience.table
+        table = world.trainer.pending[1].experience.table
         world.trainer.ppo_train(step + 1)
     lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1] * 3 + [2] * 3 + [4] * 3

@@ -7,7 +7,7 @@ import torch
 from lightrft.engines.types import SamplingParams
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.fire import generate_fire
-from lightrft.rollout.sampler import build_requests
+from lightrft.rollout.single_turn import build_requests
 
 
 class LongPrompts:
@@ -35,7 +35,7 @@ def test_constant_groups_are_replaced_by_further_prompts(build_world):
         overlong_buffer_len=4,
     )
     world.trainer.make_experience()
-    table = world.trainer._experience.table
+    table = world.trainer.pending[1].experience.table
     for group in np.unique(table.group_ids):
         assert set(table.accuracies[table.group_ids == group]) == {0.0, 1.0}
     assert len(np.unique(table.group_ids)) == 4
@@ -48,7 +48,7 @@ def test_constant_groups_are_replaced_by_further_prompts(build_world):
         1 - 4 / sampled
     )
     # The next step's random numbers and prompts begin after all that were used.
-    assert world.trainer.state.num_requests == sampled
+    assert world.trainer.stage.memory.num_requests == sampled
     assert world.trainer.state.num_steps == 1
 
 
@@ -85,7 +85,9 @@ def test_a_solved_task_is_no_reason_to_fail_and_moves_nothing(build_world, capsy
 def fire(world, *, max_tokens, first, n=3, temperature=0.7):
     requests = build_requests(world.prompts[:2], [10, 11])
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, n=n, seed=5)
-    completions = generate_fire(world.strategy, params, requests, first_token_temperature=first)
+    completions = generate_fire(
+        world.strategy.session, params, requests, first_token_temperature=first
+    )
     assert [(c.request_id, c.sample_index) for c in completions] == [
         (r, i) for r in (10, 11) for i in range(n)
     ]

@@ -126,13 +126,13 @@ def test_samples_do_not_depend_on_how_prompts_are_batched(build_world):
     """Requests are numbered over the run, so a prompt keeps its random numbers."""
     world = build_world()
     world.trainer.make_experience()
-    rows = world.trainer._experience.rows
+    rows = world.trainer.pending[1].experience.rows
     again = build_world()
     again.trainer.make_experience()
-    assert again.trainer._experience.rows.token_ids.tolist() == rows.token_ids.tolist()
+    assert again.trainer.pending[1].experience.rows.token_ids.tolist() == rows.token_ids.tolist()
     again.trainer.ppo_train()
     again.trainer.make_experience()
-    assert again.trainer._experience.rows.token_ids.tolist() != rows.token_ids.tolist()
+    assert again.trainer.pending[1].experience.rows.token_ids.tolist() != rows.token_ids.tolist()
 
 
 def test_ppo_train_needs_fresh_experience(build_world):
@@ -310,7 +310,7 @@ def test_options_without_effect_are_named_and_long_prompts_refused(build_world, 
 def test_stages_have_speed_and_memory_and_the_critic_its_explained_variance(build_world):
     world = build_world(with_critic=True, advantage_estimator="gae", max_epochs=2)
     world.trainer.make_experience()
-    step = world.trainer._experience
+    step = world.trainer.pending[1].experience
     tokens = float(step.table.lengths.sum())
     mask, values = step.batch.rollouts.response_mask, step.batch.outputs.values
     returns = step.batch.returns[mask].double()

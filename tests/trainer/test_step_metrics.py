@@ -8,7 +8,7 @@ from lightrft.engines.types import EngineConfig
 from lightrft.records.rollout import AnsweredCall, Conversation
 from lightrft.records.table import SampleTable
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.step_metrics import (
+from lightrft.stages.policy.step_metrics import (
     constant_group_share,
     record_conversations,
     table_metrics,
@@ -148,7 +148,7 @@ def test_an_engine_that_says_nothing_trains_nothing_and_breaks_nothing(build_wor
 
 
 def test_repeated_runs_of_tokens():
-    from lightrft.stages.step_metrics import repeated_share
+    from lightrft.stages.policy.step_metrics import repeated_share
 
     assert repeated_share([1, 2, 3, 4, 5, 6]) == 0
     assert repeated_share([7] * 6) == pytest.approx(2 / 3)  # three windows, one of them new

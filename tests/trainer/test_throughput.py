@@ -15,6 +15,7 @@ from lightrft.run.throughput import (
     training_flops,
     utilisation,
 )
+from lightrft.stages.stage import Work
 from lightrft.strategy import get_fake_strategy
 from lightrft.tools.model_presets import PRESETS
 
@@ -73,14 +74,12 @@ def test_frozen_weights_and_idle_experts_cost_less():
 
 
 def test_utilisation_is_the_share_of_all_devices_peak():
-    class Table:
-        lengths, sampled_lengths = np.array([4, 6]), np.array([1, 2])
-
+    work = Work(("actor",), np.array([4, 6]), np.array([1, 2]), 2)
     model = TrainingFlops(1e12, 1e11, 1e10)
     total = 2 * (10e12 + 3e11 + 52e10)
-    found = utilisation([model], Table(), num_epochs=2, seconds=5.0, num_devices=4, peak=2.0)
+    found = utilisation([model], work, seconds=5.0, num_devices=4, peak=2.0)
     assert found["train_tflops_per_second"] == pytest.approx(total / 5 / 4 / 1e12)
     assert found["mfu"] == pytest.approx(found["train_tflops_per_second"] / 2)
-    unknown = utilisation([model], Table(), num_epochs=1, seconds=1.0, num_devices=4, peak=None)
+    unknown = utilisation([model], work, seconds=1.0, num_devices=4, peak=None)
     assert "mfu" not in unknown
     assert peak_tflops(TrainConfig(peak_tflops=3.0)) == 3.0

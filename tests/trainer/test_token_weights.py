@@ -10,7 +10,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.registry import POLICY_LOSSES, bind
 from lightrft.records.batch import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.updates import Update
+from lightrft.stages.policy.updates import Update
 
 
 class OneRank:

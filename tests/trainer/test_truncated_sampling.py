@@ -15,8 +15,8 @@ from lightrft.engines.types import SamplingParams
 from lightrft.experience.maker import replayed_support
 from lightrft.models.support import SamplingSupport
 from lightrft.reporting.trajectories import TrajectoryLog
-from lightrft.stages.algorithm import check_algorithm, decide
-from lightrft.stages.parity import ParityError
+from lightrft.stages.policy.algorithm import check_algorithm, decide
+from lightrft.stages.policy.parity import ParityError
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.report.sample_page import token_sample
 
@@ -83,9 +83,10 @@ def test_the_loss_does_not_see_the_truncation(build_world):
         if not is_known:
             rollouts = dataclasses.replace(batch.rollouts, compared_mask=None, support=None)
             outputs = dataclasses.replace(batch.outputs, log_kept_mass=None)
-            step = world.trainer._experience
+            step, drawn = world.trainer.pending
             blind = dataclasses.replace(batch, rollouts=rollouts, outputs=outputs)
-            world.trainer._experience = dataclasses.replace(step, batch=blind)
+            experience = dataclasses.replace(drawn.experience, batch=blind)
+            world.trainer.pending = step, dataclasses.replace(drawn, experience=experience)
         world.trainer.ppo_train(1)
         weights.append(world.weights())
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -19,7 +19,7 @@ def update(rank, world_size, settings):
 
     from lightrft.config import TrainConfig
     from lightrft.stages.metrics import StepMetrics
-    from lightrft.stages.updates import TrainedModel, Update
+    from lightrft.stages.policy.updates import TrainedModel, Update
     from lightrft.strategy import get_strategy
 
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=300))

@@ -9,7 +9,7 @@ from lightrft.config.registry import POLICY_LOSSES, bind
 from lightrft.models.types import ActorOutput
 from lightrft.records.batch import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.updates import TrainedModel, Update
+from lightrft.stages.policy.updates import TrainedModel, Update
 from lightrft.strategy.optimizers import OptimizerStepResult
 
 ROWS, SEQ, VOCAB = 8, 9, 11

@@ -9,7 +9,7 @@ from tests.trainer.vision_world import build_vision_trainer, write_data
 
 from lightrft.engines.media.prompts import RowMedia
 from lightrft.models.vision import forward
-from lightrft.stages import updates
+from lightrft.stages.policy import updates
 
 # Of one forward pass computed twice, and of passes over the same rows in other company.
 SAME, REGROUPED = 1e-6, 1e-5
@@ -85,16 +85,18 @@ def log_ratios(trainer, monkeypatch, plant=None):
 
 def other_pixels(trainer):
     """Fault: the update sees images in negative."""
-    step = trainer._experience
+    step, drawn = trainer.pending
 
     def negative(prompt):
         tensors = {n: -t if t.is_floating_point() else t for n, t in prompt.tensors.items()}
         return replace(prompt, tensors=tensors)
 
-    media = step.batch.rollouts.media
+    experience = drawn.experience
+    media = experience.batch.rollouts.media
     wrong = RowMedia(tuple(p and negative(p) for p in media.prompts), media.present)
-    rollouts = replace(step.batch.rollouts, media=wrong)
-    trainer._experience = replace(step, batch=replace(step.batch, rollouts=rollouts))
+    rollouts = replace(experience.batch.rollouts, media=wrong)
+    experience = replace(experience, batch=replace(experience.batch, rollouts=rollouts))
+    trainer.pending = step, replace(drawn, experience=experience)
 
 
 def places_by_count(trunk, rows, prompts):

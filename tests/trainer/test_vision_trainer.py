@@ -277,7 +277,7 @@ def test_a_reward_model_sees_the_images(model, data, tmp_path):
     scorer = RewardModel.from_pretrained(path).eval()
     trainer, strategy = build_vision_trainer(model, data, is_fake=True, reward_model=scorer)
     rollouts = trainer.make_experience().rollouts
-    own = Batch(load_causal_lm(model), trainer._encoder, prompts=[(1, 2)])
+    own = Batch(load_causal_lm(model), trainer.stage.maker.encoder, prompts=[(1, 2)])
     trunk = load_trunk(model)
     seen = []
     for row, prompt in enumerate(rollouts.media.prompts):

@@ -100,15 +100,26 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class MultiModalInputs:
-    """Images and videos of one prompt, in the order of their placeholders."""
+    """Media of one prompt, in the order of their placeholders.
+
+    Args:
+        images, videos: Of these kinds.
+        others: Of further kinds of `lightrft.engines.media.kinds`.
+    """
 
     images: tuple[object, ...] = ()
     videos: tuple[object, ...] = ()
+    others: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+
+    @property
+    def by_kind(self) -> dict[str, tuple[object, ...]]:
+        """All of them."""
+        return {"image": self.images, "video": self.videos, **self.others}
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is neither an image nor a video."""
-        return not self.images and not self.videos
+        """Whether there are none."""
+        return not any(self.by_kind.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -332,6 +332,8 @@ ENVIRONMENT_KINDS = Registry(
     },
     takes_own=False,
 )
+# What a run trains: functions of the options that give a `lightrft.stages.stage.StageInputs`.
+STAGES = Registry("stage", {"policy": "lightrft.stages.policy.inputs:read_inputs"})
 # Functions of (config, strategy) that run before models are built and return the options to run
 # with; collective.
 START_HOOKS = Registry(
@@ -339,6 +341,12 @@ START_HOOKS = Registry(
     {"memory_budget": "lightrft.tools.plan.start_check:check_budget"},
     takes_own=False,
     group="lightrft.start_hooks",
+)
+# Receivers of the numbers of an update, made of a `lightrft.stages.policy.observer.ObservedStep`.
+STEP_OBSERVERS = Registry(
+    "observer of a step",
+    {"audit": "lightrft.tools.audit_recorder:StepRecorder"},
+    takes_own=False,
 )
 # Choices that are the branches of one function.
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k3_unclamped", "k3_is")

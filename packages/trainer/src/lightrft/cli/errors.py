@@ -88,7 +88,7 @@ _CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.strategy.distributed.network", "NetworkError", ExitCode.PREFLIGHT),
     ("lightrft.strategy.weight_sync.accounting", "WeightSyncError", ExitCode.VERIFICATION),
     ("lightrft.experience.assemble", "NumericsError", ExitCode.NUMERICS),
-    ("lightrft.stages.parity", "ParityError", ExitCode.VERIFICATION),
+    ("lightrft.stages.policy.parity", "ParityError", ExitCode.VERIFICATION),
     ("lightrft.experience.ledger_gate", "LedgerError", ExitCode.VERIFICATION),
     ("lightrft.reporting.trackers.best_effort", "TrackerError", ExitCode.PREFLIGHT),
     ("lightrft.run.stopping", "RunStoppedError", ExitCode.STOPPED),

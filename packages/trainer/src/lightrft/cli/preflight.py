@@ -265,7 +265,7 @@ def check_algorithm(config: TrainConfig) -> None:
             they do not use was changed.
     """
     # Here, and not in the rules of the options: it needs torch.
-    from lightrft.stages.algorithm import (
+    from lightrft.stages.policy.algorithm import (
         algorithm_problems,
         build_algorithm,
         unused_algorithm_options,

@@ -43,11 +43,13 @@ class AdvantageSettings:
         config: Discounts, clip ranges and the KL estimator.
         estimator: Turns rewards into advantages.
         kl_coef: Weight of the KL penalty in the reward; 0 is off.
+        moments: Of all rewards before the step, or None without running normalisation.
     """
 
     config: TrainConfig
     estimator: AdvantageFunction
     kl_coef: float = 0.0
+    moments: Moments | None = None
 
 
 @dataclass(frozen=True, slots=True)

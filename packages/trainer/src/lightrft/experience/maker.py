@@ -8,10 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
-from lightrft.engines.media.encoder import PromptEncoder
-from lightrft.engines.media.prompts import NO_MEDIA
+from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
+from lightrft.engines.media.prompts import RowMedia
 from lightrft.engines.types import SamplingParams, has_known_order
 from lightrft.experience.assemble import AdvantageSettings, ShapedRewards, assemble, shape_rewards
 from lightrft.experience.forward import ForwardModels, compute_outputs
@@ -22,9 +21,11 @@ from lightrft.models.sequence_model import layout_policy
 from lightrft.models.support import SamplingSupport
 from lightrft.records.batch import ExperienceBatch, RolloutBatch, collate
 from lightrft.records.media import deliver_media
+from lightrft.records.step_timer import StepTimer
 from lightrft.records.table import RowTable, SampleTable, deliver_rows, tabulate
 from lightrft.rollout.ledger_records import deliver_evidence
-from lightrft.rollout.sampler import Samples, training_params
+from lightrft.rollout.sampler import training_params
+from lightrft.rollout.source import Samples
 from lightrft.strategy.strategy_base import StrategyBase
 
 
@@ -35,7 +36,7 @@ class StepExperience:
     Args:
         batch: This rank's rows, optimizer batch after optimizer batch.
         rows: The same rows with their tokens, before they were padded.
-        samples: What was sampled; its meter goes on during the update.
+        samples: What was sampled.
         rewards: The rewards the estimator saw, of the rows of `table`.
         plan: Which rows of `table` each rank trains in which optimizer batch.
     """
@@ -59,9 +60,9 @@ def make_experience(
     strategy: StrategyBase,
     settings: AdvantageSettings,
     step: int,
-    moments: Moments | None = None,
+    timer: StepTimer,
     reuses_policy_logprobs: bool = False,
-    encoder: PromptEncoder | None = None,
+    encoder: Encoder = TEXT_ENCODER,
 ) -> StepExperience:
     """The experience of one step; collective.
 
@@ -71,9 +72,9 @@ def make_experience(
         strategy: Knows this rank's share.
         settings: How rewards become advantages in this step.
         step: Fixes the optimizer batches, together with the seed.
-        moments: Of all rewards before this step, or None without running normalisation.
+        timer: Measures the step.
         reuses_policy_logprobs: Leave old logprobs to the update if the step has one batch.
-        encoder: Of prompts with images or videos, for vision-language models.
+        encoder: Of prompts with media.
     """
     config, table, rank = settings.config, samples.table, strategy.data_rank
     plan = plan_minibatches(
@@ -86,10 +87,12 @@ def make_experience(
     index = plan.row_index(rank)
     wanted = [plan.row_index(each) for each in range(strategy.num_data_ranks)]
     wanted = [each for each in wanted for _ in range(config.sp_size)]
-    rows, batch = _deliver(samples, wanted, config, strategy=strategy, encoder=encoder)
+    with timer.stage("exchange"):
+        rows, media = _deliver(samples, wanted, strategy=strategy, encoder=encoder)
+    batch = _batch(samples, rows, media, config, strategy)
     slices = plan.forward_slices(table.lengths, rank=rank, config=config)
     if samples.evidence is not None:
-        with samples.meter.stage("exchange"):
+        with timer.stage("exchange"):
             ids = [table.sample_ids[each].tolist() for each in wanted]
             check_ledger(
                 batch,
@@ -101,12 +104,12 @@ def make_experience(
             )
     is_reused = reuses_policy_logprobs and plan.num_minibatches == 1
     scores_actor = not config.use_rollout_logprobs and not is_reused
-    with samples.meter.stage("forward"):
+    with timer.stage("forward"):
         outputs = compute_outputs(batch, models, slices=slices, scores_actor=scores_actor)
     if config.use_rollout_logprobs:
         sampled = torch.where(batch.response_mask, batch.rollout_logprobs, 0.0)
         outputs = replace(outputs, old_logprobs=sampled)
-    shaped = shape_rewards(table, moments, config)
+    shaped = shape_rewards(table, settings.moments, config)
     experience = assemble(
         table,
         torch.from_numpy(index),
@@ -123,18 +126,25 @@ def make_experience(
 def _deliver(
     samples: Samples,
     wanted: Sequence[NDArray[np.int64]],
-    config: TrainConfig,
     *,
     strategy: StrategyBase,
-    encoder: PromptEncoder | None,
-) -> tuple[SampleTable, RolloutBatch]:
-    """The rows that this rank wants, and the batch made of them; collective."""
-    params, media = training_params(config), NO_MEDIA
-    with samples.meter.stage("exchange"):
-        rows = deliver_rows(samples.table, tabulate(samples.scored), wanted, strategy)
-        if encoder is not None:
-            media = deliver_media(samples.table, samples.scored, wanted, strategy, encoder)
-    batch = collate(
+    encoder: Encoder,
+) -> tuple[SampleTable, RowMedia]:
+    """The rows that this rank wants, and their media; collective."""
+    rows = deliver_rows(samples.table, tabulate(samples.scored), wanted, strategy)
+    media = deliver_media(samples.table, samples.scored, wanted, strategy.context, encoder)
+    return rows, media
+
+
+def _batch(
+    samples: Samples,
+    rows: SampleTable,
+    media: RowMedia,
+    config: TrainConfig,
+    strategy: StrategyBase,
+) -> RolloutBatch:
+    params = training_params(config)
+    return collate(
         rows,
         pad_token_id=0,  # masked everywhere
         temperature=params.temperature,
@@ -144,7 +154,6 @@ def _deliver(
         support=replayed_support(params, strategy.inference_engine_type),
         media=media,
     )
-    return rows, batch
 
 
 def _layout_policy(models: ForwardModels, strategy: StrategyBase) -> LayoutPolicy:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lightrft.datasets.types import Prompt
+from lightrft.engines.media.kinds import Media
 from lightrft.engines.media.prompts import LaterImages
 from lightrft.engines.media.sources import ImageSource
 from lightrft.engines.types import Completion
@@ -107,9 +108,14 @@ class Rollout:
         return (*self.completion.prompt_token_ids, *self.completion.output_token_ids)
 
     @property
+    def media(self) -> Media:
+        """Of prompt and response, in order."""
+        return sum((each.media for each in self.later), self.prompt.media)
+
+    @property
     def images(self) -> tuple[ImageSource, ...]:
         """Of prompt and response, in order."""
-        return (*self.prompt.images, *(image for each in self.later for image in each.images))
+        return self.media.images
 
 
 @dataclass(frozen=True, slots=True)

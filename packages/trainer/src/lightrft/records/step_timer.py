@@ -1,4 +1,4 @@
-"""How long the stages of a step take, and how much memory they need."""
+"""Duration and memory of the stages of a step."""
 
 import time
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from lightrft.strategy.distributed.deadlines import note_phase
 
 
 @dataclass(frozen=True, slots=True)
-class StageMeter:
+class StepTimer:
     """Durations and memory by stage, on this rank.
 
     Args:

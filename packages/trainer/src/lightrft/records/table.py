@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from lightrft.records.columns import COLUMNS, Column, Values, columns
 from lightrft.records.rollout import ScoredRollout
 from lightrft.rewards.types import RewardError
+from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.strategy_base import StrategyBase
 
 
@@ -207,19 +208,19 @@ def _components_under(names: tuple[str, ...], table: RowTable) -> NDArray[np.flo
     return values
 
 
-def exchange(scored: Sequence[ScoredRollout] | Exception, strategy: StrategyBase) -> RowTable:
+def exchange(scored: Sequence[ScoredRollout] | Exception, context: DistributedContext) -> RowTable:
     """The rows of all ranks, ordered by sample id, on every rank.
 
     Args:
         scored: This rank's samples, or why there are none.
-        strategy: Gathers the bytes of all ranks.
+        context: Gathers the bytes of all ranks.
 
     Raises:
         RewardError: Another rank failed; every rank raises, so that none waits for it.
         Exception: This rank failed: its own exception.
     """
     message = pickle.dumps(str(scored)) if isinstance(scored, Exception) else to_wire(scored)
-    outcomes = strategy.gather_bytes(message)
+    outcomes = context.gather_bytes(message)
     if isinstance(scored, Exception):
         raise scored
     messages = [pickle.loads(data) for data in outcomes]

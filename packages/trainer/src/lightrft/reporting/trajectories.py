@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lightrft.experience.maker import StepExperience
-    from lightrft.rollout.rollout_groups import Decoder
+    from lightrft.rollout.source import Decoder
 
 
 # Of a tool's answer in a line about a sample; the journal has all of it.
@@ -182,7 +182,7 @@ def _turns(rollout: Rollout) -> dict[str, object]:
 
 def thumbnails(rollout: Rollout) -> list[str]:
     """Data addresses of a row's first images, and of the first frames of its prompt's videos."""
-    sources = [*rollout.images, *(video.frames[0] for video in rollout.prompt.videos)]
+    sources = [*rollout.images, *(video.frames[0] for video in rollout.prompt.media.videos)]
     found = []
     for source in sources[:MAX_THUMBNAILS]:
         picture = source.decode()

@@ -16,6 +16,8 @@ import numpy as np
 from lightrft.engines.ledger import Key, LedgerEntry
 from lightrft.records.columns import Column, Values, vouched_columns
 from lightrft.records.rollout import Rollout, Segment
+from lightrft.strategy.distributed.context import DistributedContext
+from lightrft.strategy.engine.session import EngineSession
 from lightrft.strategy.strategy_base import StrategyBase
 
 Call = tuple[int, int]  # request id, sample index
@@ -56,26 +58,26 @@ class Evidence:
 
 
 def take_evidence(
-    rollouts: Sequence[Rollout], strategy: StrategyBase, *, special_ids: Collection[int] = ()
+    rollouts: Sequence[Rollout], session: EngineSession, *, special_ids: Collection[int] = ()
 ) -> Evidence:
     """Journal and ledger of this rank, whose engine's ledger is emptied; collective.
 
     Args:
         rollouts: This rank's.
-        strategy: Hosts the engine.
+        session: Of the engine.
         special_ids: See `Evidence`.
 
     Raises:
         LedgerError: Ranks of one engine sampled different tokens for one request.
     """
-    engine = strategy.inference_engine
+    engine, context = session.engine, session.context
     taken = [] if engine is None else engine.ledger.take()
     entries: dict[Key, LedgerEntry] = {}
     _add(entries, taken)
     digests = {_digest(entry.key): _digest(entry) for entry in taken}
     # The ranks of a tensor-parallel group all write what the group samples.
-    group = strategy.engine_mp_group
-    for theirs in [] if group is None else strategy.gather_objects(digests, group):
+    group = context.engine_mp_group
+    for theirs in [] if group is None else context.gather_objects(digests, group):
         odd = [
             entry for entry in taken if theirs.get(_digest(entry.key)) not in (None, _digest(entry))
         ]
@@ -86,20 +88,20 @@ def take_evidence(
 
 
 def share_entries(
-    evidence: Evidence, carried: Sequence[LedgerEntry], strategy: StrategyBase
+    evidence: Evidence, carried: Sequence[LedgerEntry], context: DistributedContext
 ) -> Evidence:
     """The evidence with the entries of all ranks; collective.
 
     Args:
         evidence: Of this rank.
         carried: Entries of earlier steps, the same on every rank.
-        strategy: Gathers.
+        context: Gathers.
 
     Raises:
         LedgerError: A request was sampled twice in one context.
     """
     entries = {entry.key: entry for entry in carried}
-    for theirs in strategy.gather_objects(list(evidence.entries.values())):
+    for theirs in context.gather_objects(list(evidence.entries.values())):
         _add(entries, theirs)
     return replace(evidence, entries=entries, is_shared=True)
 

@@ -7,224 +7,101 @@ keeps the logprob and the version of the weights that sampled it.
 Source: Kimi Team 2025 (k1.5), arXiv:2501.12599, sec. 2.6.2.
 """
 
-from __future__ import annotations
-
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
-from functools import cache
-from typing import Self, cast, get_args, get_origin, get_type_hints
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
-from lightrft.engines.ledger import LedgerEntry
-from lightrft.engines.types import (
-    Completion,
-    Facts,
-    FinishReason,
-    GenerationRequest,
-    LogprobsMode,
-    SamplingParams,
-)
-from lightrft.records.columns import join_facts
-from lightrft.records.rollout import Segment
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
+from lightrft.records.media import require_text
+from lightrft.records.rollout import Rollout
+from lightrft.rollout.carry import InFlightGroup, OpenSample, PartialRolloutState
+from lightrft.rollout.scoring import finished_samples, open_scorer
+from lightrft.rollout.single_turn import RolloutGroups, generate
+from lightrft.rollout.source import PartialReport, SampleRequests, Samples, SourceParts
+from lightrft.strategy.distributed.context import DistributedContext
+from lightrft.strategy.engine.session import EngineSession
 
 # Every call of the engine draws under a seed of its own.
 _SEED_STEP = 2_000_003
 
 
-@dataclass(frozen=True, slots=True)
-class OpenSample:
-    """A response so far.
+class PartialSource:
+    """Source of the groups that are finished first; the others are its state.
 
     Args:
-        token_ids: What was sampled.
-        logprobs: fp32 logprob of each token under the weights that sampled it.
-        versions: Version of those weights, for each token.
-        finish_reason: None while it goes on.
-        segments: The calls of the engine that sampled it.
-        facts: As in `Completion`.
+        parts: Of the run.
     """
 
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    versions: tuple[int, ...] = ()
-    finish_reason: FinishReason | None = None
-    segments: tuple[Segment, ...] = ()
-    facts: Facts = field(default_factory=dict)
+    def __init__(self, parts: SourceParts) -> None:
+        self._parts = parts
 
-    def extended(self, part: Completion, *, max_tokens: int) -> OpenSample:
-        """The response with a further part.
-
-        Args:
-            part: What the engine sampled after it.
-            max_tokens: Length at which a response ends.
-        """
-        token_ids = (*self.token_ids, *part.output_token_ids)
-        is_over = part.finish_reason != "length" or len(token_ids) >= max_tokens
-        return OpenSample(
-            token_ids,
-            (*self.logprobs, *part.output_logprobs),
-            (*self.versions, *(part.weights_version for _ in part.output_token_ids)),
-            part.finish_reason if is_over else None,
-            (*self.segments, Segment(part.request_id, part.sample_index)),
-            join_facts((len(self.token_ids), self.facts), (len(part.output_token_ids), part.facts)),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class InFlightGroup:
-    """A prompt and its responses so far.
-
-    Args:
-        request_id: Number of the prompt in the run.
-        prompt: The data row.
-        samples: One a response.
-    """
-
-    request_id: int
-    prompt: Prompt
-    samples: tuple[OpenSample, ...]
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether all responses are."""
-        return all(sample.finish_reason is not None for sample in self.samples)
-
-    @property
-    def oldest_version(self) -> int | None:
-        """Of the weights that sampled any of its tokens; None before the first."""
-        return min((v for sample in self.samples for v in sample.versions), default=None)
-
-    def completions(self, logprobs_mode: LogprobsMode) -> list[Completion]:
-        """The finished responses as completions of the prompt."""
-        return [
-            Completion(
-                request_id=self.request_id,
-                sample_index=index,
-                prompt_token_ids=self.prompt.token_ids,
-                output_token_ids=sample.token_ids,
-                output_logprobs=sample.logprobs,
-                logprobs_mode=logprobs_mode,
-                finish_reason=sample.finish_reason or "abort",
-                weights_version=max(sample.versions, default=-1),
-                facts=sample.facts,
+    def sample(self, requests: SampleRequests) -> Samples:
+        """See `RolloutSource`."""
+        parts, carry = self._parts, requests.carry
+        groups, num_prompts = self._opened(requests)
+        with requests.timer.stage("rollout"), requests.recording(parts):
+            chosen, report = finish_groups(
+                replace(carry, groups=(*carry.groups, *groups)),
+                requests.num_prompts,
+                config=parts.config,
+                sampling_params=requests.params,
+                session=parts.session,
             )
-            for index, sample in enumerate(self.samples)
+            rollouts = [
+                item for i in requests.positions for item in self._rollouts(chosen[i], i, requests)
+            ]
+        samples = finished_samples(
+            parts,
+            requests,
+            rollouts,
+            scorer=open_scorer(parts, [item.prompt for item in rollouts]),
+            carried=carry.entries,
+        )
+        evidence = samples.evidence
+        if evidence is not None:
+            report = replace(report, carry=report.carry.with_entries(evidence.entries.values()))
+        return replace(samples, num_prompts=num_prompts, partial=report)
+
+    def _opened(self, requests: SampleRequests) -> tuple[list[InFlightGroup], int]:
+        """Groups of as many prompts as may be in flight, and their number; collective."""
+        prompts, draw = requests.prompts, requests.next_prompts
+        groups: list[InFlightGroup] = []
+        while True:
+            require_text(prompts, "partial_rollout")
+            groups += open_groups(
+                prompts,
+                first_request_id=requests.first_request_id + len(groups),
+                group_size=requests.params.n,
+                context=self._parts.context,
+            )
+            num_in_flight = len(requests.carry.groups) + len(groups)
+            if draw is None or num_in_flight >= self._parts.config.num_prompts_in_flight:
+                return groups, len(groups)
+            prompts = draw()
+
+    def _rollouts(
+        self, group: InFlightGroup, group_id: int, requests: SampleRequests
+    ) -> list[Rollout]:
+        rollouts = RolloutGroups(
+            [group.prompt],
+            [group.request_id],
+            group_ids=[group_id],
+            group_size=len(group.samples),
+            decoder=self._parts.decoder,
+        ).in_order(group.completions(requests.params.logprobs_mode))
+        return [
+            replace(item, token_versions=sample.versions, segments=sample.segments)
+            for item, sample in zip(rollouts, group.samples, strict=True)
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class PartialRolloutState:
-    """What a step leaves to the next one; the same on every rank.
-
-    Args:
-        groups: Ordered by request id; those without tokens have not begun.
-        num_calls: Calls of the engine so far; each has random numbers of its own.
-        weights_version: Of the engine during the step.
-        entries: What the engines' ledgers say about the groups that have begun.
-    """
-
-    groups: tuple[InFlightGroup, ...] = ()
-    num_calls: int = 0
-    weights_version: int = -1
-    entries: tuple[LedgerEntry, ...] = ()
-
-    def with_entries(self, entries: Iterable[LedgerEntry]) -> PartialRolloutState:
-        """The same with those entries that belong to its groups."""
-        calls = {
-            (segment.request_id, segment.sample_index)
-            for group in self.groups
-            for sample in group.samples
-            for segment in sample.segments
-        }
-        kept = (entry for entry in entries if entry.key[:2] in calls)
-        return replace(self, entries=tuple(kept))
-
-    def rebased(self, weights_version: int) -> PartialRolloutState:
-        """The same for an engine that counts anew.
-
-        Args:
-            weights_version: Its version of the weights that followed those of the step.
-        """
-        if not self.groups:
-            return self
-        shift = weights_version - (self.weights_version + 1)
-        groups = tuple(
-            replace(
-                group,
-                samples=tuple(
-                    replace(sample, versions=tuple(v + shift for v in sample.versions))
-                    for sample in group.samples
-                ),
-            )
-            for group in self.groups
-        )
-        entries = tuple(
-            replace(entry, weights_version=entry.weights_version + shift) for entry in self.entries
-        )
-        return replace(self, groups=groups, weights_version=weights_version - 1, entries=entries)
-
-    def to_json(self) -> str:
-        """Text for a checkpoint."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: object) -> Self:
-        """What `to_json` gave.
-
-        Raises:
-            ValueError: The text is none of ours.
-        """
-        try:
-            return cast("Self", _read(cls, json.loads(str(text))))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"the checkpoint's unfinished responses cannot be read: {error!r}; start anew, or "
-                "load it with load_module_only"
-            ) from error
-
-
-_hints = cache(get_type_hints)
-
-
-def _read(kind: object, value: object) -> object:
-    """The records, tuples and mappings that values of JSON stand for."""
-    if is_dataclass(kind) and isinstance(kind, type):
-        types, given = _hints(kind), cast("dict[str, object]", value)
-        return kind(**{name: _read(types[name], each) for name, each in given.items()})
-    if get_origin(kind) is tuple:
-        return tuple(_read(get_args(kind)[0], each) for each in cast("list[object]", value))
-    if get_origin(kind) is Mapping:
-        given = cast("dict[str, object]", value)
-        return {name: _read(get_args(kind)[1], each) for name, each in given.items()}
-    return value
-
-
-@dataclass(frozen=True, slots=True)
-class PartialReport:
-    """What a step sampled, finished and left.
-
-    Args:
-        carry: For the next step.
-        version: Of the weights of this step.
-        num_chunks: Calls of the engine.
-        num_sampled_tokens: Sampled in this step, over all ranks.
-        num_carried: Groups that have begun and go on.
-        num_carried_tokens: Tokens that they have.
-    """
-
-    carry: PartialRolloutState
-    version: int
-    num_chunks: int
-    num_sampled_tokens: int
-    num_carried: int
-    num_carried_tokens: int
-
-
 def open_groups(
-    prompts: Sequence[Prompt], *, first_request_id: int, group_size: int, strategy: StrategyBase
+    prompts: Sequence[Prompt],
+    *,
+    first_request_id: int,
+    group_size: int,
+    context: DistributedContext,
 ) -> list[InFlightGroup]:
     """The prompts of all ranks as groups without tokens, in global order; collective.
 
@@ -232,10 +109,10 @@ def open_groups(
         prompts: This rank's; every rank has equally many.
         first_request_id: Of the first prompt over all ranks.
         group_size: Responses of each.
-        strategy: Gathers the prompts.
+        context: Gathers the prompts.
     """
-    shares: list[list[Prompt]] = strategy.gather_objects(list(prompts))
-    distributed = [share[i] for i in range(len(prompts)) for share in shares]
+    by_rank: list[list[Prompt]] = context.gather_objects(list(prompts))
+    distributed = [own[i] for i in range(len(prompts)) for own in by_rank]
     empty = (OpenSample(),) * group_size
     return [
         InFlightGroup(first_request_id + i, prompt, empty) for i, prompt in enumerate(distributed)
@@ -248,7 +125,7 @@ def finish_groups(
     *,
     config: TrainConfig,
     sampling_params: SamplingParams,
-    strategy: StrategyBase,
+    session: EngineSession,
 ) -> tuple[list[InFlightGroup], PartialReport]:
     """Continues what is in flight until enough groups are finished; collective.
 
@@ -260,15 +137,15 @@ def finish_groups(
         num_wanted: Groups that a step trains on.
         config: How many prompts are in flight, and how old their tokens may become.
         sampling_params: Of whole responses; `max_tokens` is the longest.
-        strategy: Generates.
+        session: Generates.
 
     Returns:
-        The groups to train on, the same on every rank, and what became of the others.
+        The groups to train on, the same on every rank, and a report of the others.
 
     Raises:
         ValueError: There are fewer groups than wanted, or no engine.
     """
-    engine = strategy.inference_engine
+    engine = session.engine
     if engine is None or len(carry.groups) < num_wanted:
         raise ValueError(
             f"partial rollouts need an engine and {num_wanted} prompts or more: got "
@@ -283,7 +160,7 @@ def finish_groups(
         num_calls += 1
         seed = sampling_params.seed + _SEED_STEP * num_calls
         params = replace(sampling_params, n=1, max_tokens=chunk, seed=seed)
-        flight = _continue(flight, params, sampling_params.max_tokens, strategy)
+        flight = _continue(flight, params, sampling_params.max_tokens, session)
     chosen = sorted(
         (group for group in flight.values() if group.is_finished),
         key=lambda group: (group.request_id not in due, group.oldest_version, group.request_id),
@@ -323,7 +200,7 @@ def _continue(
     flight: dict[int, InFlightGroup],
     params: SamplingParams,
     max_tokens: int,
-    strategy: StrategyBase,
+    session: EngineSession,
 ) -> dict[int, InFlightGroup]:
     """Every unfinished response with one more chunk; distributed over ranks evenly."""
     places = [
@@ -332,7 +209,7 @@ def _continue(
         for index, sample in enumerate(group.samples)
         if sample.finish_reason is None
     ]
-    own = places[strategy.get_rank() :: strategy.world_size]
+    own = places[session.context.rank :: session.context.world_size]
     requests = []
     for key, index in own:
         group, sample = flight[key], flight[key].samples[index]
@@ -343,14 +220,14 @@ def _continue(
                 max_tokens=min(params.max_tokens, max_tokens - len(sample.token_ids)),
             )
         )
-    parts: list[Completion] = strategy.gather_and_generate(params, requests, sleep_engine=False)
+    parts = generate(session, params, requests)
     # Every rank knows the contexts.
     found = {
         place: replace(part, prompt_token_ids=()) for place, part in zip(own, parts, strict=True)
     }
     everything: dict[tuple[int, int], Completion] = {}
-    for share in strategy.gather_objects(found):
-        everything |= share
+    for theirs in session.context.gather_objects(found):
+        everything |= theirs
     return {
         key: replace(
             group,

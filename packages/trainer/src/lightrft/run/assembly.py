@@ -1,4 +1,4 @@
-"""A whole run from one configuration: data, rewards, strategy, models, engine, trainer."""
+"""A whole run from one configuration: inputs, strategy, stage, loop."""
 
 from __future__ import annotations
 
@@ -8,69 +8,35 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import cast
 
-from torch.utils.data import DataLoader
-
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import TrainConfig
+from lightrft.config.registry import STAGES, START_HOOKS
 from lightrft.config.toml import write_whole
-from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
-from lightrft.datasets.media import VisionPrompts
-from lightrft.datasets.prompt_stream import planned_steps
-from lightrft.datasets.prompts import load_texts
-from lightrft.datasets.render import PromptTokenizer
-from lightrft.models import load_tokenizer
 from lightrft.reporting.console import RunConsole
-from lightrft.reporting.files import (
-    CONFIG_FILE,
-    METRICS_FILE,
-    SAMPLES_FILE,
-    SUMMARY_FILE,
-    TRAJECTORIES_FILE,
-    JsonLines,
-    set_aside,
-)
+from lightrft.reporting.files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, JsonLines, set_aside
 from lightrft.reporting.loggers import JsonLinesLogger, MetricsLogger, own_loggers
 from lightrft.reporting.rank_log import rank_log
 from lightrft.reporting.trackers import build_trackers
-from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
-from lightrft.rewards import CombinedReward
-from lightrft.rewards.types import RewardRecipes
-from lightrft.rollout.environments.rounds import Environments
-from lightrft.run.alarms import RunAlarmError, run_verdict
-from lightrft.run.models import (
-    build_model_rewards,
-    build_models,
-    build_run_reward,
-    reward_recipes,
-)
+from lightrft.run.loop import Loop, LoopResult
 from lightrft.run.resume import RunPlan, plan_run
 from lightrft.run.start import end_run, sole_writer, start_run
 from lightrft.run.stopping import RunStoppedError
 from lightrft.run.threads import choose_threads
-from lightrft.run.vision import load_vision
-from lightrft.stages.algorithm import algorithm_problems
-from lightrft.stages.construction import decide_by_machine, read_model_facts
-from lightrft.stages.pretrain_mix import PretrainMix
+from lightrft.stages.alarms import RunAlarmError, run_verdict
+from lightrft.stages.stage import StageInputs
 from lightrft.strategy import get_strategy
 from lightrft.strategy.distributed.console_sink import console_sink
 from lightrft.strategy.distributed.context import print_on_first_rank
-from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.tools.plan.start_check import check_budget
-from lightrft.trainer.spmd_ppo_trainer import LoopResult, SPMDPPOTrainer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 EMA_FOLDER = "model_ema"
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What a run ended with; written to `summary.json`.
+    """The end of a run; written to `summary.json`.
 
     Args:
         output_dir, model_dir: Where the results are.
@@ -99,28 +65,10 @@ class RunSummary:
     verdict: str
 
 
-@dataclass(frozen=True, slots=True)
-class RunInputs:
-    """What is read and checked before any process group or model exists."""
-
-    tokenizer: PreTrainedTokenizerBase
-    prompts: PromptDataset
-    eval_prompts: tuple[Prompt, ...]
-    reward: CombinedReward
-    environments: Environments | None = None
-    pretrain: PretrainMix | None = None
-    recipes: RewardRecipes | None = None
-    vision: VisionPrompts | None = None
-
-    @property
-    def saved_text(self) -> PreTrainedTokenizerBase | ProcessorMixin:
-        """What is saved beside a model: its processor, or its tokenizer."""
-        return self.tokenizer if self.vision is None else self.vision.encoder.processor
-
-
 def run_training(
     config: TrainConfig,
     *,
+    stage: str = "policy",
     loggers: Sequence[MetricsLogger] = (),
     stop_request: Callable[[], bool] | None = None,
 ) -> RunSummary:
@@ -131,6 +79,7 @@ def run_training(
 
     Args:
         config: What to do.
+        stage: Name or import string of what is trained, see `config.registry.STAGES`.
         loggers: Further receivers of metrics on the first rank.
         stop_request: Says whether this process was asked to stop; all ranks then stop together.
 
@@ -146,10 +95,9 @@ def run_training(
     with ExitStack() as stack:
         plan = plan_run(config)
         config = config.replaced(plan.kept)
-        inputs = read_inputs(config)
-        stack.callback(inputs.reward.close)
-        if inputs.environments is not None:
-            stack.callback(inputs.environments.close)
+        read = cast("Callable[[TrainConfig], StageInputs]", STAGES.load(stage))
+        inputs = read(config)
+        stack.callback(inputs.close)
         folder, rank = Path(config.output_dir), int(os.environ.get("RANK", "0"))
         console: RunConsole | None = None
         if rank == 0:
@@ -157,42 +105,36 @@ def run_training(
             console = _open_console(config, stack)
             _open_folder(config, plan)
         stack.enter_context(rank_log(folder, rank))
-        if rank == 0:
-            loggers = (*build_trackers(config), *own_loggers(config), *loggers)
-        strategy = stack.enter_context(get_strategy(config))
-        facts = read_model_facts(config, strategy)
-        strategy.check_model_size(facts.num_weights)
-        config = decide_by_machine(config, strategy, facts=facts)
-        config = choose_threads(config, strategy)
-        config = check_budget(config, strategy)
-        trainer, loader = build_trainer(config, inputs, strategy, loggers=loggers, console=console)
-        stack.callback(trainer.close)
-        num_resumed = start_run(config, trainer, plan)
         if console is not None:
+            trackers = (*build_trackers(config), *own_loggers(config))
+            loggers = (console, JsonLinesLogger(folder / METRICS_FILE), *trackers, *loggers)
+        strategy = stack.enter_context(get_strategy(config))
+        config = _ready(config, inputs, strategy)
+        loop = Loop(inputs.build(config, strategy), loggers)
+        stack.callback(loop.close)
+        num_planned, num_resumed = loop.stage.planned_steps(), start_run(config, loop, plan)
+        if console is not None:
+            console.plan(num_planned)
             console.continue_after(num_resumed)
-        result = trainer.fit(prompts_dataloader=loader, stop_request=stop_request)
+        result = loop.run(num_planned, stop_request=stop_request)
         if result.was_stopped:
             strategy.finish_saving()
             end_run(config, strategy, "stopped", result.num_steps)
             raise RunStoppedError(result.num_steps, config.output_dir)
-        _save_models(config, strategy, trainer, inputs)
-        summary = _summarise(config, strategy, result, num_resumed, started)
-        if strategy.is_rank_0():
-            text = json.dumps(asdict(summary), indent=2) + "\n"
-            write_whole(Path(config.output_dir) / SUMMARY_FILE, text)
-        end_run(config, strategy, "finished", result.num_steps)
-        strategy.print(summary.verdict)
-        if result.alarms:
-            raise RunAlarmError(
-                f"stop_on_alarm ended the run after step {result.num_steps}: "
-                f"{'; '.join(result.alarms)}; model and checkpoint are in {config.output_dir}, "
-                "--load_checkpoint continues"
-            )
-        return summary
+        return _finish(config, loop, result, num_resumed=num_resumed, started=started)
+
+
+def _ready(config: TrainConfig, inputs: StageInputs, strategy: StrategyBase) -> TrainConfig:
+    """The configuration with all that is decided on the machine; collective."""
+    config = choose_threads(inputs.decided(config, strategy), strategy)
+    for name in START_HOOKS:
+        hook = cast("Callable[[TrainConfig, StrategyBase], TrainConfig]", START_HOOKS.load(name))
+        config = hook(config, strategy)
+    return config.replaced({"ckpt_path": str(config.checkpoint_dir)})
 
 
 def _open_console(config: TrainConfig, stack: ExitStack) -> RunConsole:
-    """What shows the run until the stack is closed; all lines of this process go there."""
+    """The console of the run until the stack is closed; all lines of this process go there."""
     console = RunConsole(
         every=config.logging_steps,
         heartbeat_seconds=config.heartbeat_seconds,
@@ -218,198 +160,36 @@ def _open_folder(config: TrainConfig, plan: RunPlan) -> None:
         config.save(folder / CONFIG_FILE)
 
 
-def _save_models(
-    config: TrainConfig, strategy: StrategyBase, trainer: SPMDPPOTrainer, inputs: RunInputs
-) -> None:
-    strategy.save_model(trainer.actor, inputs.saved_text, str(config.model_dir))
-    if trainer.ema_model is not None:
-        folder = Path(config.output_dir) / EMA_FOLDER
-        strategy.save_model(trainer.ema_model, inputs.saved_text, str(folder))
-    strategy.finish_saving()
-
-
-def read_inputs(config: TrainConfig) -> RunInputs:
-    """Checks the options, then reads tokenizer, data and rewards."""
-    _check_options(config)
-    tokenizer = load_tokenizer(str(config.pretrain), chat_template=config.chat_template)
-    vision = load_vision(config)
-    environments = build_environments(config, tokenizer, vision)
-    shown = (vision or tokenizer) if environments is None else environments.prompt_tokenizer
-    prompts = load_run_prompts(config, shown)
-    if len(prompts) < config.rollout_batch_size:
-        raise ConfigError(
-            f"{config.prompt_data} has {len(prompts)} usable prompts, less than one step takes: "
-            f"lower rollout_batch_size (got {config.rollout_batch_size}) or give more prompts"
-        )
-    eval_prompts: tuple[Prompt, ...] = ()
-    if config.eval_data is not None:
-        eval_prompts = load_run_prompts(config, shown, for_evaluation=True).prompts
-    recipes = reward_recipes(config, (*prompts.prompts, *eval_prompts))
-    reward = build_run_reward(config, recipes=recipes)
-    return RunInputs(
-        tokenizer,
-        prompts,
-        eval_prompts,
-        reward,
-        environments,
-        pretrain_mix(config, tokenizer),
-        recipes,
-        vision,
-    )
-
-
-def build_environments(
+def _finish(
     config: TrainConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    vision: VisionPrompts | None = None,
+    loop: Loop[object],
+    result: LoopResult,
     *,
-    has_journal: bool = True,
-) -> Environments | None:
-    """What answers the calls of the model, or None without `environment` and `tools`."""
-    if not config.has_episodes:
-        return None
-    return Environments(
-        config,
-        tokenizer,
-        has_system=config.system_prompt is not None,
-        folder=Path(config.output_dir) if has_journal else None,
-        vision=vision,
-    )
-
-
-def pretrain_mix(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainMix | None:
-    """The texts of `pretrain_data`, or None without."""
-    if config.pretrain_data is None or config.ptx_coef == 0:
-        return None
-    texts = load_texts(
-        config.pretrain_data,
-        tokenizer,
-        text_key=config.pretrain_column,
-        max_tokens=config.prompt_max_len + config.generate_max_len,
-        end_token_id=tokenizer.eos_token_id,
-    )
-    batch_size = config.ptx_batch_size or config.train_batch_size
-    return PretrainMix(texts, config.ptx_coef, batch_size, config.seed)
-
-
-def build_trainer(
-    config: TrainConfig,
-    inputs: RunInputs,
-    strategy: StrategyBase,
-    *,
-    loggers: Sequence[MetricsLogger] = (),
-    console: RunConsole | None = None,
-) -> tuple[SPMDPPOTrainer, DataLoader[Prompt]]:
-    """Models, engine, trainer and the loader of this rank's prompts."""
-    loader = strategy.setup_dataloader(
-        inputs.prompts, config.rollout_batch_size // strategy.world_size, collate_fn=collate_prompts
-    )
-    num_steps = planned_steps(loader, config, strategy.world_size)
-    strategy.print(inputs.prompts.report.summary())
-    for note in () if inputs.environments is None else inputs.environments.notes:
-        strategy.print(note)
-    warn_without_end(inputs.tokenizer, config, strategy.print)
-    strategy.print(f"{num_steps} steps of {config.rollout_batch_size} prompts")
-    if console is not None:
-        console.plan(num_steps)
-    with phase("load the models", timedelta(minutes=config.timeout_minutes)):
-        models = build_models(config, strategy, num_steps * config.steps_per_rollout)
-    strategy.setup_inference_engine(config, config.engine_type, actor=models.actor)
-    folder = Path(config.output_dir)
-    trainer = SPMDPPOTrainer(
-        strategy,
-        models.actor,
-        models.critic,
-        inputs.reward,
-        models.reference,
-        models.average,
-        processor=None if inputs.vision is None else inputs.vision.encoder.processor,
-        tokenizer=inputs.tokenizer,
-        eval_prompts=inputs.eval_prompts,
-        loggers=(
-            *(() if console is None else (console,)),
-            *((JsonLinesLogger(folder / METRICS_FILE),) if strategy.is_rank_0() else ()),
-            *loggers,
-        ),
-        sample_log=SampleLog(folder / SAMPLES_FILE),
-        trajectory_log=trajectory_log(config),
-        pretrain=inputs.pretrain,
-        environments=inputs.environments,
-        model_rewards=build_model_rewards(
-            config,
-            strategy,
-            models.reward_models,
-            tokenizer=inputs.tokenizer,
-            recipes=inputs.recipes,
-        ),
-        ckpt_path=str(config.checkpoint_dir),
-        fused_linear_logprob=config.fused_linear_logprob,
-    )
-    return trainer, loader
-
-
-def warn_without_end(
-    tokenizer: PreTrainedTokenizerBase, config: TrainConfig, write: Callable[[str], None]
-) -> None:
-    """Writes a line if the tokenizer has no token at which a response could end."""
-    if tokenizer.eos_token_id is None:
-        write(
-            f"warning: the tokenizer of {config.pretrain} has no end-of-sequence token: responses "
-            f"end only at generate_max_len = {config.generate_max_len} tokens, unless the model's "
-            "generation_config.json names another end"
-        )
-
-
-def trajectory_log(config: TrainConfig) -> TrajectoryLog | None:
-    """The log of single tokens, or None."""
-    if not config.save_trajectories:
-        return None
-    return TrajectoryLog(
-        Path(config.output_dir) / TRAJECTORIES_FILE,
-        num_samples=config.num_trajectories_to_save,
-        every=config.trajectory_steps or max(1, config.save_steps),
-    )
-
-
-def load_run_prompts(
-    config: TrainConfig, tokenizer: PromptTokenizer, *, for_evaluation: bool = False
-) -> PromptDataset:
-    """The prompts of `prompt_data`, or those of `eval_data`.
+    num_resumed: int,
+    started: float,
+) -> RunSummary:
+    """Writes the models and the summary of a run that reached its end or an alarm; collective.
 
     Raises:
-        DataError: They cannot be read.
+        RunAlarmError: An alarm ended it.
     """
-    if for_evaluation:
-        return load_prompts(
-            str(config.eval_data),
-            tokenizer,
-            config,
-            max_samples=config.max_eval_samples,
-            split=config.eval_split,
+    strategy = loop.strategy
+    loop.save_model(config.model_dir)
+    loop.save_model(Path(config.output_dir) / EMA_FOLDER, is_average=True)
+    strategy.finish_saving()
+    summary = _summarise(config, strategy, result, num_resumed, started)
+    if strategy.is_rank_0():
+        text = json.dumps(asdict(summary), indent=2) + "\n"
+        write_whole(Path(config.output_dir) / SUMMARY_FILE, text)
+    end_run(config, strategy, "finished", result.num_steps)
+    strategy.print(summary.verdict)
+    if result.alarms:
+        raise RunAlarmError(
+            f"stop_on_alarm ended the run after step {result.num_steps}: "
+            f"{'; '.join(result.alarms)}; model and checkpoint are in {config.output_dir}, "
+            "--load_checkpoint continues"
         )
-    return load_prompts(
-        str(config.prompt_data),
-        tokenizer,
-        config,
-        max_samples=config.max_samples,
-        split=config.prompt_split,
-        probabilities=config.prompt_data_probs,
-    )
-
-
-def _check_options(config: TrainConfig) -> None:
-    """Raises a ConfigError that lists all that is missing or does not fit."""
-    missing = [
-        f"--{name} is missing"
-        for name, value in (("pretrain", config.pretrain), ("prompt_data", config.prompt_data))
-        if value is None
-    ]
-    if missing:
-        raise ConfigError("\n".join(missing))
-    config.check_world_size(int(os.environ.get("WORLD_SIZE", "1")))
-    problems = algorithm_problems(config)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    return summary
 
 
 def _summarise(

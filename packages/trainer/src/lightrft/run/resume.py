@@ -36,7 +36,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What a command does with its run folder.
+    """Decision of a command about its run folder.
 
     Args:
         resumes: It continues from the newest whole checkpoint.
@@ -113,11 +113,12 @@ def shows_checkpoints(folder: Path) -> bool:
     The critic's is written before the actor's: the first of them alone is half a checkpoint.
     """
     num_critics = len(checkpoint_folders(folder / "_critic"))
-    return bool(checkpoint_folders(folder / "_actor")) or num_critics > 1
+    mains = [path for path in folder.glob("_*") if path.name != "_critic"]
+    return num_critics > 1 or any(checkpoint_folders(path) for path in mains)
 
 
 def decided_before(folder: Path, config: TrainConfig) -> dict[str, object]:
-    """What the run in `folder` decided by its machine, of the options that are open here."""
+    """Options that the run in `folder` left to its machine and that are open here."""
     old = TrainConfig.load(folder / CONFIG_FILE)
     return {
         name: old.__dict__[name]

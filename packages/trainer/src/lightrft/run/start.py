@@ -1,4 +1,4 @@
-"""What stands in a run's folder before its first step and after its last."""
+"""The files of a run's folder before its first step and after its last."""
 
 import fcntl
 import os
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 from lightrft.config import TrainConfig
 from lightrft.reporting.files import (
@@ -19,16 +20,17 @@ from lightrft.reporting.files import (
     write_start,
 )
 from lightrft.reporting.loggers import drop_steps_after
+from lightrft.run.loop import Loop
 from lightrft.run.resume import Change, RunPlan, describe_inputs
 from lightrft.strategy.config import ConfigError
 from lightrft.strategy.optimizers import PlannedLR
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
 LOCK_FILE = ".lock"
+Batch = TypeVar("Batch")
 
 
-def start_run(config: TrainConfig, trainer: SPMDPPOTrainer, plan: RunPlan) -> int:
+def start_run(config: TrainConfig, loop: Loop[Batch], plan: RunPlan) -> int:
     """Continues from a checkpoint if that is the plan, and writes the first files of the run.
 
     Lines of steps that the checkpoint does not have are removed: they are about to come again.
@@ -36,10 +38,10 @@ def start_run(config: TrainConfig, trainer: SPMDPPOTrainer, plan: RunPlan) -> in
     Returns:
         Steps that the checkpoint brought along.
     """
-    strategy = trainer.strategy
-    resumed = plan.resumes and trainer.load_checkpoint()
-    num_steps = trainer.state.num_steps
-    rows = resume_rows(config, trainer, plan.changes) if resumed else []
+    strategy = loop.strategy
+    resumed = plan.resumes and loop.load_checkpoint()
+    num_steps = loop.state.num_steps
+    rows = resume_rows(config, loop, plan.changes) if resumed else []
     if resumed:
         strategy.print(resume_table(config, num_steps, rows))
     if strategy.is_rank_0():
@@ -69,16 +71,16 @@ def end_run(config: TrainConfig, strategy: StrategyBase, event: str, num_steps: 
 
 
 def resume_rows(
-    config: TrainConfig, trainer: SPMDPPOTrainer, changes: Sequence[Change]
+    config: TrainConfig, loop: Loop[Batch], changes: Sequence[Change]
 ) -> list[tuple[str, str]]:
     """Name and state of everything that a checkpoint brought back."""
-    state, strategy = trainer.state, trainer.strategy
-    folder = config.checkpoint_dir / "_actor" / f"global_step{state.num_steps}"
+    state, strategy, stage = loop.state, loop.strategy, loop.stage
+    main = stage.models.main
+    folder = config.checkpoint_dir / f"_{main.name}" / f"global_step{state.num_steps}"
     num_files = sum(path.is_file() for path in folder.rglob("*"))
     num_generators = len(list((folder / "rng").glob("*.json")))
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))
-    models = "actor" if trainer.critic is None else "actor and critic"
-    moments = state.reward_moments
+    models = " and ".join(trained.name for trained in stage.models.trained)
     sync = strategy.last_weight_sync
     rows = [
         ("checkpoint", f"{folder}: complete, {num_files} files, written {written}"),
@@ -88,18 +90,14 @@ def resume_rows(
             "generators",
             f"{min(num_generators, strategy.world_size)} of {strategy.world_size} processes",
         ),
-        ("data", f"pass {state.episode + 1}, {state.num_episode_prompts} of its prompts used"),
-        ("kl_coef", f"{state.kl.coef:g}"),
-        ("reward moments", "not used" if moments is None else f"of {moments.count} rewards"),
-        (
-            "engine",
-            "holds the restored weights"
-            + (f", version {sync.weights_version}" if sync is not None else ""),
-        ),
+        ("data", f"pass {state.episode + 1}, {state.num_consumed} of its {stage.item_name} used"),
+        *stage.memory.rows(),
     ]
-    scheduler = trainer.actor_scheduler
-    if isinstance(scheduler, PlannedLR) and scheduler.change:
-        rows.append(("learning rate", scheduler.change))
+    if stage.syncs_engine:
+        version = "" if sync is None else f", version {sync.weights_version}"
+        rows.append(("engine", f"holds the restored weights{version}"))
+    if isinstance(main.scheduler, PlannedLR) and main.scheduler.change:
+        rows.append(("learning rate", main.scheduler.change))
     for change in changes:
         kind = "changed" if change.is_free else "changed, exactness lost"
         rows.append((kind, str(change)))

@@ -1,17 +1,19 @@
-"""What a trainer remembers between steps; all of it goes into a checkpoint."""
+"""Progress of a run, and the checkpoints that hold it beside the models of the stage.
+
+A run's checkpoints are `ckpt_path`/_NAME for each model that is trained; those of the main model
+hold its moving average, too.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from pathlib import Path
 
-from lightrft.algorithms.kl import KlController
-from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
-from lightrft.datasets.prompt_stream import PromptStream
-from lightrft.experience.maker import StepExperience
-from lightrft.rollout.partial import PartialRolloutState
+from lightrft.stages.stage import StageMemory, TrainedModels, stored_number
+from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,108 +30,122 @@ class BestModel:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerState:
+class LoopState:
     """Progress of a run.
 
     Args:
-        num_steps: Completed steps (rollout and update).
-        num_requests: Prompts rolled out so far, over all ranks; the id of the next request.
-        episode: Pass over the prompts that is under way.
-        num_episode_prompts: Prompts of that pass already used, over all ranks.
-        carry: Responses that are not finished yet.
+        num_steps: Completed steps.
+        episode: Pass over the data that is under way.
+        num_consumed: Items of that pass already used, over all ranks.
         best: The best evaluation so far, or None.
-        kl: Weight of the KL term.
-        reward_moments: Of all rewards so far, or None without running normalisation.
     """
 
-    kl: KlController
-    reward_moments: Moments | None = None
     num_steps: int = 0
-    num_requests: int = 0
     episode: int = 0
-    num_episode_prompts: int = 0
-    carry: PartialRolloutState = field(default_factory=PartialRolloutState)
+    num_consumed: int = 0
     best: BestModel | None = None
 
     def to_client_state(self) -> dict[str, object]:
         """Plain values for `strategy.save_ckpt`."""
-        moments = self.reward_moments
         return {
             "num_steps": self.num_steps,
-            "num_requests": self.num_requests,
             "episode": self.episode,
-            "consumed_samples": self.num_episode_prompts,
-            "kl_coef": self.kl.coef,
-            "carry": self.carry.to_json(),
+            "consumed_samples": self.num_consumed,
             "best": None if self.best is None else [self.best.value, self.best.step],
-            "reward_moments": None
-            if moments is None
-            else [moments.count, moments.mean, moments.sum_of_squares],
         }
 
-    def after_step(
-        self, step: StepExperience, *, stream: PromptStream | None, kl: float | None
-    ) -> TrainerState:
-        """The state after one more step.
-
-        Args:
-            step: What was trained on.
-            stream: Where they came from, or None if the caller passed them.
-            kl: Mean KL to the reference model of a response, or None without one; the weight
-                stays as it is where that is not finite.
-        """
-        partial = step.samples.partial
-        return TrainerState(
-            kl=self.kl
-            if kl is None or not math.isfinite(kl)
-            else self.kl.update(kl, num_samples=len(step.table)),
-            reward_moments=step.rewards.moments,
-            num_steps=self.num_steps + 1,
-            num_requests=self.num_requests + step.samples.num_prompts,
-            episode=self.episode if stream is None else stream.episode,
-            num_episode_prompts=self.num_episode_prompts if stream is None else stream.num_consumed,
-            carry=self.carry if partial is None else partial.carry,
-            best=self.best,
-        )
-
-    def restored(self, client_state: Mapping[str, object]) -> TrainerState:
-        """This state with the progress of a checkpoint; how to adapt and shape stays as it is.
+    @classmethod
+    def from_client_state(cls, client_state: Mapping[str, object]) -> LoopState:
+        """The progress that a checkpoint holds.
 
         Raises:
-            ValueError: The checkpoint was not written by a trainer.
+            KeyError: A value is missing.
+            ValueError: A value is of another kind.
         """
-        try:
-            moments, saved = self.reward_moments, client_state["reward_moments"]
-            if moments is not None and isinstance(saved, list):
-                count, mean, squares = saved
-                moments = Moments(int(count), mean, squares)
-            best = client_state["best"]
-            return TrainerState(
-                kl=replace(self.kl, coef=_number(client_state["kl_coef"])),
-                reward_moments=moments,
-                num_steps=int(_number(client_state["num_steps"])),
-                num_requests=int(_number(client_state["num_requests"])),
-                episode=int(_number(client_state["episode"])),
-                num_episode_prompts=int(_number(client_state["consumed_samples"])),
-                best=BestModel(_number(best[0]), int(_number(best[1])))
-                if isinstance(best, list)
-                else None,
-                carry=PartialRolloutState.from_json(client_state["carry"]),
-            )
-        except KeyError as error:
-            raise ValueError(
-                f"the checkpoint holds no trainer state: {error} is missing from its client state "
-                f"(it has {sorted(client_state)}); load it with load_module_only, or start anew"
-            ) from error
+        best = client_state["best"]
+        return cls(
+            num_steps=int(stored_number(client_state, "num_steps")),
+            episode=int(stored_number(client_state, "episode")),
+            num_consumed=int(stored_number(client_state, "consumed_samples")),
+            best=BestModel(float(best[0]), int(best[1])) if isinstance(best, list) else None,
+        )
 
 
-def initial_state(config: TrainConfig) -> TrainerState:
-    """The state before the first step."""
-    kl = KlController(config.init_kl_coef, config.kl_target, config.kl_horizon)
-    return TrainerState(kl, Moments() if config.reward_running_norm else None)
+def read_client_state(
+    client_state: Mapping[str, object], memory: StageMemory
+) -> tuple[LoopState, StageMemory]:
+    """Progress and the stage's memory of a checkpoint.
+
+    Raises:
+        ValueError: It was not written by a run of this stage.
+    """
+    try:
+        return LoopState.from_client_state(client_state), memory.restored(client_state)
+    except KeyError as error:
+        raise ValueError(
+            f"the checkpoint holds no trainer state: {error} is missing from its client state "
+            f"(it has {sorted(client_state)}); load it with load_module_only, or start anew"
+        ) from error
 
 
-def _number(value: object) -> float:
-    if not isinstance(value, int | float):
-        raise ValueError(f"expected a number in the checkpoint's client state, got {value!r}")
-    return value
+def save_run(
+    strategy: StrategyBase,
+    config: TrainConfig,
+    client_state: Mapping[str, object],
+    models: TrainedModels,
+) -> None:
+    """Writes the models, their optimizers and schedulers, the generators, and the client state.
+
+    The main model comes last and the others are kept one longer: a checkpoint of the main model,
+    which is what a load looks for, then always has theirs.
+    """
+    for trained in reversed(models.trained):
+        is_main = trained is models.main
+        strategy.save_ckpt(
+            trained.model,
+            str(Path(str(config.ckpt_path)) / f"_{trained.name}"),
+            f"global_step{client_state['num_steps']}",
+            config.max_ckpt_num + (0 if is_main else 1),
+            math.ceil(config.max_ckpt_mem),
+            client_state,
+            optimizer=trained.optimizer,
+            scheduler=trained.scheduler,
+            model_ema=models.average if is_main else None,
+        )
+
+
+def load_run(
+    strategy: StrategyBase, config: TrainConfig, memory: StageMemory, models: TrainedModels
+) -> tuple[LoopState, StageMemory] | None:
+    """Loads the newest step of which the checkpoints of all models are whole.
+
+    Args:
+        strategy, config: Where to read.
+        memory: Of the stage before; says what a checkpoint must hold.
+        models: Receive the states.
+
+    Returns:
+        Progress and memory of that checkpoint; None where there is none.
+
+    Raises:
+        CheckpointError: There are checkpoints, but none of them is whole.
+    """
+    folders = [str(Path(str(config.ckpt_path)) / f"_{item.name}") for item in models.trained]
+
+    def accepts(client_state: Mapping[str, object]) -> None:
+        read_client_state(client_state, memory)
+
+    tag = strategy.find_ckpt(folders, accepts)
+    found = None
+    for trained, folder in zip(models.trained, folders, strict=True) if tag is not None else ():
+        _, client_state = strategy.load_ckpt(
+            trained.model,
+            folder,
+            tag,
+            optimizer=trained.optimizer,
+            scheduler=trained.scheduler,
+            model_ema=models.average if trained is models.main else None,
+        )
+        if trained is models.main:
+            found = read_client_state(client_state, memory)
+    return found

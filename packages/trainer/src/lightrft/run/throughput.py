@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from lightrft.config import TrainConfig
-from lightrft.records.table import RowTable
 from lightrft.run.gpus import gpu_of
+from lightrft.stages.stage import Work
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
 
@@ -98,9 +98,8 @@ def peak_tflops(config: TrainConfig) -> float | None:
 
 def utilisation(
     costs: Sequence[TrainingFlops],
-    table: RowTable,
+    work: Work,
     *,
-    num_epochs: int,
     seconds: float,
     num_devices: int,
     peak: float | None,
@@ -109,15 +108,14 @@ def utilisation(
 
     Args:
         costs: Of each model that is trained; {} is returned without any.
-        table: The rows of all ranks.
-        num_epochs: Passes over them.
+        work: The rows of all ranks.
         seconds: Duration of the update.
         num_devices: That share the work.
         peak: Of one device, in 1e12 operations per second; None is not known.
     """
     if not costs:
         return {}
-    flops = num_epochs * sum(cost.total(table.lengths, table.sampled_lengths) for cost in costs)
+    flops = work.num_passes * sum(cost.total(work.lengths, work.scored_lengths) for cost in costs)
     achieved = flops / seconds / num_devices / 1e12
     found = {"train_tflops_per_second": achieved}
     return found if peak is None else {**found, "mfu": achieved / peak}

@@ -1,1 +1,1 @@
-"""Stages of training: what a step computes and learns."""
+"""Stages of training, and the parts that they share."""

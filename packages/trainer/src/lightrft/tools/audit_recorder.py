@@ -1,4 +1,4 @@
-"""Records what one step computes, for `lightrft audit`."""
+"""The audit's record of a step while it is computed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightrft.config import TrainConfig
 from lightrft.models import LoraActor, SequenceModel
 from lightrft.records.columns import COLUMNS
 from lightrft.records.table import RowTable, SampleTable, join_tables, tabulate
 from lightrft.strategy.optimizers import PlannedLR
 from lightrft.strategy.prepared import PreparedModel
-from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.tools.audit.record import (
     CONFIG,
     TOKEN_VALUES,
@@ -35,51 +33,12 @@ from lightrft.tools.audit.record import (
 )
 
 if TYPE_CHECKING:
-    from lightrft.experience.maker import StepExperience
     from lightrft.records.batch import ExperienceBatch
-    from lightrft.run.state import TrainerState
+    from lightrft.stages.policy.observer import ObservedStep
     from lightrft.strategy.optimizers import OptimizerStepResult
 
 Kind = TypeVar("Kind", bound=np.generic)
 Flat = NDArray[np.float32] | NDArray[np.int32] | NDArray[np.bool_]
-
-
-class NoRecord:
-    """Receives what a step computes, and keeps nothing of it."""
-
-    def begin_update(
-        self, model: str, batch: ExperienceBatch, normalizer: Tensor, weights: Tensor | None
-    ) -> None:
-        """Before the micro batches of an optimizer step.
-
-        Args:
-            model: "actor" or "critic".
-            batch: This rank's rows.
-            normalizer: Z over all ranks.
-            weights: [batch, seq] of the tokens, or None where all are 1.
-        """
-
-    def micro_batch(
-        self,
-        batch: ExperienceBatch,
-        values: Tensor,
-        terms: Mapping[str, Tensor],
-        old_logprobs: Tensor | None = None,
-    ) -> None:
-        """After the forward pass of a micro batch.
-
-        Args:
-            batch: Its rows.
-            values: [batch, seq] logprobs, or values of a critic.
-            terms: Its share of each term of the loss.
-            old_logprobs: [batch, seq], with which they are compared.
-        """
-
-    def end_update(self, result: OptimizerStepResult | None) -> None:
-        """After an optimizer step."""
-
-    def finish(self) -> None:
-        """After the last optimizer step; collective."""
 
 
 @dataclass(slots=True)
@@ -97,49 +56,36 @@ class _Update:
     is_skipped: bool = False
 
 
-class StepRecorder(NoRecord):
+class StepRecorder:
     """Writes `OUTPUT_DIR/audit/step_N`; see `lightrft.tools.audit.record` for what is in it.
 
+    An observer (`lightrft.stages.policy.observer.StepObserver`); to be made on every rank, since
+    the states before the first update are gathered and written at once.
+
     Args:
-        strategy: Gathers states and the shares of all ranks.
-        config: Of the run, as the trainer decided it.
-        models: What is trained, by name: "actor", "critic".
-        step: The experience.
+        step: Before its update.
     """
 
-    def __init__(
-        self,
-        strategy: StrategyBase,
-        config: TrainConfig,
-        models: Mapping[str, PreparedModel],
-        step: StepExperience,
-    ) -> None:
-        self._strategy, self._config, self._models, self._step = strategy, config, models, step
+    def __init__(self, step: ObservedStep) -> None:
+        self._strategy, self._config, self._step = step.strategy, step.config, step.experience
+        self._models = {
+            each.name: PreparedModel(each.model, each.optimizer, each.scheduler)
+            for each in step.models.trained
+        }
         self._updates: list[_Update] = []
         self._old: dict[int, Flat] = {}
-
-    def begin(self, state: TrainerState, *, has_reference: bool, num_updates: int) -> None:
-        """Writes the states before the first update; collective.
-
-        Args:
-            state: Progress of the run before the step.
-            has_reference: The KL to a reference model counts.
-            num_updates: Optimizer steps of the whole run; 0 is unknown.
-        """
-        self._number = state.num_steps + 1
+        self._number, self._kl_coef, moments = step.number, step.kl_coef, step.moments
         self._folder = step_folder(Path(self._config.output_dir), self._number)
         self._partial = self._folder.with_name(f".{self._folder.name}.partial")
         strategy = self._strategy
         if strategy.is_rank_0():
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
-        moments = state.reward_moments
-        self._kl_coef = state.kl.coef if has_reference else 0.0
         self._moments = (
             [] if moments is None else [moments.count, moments.mean, moments.sum_of_squares]
         )
         self._optimizers = {
-            name: self._facts_of(found, num_updates) for name, found in self._models.items()
+            name: self._facts_of(found, step.num_updates) for name, found in self._models.items()
         }
         self._write_states("before")
         for name, found in self._models.items() if strategy.is_rank_0() else ():
@@ -168,7 +114,7 @@ class StepRecorder(NoRecord):
     def begin_update(
         self, model: str, batch: ExperienceBatch, normalizer: Tensor, weights: Tensor | None
     ) -> None:
-        """See `NoRecord`."""
+        """See `StepObserver`."""
         by_row = {} if weights is None else _by_sample(batch, weights)
         self._updates.append(_Update(model, float(normalizer), by_row))
 
@@ -179,7 +125,7 @@ class StepRecorder(NoRecord):
         terms: Mapping[str, Tensor],
         old_logprobs: Tensor | None = None,
     ) -> None:
-        """See `NoRecord`."""
+        """See `StepObserver`."""
         update, by_row = self._updates[-1], _by_sample(batch, values)
         update.micro_batches.append(list(by_row))
         update.new |= by_row
@@ -188,12 +134,11 @@ class StepRecorder(NoRecord):
         if old_logprobs is not None and batch.outputs.old_logprobs is None:
             self._old |= _by_sample(batch, old_logprobs)
 
-    def end_update(self, result: OptimizerStepResult | None) -> None:
-        """See `NoRecord`."""
+    def end_update(self, result: OptimizerStepResult) -> None:
+        """See `StepObserver`."""
         update = self._updates[-1]
-        if result is not None:
-            update.grad_norm, update.learning_rate = result.grad_norm, result.learning_rate
-            update.is_skipped = result.is_skipped
+        update.grad_norm, update.learning_rate = result.grad_norm, result.learning_rate
+        update.is_skipped = result.is_skipped
 
     def finish(self) -> None:
         """Writes the states after the last update, and all that was collected; collective."""

@@ -215,7 +215,7 @@ class Journal:
         self._write(
             episode,
             "reset",
-            told=episode.told,
+            told=episode.reset_message,
             prompt_id=prompt.id,
             request_id=episode.request_id,
             prompt_token_ids=prompt.token_ids,

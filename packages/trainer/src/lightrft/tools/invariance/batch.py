@@ -13,6 +13,7 @@ from torch import Tensor
 from lightrft.algorithms.aggregation import aggregate
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of
+from lightrft.engines.media.kinds import Media
 from lightrft.engines.media.prompts import NO_MEDIA, EncodedPrompt, RowMedia
 from lightrft.engines.media.sources import ImageSource
 from lightrft.models import ActorOutput
@@ -181,4 +182,4 @@ def _encode(
     text = encoder.processor.apply_chat_template(
         [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
     )
-    return encoder.encode(str(text), images=images)
+    return encoder.encode(str(text), Media({"image": images}))

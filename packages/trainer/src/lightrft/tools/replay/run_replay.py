@@ -15,7 +15,7 @@ from lightrft.models.loading import load_config
 from lightrft.reporting.files import CONFIG_FILE
 from lightrft.rollout.environments.journal import JOURNAL_FOLDER, Recorded, read_journal
 from lightrft.rollout.sampler import training_params
-from lightrft.run.models import load_policy
+from lightrft.stages.policy.models import load_policy
 from lightrft.strategy import get_strategy
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.tools.audit.record import read_record, recorded_steps

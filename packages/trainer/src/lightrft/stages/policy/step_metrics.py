@@ -1,6 +1,6 @@
-"""What is worth knowing about the samples of a step."""
+"""Metrics of the samples of a step, and of what the policy says about them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,16 +13,10 @@ from lightrft.config import TrainConfig
 from lightrft.experience.maker import StepExperience
 from lightrft.records.batch import PolicyOutputs, RolloutBatch
 from lightrft.records.rollout import ScoredRollout
-from lightrft.records.step_timer import StageMeter
 from lightrft.records.table import RowTable
-from lightrft.reporting.metric_table import STAGES
-from lightrft.rollout.sampler import Samples
+from lightrft.rollout.source import Samples
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.mismatch import record_by_media, record_mismatch
-from lightrft.strategy.optimizers import OptimizerStepResult
-from lightrft.strategy.weight_sync.sync import WeightSyncReport
-
-GIGABYTE = 2**30
+from lightrft.stages.policy.mismatch import record_by_media, record_mismatch
 
 
 def table_metrics(table: RowTable) -> dict[str, float]:
@@ -55,34 +49,25 @@ def table_metrics(table: RowTable) -> dict[str, float]:
     return metrics
 
 
-def finished_metrics(
-    step: StepExperience,
-    reduced: dict[str, float],
-    report: WeightSyncReport | None,
-    *,
-    num_epochs: int = 1,
+def experience_metrics(
+    step: StepExperience, reduced: Mapping[str, float], *, num_epochs: int
 ) -> dict[str, float]:
-    """The metrics of a step, names sorted.
+    """Metrics of a step that every rank knows without communication.
 
     Args:
         step: What was trained on.
-        reduced: Metrics over all ranks.
-        report: What the weight sync did, or None without an engine.
+        reduced: The step's metrics over all ranks; its durations are there.
         num_epochs: Passes of the update over the samples.
     """
-    metrics = {**reduced, **table_metrics(step.table)}
+    metrics = table_metrics(step.table)
     metrics |= selection_metrics(step.samples) | partial_metrics(step.samples)
-    metrics["step_seconds"] = sum(metrics[f"{stage}_seconds"] for stage in STAGES)
-    metrics["tokens_per_second"] = float(step.table.lengths.sum()) / metrics["step_seconds"]
-    metrics |= _stage_speeds(step, metrics, num_epochs)
-    if report is not None:
-        metrics["weights_version"] = report.weights_version
-        metrics["engine_hash"] = report.engine_hash
-    return dict(sorted(metrics.items()))
+    num_tokens = float(step.table.lengths.sum())
+    metrics["tokens_per_second"] = num_tokens / reduced["step_seconds"]
+    return metrics | _stage_speeds(step, reduced, num_epochs)
 
 
 def _stage_speeds(
-    step: StepExperience, metrics: dict[str, float], num_epochs: int
+    step: StepExperience, metrics: Mapping[str, float], num_epochs: int
 ) -> dict[str, float]:
     """Tokens per second of rollout (sampled tokens), forward and update (all tokens)."""
     outputs, num_tokens = step.batch.outputs, float(step.table.lengths.sum())
@@ -103,7 +88,7 @@ def _stage_speeds(
 
 
 def selection_metrics(samples: Samples) -> dict[str, float]:
-    """What dynamic sampling sampled and did not train on."""
+    """Groups that dynamic sampling sampled and did not train on."""
     selection = samples.selection
     if selection is None:
         return {}
@@ -120,7 +105,7 @@ def selection_metrics(samples: Samples) -> dict[str, float]:
 
 
 def partial_metrics(samples: Samples) -> dict[str, float]:
-    """What partial rollouts sampled, and what goes on in the next step."""
+    """Tokens that partial rollouts sampled, and groups that go on in the next step."""
     report = samples.partial
     if report is None:
         return {}
@@ -217,14 +202,6 @@ def record_conversations(
         metrics.add_mean(f"tool/{name}/seconds", sum(call.seconds for call in own), len(own))
 
 
-def record_stages(meter: StageMeter, metrics: StepMetrics) -> None:
-    """Adds duration and memory of each stage; the slowest and the fullest rank count."""
-    for stage, seconds in meter.seconds.items():
-        metrics.add_max(f"{stage}_seconds", seconds)
-    for stage, num_bytes in meter.memory_bytes.items():
-        metrics.add_max(f"memory/{stage}_gb", num_bytes / GIGABYTE)
-
-
 def repeated_share(token_ids: Sequence[int], *, size: int = 4) -> float:
     """Share of the runs of `size` tokens that occurred before in the same response."""
     count = len(token_ids) - size + 1
@@ -284,25 +261,6 @@ def record_ratios(
     metrics.add_masked_mean("clamped_share", token_loss.is_clamped, mask)
     # expm1(d) - d = r - 1 - ln r, without the cancellation near 0.
     metrics.add_masked_mean("approx_kl", log_ratio.expm1() - log_ratio, mask)
-
-
-def record_step(name: str, result: OptimizerStepResult | None, metrics: StepMetrics) -> None:
-    """Adds norm, learning rate and whether the update was skipped.
-
-    Raises:
-        RuntimeError: There was no update.
-    """
-    if result is None:
-        raise RuntimeError(
-            f"the optimizer of the {name} did not act on the last micro batch of its batch"
-        )
-    prefix = "" if name == "actor" else f"{name}_"
-    is_finite = 0.0 if result.is_skipped else 1.0
-    metrics.add_mean(f"{prefix}grad_norm", result.grad_norm if is_finite else 0.0, is_finite)
-    metrics.add_mean(f"{name}_lr", result.learning_rate, 1.0)
-    metrics.add_mean(f"{prefix}skipped_steps", 1.0 - is_finite, 1.0)
-    is_zero = float(result.grad_norm == 0.0)
-    metrics.add_mean(f"{prefix}zero_gradient_share", is_zero, 1.0)
 
 
 def num_nonfinite(values: Tensor | None, mask: Tensor) -> Tensor:

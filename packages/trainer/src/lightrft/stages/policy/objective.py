@@ -1,4 +1,4 @@
-"""What an update of the policy minimises, for all tokens of a micro batch or for some of them."""
+"""The objective of a policy update, for all tokens of a micro batch or for some of them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lightrft.records.batch import ExperienceBatch
 
 @dataclass(frozen=True, slots=True)
 class LossTokens:
-    """What the loss of tokens needs beside their logprobs: [batch, seq], or [1, tokens] of some.
+    """Inputs of the loss of tokens beside their logprobs: [batch, seq], or [1, tokens] of some.
 
     Args:
         mask: bool, True on the tokens that count.
         shares: float64, weight of a token in the aggregation, before the division by Z.
         advantages: Of the tokens.
-        old_logprobs: Before the update; None where this is the first look at the tokens.
+        old_logprobs: Before the update; None in the first pass over the tokens.
         ref_logprobs: Of the reference model, or None.
         factors: What further multiplies the policy loss (corrections, kept tokens), or None.
     """
@@ -68,7 +68,7 @@ class LossTokens:
         )
 
     def old_logprobs_or(self, logprobs: Tensor) -> Tensor:
-        """The old logprobs, which at the first look are those of the policy itself."""
+        """The old logprobs, which in the first pass are those of the policy itself."""
         return logprobs.detach() if self.old_logprobs is None else self.old_logprobs
 
 
@@ -137,7 +137,7 @@ class PolicyObjective:
 
 
 def why_loss_outside(config: TrainConfig, traits: PolicyLossTraits, actor: nn.Module) -> str | None:
-    """Why the loss is not computed inside the output projection; None if it is.
+    """The reason not to compute the loss inside the output projection; None if it is.
 
     Inside, it is asked of some tokens at a time: three matrix products with the vocabulary instead
     of four, and the same numbers.

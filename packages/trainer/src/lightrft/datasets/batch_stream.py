@@ -1,8 +1,9 @@
-"""Batches of prompts over several passes, from any position."""
+"""Batches of prompts or other items over several passes, from any position."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Generic, TypeVar
 
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
@@ -11,21 +12,22 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.strategy.sampler import DistributedSampler
 
-PromptBatches = DataLoader[Prompt] | Iterable[Sequence[Prompt]]
+Item = TypeVar("Item")
+Batches = DataLoader[Item] | Iterable[Sequence[Item]]
 
 
-class PromptStream:
-    """Prompt batches of this rank, pass after pass, each pass in an order of its own.
+class BatchStream(Generic[Item]):
+    """This rank's batches, pass after pass, each pass in an order of its own.
 
     Args:
-        batches: A data loader (or any re-iterable) of lists of prompts, one list a step.
+        batches: A data loader (or any re-iterable) of lists of items, one list a step.
         episode: Pass to start with.
-        num_consumed: Prompts of that pass already used, over all ranks.
+        num_consumed: Items of that pass already used, over all ranks.
         world_size: Ranks that share a pass.
     """
 
     def __init__(
-        self, batches: PromptBatches, *, world_size: int, episode: int = 0, num_consumed: int = 0
+        self, batches: Batches[Item], *, world_size: int, episode: int = 0, num_consumed: int = 0
     ) -> None:
         self._batches = batches
         self._world_size = world_size
@@ -33,8 +35,8 @@ class PromptStream:
         self.episode = episode
         self.num_consumed = num_consumed
 
-    def next_batch(self) -> Sequence[Prompt]:
-        """The prompts of the next step; starts the next pass when one is over.
+    def next_batch(self) -> Sequence[Item]:
+        """The items of the next step; starts the next pass when one is over.
 
         Raises:
             ValueError: A whole pass has no full batch.
@@ -52,7 +54,7 @@ class PromptStream:
         self.num_consumed += len(batch) * self._world_size
         return batch
 
-    def _start(self, episode: int, num_consumed: int) -> Iterator[Sequence[Prompt]]:
+    def _start(self, episode: int, num_consumed: int) -> Iterator[Sequence[Item]]:
         sampler = self._batches.sampler if isinstance(self._batches, DataLoader) else None
         if isinstance(sampler, DistributedSampler):
             sampler.set_epoch(episode, num_consumed)
@@ -62,9 +64,9 @@ class PromptStream:
         return self._skip(iter(self._batches), num_consumed // self._world_size)
 
     @staticmethod
-    def _skip(batches: Iterator[Sequence[Prompt]], num_prompts: int) -> Iterator[Sequence[Prompt]]:
-        while num_prompts > 0:
-            num_prompts -= len(next(batches, [None] * num_prompts))
+    def _skip(batches: Iterator[Sequence[Item]], num_items: int) -> Iterator[Sequence[Item]]:
+        while num_items > 0:
+            num_items -= len(next(batches, ()) or range(num_items))
         return islice(batches, None)
 
 
@@ -78,7 +80,7 @@ def check_lengths(prompts: Sequence[Prompt], max_tokens: int) -> None:
         )
 
 
-def batches_per_episode(batches: PromptBatches, *, world_size: int, batch_size: int) -> int:
+def batches_per_episode(batches: Batches[Item], *, world_size: int, batch_size: int) -> int:
     """Steps of one whole pass.
 
     Args:
@@ -106,7 +108,7 @@ def batches_per_episode(batches: PromptBatches, *, world_size: int, batch_size: 
 
 
 def planned_steps(
-    batches: PromptBatches | None,
+    batches: Batches[Item] | None,
     config: TrainConfig,
     world_size: int,
     *,

@@ -2,13 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.algorithms.aggregation import aggregate, balance_share, local_normalizer
 from lightrft.algorithms.correction_terms import CorrectionTerm
@@ -27,48 +24,19 @@ from lightrft.experience.minibatches import epoch_order, micro_slices
 from lightrft.models.support import SamplingSupport
 from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
 from lightrft.records.batch import ExperienceBatch, select_experience
+from lightrft.stages.accumulation import optimizer_step, record_total
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.objective import LossTokens, PolicyObjective
-from lightrft.stages.pretrain_mix import PretrainMix
-from lightrft.stages.step_metrics import record_policy, record_ratios, record_step
-from lightrft.strategy.distributed.console_sink import with_progress
-from lightrft.strategy.distributed.deadlines import phase
+from lightrft.stages.policy.objective import LossTokens, PolicyObjective
+from lightrft.stages.policy.observer import NoObserver, StepObserver
+from lightrft.stages.policy.pretrain_mix import PretrainMix
+from lightrft.stages.policy.step_metrics import record_policy, record_ratios
+from lightrft.stages.stage import TrainedModel, TrainedModels
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.tools.audit_recorder import NoRecord
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedModel:
-    """A model with what updates it, and the prefix of its metrics."""
-
-    name: str
-    model: nn.Module
-    optimizer: Optimizer
-    scheduler: LRScheduler | None
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedModels:
-    """What a run trains.
-
-    Args:
-        actor, critic: The models; None is absent.
-        ema_model: The moving average of the actor, which follows it; or None.
-    """
-
-    actor: TrainedModel
-    critic: TrainedModel | None = None
-    ema_model: nn.Module | None = None
-
-    @property
-    def trained(self) -> tuple[TrainedModel, ...]:
-        """Actor and critic."""
-        return (self.actor,) if self.critic is None else (self.actor, self.critic)
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The optimizer steps of one step of a run: what they minimise, where, and their metrics.
+    """The optimizer steps of one step of a run: their objective, strategy and metrics.
 
     Args:
         config: Coefficients and sizes, `loss_agg_mode` decided.
@@ -77,7 +45,7 @@ class Update:
         metrics: Receives the numbers.
         corrections: Terms for the difference between engine and trainer; () is none.
         kl_coef: Weight of the KL to the reference model in the loss; 0 is off.
-        recorder: Receives what an audit compares.
+        observer: Receives what is computed.
         loss_inside: The actor computes the loss inside its output projection; see
             `objective.why_loss_outside`.
     """
@@ -88,7 +56,7 @@ class Update:
     metrics: StepMetrics
     corrections: tuple[CorrectionTerm, ...] = ()
     kl_coef: float = 0.0
-    recorder: NoRecord = NoRecord()  # noqa: RUF009 - it has no state
+    observer: StepObserver = NoObserver()  # noqa: RUF009 - it has no state
     loss_inside: bool = False
 
     def train(
@@ -108,6 +76,7 @@ class Update:
             pretrain: Texts whose loss is mixed in, or None.
         """
         config, plan, strategy = self.config, step.plan, self.strategy
+        actor, critic = models.main, models.named("critic")
         trains_actor = step_number >= config.freezing_actor_steps
         position = step_number * config.max_epochs * plan.num_minibatches
         for epoch in range(config.max_epochs):
@@ -125,15 +94,15 @@ class Update:
                 if trains_actor:
                     texts: Sequence[Callable[[], Tensor]] = ()
                     if pretrain is not None:
-                        actor = models.actor.model
-                        texts = pretrain.shares(actor, position, strategy, config, self.metrics)
-                    self.policy_step(batch, models.actor, slices=slices, extra_losses=texts)
+                        texts = pretrain.shares(
+                            actor.model, position, strategy, config, self.metrics
+                        )
+                    self.policy_step(batch, actor, slices=slices, extra_losses=texts)
                 position += 1
-                if models.critic is not None:
-                    self.value_step(batch, models.critic, slices=slices)
-                if models.ema_model is not None and trains_actor:
-                    actor = models.actor.model
-                    strategy.moving_average(actor, models.ema_model, beta=config.ema_beta)
+                if critic is not None:
+                    self.value_step(batch, critic, slices=slices)
+                if models.average is not None and trains_actor:
+                    strategy.moving_average(actor.model, models.average, beta=config.ema_beta)
 
     def policy_step(
         self,
@@ -161,45 +130,38 @@ class Update:
         if self.config.aux_loss_coef > 0:
             sums = self._router_sums(batch, actor.model, slices)
         normalizer = self._normalizer(batch)
-        self.recorder.begin_update(actor.name, batch, normalizer, weights)
+        self.observer.begin_update(actor.name, batch, normalizer, weights)
         shares = [
             partial(self._policy_share, batch, rows, actor.model, normalizer, weights, sums)
             for rows in slices
         ]
         self._optimize(actor, [*shares, *extra_losses])
-        self.metrics.add_mean("policy_loss", 0.0, 1.0 / self.strategy.num_data_ranks)
+        record_total("policy_loss", self.strategy, self.metrics)
         if sums is not None:
-            self.metrics.add_mean("aux_loss", 0.0, 1.0 / self.strategy.num_data_ranks)
+            record_total("aux_loss", self.strategy, self.metrics)
 
     def value_step(
         self, batch: ExperienceBatch, critic: TrainedModel, *, slices: Sequence[slice] = ()
     ) -> None:
         """One optimizer step of the critic, aggregated like the policy's."""
         normalizer = self._normalizer(batch)
-        self.recorder.begin_update(critic.name, batch, normalizer, None)
+        self.observer.begin_update(critic.name, batch, normalizer, None)
         shares = [
             partial(self._value_share, select_experience(batch, rows), critic.model, normalizer)
             for rows in slices or self._row_slices(batch)
         ]
         self._optimize(critic, shares)
-        self.metrics.add_mean("critic_loss", 0.0, 1.0 / self.strategy.num_data_ranks)
+        record_total("critic_loss", self.strategy, self.metrics)
 
     def _optimize(self, trained: TrainedModel, shares: Sequence[Callable[[], Tensor]]) -> None:
-        """One optimizer step from the losses of its micro batches, each computed in its turn."""
-        strategy, model, optimizer = self.strategy, trained.model, trained.optimizer
-        limit = timedelta(minutes=self.config.timeout_minutes)
-        result = None
-        with strategy.accumulation(len(shares), optimizer):
-            for share in with_progress(shares, f"train {trained.name}"):
-                with phase("train", limit):
-                    loss = share()
-                    self.metrics.add_count("nonfinite/losses", (~loss.detach().isfinite()).sum())
-                    strategy.backward(loss, model, optimizer)
-                    result = strategy.optimizer_step(
-                        optimizer, model, trained.scheduler, name=trained.name
-                    )
-        self.recorder.end_update(result)
-        record_step(trained.name, result, self.metrics)
+        result = optimizer_step(
+            trained,
+            shares,
+            strategy=self.strategy,
+            metrics=self.metrics,
+            timeout_minutes=self.config.timeout_minutes,
+        )
+        self.observer.end_update(result)
 
     def _row_slices(self, batch: ExperienceBatch) -> Sequence[slice]:
         return micro_slices(0, len(batch.advantages), self.config.micro_train_batch_size)
@@ -329,7 +291,7 @@ class Update:
         old_logprobs = tokens.old_logprobs_or(output.logprobs)
         record_ratios(terms.token_loss, output.logprobs, old_logprobs, mask, metrics)
         metrics.add_mean("policy_loss", terms.parts["policy"], 0.0)
-        self.recorder.micro_batch(micro, output.logprobs, terms.parts, old_logprobs)
+        self.observer.micro_batch(micro, output.logprobs, terms.parts, old_logprobs)
         share = terms.share if output.loss is None else output.loss
         if router_sums is not None:
             balance = balance_share(_router_sums(output), router_sums)
@@ -340,7 +302,7 @@ class Update:
     def _score(
         self, micro: ExperienceBatch, actor: nn.Module, token_loss: TokenLossFunction | None
     ) -> ActorOutput:
-        """What the actor says about a micro batch; of the first look at it the metrics, too."""
+        """What the actor says about a micro batch; in the first pass over it the metrics, too."""
         rollouts, is_first = micro.rollouts, micro.outputs.old_logprobs is None
         entropy: EntropyMode = "value" if is_first else "none"
         output = _forward(
@@ -369,7 +331,7 @@ class Update:
         clip = self.config.value_clip or None
         loss = clipped_value_loss(values, old_values, micro.returns, mask, clip=clip)
         share = aggregate(loss, mask, str(self.config.loss_agg_mode), normalizer)
-        self.recorder.micro_batch(micro, values, {"value": share})
+        self.observer.micro_batch(micro, values, {"value": share})
         self.metrics.add_mean("critic_loss", share, 0.0)
         return share
 

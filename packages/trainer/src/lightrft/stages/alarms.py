@@ -1,4 +1,4 @@
-"""What is wrong with the numbers of a step, and what came of a whole run, in words."""
+"""Alarms about the numbers of a step, and the verdict on a whole run, in words."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -7,6 +7,8 @@ from lightrft.config import TrainConfig
 from lightrft.experience.assemble import NumericsError
 
 Metrics = Mapping[str, float]
+# Names of main models: their metrics have no prefix, and their learning rate is NAME_lr.
+MAIN_NAMES = ("actor", "model")
 # Of these any number above 0 is an alarm.
 _NONE_ALLOWED = (
     "nonfinite/rewards",
@@ -16,6 +18,7 @@ _NONE_ALLOWED = (
     "critic_skipped_steps",
     "correction_invalid_share",
 )
+_RATES = tuple(f"{name}_lr" for name in MAIN_NAMES)
 
 
 class RunAlarmError(NumericsError):
@@ -71,11 +74,11 @@ def _equal_rewards(metrics: Metrics, *, compares_groups: bool) -> str | None:
 
 
 def why_unchanged(metrics: Mapping[str, float | None]) -> str | None:
-    """Why a step left the actor's weights as they were; None if it changed them or froze them."""
+    """The reason why a step left the main model as it was; None if it changed it or froze it."""
     if metrics.get("dynamic/skipped_steps") == 1:
         return "all groups had equal rewards (dynamic_sampling found no other ones)"
-    rate = metrics.get("actor_lr")
-    if rate is None:  # the actor was frozen
+    rate = next((metrics[name] for name in _RATES if name in metrics), None)
+    if rate is None:  # the model was frozen
         return None
     if metrics.get("skipped_steps") == 1:
         return "every optimizer step was skipped: the gradients were not finite"
@@ -100,7 +103,7 @@ def _why_zero(metrics: Mapping[str, float | None]) -> str:
 
 
 def run_verdict(steps: Iterable[Mapping[str, float | None]]) -> str:
-    """What came of a run: "learned: ..." if a step changed the actor, else "no update: ...".
+    """The verdict on a run: "learned: ..." if a step changed the main model, else "no update: ...".
 
     It speaks of weights, not of rewards: whether those rose is for the reader to judge.
 
@@ -115,7 +118,7 @@ def run_verdict(steps: Iterable[Mapping[str, float | None]]) -> str:
         num_nonfinite += any(value is None for value in metrics.values())
         reward = metrics.get("reward")
         rewards += [] if reward is None else [reward]
-        is_frozen = "actor_lr" not in metrics and "dynamic/skipped_steps" not in metrics
+        is_frozen = metrics.keys().isdisjoint(_RATES) and "dynamic/skipped_steps" not in metrics
         why = "the actor was frozen (freezing_actor_steps)" if is_frozen else why_unchanged(metrics)
         num_changed += why is None
         if why is not None:

@@ -1,0 +1,345 @@
+"""The loop of a run: draw, update, sync; evaluation, logs, checkpoints, alarms, best model, stops.
+
+It knows no algorithm: what is drawn and learned is the stage's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from lightrft.config import ConfigError, StrategyConfig, TrainConfig
+from lightrft.config.options import options_of
+from lightrft.datasets.batch_stream import Batches, BatchStream
+from lightrft.reporting.loggers import LoggerGroup, MetricsLogger
+from lightrft.run.state import BestModel, LoopState, load_run, save_run
+from lightrft.run.throughput import TrainingFlops, peak_tflops, training_flops, utilisation
+from lightrft.stages.stage import Stage, Step, Work
+from lightrft.strategy.prepared import Arguments
+from lightrft.strategy.weight_sync.sync import WeightSyncReport
+
+BEST_FOLDER = "best"
+GIGABYTE = 2**30
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True, slots=True)
+class LoopResult:
+    """The end of a loop.
+
+    Args:
+        num_steps: Completed steps, those before a resume included.
+        first_eval: Metrics of the evaluation before the first step of this process; empty
+            without evaluation data, or after a resume.
+        last_eval: Metrics of the last evaluation.
+        last_metrics: Metrics of the last step; empty if there was none.
+        was_stopped: The run was asked to stop before its last step.
+        alarms: The alarms that ended the run (`stop_on_alarm`); empty if none did.
+    """
+
+    num_steps: int
+    first_eval: dict[str, float]
+    last_eval: dict[str, float]
+    last_metrics: dict[str, float]
+    was_stopped: bool = False
+    alarms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord(Generic[Batch]):
+    """A completed step.
+
+    Args:
+        number: Of the step, counted from 1.
+        batch: What the stage drew and trained on.
+        metrics: Over all ranks, names sorted.
+        sync: Report of the weight sync, or None without an engine.
+    """
+
+    number: int
+    batch: Batch
+    metrics: dict[str, float]
+    sync: WeightSyncReport | None
+
+
+class Loop(Generic[Batch]):
+    """Steps of a stage, and what a run does between them.
+
+    Args:
+        stage: Draws and trains.
+        loggers: Receive metrics on the first rank.
+    """
+
+    def __init__(self, stage: Stage[Batch], loggers: Sequence[MetricsLogger]) -> None:
+        self.stage, self.strategy = stage, stage.strategy
+        self.state = LoopState()
+        self._num_resumed = self._num_planned = 0
+        self._data: BatchStream[object] | None = None
+        self._costs: dict[str, TrainingFlops | None] = {}
+        self._loggers = LoggerGroup(loggers if stage.strategy.is_rank_0() else ())
+
+    def take_data(self, loader: Batches[object]) -> None:
+        """Draws from another loader, from the position of the run on."""
+        self.stage.loader, self._data = loader, None
+
+    def run(self, num_steps: int, *, stop_request: Callable[[], bool] | None = None) -> LoopResult:
+        """Trains until `num_steps` steps are complete, an alarm stops, or a request to stop.
+
+        A request is answered before each step and between its drawing and its update; what was
+        drawn is then dropped, and a resumed run draws it again.
+
+        Args:
+            num_steps: Those before a resume included.
+            stop_request: Asked on every rank at least once a step; if one rank says yes, all write
+                a checkpoint and return. Either all ranks pass one or none.
+        """
+        first_eval: dict[str, float] = {}
+        last_eval: dict[str, float] = {}
+        metrics: dict[str, float] = {}
+        if self.state.num_steps == 0:
+            first_eval = last_eval = self.evaluate()
+            self._keep_best(0, first_eval)
+            if first_eval:
+                self._loggers.log(0, first_eval)
+        num_saved, was_stopped = -1, False
+        ended_by: tuple[str, ...] = ()
+        self._num_planned = num_steps
+        while self.state.num_steps < num_steps and not ended_by:
+            if was_stopped := self._is_asked_to_stop(stop_request):
+                break
+            step = self.next_step()
+            batch = self.draw(step)
+            if was_stopped := self._is_asked_to_stop(stop_request):
+                break
+            metrics = self.update(batch, step).metrics
+            found = self._find_alarms(metrics)
+            ended_by = found if self.stage.config.stop_on_alarm else ()
+            is_last = bool(ended_by) or step.number == num_steps
+            shown = metrics
+            if is_last or is_due(step.number, self.stage.config.eval_steps):
+                last_eval = self.evaluate()
+                self._keep_best(step.number, last_eval)
+                shown = {**metrics, **last_eval}
+            self._loggers.log(step.number, shown)
+            if is_last or is_due(step.number, self.stage.config.save_steps):
+                self.save_checkpoint()
+                num_saved = step.number
+        if was_stopped and num_saved != self.state.num_steps:
+            self.save_checkpoint()
+        return LoopResult(
+            self.state.num_steps, first_eval, last_eval, metrics, was_stopped, ended_by
+        )
+
+    def next_step(self) -> Step:
+        """The step after the completed ones."""
+        state, loader = self.state, self.stage.loader
+        if self._data is None and loader is not None:
+            self._data = BatchStream(
+                loader,
+                world_size=self.strategy.world_size,
+                episode=state.episode,
+                num_consumed=state.num_consumed,
+            )
+        return Step(
+            state.num_steps + 1,
+            self._data,
+            num_planned=self._num_planned,
+            is_first=state.num_steps == self._num_resumed,
+        )
+
+    def draw(self, step: Step) -> Batch:
+        """The data of a step; collective."""
+        self.prepare_to_draw()
+        return self.stage.draw(step)
+
+    def prepare_to_draw(self) -> None:
+        """Gives the engine its weights if it dropped them, and ends training mode; collective."""
+        engine = self.strategy.inference_engine if self.stage.syncs_engine else None
+        if engine is not None and engine.weights_version >= 0 and engine.weights_were_dropped:
+            self.strategy.update_engine_weights(self.stage.models.main.model)
+        for trained in self.stage.models.trained:
+            trained.model.eval()
+
+    def update(self, batch: Batch, step: Step) -> StepRecord[Batch]:
+        """Trains on what was drawn, and sends the weights to the engine; collective."""
+        stage, strategy, metrics = self.stage, self.strategy, step.metrics
+        models = stage.models.trained
+        with step.timer.stage("train"):
+            for trained in models:
+                strategy.maybe_load_optimizer(trained.optimizer)
+                trained.model.train()
+            work = stage.update(batch, step)
+            for trained in models:
+                strategy.maybe_offload_optimizer(trained.optimizer)
+        if stage.syncs_engine:
+            self._sync(step, work)
+        for name, seconds in step.timer.seconds.items():
+            metrics.add_max(f"{name}_seconds", seconds)
+        for name, num_bytes in step.timer.memory_bytes.items():
+            metrics.add_max(f"memory/{name}_gb", num_bytes / GIGABYTE)
+        found = metrics.reduce(strategy)
+        found["step_seconds"] = sum(found[f"{name}_seconds"] for name in step.timer.seconds)
+        found |= self._utilisation(work, found["train_seconds"])
+        sync = strategy.last_weight_sync
+        if sync is not None:
+            found |= {"weights_version": sync.weights_version, "engine_hash": sync.engine_hash}
+        found = stage.finish(batch, {**found, "global_step": step.number})
+        self.state = replace(self.state, num_steps=step.number)
+        if self._data is not None:
+            self.state = replace(
+                self.state, episode=self._data.episode, num_consumed=self._data.num_consumed
+            )
+        return StepRecord(step.number, batch, dict(sorted(found.items())), sync)
+
+    def _sync(self, step: Step, work: Work) -> None:
+        """Sends the main model to the engine, and notes whether its weights have changed."""
+        main, before = self.stage.models.main, self._engine_hash
+        with step.timer.stage("weight_sync"):
+            self.strategy.update_engine_weights(main.model)
+        if before and self._engine_hash and main.name in work.models:
+            step.metrics.add_max("weights_changed", float(before != self._engine_hash))
+
+    @property
+    def _engine_hash(self) -> int:
+        """Of the weights that the engine holds; 0 if they are not known."""
+        report = self.strategy.last_weight_sync
+        return 0 if report is None else report.engine_hash
+
+    def _utilisation(self, work: Work, seconds: float) -> dict[str, float]:
+        """Speed of the update, which took so long; {} where nothing was computed."""
+        if not len(work.lengths):
+            return {}
+        for trained in self.stage.models.trained:
+            if trained.name not in self._costs:
+                self._costs[trained.name] = training_flops(trained.model, self.strategy)
+        return utilisation(
+            [cost for name in work.models if (cost := self._costs[name]) is not None],
+            work,
+            seconds=seconds,
+            num_devices=self.strategy.world_size,
+            peak=peak_tflops(self.stage.config),
+        )
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of held-out data; {} without; collective."""
+        self.prepare_to_draw()
+        begin = time.perf_counter()
+        metrics = self.stage.evaluate()
+        if metrics:
+            if self.stage.config.enable_engine_sleep:
+                self.strategy.maybe_sleep_inference_engine()
+            metrics["eval/seconds"] = time.perf_counter() - begin
+        return metrics
+
+    def _find_alarms(self, metrics: Mapping[str, float]) -> tuple[str, ...]:
+        """Warns about numbers out of bounds, a line each, and returns the sentences."""
+        found = self.stage.alarms(metrics)
+        for text in found:
+            self.strategy.print(f"warning: alarm after step {self.state.num_steps}: {text}")
+        return tuple(found)
+
+    def _is_asked_to_stop(self, stop_request: Callable[[], bool] | None) -> bool:
+        """Whether any rank was asked to stop; the same answer on all of them."""
+        if stop_request is None:
+            return False
+        return self.strategy.all_reduce(int(stop_request()), op="max") > 0
+
+    def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Saves the main model in `ckpt_path`/best if `best_metric` was never better; collective.
+
+        Raises:
+            ConfigError: The evaluation has no such metric; the message lists those it has.
+        """
+        config, best = self.stage.config, self.state.best
+        metric = config.best_metric
+        if metric is None or config.ckpt_path is None or not metrics:
+            return
+        if metric not in metrics:
+            raise ConfigError(
+                f"best_metric: the evaluation has no {metric!r}, it has "
+                f"{', '.join(sorted(metrics))}"
+            )
+        value = metrics[metric]
+        if best is not None and not value > best.value:
+            return
+        folder = Path(config.ckpt_path) / BEST_FOLDER
+        partial, former = (folder.with_name(f"best.{kind}") for kind in ("partial", "former"))
+        self.save_model(partial)
+        if self.strategy.is_rank_0():
+            # The former best stays in place until the new one is complete.
+            shutil.rmtree(former, ignore_errors=True)
+            if folder.exists():
+                folder.rename(former)
+            partial.rename(folder)
+            shutil.rmtree(former, ignore_errors=True)
+        self.strategy.barrier()
+        self.strategy.print(
+            f"best {metric} so far: {value:.6g} after step {step}, saved in {folder}"
+        )
+        self.state = replace(self.state, best=BestModel(value, step))
+
+    def save_model(self, folder: Path, *, is_average: bool = False) -> None:
+        """Writes the main model, or its moving average, as others load it; collective."""
+        models = self.stage.models
+        model = models.average if is_average else models.main.model
+        if model is not None:
+            self.strategy.save_model(model, self.stage.text_part, str(folder))
+
+    def save_checkpoint(self) -> None:
+        """Writes all that a run needs to continue; does nothing without `ckpt_path`."""
+        config, stage = self.stage.config, self.stage
+        if config.ckpt_path is not None:
+            client_state = {**self.state.to_client_state(), **stage.memory.to_client_state()}
+            save_run(self.strategy, config, client_state, stage.models)
+
+    def load_checkpoint(self) -> bool:
+        """Continues from the newest complete checkpoint under `ckpt_path`, if there is one.
+
+        The engine gets the loaded weights.
+
+        Returns:
+            Whether there was a checkpoint.
+        """
+        stage = self.stage
+        if stage.config.ckpt_path is None:
+            return False
+        found = load_run(self.strategy, stage.config, stage.memory, stage.models)
+        if found is None:
+            return False
+        self.state, stage.memory = found
+        self._num_resumed, self._data = self.state.num_steps, None
+        if stage.syncs_engine:
+            self.strategy.update_engine_weights(stage.models.main.model)
+        stage.resumed()
+        return True
+
+    def close(self) -> None:
+        """Closes the loggers, and the files of the stage."""
+        self._loggers.close()
+        self.stage.close()
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether something that is done every so many steps is done in this one; 0 is never."""
+    return every > 0 and step % every == 0
+
+
+def with_run_options(config: TrainConfig, args: Arguments | None) -> TrainConfig:
+    """The configuration with those options of the group "run" that `args` gives."""
+    if args is None:
+        return config
+    given = (
+        TrainConfig.from_args(args).__dict__
+        if isinstance(args, StrategyConfig)
+        else (args if isinstance(args, Mapping) else vars(args))
+    )
+    run = {
+        name: given[name]
+        for name, (_, info) in options_of(TrainConfig).items()
+        if info.group == "run" and given.get(name) is not None
+    }
+    return config.replaced(run)

@@ -1,0 +1,1 @@
+"""Reinforcement: rollouts, experience, and updates of a policy."""

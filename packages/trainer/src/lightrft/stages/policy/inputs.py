@@ -1,0 +1,284 @@
+"""Inputs of a policy stage: read and checked first, then built with models and engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
+from lightrft.datasets.batch_stream import planned_steps
+from lightrft.datasets.media import Modality, TextModality, VisionPrompts
+from lightrft.datasets.prompts import load_texts
+from lightrft.datasets.render import PromptTokenizer
+from lightrft.engines.media.encoder import PromptEncoder
+from lightrft.engines.media.families import family_of
+from lightrft.models import load_tokenizer
+from lightrft.models.loading import load_config, load_processor
+from lightrft.reporting.files import SAMPLES_FILE, TRAJECTORIES_FILE
+from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
+from lightrft.rewards import CombinedReward
+from lightrft.rewards.types import RewardRecipes
+from lightrft.rollout.single_turn import SingleTurns
+from lightrft.stages.policy.algorithm import algorithm_problems
+from lightrft.stages.policy.decisions import decide_by_machine, read_model_facts
+from lightrft.stages.policy.maker import SampleLogs
+from lightrft.stages.policy.models import build_models
+from lightrft.stages.policy.policy_stage import PolicyData, PolicyStage, RolloutParts
+from lightrft.stages.policy.pretrain_mix import PretrainMix
+from lightrft.stages.policy.rewards import (
+    build_model_rewards,
+    build_run_reward,
+    build_trainer_rewards,
+    prepare_reward_models,
+    reward_recipes,
+)
+from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    from lightrft.rollout.environments.environments import Environments
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyInputs:
+    """Data, rewards and environments of a run; see `StageInputs`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptDataset
+    eval_prompts: tuple[Prompt, ...]
+    reward: CombinedReward
+    modality: Modality
+    environments: Environments | SingleTurns
+    pretrain: PretrainMix | None = None
+    recipes: RewardRecipes | None = None
+
+    def decided(self, config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
+        """See `StageInputs`.
+
+        Raises:
+            ConfigError: The strategy cannot hold a model of this size.
+        """
+        facts = read_model_facts(config, strategy)
+        strategy.check_model_size(facts.num_weights)
+        return decide_by_machine(config, strategy, facts=facts)
+
+    def build(self, config: TrainConfig, strategy: StrategyBase) -> PolicyStage:
+        """See `StageInputs`."""
+        loader = strategy.setup_dataloader(
+            self.prompts,
+            config.rollout_batch_size // strategy.world_size,
+            collate_fn=collate_prompts,
+        )
+        num_steps = planned_steps(loader, config, strategy.world_size)
+        strategy.print(self.prompts.report.summary())
+        for note in self.environments.notes:
+            strategy.print(note)
+        warn_without_end(self.tokenizer, config, strategy.print)
+        strategy.print(f"{num_steps} steps of {config.rollout_batch_size} prompts")
+        with phase("load the models", timedelta(minutes=config.timeout_minutes)):
+            models, reference = build_models(config, strategy, num_steps * config.steps_per_rollout)
+            reward_models = prepare_reward_models(config, strategy)
+        strategy.setup_inference_engine(config, config.engine_type, actor=models.main.model)
+        model_rewards = build_model_rewards(
+            config, strategy, reward_models, tokenizer=self.tokenizer, recipes=self.recipes
+        )
+        reward, model_rewards = build_trainer_rewards(self.reward, model_rewards, strategy, config)
+        processor = self.modality.processor
+        stage = PolicyStage(
+            config,
+            strategy,
+            models,
+            reference,
+            parts=RolloutParts(reward, self.tokenizer, model_rewards, self.environments, processor),
+            data=PolicyData(loader, self.eval_prompts, self.pretrain),
+            logs=SampleLogs(
+                SampleLog(Path(config.output_dir) / SAMPLES_FILE), trajectory_log(config)
+            ),
+        )
+        stage.text_part = self.tokenizer if processor is None else processor
+        return stage
+
+    def close(self) -> None:
+        """See `StageInputs`."""
+        try:
+            self.environments.close()
+        finally:
+            self.reward.close()
+
+
+def read_inputs(config: TrainConfig) -> PolicyInputs:
+    """Checks the options, then reads tokenizer, data and rewards.
+
+    Raises:
+        DataError: Prompts that cannot be read.
+        RewardError: A reward function that cannot be loaded.
+        ModelLoadError: A tokenizer or processor that cannot be read.
+        ConfigError: Options that cannot be run.
+    """
+    _check_options(config)
+    tokenizer = load_tokenizer(str(config.pretrain), chat_template=config.chat_template)
+    modality = load_modality(config, tokenizer)
+    environments = build_environments(config, tokenizer, modality)
+    shown = environments.prompt_tokenizer
+    prompts = load_run_prompts(config, shown)
+    if len(prompts) < config.rollout_batch_size:
+        raise ConfigError(
+            f"{config.prompt_data} has {len(prompts)} usable prompts, less than one step takes: "
+            f"lower rollout_batch_size (got {config.rollout_batch_size}) or give more prompts"
+        )
+    eval_prompts: tuple[Prompt, ...] = ()
+    if config.eval_data is not None:
+        eval_prompts = load_run_prompts(config, shown, for_evaluation=True).prompts
+    recipes = reward_recipes(config, (*prompts.prompts, *eval_prompts))
+    reward = build_run_reward(config, recipes=recipes)
+    return PolicyInputs(
+        tokenizer,
+        prompts,
+        eval_prompts,
+        reward,
+        modality,
+        environments,
+        pretrain_mix(config, tokenizer),
+        recipes,
+    )
+
+
+def build_environments(
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    modality: Modality,
+    *,
+    has_journal: bool = True,
+) -> Environments | SingleTurns:
+    """Environments that answer the calls of the model; without any, single turns."""
+    if not config.has_episodes:
+        return SingleTurns(modality)
+    from lightrft.rollout.environments.environments import Environments
+
+    return Environments(
+        config,
+        tokenizer,
+        has_system=config.system_prompt is not None,
+        folder=Path(config.output_dir) if has_journal else None,
+        modality=modality,
+    )
+
+
+def pretrain_mix(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainMix | None:
+    """The texts of `pretrain_data`, or None without."""
+    if config.pretrain_data is None or config.ptx_coef == 0:
+        return None
+    texts = load_texts(
+        config.pretrain_data,
+        tokenizer,
+        text_key=config.pretrain_column,
+        max_tokens=config.prompt_max_len + config.generate_max_len,
+        end_token_id=tokenizer.eos_token_id,
+    )
+    batch_size = config.ptx_batch_size or config.train_batch_size
+    return PretrainMix(texts, config.ptx_coef, batch_size, config.seed)
+
+
+def warn_without_end(
+    tokenizer: PreTrainedTokenizerBase, config: TrainConfig, write: Callable[[str], None]
+) -> None:
+    """Writes a line if the tokenizer has no token at which a response could end."""
+    if tokenizer.eos_token_id is None:
+        write(
+            f"warning: the tokenizer of {config.pretrain} has no end-of-sequence token: responses "
+            f"end only at generate_max_len = {config.generate_max_len} tokens, unless the model's "
+            "generation_config.json names another end"
+        )
+
+
+def trajectory_log(config: TrainConfig) -> TrajectoryLog | None:
+    """The log of single tokens, or None."""
+    if not config.save_trajectories:
+        return None
+    return TrajectoryLog(
+        Path(config.output_dir) / TRAJECTORIES_FILE,
+        num_samples=config.num_trajectories_to_save,
+        every=config.trajectory_steps or max(1, config.save_steps),
+    )
+
+
+def load_run_prompts(
+    config: TrainConfig, tokenizer: PromptTokenizer, *, for_evaluation: bool = False
+) -> PromptDataset:
+    """The prompts of `prompt_data`, or those of `eval_data`.
+
+    Raises:
+        DataError: They cannot be read.
+    """
+    if for_evaluation:
+        return load_prompts(
+            str(config.eval_data),
+            tokenizer,
+            config,
+            max_samples=config.max_eval_samples,
+            split=config.eval_split,
+        )
+    return load_prompts(
+        str(config.prompt_data),
+        tokenizer,
+        config,
+        max_samples=config.max_samples,
+        split=config.prompt_split,
+        probabilities=config.prompt_data_probs,
+    )
+
+
+def _check_options(config: TrainConfig) -> None:
+    """Raises a ConfigError that lists all that is missing or does not fit."""
+    missing = [
+        f"--{name} is missing"
+        for name, value in (("pretrain", config.pretrain), ("prompt_data", config.prompt_data))
+        if value is None
+    ]
+    if missing:
+        raise ConfigError("\n".join(missing))
+    config.check_world_size(int(os.environ.get("WORLD_SIZE", "1")))
+    problems = algorithm_problems(config)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def load_modality(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Modality:
+    """The reader of the prompts of the model that is trained.
+
+    Raises:
+        ConfigError: An option does not fit the model.
+        ModelLoadError: It has no processor.
+    """
+    family = family_of(load_config(str(config.pretrain)))
+    if family is None:
+        return TextModality(tokenizer)
+    processor = load_processor(str(config.pretrain))
+    if config.chat_template is not None:
+        processor.chat_template = load_tokenizer(
+            str(config.pretrain), chat_template=config.chat_template
+        ).chat_template
+    limit_pixels(processor, config)
+    return VisionPrompts(PromptEncoder(processor, family))
+
+
+def limit_pixels(processor: ProcessorMixin, config: TrainConfig) -> None:
+    """Sets the sizes to which a processor scales media; it is saved with the model."""
+    given = {"longest_edge": config.max_pixels, "shortest_edge": config.min_pixels}
+    wanted = {name: value for name, value in given.items() if value is not None}
+    if not wanted:
+        return
+    size = dict(processor.image_processor.size)
+    if set(size) != {"longest_edge", "shortest_edge"} or "Qwen" not in type(processor).__name__:
+        raise ConfigError(
+            f"max_pixels and min_pixels are of the Qwen-VL families: {type(processor).__name__} "
+            "scales images to sizes of its own; leave them out"
+        )
+    processor.image_processor.size = {**size, **wanted}

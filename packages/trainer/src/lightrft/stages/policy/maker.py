@@ -1,0 +1,202 @@
+"""The experience of a step: prompts are rolled out, scored by all models, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from torch import nn
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.batch_stream import BatchStream, check_lengths
+from lightrft.datasets.types import Prompt
+from lightrft.engines.media.encoder import Encoder
+from lightrft.experience.assemble import AdvantageSettings
+from lightrft.experience.forward import ForwardModels, score_actor
+from lightrft.experience.maker import StepExperience, make_experience
+from lightrft.records.step_timer import StepTimer
+from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
+from lightrft.rollout.sampler import RolloutSampler
+from lightrft.stages.policy.algorithm import Algorithm
+from lightrft.stages.policy.memory import PolicyMemory
+from lightrft.stages.policy.models import is_deterministic
+from lightrft.stages.policy.parity import ParityReport, check_parity
+from lightrft.stages.stage import Step
+from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyBatch:
+    """Experience of a step, and the comparison of engine and trainer if it was due."""
+
+    experience: StepExperience
+    parity: ParityReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLogs:
+    """Files that samples of each step are written to, on the first rank; None is absent."""
+
+    samples: SampleLog | None = None
+    trajectories: TrajectoryLog | None = None
+
+    def write(
+        self, step: int, experience: StepExperience, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Appends the samples of a step."""
+        if self.samples is not None:
+            self.samples.log(step, experience.samples.scored)
+        if self.trajectories is not None:
+            self.trajectories.log(step, experience, tokenizer)
+
+    def close(self) -> None:
+        """Closes the files."""
+        for log in (self.samples, self.trajectories):
+            if log is not None:
+                log.close()
+
+
+@dataclass(slots=True)
+class ExperienceMaker:
+    """Makes the experience of one step after another; holds nothing of them.
+
+    Args:
+        config: Options of the run.
+        algorithm: Estimator, loss and corrections.
+        strategy: Hosts the engine, and knows this rank's part.
+        models: Actor, reference and critic as the strategy wrapped them.
+        sampler: Generates and scores.
+        tokenizer: Of the actor.
+        encoder: Of prompts with media.
+        logs: Receive samples.
+    """
+
+    config: TrainConfig
+    algorithm: Algorithm
+    strategy: StrategyBase
+    actor: nn.Module
+    models: ForwardModels
+    sampler: RolloutSampler
+    tokenizer: PreTrainedTokenizerBase
+    encoder: Encoder
+    logs: SampleLogs
+
+    def make(self, prompts: Sequence[Prompt], step: Step, memory: PolicyMemory) -> PolicyBatch:
+        """Rolls out prompts, as many on every rank, and scores the responses; collective.
+
+        Args:
+            prompts: This rank's part of the step's prompts.
+            step: Its number, timer, and data for further prompts.
+            memory: Of the steps before.
+
+        Raises:
+            ValueError: A prompt is too long, or the number of samples is not a multiple of
+                train_batch_size.
+            ParityError: Engine and trainer disagree.
+        """
+        check_lengths(prompts, self.config.prompt_max_len)
+        samples = self.sampler.collect(
+            prompts,
+            first_request_id=memory.num_requests,
+            timer=step.timer,
+            next_prompts=self._next_prompts(step),
+            carry=memory.carry,
+            step=step.number,
+        )
+        is_compared = self._compares(step)
+        if is_compared:
+            # A difference is explained by looking into the engine's layers.
+            self.strategy.maybe_sleep_inference_engine()
+        else:
+            self.strategy.sleep_until_weight_sync()
+        experience = make_experience(
+            samples,
+            self.models,
+            strategy=self.strategy,
+            settings=AdvantageSettings(
+                self.config,
+                self.algorithm.estimator,
+                kl_coef=0.0 if self.config.use_kl_loss else self.kl_coef(memory),
+                moments=memory.moments,
+            ),
+            step=step.number - 1,
+            timer=step.timer,
+            reuses_policy_logprobs=self.reuses_policy_logprobs(step),
+            encoder=self.encoder,
+        )
+        parity = self.check_parity(experience, step.timer) if is_compared else None
+        if self.strategy.is_rank_0():
+            self.logs.write(step.number, experience, self.tokenizer)
+        return PolicyBatch(experience, parity)
+
+    def kl_coef(self, memory: PolicyMemory) -> float:
+        """Weight of the KL term; 0 without a reference model."""
+        return 0.0 if self.models.reference is None else memory.kl.coef
+
+    def _next_prompts(self, step: Step) -> Callable[[], Sequence[Prompt]] | None:
+        data = cast("BatchStream[Prompt] | None", step.data)
+        if data is None or not (self.config.dynamic_sampling or self.config.partial_rollout):
+            return None
+
+        def draw() -> Sequence[Prompt]:
+            prompts = data.next_batch()
+            check_lengths(prompts, self.config.prompt_max_len)
+            return prompts
+
+        return draw
+
+    def _compares(self, step: Step) -> bool:
+        every = self.config.parity_check_steps
+        return every >= 0 and (step.is_first or (every > 0 and step.number % every == 0))
+
+    def reuses_policy_logprobs(self, step: Step) -> bool:
+        """Whether nobody needs the old logprobs before the one update that computes them too."""
+        log = self.logs.trajectories
+        is_logged = log is not None and log.is_due(step.number)
+        has_kl_reward = self.models.reference is not None and not self.config.use_kl_loss
+        return (
+            self.config.max_epochs == 1
+            and not self.config.high_entropy_token_ratio
+            and not self.algorithm.corrections
+            and is_deterministic(self.strategy.unwrap_model(self.actor))
+            and self.trains_actor(step)
+            and not has_kl_reward
+            and not is_logged
+        )
+
+    def trains_actor(self, step: Step) -> bool:
+        """Whether the actor learns in a step (`freezing_actor_steps`)."""
+        return step.number > self.config.freezing_actor_steps
+
+    def check_parity(self, experience: StepExperience, timer: StepTimer) -> ParityReport | None:
+        """Compares the engine's logprobs of an experience with the trainer's; collective.
+
+        Returns:
+            What was found; None if the engine does not compute the trainer's model.
+
+        Raises:
+            ParityError: They differ by more than rounding explains.
+        """
+        engine, batch = self.strategy.inference_engine, experience.batch
+        if engine is None or not engine.computes_model:
+            return None
+        logprobs = batch.outputs.sampling_logprobs
+        if logprobs is None or self.config.use_rollout_logprobs:
+            rows = experience.plan.forward_slices(
+                experience.table.lengths, rank=self.strategy.data_rank, config=self.config
+            )
+            with timer.stage("forward"):
+                logprobs = score_actor(batch.rollouts, self.actor, slices=rows)
+        report = check_parity(
+            batch.rollouts,
+            logprobs,
+            self.actor,
+            strategy=self.strategy,
+            mean_limit=self.config.parity_limit,
+        )
+        self.strategy.print_detail(report.summary())
+        return report

@@ -1,0 +1,156 @@
+"""Rewards of a policy stage: functions, services and models, with their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from torch import nn
+
+from lightrft.config import TrainConfig
+from lightrft.datasets import Prompt
+from lightrft.models import RewardModel, load_tokenizer
+from lightrft.rewards import CombinedReward, build_reward
+from lightrft.rewards.build import load_recipes, numbered, reward_urls
+from lightrft.rewards.types import RewardFunction, RewardRecipes
+from lightrft.rollout.model_rewards import ModelRewards, ScoringModel
+from lightrft.strategy.strategy_base import StrategyBase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    RewardSource = RewardFunction | nn.Module | Sequence[RewardFunction | nn.Module]
+
+
+def build_run_reward(
+    config: TrainConfig, *, recipes: RewardRecipes | None = None
+) -> CombinedReward:
+    """The reward function of the options; a context manager that ends its processes."""
+    return build_reward(
+        config.reward_fn,
+        weights=config.reward_weights[: num_functions(config)] or None,
+        recipes=recipes,
+        has_models=bool(config.reward_pretrain) or config.environment is not None,
+        config=config,
+    )
+
+
+def num_functions(config: TrainConfig) -> int:
+    """Rewards that are not models of this run."""
+    return len(config.reward_fn) + len(reward_urls(config))
+
+
+def reward_recipes(config: TrainConfig, prompts: Sequence[Prompt]) -> RewardRecipes | None:
+    """The weights by row, or None without `reward_recipe`.
+
+    Raises:
+        ConfigError: The file is unusable.
+        RewardError: A prompt has no recipe.
+    """
+    if config.reward_recipe is None:
+        return None
+    urls, models = reward_urls(config), config.reward_pretrain
+    names = [
+        *(name.rpartition(":")[2] for name in config.reward_fn),
+        *(numbered("remote", i, len(urls)) for i in range(len(urls))),
+        *(numbered("model", i, len(models)) for i in range(len(models))),
+    ]
+    recipes = load_recipes(config.reward_recipe, column=config.reward_recipe_column, names=names)
+    # At the start: in a step it would be one rank's error between collectives.
+    for prompt in prompts:
+        recipes.weights_of(prompt.columns.get(recipes.column))
+    return recipes
+
+
+def prepare_reward_models(config: TrainConfig, strategy: StrategyBase) -> tuple[nn.Module, ...]:
+    """Loads the reward models and shards each over at most 8 ranks."""
+    with strategy.init_model_context():
+        new = config.allow_new_weights
+        models = [
+            RewardModel.from_pretrained(path, allow_new_weights=new)
+            for path in config.reward_pretrain
+        ]
+    # Not by prepare_models_and_optimizers, which leaves them alone beside a remote reward.
+    return tuple(strategy.prepare_model(model, shard_size=8) for model in models)
+
+
+def build_model_rewards(
+    config: TrainConfig,
+    strategy: StrategyBase,
+    models: Sequence[nn.Module],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    recipes: RewardRecipes | None,
+) -> ModelRewards | None:
+    """The reward models of a run, or None without any.
+
+    Args:
+        config: Paths, weights and the rows of a forward pass.
+        strategy: Prepared the models.
+        models: In the order of `reward_pretrain`.
+        tokenizer: Of the actor; a model with its vocabulary reads the sampled ids themselves.
+        recipes: Weights by row, or None.
+    """
+    if not models:
+        return None
+    weights = config.reward_weights[num_functions(config) :] or (1.0,) * len(models)
+    entries = []
+    for index, (path, model) in enumerate(zip(config.reward_pretrain, models, strict=True)):
+        own = load_tokenizer(path)
+        is_same = own.get_vocab() == tokenizer.get_vocab()
+        name = numbered("model", index, len(models))
+        entries.append(ScoringModel(name, model, None if is_same else own, weights[index]))
+    return ModelRewards(
+        strategy, entries, micro_batch_size=config.micro_rollout_batch_size, recipes=recipes
+    )
+
+
+def build_trainer_rewards(
+    source: RewardSource | None,
+    model_rewards: ModelRewards | None,
+    strategy: StrategyBase,
+    config: TrainConfig,
+) -> tuple[RewardFunction, ModelRewards | None]:
+    """The reward function and the reward models of a trainer.
+
+    Args:
+        source: Functions (objects with `score()`) and prepared modules that give one score per
+            row of the sampled ids, one or a list of them; their rewards are added.
+        model_rewards: Reward models with tokenizers, weights or recipes of their own.
+        strategy: Prepared the modules.
+        config: Rows of a forward pass.
+
+    Raises:
+        ValueError: There is no reward.
+        TypeError: One cannot score.
+    """
+    given = list(source) if isinstance(source, list | tuple) else [source] if source else []
+    modules: list[nn.Module] = []
+    functions: list[RewardFunction] = []
+    for item in given:
+        if callable(getattr(item, "score", None)):
+            functions.append(cast("RewardFunction", item))
+        elif isinstance(item, nn.Module):
+            modules.append(item)
+        else:
+            raise TypeError(
+                f"a reward must be an nn.Module or have score(prompts, responses, labels, columns)"
+                f": got {type(item).__name__}; see lightrft.rewards.RewardFunction"
+            )
+    if modules and model_rewards is not None:
+        raise ValueError("give reward models as reward_model= or as model_rewards=, not as both")
+    if modules:
+        scoring = [
+            ScoringModel(numbered("model", index, len(modules)), module)
+            for index, module in enumerate(modules)
+        ]
+        model_rewards = ModelRewards(
+            strategy, scoring, micro_batch_size=config.micro_rollout_batch_size
+        )
+    if not functions and model_rewards is None:
+        raise ValueError(
+            "the trainer needs a reward: pass reward_model= (lightrft.rewards.build_reward)"
+        )
+    if len(functions) == 1:
+        return functions[0], model_rewards
+    return CombinedReward(functions, [1.0] * len(functions)), model_rewards

@@ -1,0 +1,226 @@
+"""The protocol of a training stage, which `lightrft.run.loop` carries out.
+
+A stage costs a class here and an entry of `config.registry.STAGES`. It gets checkpoints, exact
+resume, evaluation, logs, alarms, the best model, stops and the report from the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightrft.config import TrainConfig
+from lightrft.datasets.batch_stream import Batches, BatchStream
+from lightrft.records.step_timer import StepTimer
+from lightrft.stages.alarms import alarms
+from lightrft.stages.metrics import StepMetrics
+from lightrft.strategy.strategy_base import StrategyBase
+
+Batch = TypeVar("Batch")
+NO_LENGTHS = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """A model with what updates it; its name begins its metrics and names its checkpoints."""
+
+    name: str
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModels:
+    """Models of a stage that optimizers update.
+
+    Args:
+        trained: The first is the main one: it is saved as the result, and an engine follows it.
+        average: The main model's moving average, or None.
+    """
+
+    trained: tuple[TrainedModel, ...]
+    average: nn.Module | None = None
+
+    @property
+    def main(self) -> TrainedModel:
+        """The first."""
+        return self.trained[0]
+
+    def named(self, name: str) -> TrainedModel | None:
+        """The model of that name, or None."""
+        return next((each for each in self.trained if each.name == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step under way: its place in the run, its data, and what measures it.
+
+    Args:
+        number: Of the step, counted from 1.
+        data: This rank's batches from the position of the run on; None without a loader.
+        num_planned: Steps of the whole run; 0 is unknown.
+        is_first: No step of this process came before it.
+        metrics: Receives numbers that are reduced over all ranks after the update.
+        timer: Receives durations.
+    """
+
+    number: int
+    data: BatchStream[object] | None = None
+    num_planned: int = 0
+    is_first: bool = False
+    metrics: StepMetrics = field(default_factory=StepMetrics)
+    timer: StepTimer = field(default_factory=StepTimer)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work of an update.
+
+    Args:
+        models: Names of the models that learn in this step.
+        lengths, scored_lengths: Tokens of each row of all ranks, and those whose outputs count; no
+            rows where nothing was computed, or where a model's operations are not counted.
+        num_passes: Over these rows.
+    """
+
+    models: tuple[str, ...]
+    lengths: NDArray[np.int64] = field(default_factory=lambda: NO_LENGTHS)
+    scored_lengths: NDArray[np.int64] = field(default_factory=lambda: NO_LENGTHS)
+    num_passes: int = 1
+
+
+class StageMemory(Protocol):
+    """What a stage remembers between steps beside its models; frozen."""
+
+    def to_client_state(self) -> dict[str, object]:
+        """Plain values for a checkpoint; their names are those of no other part."""
+        ...
+
+    def restored(self, client_state: Mapping[str, object]) -> Self:
+        """The memory with the values of a checkpoint.
+
+        Raises:
+            KeyError: A value is missing.
+            ValueError: A value is of another kind.
+        """
+        ...
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and state of each thing remembered, for the table of a continued run."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoMemory:
+    """The memory of a stage that needs none."""
+
+    def to_client_state(self) -> dict[str, object]:
+        """Nothing."""
+        return {}
+
+    def restored(self, client_state: Mapping[str, object]) -> NoMemory:
+        """The same."""
+        return self
+
+    def rows(self) -> list[tuple[str, str]]:
+        """None."""
+        return []
+
+
+class Stage(Protocol, Generic[Batch]):
+    """One kind of training; subclasses say only what differs from these defaults.
+
+    Args:
+        config: Options of the run.
+        strategy: Trains over ranks.
+        models: What is trained.
+        memory: What is remembered between steps; goes into checkpoints.
+        loader: This rank's batches of items, one list a step; None where callers pass them.
+        text_part: What is saved beside the model (tokenizer or processor), or None.
+        syncs_engine: The rollout engine follows the main model.
+        item_name: Word for what the loader gives, in the plural.
+    """
+
+    config: TrainConfig
+    strategy: StrategyBase
+    models: TrainedModels
+    memory: StageMemory = NoMemory()
+    loader: Batches[object] | None = None
+    text_part: object | None = None
+    syncs_engine: bool = False
+    item_name: str = "rows"
+
+    def planned_steps(self) -> int:
+        """Steps of a whole run, those before a resume included."""
+        ...
+
+    def draw(self, step: Step) -> Batch:
+        """What one step trains on; collective, with the models in evaluation mode."""
+        ...
+
+    def update(self, batch: Batch, step: Step) -> Work:
+        """All optimizer steps of one step; collective, with the models in training mode."""
+        ...
+
+    def finish(self, batch: Batch, metrics: dict[str, float]) -> dict[str, float]:
+        """Remembers what the next step needs, and completes the metrics.
+
+        Args:
+            batch: Of the step.
+            metrics: The step's numbers over all ranks.
+
+        Returns:
+            These metrics and those that every rank knows without communication.
+        """
+        return metrics
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics `eval/...` of held-out data, equal on all ranks; {} without; collective."""
+        return {}
+
+    def alarms(self, metrics: Mapping[str, float]) -> list[str]:
+        """One sentence for each thing that is wrong with the metrics of a step."""
+        return alarms(self.config, metrics)
+
+    def resumed(self) -> None:
+        """Adapts to a loaded checkpoint, once the engine has the weights."""
+
+    def close(self) -> None:
+        """Closes files."""
+
+
+class StageInputs(Protocol):
+    """What a stage reads and checks before any process group or model exists."""
+
+    def decided(self, config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
+        """The configuration with what its options leave to the machine; collective."""
+        ...
+
+    def build(self, config: TrainConfig, strategy: StrategyBase) -> Stage[object]:
+        """Models, engine and data of the stage."""
+        ...
+
+    def close(self) -> None:
+        """Ends processes that were started."""
+        ...
+
+
+def stored_number(client_state: Mapping[str, object], name: str) -> float:
+    """A number of a checkpoint's client state.
+
+    Raises:
+        KeyError: It is missing.
+        ValueError: It is no number.
+    """
+    value = client_state[name]
+    if not isinstance(value, int | float):
+        raise ValueError(f"expected a number in the checkpoint's client state, got {value!r}")
+    return value
