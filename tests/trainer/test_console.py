@@ -21,8 +21,8 @@ from lightrft.reporting.console import (
     remaining,
     step_line,
 )
+from lightrft.reporting.files import rank_log
 from lightrft.reporting.loggers import ConsoleLogger
-from lightrft.reporting.rank_log import rank_log
 from lightrft.strategy.distributed.context import print_on_first_rank, report_memory
 from lightrft.strategy.distributed.deadlines import current_phase, phase
 from lightrft.strategy.distributed.outlet import counted, current_count, lines_to, report_count

@@ -31,7 +31,7 @@ def thumbnails(rollout: Rollout) -> list[str]:
 
 
 def shown_thumbnails(value: object) -> list[str]:
-    """Those of a line that a page may show; whatever else stands there is left out."""
+    """Thumbnails of a line that a page may show; whatever else stands there is left out."""
     listed = value if isinstance(value, list) else []
     return [
         text

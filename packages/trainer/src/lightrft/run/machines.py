@@ -1,4 +1,4 @@
-"""What common GPUs are, from their makers' data sheets."""
+"""Common GPUs, from their makers' data sheets."""
 
 from dataclasses import dataclass
 
