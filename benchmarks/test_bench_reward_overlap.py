@@ -21,6 +21,7 @@ from lightrft.engines import EngineConfig, SamplingParams
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.rewards import build_reward
 from lightrft.rollout.sampler import RolloutSampler
+from lightrft.rollout.source import SourceParts
 from lightrft.strategy import get_fake_strategy
 
 NUM_GROUPS, GROUP_SIZE, SHORTEST, LONGEST = 32, 2, 24, 192
@@ -86,7 +87,7 @@ class Way:
     def of(cls, engine_type, model, reward):
         strategy = get_fake_strategy()
         strategy.inference_engine = engine_type(EngineConfig("hf", ""), module=model)
-        sampler = RolloutSampler(strategy, reward, None, decoder=Numbers(), config=TrainConfig())
+        sampler = RolloutSampler(SourceParts(strategy.session, TrainConfig(), Numbers(), reward))
         return cls(strategy.inference_engine, sampler)
 
 

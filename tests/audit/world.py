@@ -16,10 +16,10 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
 from lightrft.models import Actor, Critic, LoraActor
-from lightrft.records.exchange import row_table
-from lightrft.records.types import Rollout, ScoredRollout
-from lightrft.rollout.sampler import Samples
+from lightrft.records.rollout import Rollout, ScoredRollout
+from lightrft.records.table import row_table
 from lightrft.rollout.scoring import overlong_penalty
+from lightrft.rollout.source import Samples
 from lightrft.strategy import get_fake_strategy
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 

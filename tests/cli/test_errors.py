@@ -87,7 +87,7 @@ def test_a_worker_of_our_own_launcher_leaves_a_report_and_prints_nothing(
 def test_a_full_disk_is_not_a_mistake_of_usage_whoever_says_so(capsys, text):
     from safetensors import SafetensorError
 
-    from lightrft.strategy.checkpoints.errors import CheckpointError
+    from lightrft.strategy.checkpoints.files import CheckpointError
 
     for error in (CheckpointError(text), SafetensorError(text)):
         assert run_guarded("lightrft", raise_(error)) == ExitCode.PREFLIGHT
@@ -103,7 +103,7 @@ def test_a_file_that_cannot_be_written_says_why(tmp_path):
         import torch
         from lightrft.cli.errors import run_guarded
         from lightrft.strategy.checkpoints.folders import SaveRequest, write_checkpoint
-        from lightrft.strategy.checkpoints.file_writers import FileWriter
+        from lightrft.strategy.checkpoints.files import FileWriter
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         state = {"a": torch.ones(10_000)}

@@ -14,8 +14,8 @@ from tests.cli.dice import Dice
 from lightrft.cli.main import main
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.rollout.environments.calls import ToolCall, choose_parser
-from lightrft.rollout.environments.hosted import HostedEnvironments
-from lightrft.rollout.environments.rounds import forging_ids
+from lightrft.rollout.environments.environments import forging_ids
+from lightrft.rollout.environments.worker import HostedEnvironments
 from lightrft.tools.quickstart.boxed_sum import score
 from lightrft.tools.quickstart.calculator import CALCULATOR, P_COMPUTE, Product, draw_products
 from lightrft.tools.quickstart.calculator_environment import Calculator

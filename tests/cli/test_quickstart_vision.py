@@ -13,6 +13,7 @@ from tests.cli.dice import Dice
 from lightrft.cli.main import main
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of
+from lightrft.engines.media.kinds import Media
 from lightrft.engines.media.sources import as_image
 from lightrft.tools.quickstart.boxed_sum import score
 from lightrft.tools.quickstart.colours import COLOURS, SHAPES, Shapes, describe, draw_shapes
@@ -81,7 +82,7 @@ def test_the_imitation_sees_what_the_run_sees():
     )
     encoder = PromptEncoder(student.processor, family_of(student.model.config))
     picture = as_image(shapes.picture(), name="x", folder=None)
-    encoded = encoder.encode(text, images=[picture])
+    encoded = encoder.encode(text, Media({"image": [picture]}))
     length = len(encoded.token_ids)
     assert tuple(token_ids[0, :length].tolist()) == encoded.token_ids
     assert set(targets[0, :length].tolist()) == {IGNORED}

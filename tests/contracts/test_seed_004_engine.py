@@ -79,7 +79,7 @@ def test_memory_is_cleared_before_waking_and_after_sleeping(monkeypatch):
     """'To avoid OOM, we: 1. sync and clear cache 2. wakeup engine'."""
     strategy = strategy_with()
     calls = strategy.inference_engine.calls
-    monkeypatch.setattr(strategy.ranks, "free_memory", lambda: calls.append("clear"))
+    monkeypatch.setattr(strategy.context, "free_memory", lambda: calls.append("clear"))
     strategy.maybe_sleep_inference_engine()
     strategy.wakeup_inference_engine()
     assert calls == ["sleep", "clear", "clear", "wake_up"]

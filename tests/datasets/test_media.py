@@ -8,9 +8,10 @@ from tests.datasets.media_files import encoded, picture, write_bad_media
 from tests.models.vision.tiny_world import tiny
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.media import RowMediaSources, VisionPrompts, with_media
+from lightrft.datasets.media import VisionPrompts, with_media
 from lightrft.datasets.prompts import load_prompts
 from lightrft.datasets.types import DataError
+from lightrft.engines.media.kinds import Media
 from lightrft.engines.media.sources import as_image, as_video
 from lightrft.tools.model_presets import byte_level_tokenizer
 
@@ -75,7 +76,7 @@ def test_rows_with_and_without_media_become_prompts(tmp_path, reader):
     assert prompts[2].text == f"<|user|>{mark} before {mark}?<|assistant|>"
     assert prompts[3].text == f"<|user|>left {mark}?<|assistant|>"
     for p in prompts:
-        again = reader.encoder.encode(p.text, images=p.images)
+        again = reader.encoder.encode(p.text, p.media)
         assert p.token_ids == again.token_ids
     # 84 x 84 pixels are 9 tokens, 56 x 112 are 8.
     pad = reader.encoder.processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
@@ -149,7 +150,7 @@ def test_a_model_of_text_is_never_trained_blind(tmp_path):
 
 
 def test_marks_of_a_chat_are_not_doubled():
-    media = RowMediaSources(images=(as_image(picture(), name="x", folder=None),))
+    media = Media({"image": (as_image(picture(), name="x", folder=None),)})
     (message,) = with_media([{"role": "user", "content": "see <image>!"}], media, "row 1")
     assert message["content"] == [
         {"type": "text", "text": "see "},

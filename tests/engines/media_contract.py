@@ -8,6 +8,7 @@ from tests.engines.media_requests import requests_of
 from tests.models.vision.tiny_world import image, prompt
 
 from lightrft.engines import GenerationRequest, SamplingParams, StaleEngineError
+from lightrft.engines.media.kinds import Media
 from lightrft.strategy.fake import get_fake_strategy
 
 SAMPLED = SamplingParams(max_tokens=7, n=2, seed=5)
@@ -79,7 +80,9 @@ def another_picture_has_another_law(engine, encoder, prompts):
     if not engine.computes_model:
         return
     text = prompt(encoder, "How many?", 1)
-    first, second = (encoder.encode(text, images=[image(84, 84, seed)]) for seed in (1, 2))
+    first, second = (
+        encoder.encode(text, Media({"image": [image(84, 84, seed)]})) for seed in (1, 2)
+    )
     assert first.token_ids == second.token_ids
     one, other, again = engine.generate(
         requests_of([first, second, first]),
@@ -111,9 +114,13 @@ def a_strategy_takes_nested_and_flat_lists(engine, encoder, prompts):
     tokenizer = encoder.processor.tokenizer
     expected = engine.generate(
         [
-            GenerationRequest((), 0, encoded=encoder.encode(texts[0], images=sources[:1])),
+            GenerationRequest(
+                (), 0, encoded=encoder.encode(texts[0], Media({"image": sources[:1]}))
+            ),
             GenerationRequest(tuple(tokenizer(texts[1], add_special_tokens=False)["input_ids"]), 1),
-            GenerationRequest((), 2, encoded=encoder.encode(texts[2], images=sources[1:])),
+            GenerationRequest(
+                (), 2, encoded=encoder.encode(texts[2], Media({"image": sources[1:]}))
+            ),
         ],
         params,
     )

@@ -3,6 +3,7 @@
 import torch
 from tests.models.vision.tiny_world import Batch, image, prompt
 
+from lightrft.engines.media.kinds import Media
 from lightrft.engines.media.sources import VideoSource
 from lightrft.engines.types import GenerationRequest
 
@@ -22,7 +23,7 @@ def video(num_frames=4, fps=2.0, side=56):
 
 
 def video_prompt(encoder, **facts):
-    return encoder.encode(prompt(encoder, "What falls?", 0, 1), videos=[video(**facts)])
+    return encoder.encode(prompt(encoder, "What falls?", 0, 1), Media({"video": [video(**facts)]}))
 
 
 def trainer_logprobs(actor, encoder, prompts, completions):

@@ -10,6 +10,7 @@ from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.media.families import placeholder_ids
+from lightrft.engines.media.kinds import Media
 from lightrft.engines.media.sources import MediaError
 from lightrft.engines.types import EngineConfig, GenerationRequest, MultiModalInputs, SamplingParams
 from lightrft.models.actor import Actor
@@ -41,7 +42,7 @@ def test_raw_images_are_read_by_the_model_s_own_processor(tmp_path):
     engine = HFEngine(EngineConfig("hf", str(tmp_path)))
     _, encoder = tiny("tiny-qwen2.5-vl")
     text, picture = prompt(encoder, "How many?", 1), image(84, 84)
-    encoded = encoder.encode(text, images=[picture])
+    encoded = encoder.encode(text, Media({"image": [picture]}))
     params = SamplingParams(max_tokens=4, seed=1)
     raw = GenerationRequest(
         encoded.request_token_ids,
@@ -94,8 +95,8 @@ def test_a_turn_after_an_answer_with_images_scores_as_the_trainer_scores_it(pres
     """Of every family, behind a prompt with a video where it reads those."""
     model, encoder = tiny(preset)
     engine = HFEngine(EngineConfig("hf", ""), module=model)
-    start = encoder.encode(prompt(encoder, "What?", 1), images=[image(84, 56, 9)])
-    if encoder.family.reads_videos:
+    start = encoder.encode(prompt(encoder, "What?", 1), Media({"image": [image(84, 56, 9)]}))
+    if "video" in encoder.family.reads:
         start = video_prompt(encoder)
     (said,) = engine.generate(requests_of([start]), SamplingParams(max_tokens=6, seed=1))
     turn = (*said.prompt_token_ids, *said.output_token_ids)

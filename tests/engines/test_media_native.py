@@ -9,6 +9,7 @@ from tests.models.vision.tiny_world import image, prompt, tiny
 
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.inputs import axes_of_rows
+from lightrft.engines.media.kinds import Media
 from lightrft.engines.raw_completions import Job
 from lightrft.engines.vllm.media import check_prompt, forbid_tokens, native_prompt
 
@@ -23,7 +24,7 @@ def job_of(encoded, *sampled):
 
 
 def encoded_with(encoder, *pictures):
-    return encoder.encode(prompt(encoder, "How many?", len(pictures)), images=pictures)
+    return encoder.encode(prompt(encoder, "How many?", len(pictures)), Media({"image": pictures}))
 
 
 def test_a_request_has_one_placeholder_for_each_medium(qwen):
@@ -98,7 +99,7 @@ def test_a_processor_without_token_types_is_refused(qwen):
 
     with pytest.raises(ValueError, match="gave no mm_token_type_ids"):
         PromptEncoder(Forgets(), encoder.family).encode(
-            prompt(encoder, "How many?", 1), images=[image(84, 84)]
+            prompt(encoder, "How many?", 1), Media({"image": [image(84, 84)]})
         )
 
 

@@ -12,6 +12,7 @@ from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines import EngineConfig, SamplingParams, build_engine
 from lightrft.engines.media.families import placeholder_ids
+from lightrft.engines.media.kinds import Media
 from lightrft.kernels import hash_tensor
 from lightrft.models.actor import Actor
 from lightrft.models.loading import save_pretrained
@@ -95,7 +96,7 @@ def test_a_turn_after_an_answer_with_images_scores_as_the_trainer_scores_it(worl
     error, completions = world.error(rows)
     assert error < 1e-5
     assert [c.prompt_token_ids for c in completions] == [r.token_ids for r in rows for _ in "12"]
-    exchanged = [replace(row, images=row.images[::-1]) for row in rows]
+    exchanged = [replace(row, media=Media({"image": row.media.images[::-1]})) for row in rows]
     with pytest.raises(ValueError, match="vLLM reads a prompt with") as refused:
         world.error(exchanged)
     assert "\n" not in str(refused.value)
@@ -113,7 +114,7 @@ def test_rows_with_and_without_images_score_as_the_trainer_scores_them(world):
         *world.prompts[:2],
         world.encoder.encode(
             prompt(world.encoder, "Which one is it?", 2),
-            images=[image(112, 56, 3), image(56, 84, 2)],
+            Media({"image": [image(112, 56, 3), image(56, 84, 2)]}),
         ),
     )
     # The comparison sees another picture.
@@ -198,20 +199,20 @@ def test_prompts_that_vllm_reads_otherwise_are_refused(world):
     with pytest.raises(ValueError, match=r"vLLM reads a prompt with 1 images .* they differ first"):
         world.error([expanded])
     with pytest.raises(ValueError, match="without images and videos"):
-        world.error([replace(first, images=())])
+        world.error([replace(first, media=Media())])
     assert world.error(world.prompts)[0] < 1e-5
 
 
 def test_large_pictures_are_scaled_as_the_processor_scales_them(world):
     size = world.encoder.processor.image_processor.size
     large, text = image(448, 448, 5), prompt(world.encoder, "How many?", 1)
-    assert world.error([world.encoder.encode(text, images=[large])])[0] < 1e-5
+    assert world.error([world.encoder.encode(text, Media({"image": [large]}))])[0] < 1e-5
     if not world.encoder.family.has_axes:
         return
     try:
         limits = {"shortest_edge": 56 * 56, "longest_edge": 84 * 84}
         world.encoder.processor.image_processor.size = limits
-        smaller = world.encoder.encode(text, images=[large])
+        smaller = world.encoder.encode(text, Media({"image": [large]}))
     finally:
         world.encoder.processor.image_processor.size = size
     # The sizes travel with the prompt; without them the engine's own processor is another one.

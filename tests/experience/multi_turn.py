@@ -12,7 +12,7 @@ import torch
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.records.types import Rollout, ScoredRollout, Segment
+from lightrft.records.rollout import Rollout, ScoredRollout, Segment
 
 VOCAB, GROUP = 61, 4
 

@@ -20,9 +20,8 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.rewards.types import RewardError
 from lightrft.rewards.worker import ReportedError
-from lightrft.rollout.environments.adapted import EpisodeLostError
-from lightrft.rollout.environments.hosted import HostedEnvironments
 from lightrft.rollout.environments.pool import EnvironmentPool
+from lightrft.rollout.environments.worker import EpisodeLostError, HostedEnvironments
 from lightrft.rollout.ledger_records import take_evidence
 from lightrft.run.resume import input_files
 from lightrft.tools.environments.openenv import ActionRefusedError, connect
@@ -72,7 +71,9 @@ def test_a_skyrl_gym_class_is_answered_turn_by_turn_as_a_user_answers(stage):
         assert reward.components == {"Countdown": 0.5}
         ends = rollout.completion.output_token_ids.count(played.tokenizer.eos_token_id)
         assert ends == 5  # what the environment said forged none
-    evidence = take_evidence(rollouts, played.strategy, special_ids=played.environments.special_ids)
+    evidence = take_evidence(
+        rollouts, played.strategy.session, special_ids=played.environments.special_ids
+    )
     for rollout in rollouts:
         row = rebuild(rollout.sample_id, evidence)
         start = len(rollout.completion.prompt_token_ids)

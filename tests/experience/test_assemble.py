@@ -9,9 +9,8 @@ from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS
 from lightrft.experience.assemble import AdvantageSettings, assemble, shape_rewards
-from lightrft.records.collate import collate
-from lightrft.records.exchange import SampleTable
-from lightrft.records.types import PolicyOutputs
+from lightrft.records.batch import PolicyOutputs, collate
+from lightrft.records.table import SampleTable
 
 
 class Alone:

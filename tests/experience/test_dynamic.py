@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lightrft.records.exchange import SampleTable
+from lightrft.records.table import SampleTable
 from lightrft.rollout.dynamic import apply_selection, mixed_groups, select_groups
 
 

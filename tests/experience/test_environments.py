@@ -13,6 +13,7 @@ from lightrft.datasets import load_prompts
 from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig
 from lightrft.experience.ledger_gate import rebuild
+from lightrft.records.step_timer import StepTimer
 from lightrft.rewards.build import CombinedReward, build_reward
 from lightrft.rewards.types import RewardError
 from lightrft.rollout.environments.calls import (
@@ -24,12 +25,13 @@ from lightrft.rollout.environments.calls import (
     llama_calls,
     pythonic_calls,
 )
-from lightrft.rollout.environments.hosted import tool_names
-from lightrft.rollout.environments.play import TURN_STEP
+from lightrft.rollout.environments.environments import Environments
+from lightrft.rollout.environments.episode_batch import TURN_STEP
 from lightrft.rollout.environments.pool import EnvironmentPool
-from lightrft.rollout.environments.rounds import Environments
+from lightrft.rollout.environments.worker import tool_names
 from lightrft.rollout.ledger_records import take_evidence
 from lightrft.rollout.sampler import RolloutSampler, training_params
+from lightrft.rollout.source import SampleRequests, SourceParts
 from lightrft.strategy import get_fake_strategy
 
 HERE = Path(__file__).parent
@@ -43,6 +45,13 @@ _SPEC.loader.exec_module(families)
 
 def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def sampled(environments, strategy, prompts, params):
+    """The rollouts of a step and the rewards of their environments."""
+    source = environments.source(SourceParts(strategy.session, environments.config, None, None))
+    requests = SampleRequests(prompts, range(len(prompts)), len(prompts), params, step=1)
+    return source.rollouts(requests, lambda group: None)
 
 
 class Stage:
@@ -96,15 +105,8 @@ class Stage:
         return ids, [-0.25 - 0.5 * (i % 7) for i in range(len(ids))]
 
     def sample(self, **keywords):
-        with self.engine.ledger.recording():
-            return self.environments.sample(
-                self.strategy,
-                self.prompts,
-                list(range(len(self.prompts))),
-                replace(training_params(self.config), **keywords),
-                group_ids=list(range(len(self.prompts))),
-                step=1,
-            )
+        params = replace(training_params(self.config), **keywords)
+        return sampled(self.environments, self.strategy, self.prompts, params)
 
     def text(self, rollout):
         return self.tokenizer.decode(rollout.completion.output_token_ids)
@@ -164,7 +166,9 @@ def test_trls_minimal_class_runs_unchanged(stage):
 def test_the_ledger_knows_every_turn(stage):
     played = stage([call("guess", number=1), call("guess", number=7), "done"])
     rollouts, _ = played.sample()
-    evidence = take_evidence(rollouts, played.strategy, special_ids=played.environments.special_ids)
+    evidence = take_evidence(
+        rollouts, played.strategy.session, special_ids=played.environments.special_ids
+    )
     for rollout in rollouts:
         row = rebuild(rollout.sample_id, evidence)
         ids = (*rollout.completion.prompt_token_ids, *rollout.completion.output_token_ids)
@@ -240,7 +244,7 @@ def test_an_environment_that_hangs_or_dies_is_masked_alone(stage, what, reason):
     rollouts, rewards = played.sample()
     assert [r is None for r in rewards] == [False, True, False, False]
     assert [len(r.conversation.turns) for r in rollouts] == [4, 2, 4, 4]
-    lines = (played.environments._folder / "step-000001.rank-0.jsonl").read_text().splitlines()
+    lines = (played.environments.folder / "step-000001.rank-0.jsonl").read_text().splitlines()
     ends = [e for e in map(json.loads, lines) if e["event"] == "end"]
     assert [e["sample_id"] for e in ends if e["failure"]] == [1]
     assert reason in next(e["failure"] for e in ends if e["failure"])
@@ -263,12 +267,12 @@ def test_a_failure_on_one_rank_ends_all_of_them_after_the_same_exchange(stage):
         told.append(own)
         return [own, (1, "prompt 9: call did not return", ())] if isinstance(own, tuple) else [own]
 
-    played.strategy.gather_objects = gather
+    played.strategy.session.context.gather_objects = gather
     with pytest.raises(RewardError, match="rank 1: prompt 9: call did not return"):
         played.sample()
     # And a rank that fails itself tells the others before it ends.
     failing = stage(["hm"], environment="Naughty", rows=[{"input": "x", "bad_reset": True}])
-    failing.strategy.gather_objects = gather
+    failing.strategy.session.context.gather_objects = gather
     with pytest.raises(RewardError, match="no such puzzle"):
         failing.sample()
     assert "no such puzzle" in told[-1][1]
@@ -369,14 +373,12 @@ def test_the_sampler_adds_the_reward_of_the_environment(stage):
     rows = [{"input": f"Find it {i}.", "target": 7} for i in range(2)]
     played = stage(script, rows=rows)
     sampler = RolloutSampler(
-        played.strategy,
-        CombinedReward([], []),
-        None,
-        decoder=played.tokenizer,
-        config=played.config,
-        environments=played.environments,
+        SourceParts(
+            played.strategy.session, played.config, played.tokenizer, CombinedReward([], [])
+        ),
+        played.environments.source,
     )
-    samples = sampler.collect(played.prompts, first_request_id=0, step=1)
+    samples = sampler.collect(played.prompts, first_request_id=0, step=1, timer=StepTimer())
     assert samples.table.rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
     assert samples.table.component_names == ("Guess",)
     assert samples.tool_names == ("guess",)
@@ -417,14 +419,10 @@ def test_groups_are_scored_while_other_episodes_go_on(stage, tmp_path):
     played = stage(script, rows=rows, reward_args={"folder": str(tmp_path)})
     with build_reward([f"{tmp_path / 'r.py'}:tells"], config=played.config) as reward:
         sampler = RolloutSampler(
-            played.strategy,
-            reward,
-            None,
-            decoder=played.tokenizer,
-            config=played.config,
-            environments=played.environments,
+            SourceParts(played.strategy.session, played.config, played.tokenizer, reward),
+            played.environments.source,
         )
-        samples = sampler.collect(played.prompts, first_request_id=0, step=1)
+        samples = sampler.collect(played.prompts, first_request_id=0, step=1, timer=StepTimer())
     assert seen == [True, True]
     longer = float(len(call("guess", number=7)) + len("\nend"))
     assert samples.table.rewards.tolist() == [4.0, 4.0, longer + 1.0, longer + 1.0]

@@ -14,11 +14,12 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines import EngineConfig, SamplingParams
 from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import Completion
-from lightrft.records.types import Rollout
+from lightrft.records.rollout import Rollout
 from lightrft.rewards import build_reward
 from lightrft.rewards.types import CallStyle, RewardError, RewardResult
 from lightrft.rollout.group_scorer import GroupScorer
 from lightrft.rollout.sampler import RolloutSampler
+from lightrft.rollout.source import SourceParts
 from lightrft.strategy import get_fake_strategy
 
 DEADLINE = 60.0
@@ -219,7 +220,7 @@ def sample(function, *, script=None, n=2, config=None, engine=None):
         EngineConfig("fake", "", max_model_len=64), script=script
     )
     config = config or TrainConfig()
-    sampler = RolloutSampler(strategy, function, None, decoder=Numbers(), config=config)
+    sampler = RolloutSampler(SourceParts(strategy.session, config, Numbers(), function))
     prompts = [Prompt(id=i, text=f"p{i}", token_ids=(5 + i, 9), label=None) for i in range(6)]
     return sampler.sample_all(prompts, SamplingParams(max_tokens=12, n=n, seed=3))[1]
 

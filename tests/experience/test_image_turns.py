@@ -22,12 +22,13 @@ from lightrft.experience.ledger_gate import rebuild
 from lightrft.models.actor import Actor
 from lightrft.records.media import _pack, _Sources, _unpack, encode_row
 from lightrft.rewards.types import RewardError
-from lightrft.rollout.environments import kinds
+from lightrft.rollout.environments import specs
 from lightrft.rollout.environments.calls import ToolCall
+from lightrft.rollout.environments.environments import Environments
 from lightrft.rollout.environments.pool import EnvironmentPool
-from lightrft.rollout.environments.rounds import Environments
 from lightrft.rollout.ledger_records import take_evidence
 from lightrft.rollout.sampler import training_params
+from lightrft.rollout.source import SampleRequests, SourceParts
 from lightrft.strategy import get_fake_strategy
 
 CASES = Path(__file__).with_name("image_environments.py")
@@ -80,7 +81,7 @@ class Stage:
             has_system=True,
             folder=folder,
             pool=POOLS[environment],
-            vision=VisionPrompts(encoder),
+            modality=VisionPrompts(encoder),
         )
         self.encoder = encoder
         path = folder / "rows.jsonl"
@@ -102,10 +103,11 @@ class Stage:
     def sample(self):
         # Random models seldom end: here bytes below 90 do.
         params = replace(training_params(self.config), stop_token_ids=tuple(range(90)))
-        with self.engine.ledger.recording():
-            return self.environments.sample(
-                self.strategy, self.prompts, [0, 1], params, group_ids=[0, 1], step=1
-            )
+        source = self.environments.source(
+            SourceParts(self.strategy.session, self.config, None, None)
+        )
+        requests = SampleRequests(self.prompts, range(2), 2, params, step=1)
+        return source.rollouts(requests, lambda group: None)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +115,7 @@ def calls():
     """Random models write no calls: here every turn is one."""
     with pytest.MonkeyPatch.context() as patched:
         found = [ToolCall("turn")]
-        patched.setattr(kinds, "choose_parser", lambda *given: lambda text, *others: found)
+        patched.setattr(specs, "choose_parser", lambda *given: lambda text, *others: found)
         yield
 
 
@@ -189,7 +191,7 @@ def test_images_of_turns_are_added_and_nothing_is_encoded_again(preset, played):
             media = request.encoded
             assert media.token_ids == request.prompt_token_ids
             assert rollout.token_ids[: len(media.token_ids)] == media.token_ids
-            assert media.images == rollout.images[: len(expected) - len(own) + 1 + turn]
+            assert media.media.images == rollout.images[: len(expected) - len(own) + 1 + turn]
             for name, tensor in own[-1].encoded.tensors.items():
                 begins = media.tensors[name]
                 assert torch.equal(tensor[: len(begins)], begins), name
@@ -202,7 +204,9 @@ def test_images_of_turns_are_added_and_nothing_is_encoded_again(preset, played):
         assert not {mark} & set(rollout.completion.sampled_token_ids)
         text = stage.encoder.processor.tokenizer.decode(rollout.token_ids)
         assert text.count("<image> ") == len(rollout.segments) - 1  # of the environment, as text
-    evidence = take_evidence(rollouts, stage.strategy, special_ids=stage.environments.special_ids)
+    evidence = take_evidence(
+        rollouts, stage.strategy.session, special_ids=stage.environments.special_ids
+    )
     for rollout in rollouts:
         assert tuple(rebuild(rollout.sample_id, evidence).token_ids) == rollout.token_ids
 
@@ -279,7 +283,7 @@ def test_rows_travel_with_their_images(played):
         expected = encode_row(rollout, stage.encoder)
         media = found[-1 - rollout.sample_id].encode(stage.encoder)
         assert (media.token_ids, media.token_types) == (expected.token_ids, expected.token_types)
-        assert [i.digest for i in media.images] == [i.digest for i in expected.images]
+        assert [i.digest for i in media.media.images] == [i.digest for i in expected.media.images]
         assert all(torch.equal(media.tensors[n], t) for n, t in expected.tensors.items())
 
 
@@ -348,4 +352,4 @@ def test_a_model_that_attends_to_images_is_refused():
     encoder = tiny("tiny-mllama")[1]
     config = TrainConfig(environment=f"{CASES}:Album", apply_chat_template=True)
     with pytest.raises(ConfigError, match="models of type mllama attend to images beside the text"):
-        Environments(config, encoder.processor.tokenizer, vision=VisionPrompts(encoder))
+        Environments(config, encoder.processor.tokenizer, modality=VisionPrompts(encoder))

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from lightrft.experience.ledger_gate import rebuild
+from lightrft.records.step_timer import StepTimer
 from lightrft.rewards.build import CombinedReward
 from lightrft.rollout.environments.journal import read_journal
 from lightrft.rollout.ledger_records import take_evidence
 from lightrft.rollout.sampler import RolloutSampler, training_params
+from lightrft.rollout.source import SourceParts
 from lightrft.tools.replay.journal_rounds import Replay, replay_journal
 
 _SPEC = importlib.util.spec_from_file_location(
@@ -113,7 +115,7 @@ def test_turns_of_a_journal_are_evidence_for_the_ledger_gate(whole, tmp_path):
     lines = whole.lines.splitlines(keepends=True)
     again = Played(tmp_path / "run", lines="".join(lines[: len(lines) // 2]))
     assert 0 < again.num_requests < whole.num_requests
-    evidence = take_evidence(again.rollouts, again.stage.strategy)
+    evidence = take_evidence(again.rollouts, again.stage.strategy.session)
     for rollout in again.rollouts:
         row = rebuild(rollout.sample_id, evidence)
         start = len(rollout.completion.prompt_token_ids)
@@ -245,19 +247,17 @@ def test_each_batch_of_dynamic_sampling_has_a_journal(tmp_path):
     # The rewards of the first batch are constant, of the second they are mixed.
     stage.script = lambda i: [call("count_up")] * (1 + (i % 2 if rounds[0] else 0)) + ["done"]
     sampler = RolloutSampler(
-        stage.strategy,
-        CombinedReward([], []),
-        None,
-        decoder=stage.tokenizer,
-        config=stage.config,
-        environments=stage.environments,
+        SourceParts(stage.strategy.session, stage.config, stage.tokenizer, CombinedReward([], [])),
+        stage.environments.source,
     )
 
     def more():
         rounds[0] += 1
         return stage.prompts
 
-    samples = sampler.collect(stage.prompts, first_request_id=0, next_prompts=more, step=1)
+    samples = sampler.collect(
+        stage.prompts, first_request_id=0, next_prompts=more, step=1, timer=StepTimer()
+    )
     assert samples.num_rounds == 2
     assert samples.selection.num_constant == 3
     assert sorted(samples.table.rewards.tolist()) == [1.5] * 3 + [3.0] * 3

@@ -14,9 +14,9 @@ from lightrft.engines.types import Completion, EngineConfig, GenerationRequest, 
 from lightrft.experience.ledger_gate import check_ledger
 from lightrft.models import layout as layout_module
 from lightrft.models.layout import LayoutPolicy
-from lightrft.records.collate import collate
-from lightrft.records.exchange import tabulate
-from lightrft.records.types import Rollout, ScoredRollout, Segment
+from lightrft.records.batch import collate
+from lightrft.records.rollout import Rollout, ScoredRollout, Segment
+from lightrft.records.table import tabulate
 from lightrft.rollout.ledger_records import LedgerError, take_evidence
 
 SPECIAL = frozenset(range(90, 97))
@@ -25,7 +25,8 @@ VOCAB = 90
 
 class OneRank:
     def __init__(self, engine):
-        self.inference_engine = engine
+        self.inference_engine = self.engine = engine
+        self.session = self.context = self
         self.engine_mp_group = None
 
     def gather_objects(self, item):
@@ -100,7 +101,7 @@ def check(scored, strategy, *, evidence=None, is_packed=False, change=lambda bat
 
 
 def evidence_of(scored, strategy):
-    return take_evidence([item.rollout for item in scored], strategy, special_ids=SPECIAL)
+    return take_evidence([item.rollout for item in scored], strategy.session, special_ids=SPECIAL)
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -220,7 +221,7 @@ def first_row_of_turns(scored):
         (wrong_turns_version, "turn 0, token .*: weights versions differ"),
         (truncated_observation, "token ids differ|tokens, expected"),
         (swapped_rows, "token ids differ|tokens, expected"),
-        (logprob_of_another_turn, r"engine logprobs \(bits\) differ"),
+        (logprob_of_another_turn, r"rollout_logprobs \(bits\) differ"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -338,17 +339,17 @@ def test_ranks_of_one_engine_that_disagree_are_found():
         peer = take_evidence_of(entries if agrees else [moved, *entries[1:]], told)
         assert len(peer.entries) == len(entries)
     world = SimpleNamespace(
-        inference_engine=engine,
         engine_mp_group="ranks of one engine",
         gather_objects=lambda own, group: [own, told[0]],
     )
+    session = SimpleNamespace(engine=engine, context=world)
     with pytest.raises(LedgerError, match="sampled twice in one context"):
-        take_evidence([], world)
+        take_evidence([], session)
     world.gather_objects = lambda own, group: [own, told[1]]
-    assert len(take_evidence([], world).entries) == len(entries)
+    assert len(take_evidence([], session).entries) == len(entries)
     engine.ledger.take = lambda: [*entries, moved]
     with pytest.raises(LedgerError, match="sampled twice in one context"):
-        take_evidence([], world)
+        take_evidence([], session)
 
 
 def take_evidence_of(entries, told):
@@ -362,7 +363,8 @@ def take_evidence_of(entries, told):
     return take_evidence(
         [],
         SimpleNamespace(
-            inference_engine=engine, engine_mp_group="ranks of one engine", gather_objects=gather
+            engine=engine,
+            context=SimpleNamespace(engine_mp_group="ranks of one engine", gather_objects=gather),
         ),
     )
 

@@ -7,7 +7,7 @@ import torch
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.records.types import Rollout
+from lightrft.records.rollout import Rollout
 from lightrft.rewards.recipes import RewardRecipes
 from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.rollout.model_rewards import ModelRewards, ScoringModel

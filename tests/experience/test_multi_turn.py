@@ -16,13 +16,13 @@ from lightrft.experience.assemble import AdvantageSettings
 from lightrft.experience.forward import ForwardModels
 from lightrft.experience.maker import make_experience
 from lightrft.models import Actor, Critic
-from lightrft.records.collate import collate
-from lightrft.records.exchange import row_table, tabulate
+from lightrft.records.batch import collate
 from lightrft.records.step_timer import StepTimer
+from lightrft.records.table import row_table, tabulate
 from lightrft.reporting.trajectories import spans
 from lightrft.rewards.types import RewardResult
-from lightrft.rollout.sampler import Samples
 from lightrft.rollout.scoring import overlong_penalty, score_rollouts
+from lightrft.rollout.source import Samples
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.algorithm import decide
 from lightrft.stages.policy.step_metrics import record_experience, table_metrics

@@ -19,22 +19,20 @@ PARAMS = SamplingParams(max_tokens=LIMIT, n=2, seed=5)
 class Scripted:
     """Responses of prompt p end after p tokens; token t of a response is t."""
 
-    world_size = 1
+    rank, world_size = 0, 1
 
     def __init__(self):
-        self.inference_engine = SimpleNamespace(weights_version=0)
+        self.context = self
+        self.engine = SimpleNamespace(weights_version=0)
         self.seeds = []
-
-    def get_rank(self):
-        return 0
 
     def gather_objects(self, item):
         return [item]
 
-    def gather_and_generate(self, params, requests, *, sleep_engine):
+    def gather_and_generate(self, batch, params, on_finished, *, sleep_engine):
         assert not sleep_engine
         self.seeds.append(params.seed)
-        return [self.complete(request) for request in requests]
+        return [self.complete(request) for request in batch.token_ids]
 
     def complete(self, request):
         length, *so_far = request.prompt_token_ids
@@ -49,7 +47,7 @@ class Scripted:
             output_logprobs=tuple(-float(t) for t in tokens),
             logprobs_mode="temperature",
             finish_reason="stop" if is_over else "length",
-            weights_version=self.inference_engine.weights_version,
+            weights_version=self.engine.weights_version,
         )
 
 
@@ -65,13 +63,13 @@ def run(lengths_by_step, *, max_staleness, num_prompts=4, chunk=2):
     )
     steps = []
     for version, lengths in enumerate(lengths_by_step):
-        strategy.inference_engine.weights_version = version
+        strategy.engine.weights_version = version
         prompts = [Prompt(first + i, "", (n,)) for i, n in enumerate(lengths)]
-        new = open_groups(prompts, first_request_id=first, group_size=2, strategy=strategy)
+        new = open_groups(prompts, first_request_id=first, group_size=2, context=strategy)
         first += len(prompts)
         carry = PartialRolloutState((*carry.groups, *new), carry.num_calls, carry.weights_version)
         chosen, report = finish_groups(
-            carry, 2, config=config, sampling_params=PARAMS, strategy=strategy
+            carry, 2, config=config, sampling_params=PARAMS, session=strategy
         )
         carry = report.carry
         ages = [version - (group.oldest_version or 0) for group in chosen]

@@ -9,7 +9,7 @@ import pytest
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.records.types import Rollout
+from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.rollout.group_scorer import GroupScorer
 from lightrft.rollout.scoring import overlong_penalty, score_rollouts
@@ -157,9 +157,10 @@ import time
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.rollout.sampler import RolloutSampler
-from lightrft.records.step_timer import StepTimer
-from lightrft.records.types import Rollout
+from lightrft.engines.types import SamplingParams
+from lightrft.records.rollout import Rollout
+from lightrft.rollout.scoring import finished_samples, open_scorer
+from lightrft.rollout.source import SampleRequests, SourceParts
 from lightrft.rewards.types import RewardResult
 from lightrft.strategy import get_fake_strategy
 
@@ -170,11 +171,13 @@ class Slow:
         return [RewardResult(1.0) for _ in responses]
 
 config = TrainConfig(timeout_minutes=2 / 60)
-sampler = RolloutSampler(get_fake_strategy(), Slow(), None, decoder=None, config=config)
+parts = SourceParts(get_fake_strategy().session, config, None, Slow())
 completion = Completion(0, 0, (1,), (2,), (0.0,), "temperature", "stop")
 row = Prompt(id=0, text="p", token_ids=(1,), label=None, columns={})
 for seconds in ("0", "100"):
-    _, table = sampler._score([Rollout(row, completion, 0, 0, seconds)], StepTimer())
+    requests = SampleRequests([row], range(1), 1, SamplingParams())
+    rollouts = [Rollout(row, completion, 0, 0, seconds)]
+    table = finished_samples(parts, requests, rollouts, scorer=open_scorer(parts, [row])).table
     print("reward", table.rewards.tolist(), flush=True)
 """
 

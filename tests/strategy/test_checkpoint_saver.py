@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from lightrft.strategy import get_fake_strategy
-from lightrft.strategy.checkpoints.errors import CheckpointError
-from lightrft.strategy.checkpoints.file_writers import FileWriter, StagedWriter
+from lightrft.strategy.checkpoints.checkpoints import CheckpointSaver
+from lightrft.strategy.checkpoints.files import CheckpointError, FileWriter, StagedWriter
 from lightrft.strategy.checkpoints.folders import RankGroup, SaveRequest
 from lightrft.strategy.checkpoints.manifest import list_checkpoints
-from lightrft.strategy.checkpoints.saver import CheckpointSaver
 
 
 def saver():
@@ -67,7 +66,7 @@ def test_the_files_are_those_of_a_direct_save(tmp_path):
 
 
 def test_an_old_checkpoint_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
-    from lightrft.strategy.checkpoints import saver as checkpoint_saver
+    from lightrft.strategy.checkpoints import checkpoints as checkpoint_saver
 
     staged = [Slow(), Slow()]
     staged[0].may_write.set()

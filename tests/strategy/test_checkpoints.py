@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightrft.strategy.checkpoints.client_state import load_state, save_state
-from lightrft.strategy.checkpoints.errors import CheckpointError
+from lightrft.strategy.checkpoints.files import CheckpointError
 from lightrft.strategy.checkpoints.folders import (
     RankGroup,
     SaveRequest,

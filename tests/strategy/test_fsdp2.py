@@ -11,10 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightrft.strategy.checkpoints.moving_averages import MovingAverages
 from lightrft.strategy.fake import FakeStrategy
-from lightrft.strategy.fsdp2.master_weights import MasterWeightsAdamW
 from lightrft.strategy.fsdp2.sharding import find_blocks
 from lightrft.strategy.meta_init import parameters_on_meta
-from lightrft.strategy.optimizers import AdamSettings
+from lightrft.strategy.optimizers import AdamSettings, MasterWeightsAdamW
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.strategy.weight_sync.parameter_source import module_parameter_source
 

@@ -23,9 +23,14 @@ from lightrft.reporting.console import (
 )
 from lightrft.reporting.files import rank_log
 from lightrft.reporting.loggers import ConsoleLogger
+from lightrft.strategy.distributed.console_sink import (
+    console_sink,
+    current_progress,
+    report_progress,
+    with_progress,
+)
 from lightrft.strategy.distributed.context import print_on_first_rank, report_memory
 from lightrft.strategy.distributed.deadlines import current_phase, phase
-from lightrft.strategy.distributed.outlet import counted, current_count, lines_to, report_count
 
 METRICS = {
     "reward": 0.5,
@@ -128,12 +133,12 @@ def test_a_terminal_shows_lines_and_below_them_a_bar(terminal, monkeypatch, widt
     console.tell("8 prompts", False)
     console.tell("Sleeped inference engine", True)
     console.log(0, {"eval/reward": 0.125})
-    report_count("generate", 3, 12)
+    report_progress("generate", 3, 12)
     wait_for(lambda: "3/12" in terminal.seen())
     console.log(1, METRICS)
-    report_count("train actor", 5, 6)
+    report_progress("train actor", 5, 6)
     wait_for(lambda: "5/6" in terminal.seen())
-    report_count("train actor", 0, 0)
+    report_progress("train actor", 0, 0)
     console.log(2, METRICS)
     console.close()
     # What follows shows that the bar is gone and all before has been read.
@@ -185,12 +190,12 @@ def test_a_file_gets_plain_lines_and_no_bar(terminal, monkeypatch, capsys):
     console.plan(4)
     console.tell("a line\nand another", False)
     console.tell("Finished hf wakeup", True)
-    report_count("generate", 3, 12)
+    report_progress("generate", 3, 12)
     for step in (1, 2):
         console.log(step, {"reward": 0.5})
     console.log(3, METRICS)
     console.close()
-    report_count("generate", 0, 0)
+    report_progress("generate", 0, 0)
     lines = sys.stdout.getvalue().splitlines()
     assert [line[:9] for line in lines] == ["a line", "and anoth", "step 2/4 ", "step 3/4 "]
     assert "\x1b" not in sys.stdout.getvalue()
@@ -199,7 +204,7 @@ def test_a_file_gets_plain_lines_and_no_bar(terminal, monkeypatch, capsys):
 
 def test_verbose_shows_the_engine_room_and_more_metrics(capsys):
     console = RunConsole(heartbeat_seconds=60, is_verbose=True)
-    with lines_to(console.tell):
+    with console_sink(console.tell):
         print_on_first_rank(None, "slept", is_detail=True)
         report_memory(None, "now")
     console.plan(4)
@@ -214,7 +219,7 @@ def test_verbose_shows_the_engine_room_and_more_metrics(capsys):
 
 def test_the_engine_room_is_kept_in_the_log(tmp_path, capsys):
     console = RunConsole(heartbeat_seconds=60)
-    with lines_to(console.tell), rank_log(tmp_path, 0):
+    with console_sink(console.tell), rank_log(tmp_path, 0):
         print_on_first_rank(None, "slept", is_detail=True)
         print_on_first_rank(None, "8 prompts")
     console.close()
@@ -227,9 +232,9 @@ def test_the_engine_room_is_kept_in_the_log(tmp_path, capsys):
 
 
 def test_counted_items_are_told_while_they_go_by():
-    seen = [current_count() for _ in counted("abc", "train actor")]
+    seen = [current_progress() for _ in with_progress("abc", "train actor")]
     assert seen == [("train actor", done, 3) for done in range(3)]
-    assert current_count() is None
+    assert current_progress() is None
 
 
 def test_silence_is_broken_by_the_name_of_the_phase():

@@ -14,8 +14,8 @@ from tests.trainer.browser import faults, needs_browser, open_browser, take_pict
 from tests.trainer.terminal import Screen, open_terminal, wait_for
 
 from lightrft.reporting.console import RunConsole
+from lightrft.strategy.distributed.console_sink import report_progress
 from lightrft.strategy.distributed.deadlines import phase
-from lightrft.strategy.distributed.outlet import report_count
 from lightrft.tools.model_presets import write_tiny_model
 
 pytestmark = needs_browser
@@ -101,14 +101,14 @@ def tell_of_a_run(stream, num_steps, step_seconds):
         pictures.append(stream.seen())
     for step, metrics in enumerate(STEPS, num_steps - len(STEPS) - 2):
         console.log(step, {**metrics, "step_seconds": step_seconds})
-    report_count(f"train {LONG}", 99_999, 100_000)
+    report_progress(f"train {LONG}", 99_999, 100_000)
     wait_for(lambda: "99999/100000" in stream.seen())
     logging.getLogger("a_library").warning("of a library")
     print("of a print", file=sys.stderr)
     console.tell("the bar is below all of it", False)
     wait_for(lambda: "99999/100000" in stream.seen().partition("below all of it")[2])
     pictures.append(stream.seen())
-    report_count("", 0, 0)
+    report_progress("", 0, 0)
     console.close()
     assert handler.stream is stream
     logging.getLogger("a_library").removeHandler(handler)

@@ -111,7 +111,7 @@ class Run:
         import torch
 
         from lightrft.run.state import load_run
-        from lightrft.strategy.checkpoints.errors import CheckpointError
+        from lightrft.strategy.checkpoints.files import CheckpointError
 
         self.train(99)
         torch.manual_seed(99)

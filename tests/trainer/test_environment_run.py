@@ -70,14 +70,14 @@ def with_stops(config):
 
 def train_each(rank, world_size, runs):
     """Random models write no calls either: here every turn does."""
-    import lightrft.rollout.environments.kinds as kinds
+    import lightrft.rollout.environments.specs as specs
     import lightrft.rollout.sampler as sampling
     from lightrft.rollout.environments.calls import ToolCall
     from lightrft.run.assembly import run_training
     from lightrft.strategy.distributed.process_groups import start_process_group
 
     sampling.training_params = with_stops
-    kinds.choose_parser = lambda *given: lambda text, *others: [ToolCall("count_up")]
+    specs.choose_parser = lambda *given: lambda text, *others: [ToolCall("count_up")]
     start_process_group(None)
     return [asdict(run_training(TrainConfig(**values)))["last_metrics"] for values in runs]
 

@@ -14,9 +14,8 @@ from lightrft.config import TrainConfig
 from lightrft.config.options import options_of
 from lightrft.experience.assemble import AdvantageSettings, assemble
 from lightrft.models.types import ActorOutput
-from lightrft.records.collate import collate
-from lightrft.records.exchange import SampleTable
-from lightrft.records.types import PolicyOutputs
+from lightrft.records.batch import PolicyOutputs, collate
+from lightrft.records.table import SampleTable
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.algorithm import check_algorithm, decide
 from lightrft.stages.policy.updates import TrainedModel, Update

@@ -216,7 +216,7 @@ def engine(config):
 
 def deadline(config):
     with get_fake_strategy(config) as strategy:
-        return strategy.ranks.timeout
+        return strategy.context.timeout
 
 
 def console(config):
@@ -271,7 +271,7 @@ def built_actor(config):
 def bucket(config):
     """Bytes of the buckets in which an engine of its own storage gets the weights."""
     with get_fake_strategy(config) as strategy:
-        actor = build_models(config, strategy, 10)[0].main
+        actor = build_models(config, strategy, 10)[0].main.model
         strategy.setup_inference_engine(config, "hf", actor=actor)
         return strategy.broadcast_manager.bucket_bytes
 

@@ -5,15 +5,18 @@ rank gets all of them: batch, loss, gradients, weights.
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lightrft.strategy.testing import run_multiprocess
+from lightrft.tools.audit.record import read_record
 
 pytestmark = pytest.mark.multiprocess
 
-CASES = Path(__file__).parents[1] / "experience" / "exchange_cases.py"
+CASES = Path(__file__).parents[1] / "records" / "exchange_cases.py"
 REWARD = """
 def score(responses, kind):
     if kind[0] == 5:
@@ -141,6 +144,68 @@ def test_two_ranks_train_the_same_bits(tmp_path, tiny_model):
     first, second = (files_of(Path(f"{values['output_dir']}_delivered")) for values in runs)
     name = "audit/step_000001/values.safetensors"
     assert first[name] != second[name]
+
+
+PLANTED = "fifth_logprobs"
+
+
+def fifth(token_id, logprob):
+    """Follows from the token, so that every place can be checked."""
+    return float(np.float32(2 * logprob - token_id - 1))
+
+
+def train_with_a_planted_column(rank, world_size, values, plants_a_fault):
+    """A run whose engine says one more thing of each token; the mean that a consumer sees."""
+    import lightrft.engines.hf.engine as adapter
+    import lightrft.experience.maker as maker
+    from lightrft.config import TrainConfig
+    from lightrft.records.columns import COLUMNS, Column
+    from lightrft.rollout.ledger_records import LedgerError
+    from lightrft.run.assembly import run_training
+
+    COLUMNS[PLANTED] = Column(PLANTED, np.float32, fill=1.0, is_vouched=True)
+    make, check, means = adapter.RawCompletion, maker.check_ledger, []
+
+    def filled(token_ids, logprobs, finish_reason):
+        pairs = zip(token_ids, logprobs, strict=True)
+        facts = {PLANTED: tuple(fifth(*pair) for pair in pairs)}
+        return make(token_ids, logprobs, finish_reason, facts)
+
+    def consumed(batch, *arguments, **keywords):
+        if plants_a_fault and rank == 1:
+            batch = replace(batch, facts={PLANTED: batch.facts[PLANTED].flip(0)})
+        check(batch, *arguments, **keywords)
+        means.append(float(batch.facts[PLANTED][batch.response_mask].mean()))
+
+    adapter.RawCompletion, maker.check_ledger = filled, consumed
+    try:
+        run_training(TrainConfig(**values))
+    except LedgerError as error:
+        return str(error)
+    return means
+
+
+def test_a_planted_column_comes_from_the_engine_to_the_audits_record(tmp_path, tiny_model):
+    write_inputs(tmp_path)
+    values = settings(
+        tmp_path, tiny_model, "run", partial_rollout=True, partial_rollout_tokens=3, max_steps=2
+    )
+    ranks = run_multiprocess(
+        train_with_a_planted_column, 2, timeout_seconds=300, args=(values, False)
+    )
+    assert [len(means) for means in ranks] == [2, 2]
+    samples = read_record(Path(values["output_dir"]), 2).samples
+    found = samples.facts[PLANTED]
+    pairs = zip(samples.token_ids.tolist(), samples.rollout_logprobs.tolist(), strict=True)
+    expected = np.array([fifth(*pair) for pair in pairs])
+    np.testing.assert_array_equal(found, np.where(samples.is_sampled, expected, 1.0))
+    texts = run_multiprocess(
+        train_with_a_planted_column,
+        2,
+        timeout_seconds=300,
+        args=({**values, "output_dir": str(tmp_path / "fault")}, True),
+    )
+    assert all(f"{PLANTED} (bits) differ" in text for text in texts)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from lightrft.datasets.prompts import load_texts
 from lightrft.datasets.types import DataError
 from lightrft.models import Actor
 from lightrft.models.types import ActorOutput
-from lightrft.records.types import ExperienceBatch, PolicyOutputs, RolloutBatch
+from lightrft.records.batch import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.pretrain_mix import PretrainMix
 from lightrft.stages.policy.updates import TrainedModel, Update

@@ -10,7 +10,7 @@ from tests.trainer.test_environment_run import REWARD, with_stops
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
 from lightrft.rollout import sampler as sampling
-from lightrft.rollout.environments import kinds
+from lightrft.rollout.environments import specs
 from lightrft.rollout.environments.calls import ToolCall
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.tiny_vision_models import write_tiny_vision_model
@@ -37,7 +37,7 @@ def train(model, rows, output, *words):
     """Two steps; random models seldom end a turn and write no calls: here all do."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sampling, "training_params", with_stops)
-        patched.setattr(kinds, "choose_parser", lambda *given: lambda *turn: [ToolCall("turn")])
+        patched.setattr(specs, "choose_parser", lambda *given: lambda *turn: [ToolCall("turn")])
         return main(
             [
                 "train",

@@ -96,13 +96,13 @@ def write_inputs(folder):
 
 def let_random_models_call():
     """They write no calls and seldom end: here bytes below 90 do, and every turn calls."""
-    import lightrft.rollout.environments.kinds as kinds
+    import lightrft.rollout.environments.specs as specs
     import lightrft.rollout.sampler as sampling
     from lightrft.rollout.environments.calls import ToolCall
 
     own = sampling.training_params
     sampling.training_params = lambda config: replace(own(config), stop_token_ids=tuple(range(90)))
-    kinds.choose_parser = lambda *given: (
+    specs.choose_parser = lambda *given: (
         lambda text, *others: [ToolCall("mix", {"number": sum(map(ord, text)) % 1009})]
     )
 

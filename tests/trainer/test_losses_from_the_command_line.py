@@ -13,9 +13,8 @@ from lightrft.cli.options import parse_options
 from lightrft.cli.train import build_parser
 from lightrft.config.registry import POLICY_LOSSES
 from lightrft.models.types import ActorOutput
-from lightrft.records.collate import collate
-from lightrft.records.exchange import SampleTable
-from lightrft.records.types import ExperienceBatch, PolicyOutputs
+from lightrft.records.batch import ExperienceBatch, PolicyOutputs, collate
+from lightrft.records.table import SampleTable
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.algorithm import decide
 from lightrft.stages.policy.updates import TrainedModel, Update

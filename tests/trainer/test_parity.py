@@ -190,7 +190,7 @@ def gate_over_ranks(rank, world_size):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from lightrft.models import Actor
-    from lightrft.records.types import RolloutBatch
+    from lightrft.records.batch import RolloutBatch
     from lightrft.stages.policy.parity import check_parity
     from lightrft.strategy import get_strategy
 

@@ -7,7 +7,7 @@ import torch
 from lightrft.engines.types import SamplingParams
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.fire import generate_fire
-from lightrft.rollout.sampler import build_requests
+from lightrft.rollout.single_turn import build_requests
 
 
 class LongPrompts:
@@ -85,7 +85,9 @@ def test_a_solved_task_is_no_reason_to_fail_and_moves_nothing(build_world, capsy
 def fire(world, *, max_tokens, first, n=3, temperature=0.7):
     requests = build_requests(world.prompts[:2], [10, 11])
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, n=n, seed=5)
-    completions = generate_fire(world.strategy, params, requests, first_token_temperature=first)
+    completions = generate_fire(
+        world.strategy.session, params, requests, first_token_temperature=first
+    )
     assert [(c.request_id, c.sample_index) for c in completions] == [
         (r, i) for r in (10, 11) for i in range(n)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrft.records.types import ExperienceBatch
+from lightrft.records.batch import ExperienceBatch
 
 
 class LongIsGood(torch.nn.Module):

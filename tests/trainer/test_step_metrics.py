@@ -5,8 +5,8 @@ import pytest
 
 from lightrft.engines.fake import FakeEngine
 from lightrft.engines.types import EngineConfig
-from lightrft.records.exchange import SampleTable
-from lightrft.records.types import AnsweredCall, Conversation
+from lightrft.records.rollout import AnsweredCall, Conversation
+from lightrft.records.table import SampleTable
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.step_metrics import (
     constant_group_share,

@@ -8,7 +8,7 @@ import torch
 from lightrft.algorithms.correction_terms import parse_correction
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.registry import POLICY_LOSSES, bind
-from lightrft.records.types import ExperienceBatch, PolicyOutputs, RolloutBatch
+from lightrft.records.batch import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.updates import Update
 

@@ -7,7 +7,7 @@ import torch
 from lightrft.config import TrainConfig
 from lightrft.config.registry import POLICY_LOSSES, bind
 from lightrft.models.types import ActorOutput
-from lightrft.records.types import ExperienceBatch, PolicyOutputs, RolloutBatch
+from lightrft.records.batch import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.updates import TrainedModel, Update
 from lightrft.strategy.optimizers import OptimizerStepResult
@@ -105,7 +105,7 @@ def experience(seed):
 
 
 def rows_of(batch, rows):
-    from lightrft.records.collate import select_experience
+    from lightrft.records.batch import select_experience
 
     return select_experience(batch, rows)
 

@@ -7,10 +7,11 @@ from tests.models.vision import wrong_cuts
 from tests.trainer.vision_world import scorer_folder, write_data
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.engines.media.kinds import Media
 from lightrft.engines.media.sources import ImageSource
 from lightrft.models.vision import forward
 from lightrft.run.assembly import run_training
-from lightrft.stages.policy.inputs import load_vision
+from lightrft.stages.policy.inputs import load_modality
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.tiny_vision_models import TINY_FAMILIES, write_tiny_vision_model
 
@@ -197,8 +198,8 @@ def test_limits_of_pixels_scale_images_of_a_saved_processor(preset, models, data
     text = TINY_FAMILIES[preset].image
 
     def num_tokens(**limits):
-        vision = load_vision(config_of(data, models(preset), tmp_path, **limits))
-        encoded = vision.encoder.encode(text, images=[image])
+        vision = load_modality(config_of(data, models(preset), tmp_path, **limits), None)
+        encoded = vision.encoder.encode(text, Media({"image": [image]}))
         assert (
             encoded.sizes["images_kwargs"]["size"].items()
             >= {
@@ -213,4 +214,4 @@ def test_limits_of_pixels_scale_images_of_a_saved_processor(preset, models, data
 
 def test_limits_of_pixels_are_refused_where_sizes_are_fixed(models, data, tmp_path):
     with pytest.raises(ConfigError, match="are of the Qwen-VL families: Gemma3Processor"):
-        load_vision(config_of(data, models("tiny-gemma3"), tmp_path, max_pixels=56 * 56))
+        load_modality(config_of(data, models("tiny-gemma3"), tmp_path, max_pixels=56 * 56), None)

@@ -13,7 +13,7 @@ from lightrft.models import Actor, Critic, load_tokenizer
 from lightrft.models.loading import load_processor, load_trunk
 from lightrft.models.vision.scorer import VisionScorer
 from lightrft.rewards.types import RewardResult
-from lightrft.stages.policy.inputs import load_vision
+from lightrft.stages.policy.inputs import load_modality
 from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL
 
@@ -82,7 +82,7 @@ def build_vision_trainer(model, data, *, is_fake=False, reward_model=None, **opt
     )
     strategy = get_fake_strategy(args) if is_fake else get_strategy(args)
     config = TrainConfig(pretrain=model, apply_chat_template=True, prompt_max_len=400)
-    vision = load_vision(config)
+    vision = load_modality(config, None)
     prompts = load_prompts(str(data / "train.jsonl"), vision, config)
     loader = strategy.setup_dataloader(
         prompts, args.rollout_batch_size // strategy.world_size, collate_fn=collate_prompts

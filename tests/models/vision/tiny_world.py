@@ -9,6 +9,7 @@ from PIL import Image
 
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of, placeholder_ids
+from lightrft.engines.media.kinds import Media
 from lightrft.engines.media.prompts import RowMedia
 from lightrft.engines.media.sources import as_image
 from lightrft.tools.tiny_vision_models import TINY_FAMILIES, build_tiny
@@ -57,10 +58,11 @@ def encoded_prompts(encoder):
     """One image, no image, two images of other sizes."""
     text = prompt(encoder, "plain text")
     return (
-        encoder.encode(prompt(encoder, "How many?", 1), images=[image(84, 84)]),
+        encoder.encode(prompt(encoder, "How many?", 1), Media({"image": [image(84, 84)]})),
         tuple(encoder.processor.tokenizer(text, add_special_tokens=False)["input_ids"]),
         encoder.encode(
-            prompt(encoder, "Which one is it?", 2), images=[image(112, 56, 1), image(56, 84, 2)]
+            prompt(encoder, "Which one is it?", 2),
+            Media({"image": [image(112, 56, 1), image(56, 84, 2)]}),
         ),
     )
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightrft.engines.raw_completions import RawCompletion
 from lightrft.engines.requests import Row
+from lightrft.engines.types import Facts
 
 # Request id, sample index, hash of the context: what one call sampled for one sample.
 Key = tuple[int, int, str]
@@ -26,6 +27,7 @@ class LedgerEntry:
         context_hash: Of the ids before the tokens, as the engine got them; see `hash_context`.
         token_ids, logprobs: As they were sampled.
         weights_version: Of the weights that sampled them.
+        facts: As in `Completion`.
     """
 
     request_id: int
@@ -34,6 +36,7 @@ class LedgerEntry:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     weights_version: int
+    facts: Facts = field(default_factory=dict)
 
     @property
     def key(self) -> Key:
@@ -74,7 +77,13 @@ class Ledger:
                 found = hashes[id(row.prompt)] = hash_context(row.prompt)
             self._entries.append(
                 LedgerEntry(
-                    row.request_id, row.sample_index, found, raw.token_ids, raw.logprobs, version
+                    row.request_id,
+                    row.sample_index,
+                    found,
+                    raw.token_ids,
+                    raw.logprobs,
+                    version,
+                    raw.facts,
                 )
             )
 

@@ -1,8 +1,10 @@
 """Completions under construction: what backends sampled, joined and cut where they must end."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
@@ -12,7 +14,7 @@ from lightrft.engines.hf.random import row_keys
 from lightrft.engines.hf.stopping import StopStringMatcher, TextDecoder
 from lightrft.engines.media.prompts import EncodedPrompt
 from lightrft.engines.requests import Row
-from lightrft.engines.types import Completion, FinishReason, SamplingParams
+from lightrft.engines.types import Completion, Facts, FinishReason, SamplingParams
 
 _CPU = torch.device("cpu")
 # vLLM adds the sample index to a seed, which must stay within 64 bits.
@@ -26,11 +28,18 @@ class RawCompletion:
     Args:
         token_ids, logprobs: What was sampled.
         finish_reason: Why it ended.
+        facts: As in `Completion`.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
+    facts: Facts = field(default_factory=dict)
+
+    def cut(self, num_tokens: int) -> RawCompletion:
+        """Its first tokens, as if it had been stopped there."""
+        facts = {name: values[:num_tokens] for name, values in self.facts.items()}
+        return RawCompletion(self.token_ids[:num_tokens], self.logprobs[:num_tokens], "stop", facts)
 
 
 def request_seed(seed: int, request_id: int, part: int) -> int:
@@ -151,7 +160,10 @@ def joined(
     The backend saw the second part alone, and a string may begin in the first.
     """
     whole = RawCompletion(
-        first.token_ids + second.token_ids, first.logprobs + second.logprobs, second.finish_reason
+        first.token_ids + second.token_ids,
+        first.logprobs + second.logprobs,
+        second.finish_reason,
+        {name: values + second.facts[name] for name, values in first.facts.items()},
     )
     if decoder is None:
         return whole
@@ -166,7 +178,7 @@ def cut_at_string(
     for index, token in enumerate(raw.token_ids):
         is_match = matcher.push(0, token)
         if is_match and index + 1 >= params.min_tokens:
-            return RawCompletion(raw.token_ids[: index + 1], raw.logprobs[: index + 1], "stop")
+            return raw.cut(index + 1)
     return raw
 
 
@@ -176,7 +188,7 @@ def cut_at_token(
     """The completion up to the first stop token that is number `min_tokens` or later."""
     for index, token in enumerate(raw.token_ids):
         if token in stop_ids and index + 1 >= min_tokens:
-            return RawCompletion(raw.token_ids[: index + 1], raw.logprobs[: index + 1], "stop")
+            return raw.cut(index + 1)
     return raw
 
 
@@ -200,4 +212,5 @@ def completion_of(row: Row, raw: RawCompletion, params: SamplingParams, version:
         logprobs_mode=params.logprobs_mode,
         finish_reason=raw.finish_reason,
         weights_version=version,
+        facts=raw.facts,
     )

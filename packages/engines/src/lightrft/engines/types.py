@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 LogprobsMode = Literal["temperature", "truncated"]
 FinishReason = Literal["stop", "length", "abort"]
+# Further facts that an engine gives of each sampled token, by name.
+Facts = Mapping[str, tuple[float, ...]]
 
 
 class EngineStatus(Enum):
@@ -98,15 +100,26 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class MultiModalInputs:
-    """Images and videos of one prompt, in the order of their placeholders."""
+    """Media of one prompt, in the order of their placeholders.
+
+    Args:
+        images, videos: Of these kinds.
+        others: Of further kinds of `lightrft.engines.media.kinds`.
+    """
 
     images: tuple[object, ...] = ()
     videos: tuple[object, ...] = ()
+    others: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+
+    @property
+    def by_kind(self) -> dict[str, tuple[object, ...]]:
+        """All of them."""
+        return {"image": self.images, "video": self.videos, **self.others}
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is neither an image nor a video."""
-        return not self.images and not self.videos
+        """Whether there are none."""
+        return not any(self.by_kind.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +166,8 @@ class Completion:
         weights_version: Version of the weights that sampled its end; -1 before the first update.
         sampled: Whether each token after the prompt was sampled, or is part of an observation;
             None means that all were sampled.
+        facts: Further facts of each token after the prompt, by the name of their column in
+            `lightrft.records.columns`.
     """
 
     request_id: int
@@ -164,6 +179,7 @@ class Completion:
     finish_reason: FinishReason
     weights_version: int = -1
     sampled: tuple[bool, ...] | None = None
+    facts: Facts = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         num_tokens, num_logprobs = len(self.output_token_ids), len(self.output_logprobs)
@@ -174,6 +190,12 @@ class Completion:
                 f"{num_tokens} tokens, {num_logprobs} logprobs and {num_flags} flags for request "
                 f"{self.request_id}"
             )
+        for name, values in self.facts.items():
+            if len(values) != num_tokens:
+                raise ValueError(
+                    f"a completion needs one value of {name} per token: got {len(values)} values "
+                    f"and {num_tokens} tokens for request {self.request_id}"
+                )
 
     @property
     def is_sampled(self) -> tuple[bool, ...]:

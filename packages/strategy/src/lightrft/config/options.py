@@ -26,7 +26,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionInfo:
-    """What a field knows beside its name, type and default.
+    """Description of an option beside its name, type and default.
 
     Args:
         help: One sentence.
@@ -103,7 +103,7 @@ def option(  # noqa: PLR0913 - the one place where an option is described
 
 
 def option_info(entry: Field[object]) -> OptionInfo | None:
-    """What a field was declared with; None if it is no option."""
+    """Declaration of a field; None if it is no option."""
     info = entry.metadata.get("option")
     return info if isinstance(info, OptionInfo) else None
 
@@ -187,22 +187,30 @@ def item_hint(kinds: tuple[object, ...]) -> object:
 
 
 def check_value(name: str, value: object, hint: object, info: OptionInfo) -> str | None:
-    """What is wrong with one value: its type, or its range; None if nothing is."""
+    """The problem of a value's type, choice, text or range in one line; None without one."""
     if not accepts(value, hint):
         expected = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
         return f"{name}: got {_short(value)} ({type(value).__name__}), expected {expected}"
-    if info.choices is not None and value is not None:
-        given = value if isinstance(value, tuple) else (value,)
-        wrong = [item for item in given if item not in info.choices]
-        if wrong:
-            listing = list(info.choices)
-            near = difflib.get_close_matches(str(wrong[0]), [str(c) for c in listing], n=1)
-            hint_text = f" (did you mean {near[0]!r}?)" if near else ""
-            own = "" if isinstance(info.choices, tuple) else ", FILE.py:NAME or MODULE:NAME"
-            return f"{name}: got {_short(wrong[0])}, expected one of {listing}{own}{hint_text}"
-    problem = _text_problem(value, info)
-    if problem is not None:
-        return f"{name}: got {_short(value)}, expected {problem}"
+    problem = _choice_problem(name, value, info)
+    text_problem = _text_problem(value, info)
+    if problem is None and text_problem is not None:
+        problem = f"{name}: got {_short(value)}, expected {text_problem}"
+    return problem or _number_problem(name, value, info)
+
+
+def _choice_problem(name: str, value: object, info: OptionInfo) -> str | None:
+    given = value if isinstance(value, tuple) else () if value is None else (value,)
+    wrong = [item for item in given if info.choices is not None and item not in info.choices]
+    if not wrong:
+        return None
+    listing = list(info.choices or ())
+    near = difflib.get_close_matches(str(wrong[0]), [str(c) for c in listing], n=1)
+    hint_text = f" (did you mean {near[0]!r}?)" if near else ""
+    own = "" if isinstance(info.choices, tuple) else ", FILE.py:NAME or MODULE:NAME"
+    return f"{name}: got {_short(wrong[0])}, expected one of {listing}{own}{hint_text}"
+
+
+def _number_problem(name: str, value: object, info: OptionInfo) -> str | None:
     items: Iterable[tuple[str, object]] = ((name, value),)
     if isinstance(value, tuple):
         items = ((name, item) for item in value)
@@ -218,7 +226,7 @@ def check_value(name: str, value: object, hint: object, info: OptionInfo) -> str
 
 
 def _text_problem(value: object, info: OptionInfo) -> str | None:
-    """Why a text, or one of several, is none that files and the system take."""
+    """Fault of a text, or of one of several, that files and the system would not take."""
     parts = list(_parts(value))
     if isinstance(value, Mapping) and any(part is None or part == "" for part in parts):
         return "names with texts, numbers or booleans"

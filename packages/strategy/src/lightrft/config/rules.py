@@ -261,7 +261,7 @@ def unused_by_rules(c: RunOptions) -> list[str]:
 
 
 def batch_problems(config: RunOptions, world_size: int) -> list[str]:
-    """How sizes fail to fit together on `world_size` processes, one line per rule.
+    """Sizes that do not fit together on `world_size` processes, one line per rule.
 
     A step samples rollout_batch_size * n_samples_per_prompt responses and updates once per
     train_batch_size of them; each process goes through its share in micro-batches of

@@ -9,7 +9,7 @@ from lightrft.config.strategy_config import ENGINE_TYPES, Arguments, StrategyCon
 
 @dataclass(kw_only=True)
 class RunOptions(StrategyConfig):
-    """What `TrainConfig` adds to the options of a strategy; rules and methods are there."""
+    """Options of `TrainConfig` beside those of a strategy; rules and methods are there."""
 
     prompt_data: str | None = option(
         None,

@@ -21,7 +21,7 @@ def has_splits(text: str | None) -> bool:
 
 
 def probability_problem(sources: Sequence[str], probabilities: Sequence[float]) -> str | None:
-    """Why probabilities do not fit the sources; None if they do."""
+    """Misfit of probabilities and sources; None if they fit."""
     if not probabilities or tuple(probabilities) == (1.0,):
         return None
     if len(probabilities) != len(sources):

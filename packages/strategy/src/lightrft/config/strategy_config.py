@@ -441,7 +441,7 @@ class StrategyConfig:
             raise ConfigError("invalid configuration:\n  " + "\n  ".join(found))
 
     def problems(self) -> list[str]:
-        """What is wrong with the values, one line per problem; empty if nothing is."""
+        """Problems of the values, one line each; empty if there are none."""
         hints = type_hints(type(self))
         checked = (
             check_value(name, self.__dict__[name], hints[name], info)

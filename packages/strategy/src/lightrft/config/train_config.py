@@ -22,7 +22,7 @@ class TrainConfig(RunOptions):
     """
 
     def problems(self) -> list[str]:
-        """What is wrong with the values, one line per problem; empty if nothing is."""
+        """Problems of the values, one line each; empty if there are none."""
         found = super().problems()
         return found + broken_rules(self, wrong={line.split(":")[0] for line in found})
 
@@ -105,7 +105,7 @@ class TrainConfig(RunOptions):
             raise ConfigError("invalid configuration:\n  " + "\n  ".join(found))
 
     def replaced(self, changes: Mapping[str, object]) -> Self:
-        """This configuration with other values, checked anew.
+        """The configuration with other values, checked anew.
 
         Raises:
             TypeError: A name is no option; the message names the nearest.

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 @dataclass(slots=True)
 class AccumulationState:
-    """How far one optimizer is inside its current optimizer step.
+    """Progress of one optimizer inside its current optimizer step.
 
     Args:
         num_micro_batches: Micro-batches of one optimizer step.
@@ -70,7 +70,7 @@ class Accumulations:
         )
 
     def of(self, optimizer: Optimizer, num_micro_batches: int, sp_size: int) -> AccumulationState:
-        """How far this optimizer is; one in no step begins a step of that many micro-batches."""
+        """Progress of an optimizer; one in no step begins a step of that many micro-batches."""
         if optimizer not in self._states:
             self._states[optimizer] = AccumulationState(num_micro_batches, sp_size=sp_size)
         return self._states[optimizer]

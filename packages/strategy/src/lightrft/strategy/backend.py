@@ -1,4 +1,4 @@
-"""What a training backend does for a strategy: placing models, gradients, states as files."""
+"""Training backends of a strategy: placing models, gradients, states as files."""
 
 import math
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.strategy.checkpoints import training_state
-from lightrft.strategy.checkpoints.file_writers import FileWriter
+from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.checkpoints.manifest import Checkpoint
 from lightrft.strategy.checkpoints.shard_files import full_value
 from lightrft.strategy.config import StrategyConfig
@@ -30,7 +30,7 @@ from lightrft.strategy.weight_sync.parameter_source import ParameterSource
 
 @dataclass(frozen=True, slots=True)
 class WantedState:
-    """What a load reads besides the weights.
+    """States that a load reads besides the weights.
 
     Args:
         strict: Missing or unexpected weights are errors.
@@ -49,7 +49,7 @@ class Backend(ABC):
     Methods that are not abstract do what plain torch does in one process.
 
     Args:
-        ranks: Not started yet.
+        context: Not started yet.
         config: Of the strategy.
     """
 
@@ -58,8 +58,8 @@ class Backend(ABC):
     # Whether `init_model_context(meta_init=True)` has an effect.
     builds_on_meta = False
 
-    def __init__(self, ranks: DistributedContext, config: StrategyConfig) -> None:
-        self.ranks = ranks
+    def __init__(self, context: DistributedContext, config: StrategyConfig) -> None:
+        self.context = context
         self.config = config
 
     def start(self) -> None:  # noqa: B027 - a backend may have nothing to start
@@ -171,12 +171,12 @@ class Backend(ABC):
 
     @property
     def checkpoint_details(self) -> Mapping[str, int | str]:
-        """What must be the same in a run that loads a checkpoint of this one."""
+        """Facts that must be the same in a run that loads a checkpoint of this one."""
         return {}
 
     def write_state(self, folder: Path, found: PreparedModel, files: FileWriter) -> None:
         """Writes this rank's part of model and optimizer. May be collective."""
-        module, rank = inner_module(found), self.ranks.rank
+        module, rank = inner_module(found), self.context.rank
         training_state.save_module(folder, module, files, rank=rank)
         if found.optimizer is not None:
             training_state.save_optimizer(folder, module, found.optimizer, files, rank=rank)

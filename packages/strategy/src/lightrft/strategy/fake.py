@@ -29,15 +29,15 @@ class PlainBackend(Backend):
     ) -> nn.Module:
         """Moves the model to the device; parameters in training stay float32."""
         del reshard
-        resolve_shard_size(shard_size, self.ranks.world_size)
-        share_sequences(model, self.ranks.sp_group, is_trained=is_training)
-        model = model.to(self.ranks.device)
-        uses_bf16 = self.ranks.compute_dtype == torch.bfloat16
+        resolve_shard_size(shard_size, self.context.world_size)
+        share_sequences(model, self.context.sp_group, is_trained=is_training)
+        model = model.to(self.context.device)
+        uses_bf16 = self.context.compute_dtype == torch.bfloat16
         if not is_training:
             model = model.eval().requires_grad_(False)
             return model.to(torch.bfloat16) if uses_bf16 else model
         if uses_bf16 and "forward" not in vars(model):
-            autocast = torch.autocast(self.ranks.device.type, dtype=torch.bfloat16)
+            autocast = torch.autocast(self.context.device.type, dtype=torch.bfloat16)
             model.forward = autocast(model.forward)
         return model
 

@@ -1,4 +1,4 @@
-"""Parameter groups, learning rate schedules, gradient norms."""
+"""Parameter groups, learning rate schedules, gradient norms, AdamW on float32 masters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.adamw import adamw
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightrft.strategy.config import StrategyConfig
@@ -20,7 +21,7 @@ ParameterGroup = dict[str, "list[nn.Parameter] | float"]
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStepResult:
-    """What one acting call of `optimizer_step` did.
+    """Result of one acting call of `optimizer_step`.
 
     Args:
         grad_norm: Global gradient norm before clipping, over all groups and ranks.
@@ -124,7 +125,7 @@ class LearningRatePlan:
         return max(0.0, LR_SCHEDULES[self.name](progress, self.min_lr_ratio))
 
     def going_on_from(self, former: LearningRatePlan, step: int) -> LearningRatePlan:
-        """This plan from `step` on, after `former`."""
+        """The plan from `step` on, after `former`."""
         return replace(self, changed_at=step, gap=former(step) - self._planned(step))
 
 
@@ -267,3 +268,63 @@ def _number(value: object, name: str) -> float:
     if not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r}")
     return float(value)
+
+
+class MasterWeightsAdamW(Optimizer):
+    """AdamW whose state holds a float32 master of every parameter.
+
+    The update is computed on the masters, which are then rounded into the parameters, so that
+    steps smaller than half a bfloat16 unit add up instead of being lost.
+
+    Source: Micikevicius et al. 2017, arXiv:1710.03740, sec. 3.1; Loshchilov & Hutter 2017,
+    arXiv:1711.05101, algorithm 2.
+
+    Args:
+        groups: Parameter groups.
+        settings: Learning rate and the like; groups may override the decay.
+    """
+
+    def __init__(self, groups: Iterable[ParameterGroup], settings: AdamSettings) -> None:
+        # `fused` is read when states are loaded: its counters lie beside the parameters.
+        super().__init__(groups, {**asdict(settings), "fused": True})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient.
+
+        Raises:
+            ValueError: A closure was given.
+        """
+        if closure is not None:
+            raise ValueError("MasterWeightsAdamW takes no closure")
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            states = [self._state_of(parameter) for parameter in parameters]
+            beta1, beta2 = group["betas"]
+            adamw(
+                [state["master"] for state in states],
+                [parameter.grad.float() for parameter in parameters],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            for parameter, state in zip(parameters, states, strict=True):
+                parameter.copy_(state["master"])
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device)
+            state["master"] = parameter.detach().float().clone()
+            state["exp_avg"] = torch.zeros_like(state["master"])
+            state["exp_avg_sq"] = torch.zeros_like(state["master"])
+        return state

@@ -1,4 +1,4 @@
-"""What `prepare` takes and returns."""
+"""Arguments and results of `prepare`."""
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence

@@ -21,8 +21,8 @@ from lightrft.engines.base import RolloutEngine
 from lightrft.engines.types import Completion, EngineStatus
 from lightrft.strategy.accumulation import Accumulations, AccumulationState
 from lightrft.strategy.backend import Backend, WantedState
+from lightrft.strategy.checkpoints.checkpoints import Checkpoints
 from lightrft.strategy.checkpoints.folders import SaveRequest
-from lightrft.strategy.checkpoints.part import Checkpoints
 from lightrft.strategy.config import ConfigError, StrategyConfig
 from lightrft.strategy.distributed import collectives, process_groups
 from lightrft.strategy.distributed.collectives import ALONE, Group
@@ -38,7 +38,6 @@ from lightrft.strategy.distributed.sequence_parallel import SPDataProcessor
 from lightrft.strategy.engine import generation, multimodal
 from lightrft.strategy.engine.generation import PromptBatch, PromptItem
 from lightrft.strategy.engine.session import EngineSession, OnFinished
-from lightrft.strategy.engine.statistics import GenLenAnalyser
 from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.optimizers import AdamSettings, OptimizerStepResult, learning_rate_schedule
 from lightrft.strategy.prepared import (
@@ -72,11 +71,11 @@ T = TypeVar("T")
 
 
 class StrategyBase:
-    """How models are trained over ranks, and the rollout engine that shares the processes.
+    """Training over ranks, and the rollout engine that shares the processes.
 
     Its parts are a `DistributedContext` (ranks, groups, collectives), a `Backend` (FSDP2,
     DeepSpeed or plain torch), `Checkpoints` and an `EngineSession` (engine, generation, weight
-    sync). Usable as a context manager, which closes it.
+    sync). What needs one part takes that part. Usable as a context manager, which closes it.
 
     Args:
         seed: Seed of all random number generators.
@@ -90,6 +89,9 @@ class StrategyBase:
     Raises:
         ValueError: Sizes do not divide; the message has the numbers.
         RuntimeError: Only some of the launcher's environment variables are there.
+
+    Attributes:
+        context, backend, checkpoints, session: The parts.
     """
 
     # The ranks that train together: all of them, or `ALONE`.
@@ -130,24 +132,21 @@ class StrategyBase:
         self.overlap_comm = config.overlap_comm
         self.time_steps: defaultdict[str, int] = defaultdict(int)
         self.num_skipped_steps: defaultdict[str, int] = defaultdict(int)
-        self._profile_step = 0
         self._accumulations = Accumulations()
         self._trained: weakref.WeakKeyDictionary[
             nn.Module, tuple[Optimizer | None, LRScheduler | None]
         ] = weakref.WeakKeyDictionary()
-        self.ranks = DistributedContext(config, self.world_group)
-        self.backend = backend(self.ranks, config)
-        self.setup_distributed(timeout=self.ranks.timeout)
+        self.context = DistributedContext(config, self.world_group)
+        self.backend = backend(self.context, config)
+        self.setup_distributed(timeout=self.context.timeout)
         for text in idle:
             self.print(f"warning: option without effect: {text}")
         self.checkpoints = Checkpoints(
-            self.ranks, self.backend, type(self).__name__, in_background=config.async_save
+            self.context, self.backend, type(self).__name__, in_background=config.async_save
         )
-        self.session = EngineSession(self.ranks, config)
+        self.session = EngineSession(self.context, config)
         self.sp_data_processor = SPDataProcessor(ALONE if self.sp_group is None else self.sp_group)
-        self.genlen_analyser = GenLenAnalyser(
-            plot_every=config.plot_every, log_dir=config.log_dir, group=self.world_group
-        )
+        self.genlen_analyser = self.session.genlen_analyser
 
     def __enter__(self) -> Self:
         return self
@@ -167,7 +166,7 @@ class StrategyBase:
             self.checkpoints.saver.close()
         finally:
             self.session.close()
-            self.ranks.close(self.backend.stop)
+            self.context.close(self.backend.stop)
 
     # --- ranks
 
@@ -185,23 +184,21 @@ class StrategyBase:
             ValueError: Batch sizes or `sp_size` do not fit the number of ranks, or group sizes
                 were changed after the groups had been formed.
         """
-        ranks, config = self.ranks, self.config
-        ranks.start(timeout, num_gpu_per_node)
+        context, config = self.context, self.config
+        context.start(timeout, num_gpu_per_node)
         self.backend.start()
-        self.device, self.world_size = ranks.device, ranks.world_size
+        self.device, self.world_size = context.device, context.world_size
         self.accumulated_gradient = process_groups.accumulation_steps(
             train_batch_size=self.train_batch_size,
             micro_train_batch_size=self.micro_train_batch_size,
             num_data_ranks=self.num_data_ranks,
             world_size=self.world_size,
         )
-        ranks.form_groups()
-        self.sp_mesh_device, self.sp_group, self.dp_group = (
-            ranks.sp_mesh,
-            ranks.sp_group,
-            ranks.dp_group,
-        )
-        self.engine_mp_group, self.engine_dp_group = ranks.engine_mp_group, ranks.engine_dp_group
+        context.form_groups()
+        self.sp_mesh_device = context.sp_mesh
+        self.sp_group, self.dp_group = context.sp_group, context.dp_group
+        self.engine_mp_group = context.engine_mp_group
+        self.engine_dp_group = context.engine_dp_group
         self.engine_type = config.engine_type
 
     def set_seed(self, seed: int) -> None:
@@ -216,12 +213,12 @@ class StrategyBase:
     @property
     def num_data_ranks(self) -> int:
         """Data-parallel groups: with sequence parallelism `sp_size` ranks share their samples."""
-        return self.world_size // self.config.sp_size
+        return self.context.num_data_ranks
 
     @property
     def data_rank(self) -> int:
-        """Which data-parallel group this rank belongs to."""
-        return self.get_rank() // self.config.sp_size
+        """Number of the data-parallel group that this rank belongs to."""
+        return self.context.data_rank
 
     @classmethod
     def is_rank_0(cls) -> bool:
@@ -229,8 +226,8 @@ class StrategyBase:
         return collectives.group_rank(cls.world_group) == 0
 
     def get_rank(self) -> int:
-        """This rank among all ranks."""
-        return self.ranks.rank
+        """Number of this rank among all ranks."""
+        return self.context.rank
 
     @classmethod
     def print(cls, *msg: object) -> None:
@@ -239,7 +236,7 @@ class StrategyBase:
 
     @classmethod
     def print_detail(cls, *msg: object) -> None:
-        """As `print`, for news of the engine room, which a run keeps in its log."""
+        """As `print`, for details (memory, sleep, weight sync), which a run keeps in its log."""
         print_on_first_rank(cls.world_group, *msg, is_detail=True)
 
     @classmethod
@@ -254,7 +251,7 @@ class StrategyBase:
 
     def barrier(self) -> None:
         """Waits until every rank arrived."""
-        collectives.barrier(self.world_group)
+        self.context.barrier()
 
     @overload
     def all_reduce(self, data: int, op: str = "mean") -> float: ...
@@ -263,25 +260,12 @@ class StrategyBase:
     def all_reduce(self, data: T, op: str = "mean") -> T: ...
 
     def all_reduce(self, data: object, op: str = "mean") -> object:
-        """Reduces a tensor, a number or a nested dict over all ranks in one collective.
-
-        Args:
-            data: Left unchanged.
-            op: "mean", "max" or "sum".
-
-        Returns:
-            The same structure, type and device. Integers stay exact; a mean of integers is a
-            float.
-
-        Raises:
-            AssertionError: `op` is none of these.
-            ValueError: Ranks passed different keys, types or shapes (raised on every rank).
-        """
-        return self.ranks.all_reduce(data, op, self.world_group)
+        """Reduces a tensor, a number or a nested dict; see `DistributedContext.all_reduce`."""
+        return self.context.all_reduce(data, op)
 
     def reduce_over_data(self, data: T, op: str = "mean") -> T:
         """Like `all_reduce`, counting ranks that share their samples once."""
-        return cast("T", self.ranks.all_reduce(data, op, self.ranks.data_group))
+        return self.context.reduce_over_data(data, op)
 
     @overload
     def all_gather(self, data: Tensor | float) -> Tensor: ...
@@ -290,26 +274,20 @@ class StrategyBase:
     def all_gather(self, data: Mapping[str, collectives.Tree]) -> dict[str, Tensor]: ...
 
     def all_gather(self, data: collectives.Tree) -> object:
-        """Concatenates every rank's values in rank order; a number gives a 1-D tensor.
-
-        Tensors may differ in their first dimension. Dicts may be nested.
-
-        Raises:
-            ValueError: Ranks passed different keys, types or trailing shapes (on every rank).
-        """
-        return collectives.all_gather(data, group=self.world_group)
+        """Concatenates every rank's values in rank order; see `DistributedContext.all_gather`."""
+        return cast("object", self.context.all_gather(data))
 
     def gather_objects(self, item: T, group: ProcessGroup | None = None) -> list[T]:
         """Every rank's plain Python object, by rank, on every rank of the group."""
-        return collectives.gather_objects(item, self.world_group if group is None else group)
+        return self.context.gather_objects(item, group)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, by rank, on every rank; lengths may differ."""
-        return collectives.gather_bytes(data, self.world_group)
+        return self.context.gather_bytes(data)
 
     def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
         """Gives every rank its part, and returns what each rank gave this one; both by rank."""
-        return collectives.exchange_bytes(parts, self.world_group)
+        return self.context.exchange_bytes(parts)
 
     # --- models
 
@@ -535,7 +513,7 @@ class StrategyBase:
 
     @contextmanager
     def init_model_context(self, meta_init: bool | None = False) -> Iterator[None]:
-        """Where models are built. Reports memory.
+        """Context in which models are built. Reports memory.
 
         With `meta_init` and FSDP2 their parameters get no memory yet: `prepare_model` shards them
         first and then reads the rows that this rank holds from the directory in the model's
@@ -642,7 +620,7 @@ class StrategyBase:
         return OptimizerStepResult(norm, is_skipped, learning_rate)
 
     def accumulation_state(self, optimizer: Optimizer) -> AccumulationState:
-        """How far this optimizer is inside its current step."""
+        """Progress of an optimizer inside its current step."""
         return self._accumulations.of(optimizer, self.accumulated_gradient, self.config.sp_size)
 
     @contextmanager
@@ -800,6 +778,11 @@ class StrategyBase:
     # --- rollout engine
 
     @property
+    def _profile_step(self) -> int:
+        """Calls of `gather_and_generate` so far."""
+        return self.session.num_calls
+
+    @property
     def inference_engine(self) -> RolloutEngine | None:
         """The rollout engine, or None before `setup_inference_engine`."""
         return self.session.engine
@@ -830,12 +813,12 @@ class StrategyBase:
 
     @property
     def broadcast_manager(self) -> WeightSync | None:
-        """What sends the actor's weights to the engine; None before the first update."""
+        """Sender of the actor's weights to the engine; None before the first update."""
         return self.session.weight_sync
 
     @property
     def last_weight_sync(self) -> WeightSyncReport | None:
-        """What the last `update_engine_weights` did."""
+        """Report of the last `update_engine_weights`."""
         return self.session.last_weight_sync
 
     def setup_inference_engine(
@@ -969,28 +952,15 @@ class StrategyBase:
             ValueError, TypeError: This rank's arguments are wrong.
             RuntimeError: Another rank failed; the message names it. All ranks raise.
         """
-        if self.session.engine is None:
-            raise NotImplementedError("Inference engine is not initialized.")
-        self.wakeup_inference_engine()
         batch = PromptBatch(
             all_prompt_token_ids, all_prompts, all_images, images_num, all_videos, videos_num
         )
-        try:
-            completions = self.session.gather_and_generate(batch, sampling_params, on_finished)
-        finally:
-            if sleep_engine:
-                self.maybe_sleep_inference_engine()
-        lengths = [len(completion.output_token_ids) for completion in completions]
-        found = self.genlen_analyser.collect(
-            lengths, self._profile_step, writes_files=self.is_rank_0()
+        return self.session.gather_and_generate(
+            batch, sampling_params, on_finished, sleep_engine=sleep_engine
         )
-        if found is not None:
-            self.print_detail(f"step {self._profile_step} generation lengths: {found}")
-        self._profile_step += 1
-        return completions
 
     def parameter_source(self, model: AnyModel) -> ParameterSource:
-        """This rank's shards of a model's parameters, in checkpoint names, for weight sync."""
+        """Shards of this rank of a model's parameters, in checkpoint names, for weight sync."""
         return self.backend.parameter_source(model)
 
     def update_engine_weights(self, actor: AnyModel) -> WeightSyncReport | None:

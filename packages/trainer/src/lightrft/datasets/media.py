@@ -1,69 +1,61 @@
-"""Images and videos of data rows: where they stand, what they are, and how prompts name them."""
+"""Media of data rows: their columns, their sources, and their places in prompts."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
-from lightrft.config import TrainConfig
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.files import Row
 from lightrft.datasets.render import PromptTokenizer, RowTokenizer, messages_of
 from lightrft.datasets.types import DataError, Prompt
-from lightrft.engines.media.encoder import PromptEncoder
-from lightrft.engines.media.sources import ImageSource, MediaError, VideoSource, as_image, as_video
+from lightrft.engines.media.encoder import TEXT_ENCODER, PromptEncoder
+from lightrft.engines.media.kinds import MEDIA_KINDS, Media
+from lightrft.engines.media.sources import MediaError
 
-# How plain texts of data sets mark the places of media.
-_MARK = re.compile(r"<(image|video)>")
-
-
-@dataclass(frozen=True, slots=True)
-class RowMediaSources:
-    """The media of one row, in order."""
-
-    images: tuple[ImageSource, ...] = ()
-    videos: tuple[VideoSource, ...] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there are none."""
-        return not self.images and not self.videos
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 
-def media_of(row: Row, config: TrainConfig) -> RowMediaSources:
-    """The images and videos of one row.
+def media_columns(config: TrainConfig) -> dict[str, str]:
+    """Column of the data with the media of each kind."""
+    return {
+        name: str(vars(config).get(f"{kind.plural}_key", kind.plural))
+        for name, kind in MEDIA_KINDS.items()
+    }
+
+
+def media_of(row: Row, config: TrainConfig) -> Media:
+    """The media of one row.
 
     Raises:
         DataError: One is missing or of no known form, or there are more than allowed.
     """
     if config.text_only:
-        return RowMediaSources()
+        return Media()
     try:
-        images = tuple(
-            as_image(item, name=f"{row.location}: image {i}", folder=row.folder)
-            for i, item in enumerate(_listed(row.columns.get(config.images_key)), start=1)
-        )
-        videos = tuple(
-            as_video(item, name=f"{row.location}: video {i}", folder=row.folder)
-            for i, item in enumerate(_listed(row.columns.get(config.videos_key)), start=1)
-        )
+        found = {
+            kind: [
+                MEDIA_KINDS[kind].read(item, name=f"{row.location}: {kind} {i}", folder=row.folder)
+                for i, item in enumerate(_listed(row.columns.get(column)), start=1)
+            ]
+            for kind, column in media_columns(config).items()
+        }
     except MediaError as error:
         raise DataError(str(error)) from error
-    _check_count(row, "image", len(images), config.limit_mm_image_per_prompt)
-    _check_count(row, "video", len(videos), config.limit_mm_video_per_prompt)
-    return RowMediaSources(images, videos)
+    for kind, media in found.items():
+        _check_count(row, kind, len(media), vars(config).get(f"limit_mm_{kind}_per_prompt"))
+    return Media(found)
 
 
 def check_no_media(rows: Sequence[Row], config: TrainConfig) -> None:
     """Raises a DataError if a row has media, for a model that reads text only."""
     for row in rows:
-        media = media_of(row, config)
-        if not media.is_empty:
-            kind, key = (
-                ("images", config.images_key) if media.images else ("videos", config.videos_key)
-            )
+        for kind in media_of(row, config).kinds:
             raise DataError(
-                f"{row.location}: column {key!r} holds {kind}, and the model reads text only: "
-                "train a vision-language model, or leave the media out with --text_only"
+                f"{row.location}: column {media_columns(config)[kind]!r} holds "
+                f"{MEDIA_KINDS[kind].plural}, and the model reads text only: train a "
+                "vision-language model, or leave the media out with --text_only"
             )
 
 
@@ -88,6 +80,48 @@ def _check_count(row: Row, kind: str, count: int, limit: int | None) -> None:
         )
 
 
+class RowRenderer(PromptTokenizer, RowTokenizer, Protocol):
+    """A tokenizer of prompts that shows rows different tools."""
+
+
+class TextModality:
+    """Renders rows for a model that reads text only, and refuses their media.
+
+    Args:
+        renderer: Tokenizer of the model.
+        has_model: There is a model; without one media are left unread.
+    """
+
+    encoder = TEXT_ENCODER
+    processor = None
+
+    def __init__(self, renderer: "PreTrainedTokenizerBase", *, has_model: bool = True) -> None:
+        self.renderer = renderer
+        self._has_model = has_model
+
+    def showing(self, chat: RowRenderer) -> PromptTokenizer:
+        """The reader of rows whose prompts show tools."""
+        return chat
+
+    def check_turns(self) -> None:
+        """Nothing: there are no media to stand behind a prompt."""
+
+    def check(self, rows: Sequence[Row], config: TrainConfig) -> None:
+        """Raises a DataError if a row has media."""
+        if self._has_model:
+            check_no_media(rows, config)
+
+    def renders(self, media: Media) -> bool:
+        """Whether `prompt` renders a row with these media."""
+        del media
+        return False
+
+    def prompt(self, row: Row, prompt: Prompt, config: TrainConfig) -> Prompt:
+        """The prompt as it is."""
+        del row, config
+        return prompt
+
+
 class VisionPrompts:
     """Renders and encodes rows for a vision-language model.
 
@@ -104,6 +138,37 @@ class VisionPrompts:
             processor.chat_template or processor.tokenizer.chat_template
         )
         self.all_special_ids: list[int] = processor.tokenizer.all_special_ids
+
+    @property
+    def renderer(self) -> "VisionPrompts":
+        """Itself."""
+        return self
+
+    @property
+    def processor(self) -> "ProcessorMixin":
+        """Of the model."""
+        return self.encoder.processor
+
+    def showing(self, chat: RowRenderer) -> PromptTokenizer:
+        """The reader of rows whose prompts show tools."""
+        return VisionPrompts(self.encoder, chat)
+
+    def check_turns(self) -> None:
+        """Raises a ConfigError if media cannot stand behind a prompt."""
+        family = self.encoder.family
+        if family.attends_to_images:
+            raise ConfigError(
+                f"models of type {family.model_type} attend to images beside the text, which turns "
+                "of an environment cannot extend: take another family, or leave environment and "
+                "tools out"
+            )
+
+    def check(self, rows: Sequence[Row], config: TrainConfig) -> None:
+        """Nothing: `prompt` refuses what cannot be read."""
+
+    def renders(self, media: Media) -> bool:
+        """Whether `prompt` renders a row with these media."""
+        return bool(media)
 
     def __call__(
         self, text: str | list[str], *, add_special_tokens: bool, split_special_tokens: bool = False
@@ -136,21 +201,23 @@ class VisionPrompts:
         )
 
     def for_row(self, columns: Mapping[str, object]) -> PromptTokenizer:
-        """What renders one row."""
+        """The renderer of one row."""
         return self if self._chat is None else self._chat.for_row(columns)
 
     def prompt(self, row: Row, prompt: Prompt, config: TrainConfig) -> Prompt:
-        """A row's prompt as the model reads it.
+        """A row's prompt as the model reads it; one without media as it is.
 
         Args:
             row: The row.
-            prompt: With its media, and what was made of the other columns.
+            prompt: With its media and the other columns.
             config: How prompts are rendered.
 
         Raises:
             DataError: A medium cannot be read, or the text names another number of media.
         """
-        media, content = RowMediaSources(prompt.images, prompt.videos), messages_of(row, config)
+        media, content = prompt.media, messages_of(row, config)
+        if not media:
+            return prompt
         if isinstance(content, str):
             text = content
         else:
@@ -158,14 +225,13 @@ class VisionPrompts:
             shown = self.for_row(row.columns)
             text = str(shown.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
         try:
-            encoded = self.encoder.encode(text, images=media.images, videos=media.videos)
+            encoded = self.encoder.encode(text, media)
         except MediaError as error:
             raise DataError(str(error)) from error
         except (ValueError, IndexError, TypeError, StopIteration) as error:
             first = next(iter(str(error).splitlines()), type(error).__name__)
             raise DataError(
-                f"{row.location}: {len(media.images)} images and {len(media.videos)} videos do "
-                f"not fit the prompt {text[:80]!r}: {first}"
+                f"{row.location}: {media.counts} do not fit the prompt {text[:80]!r}: {first}"
             ) from error
         if not encoded.kinds:
             raise DataError(
@@ -175,8 +241,12 @@ class VisionPrompts:
         return replace(prompt, text=text, token_ids=encoded.token_ids)
 
 
+# Renders and reads the prompts of a model.
+Modality: TypeAlias = TextModality | VisionPrompts
+
+
 def with_media(
-    messages: Sequence[Mapping[str, object]], media: RowMediaSources, location: str
+    messages: Sequence[Mapping[str, object]], media: Media, location: str
 ) -> list[dict[str, object]]:
     """Messages whose contents name their media as parts.
 
@@ -187,7 +257,7 @@ def with_media(
         DataError: The chat names another number of media than the row has.
     """
     chat = [{**message, "content": _parts(message["content"])} for message in messages]
-    counts = {"image": len(media.images), "video": len(media.videos)}
+    counts = {kind: len(media[kind]) for kind in MEDIA_KINDS}
     named = {
         kind: sum(part.get("type") == kind for message in chat for part in _as_parts(message))
         for kind in counts
@@ -197,9 +267,10 @@ def with_media(
         marks = [{"type": kind} for kind, count in counts.items() for _ in range(count)]
         first["content"] = [*marks, *_as_parts(first)]
     elif named != counts:
+        names = [f"{named[kind]} {row.plural}" for kind, row in MEDIA_KINDS.items()]
         raise DataError(
-            f"{location}: the prompt names {named['image']} images and {named['video']} videos, "
-            f"and the row has {counts['image']} and {counts['video']}"
+            f"{location}: the prompt names {' and '.join(names)}, and the row has "
+            f"{' and '.join(map(str, counts.values()))}"
         )
     return chat
 
@@ -217,7 +288,8 @@ def as_parts(content: object) -> list[dict[str, object]]:
 
 def _parts(content: object) -> list[dict[str, object]]:
     if isinstance(content, str):
-        pieces = _MARK.split(content)
+        # Marks of the places of media in the plain texts of data sets.
+        pieces = re.split(rf"<({'|'.join(MEDIA_KINDS)})>", content)
         return [
             {"type": piece} if i % 2 else {"type": "text", "text": piece}
             for i, piece in enumerate(pieces)
@@ -226,10 +298,13 @@ def _parts(content: object) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     for part in cast("Sequence[object]", content):
         if isinstance(part, Mapping):
-            kind = {"image_url": "image", "video_url": "video"}.get(str(part.get("type")))
+            kind = str(part.get("type"))
+            named = kind.removesuffix("_url")
             # Media come from their columns.
-            is_text = part.get("type") == "text"
-            found.append(dict(part) if is_text else {"type": kind or part.get("type")})
+            is_text, is_medium = kind == "text", named in MEDIA_KINDS
+            found.append(
+                dict(part) if is_text else {"type": named if is_medium else part.get("type")}
+            )
         else:
             found += _parts(str(part))
     return found

@@ -9,9 +9,10 @@ from torch.utils.data import Dataset
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row, read_rows
 from lightrft.datasets.media import (
-    RowMediaSources,
+    Modality,
+    TextModality,
     VisionPrompts,
-    check_no_media,
+    media_columns,
     media_of,
     with_media,
 )
@@ -24,6 +25,7 @@ from lightrft.datasets.render import (
     tokenise,
 )
 from lightrft.datasets.types import DataError, Prompt
+from lightrft.engines.media.kinds import Media
 
 _TOKENIZER_BATCH = 1000
 _MAX_EXAMPLES = 3
@@ -222,12 +224,13 @@ def build_prompts(
     Raises:
         DataError: A row cannot be used.
     """
-    used = {config.input_key, config.label_key, config.images_key, config.videos_key}
+    used = {config.input_key, config.label_key, *media_columns(config).values()}
     media = [media_of(row, config) for row in rows]
-    vision = tokenizer if isinstance(tokenizer, VisionPrompts) else None
-    if vision is None and has_model:
-        check_no_media(rows, config)
-    is_plain = [vision is None or own.is_empty for own in media]
+    reader: Modality = TextModality(tokenizer, has_model=has_model)
+    if isinstance(tokenizer, VisionPrompts):
+        reader = tokenizer
+    reader.check(rows, config)
+    is_plain = [not reader.renders(own) for own in media]
     plain = [row for row, is_text in zip(rows, is_plain, strict=True) if is_text]
     tokenised = iter(tokenise(plain, tokenizer, config)) if plain else iter(())
     prompts = []
@@ -235,14 +238,12 @@ def build_prompts(
         text, token_ids = next(tokenised) if is_plain[offset] else ("", ())
         columns = {name: value for name, value in row.columns.items() if name not in used}
         prompt = Prompt(first_id + offset, text, token_ids, label_of(row, config), columns)
-        prompt = replace(prompt, images=own.images, videos=own.videos)
-        if vision is not None and not own.is_empty:
-            prompt = vision.prompt(row, prompt, config)
+        prompt = reader.prompt(row, replace(prompt, media=own), config)
         prompts.append(_with_messages(prompt, row, own, config) if config.has_episodes else prompt)
     return prompts
 
 
-def _with_messages(prompt: Prompt, row: Row, media: RowMediaSources, config: TrainConfig) -> Prompt:
+def _with_messages(prompt: Prompt, row: Row, media: Media, config: TrainConfig) -> Prompt:
     """The prompt with what its environment needs.
 
     Raises:
@@ -250,11 +251,11 @@ def _with_messages(prompt: Prompt, row: Row, media: RowMediaSources, config: Tra
     """
     messages = messages_of(row, config)
     chat = [] if isinstance(messages, str) else messages
-    if chat and not media.is_empty:
+    if chat and media:
         chat = with_media(chat, media, row.location)
     has_user = any(message["role"] == "user" for message in chat)
     is_text = all(isinstance(message["content"], str) for message in chat)
-    if not has_user or (media.is_empty and not is_text):
+    if not has_user or (not media and not is_text):
         raise DataError(
             f"{row.location}: an environment needs a user's message, and contents that are text "
             "where the row has no images"

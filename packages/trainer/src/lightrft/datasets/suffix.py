@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, Protocol, cast
 
-from lightrft.engines.media.encoder import PromptEncoder
+from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
+from lightrft.engines.media.kinds import Media
 from lightrft.engines.media.prompts import LaterImages
 from lightrft.engines.media.sources import ImageSource
 
@@ -108,7 +109,7 @@ class TurnSuffix:
         tools: Schemas of the tools that prompts show.
         has_system: Whether prompts begin with a system message.
         is_conversation: Observations are what a user says next, not results of calls.
-        encoder: Of a model that reads images; None for one of text.
+        encoder: Of prompts with media.
 
     Attributes:
         verdict: What the probe found.
@@ -124,7 +125,7 @@ class TurnSuffix:
         tools: Sequence[dict[str, object]] = (),
         has_system: bool = False,
         is_conversation: bool = False,
-        encoder: PromptEncoder | None = None,
+        encoder: Encoder = TEXT_ENCODER,
     ) -> None:
         self._is_conversation, self._encoder = is_conversation, encoder
         if not tokenizer.chat_template:
@@ -204,7 +205,11 @@ class TurnSuffix:
             forms = forms[-1:]
         for self._role, self._arguments_are_text in forms:
             try:
-                for shape in (_TEXT, _TEXT * 2, *([((True, False),)] if self._encoder else [])):
+                for shape in (
+                    _TEXT,
+                    _TEXT * 2,
+                    *([((True, False),)] if self._encoder.reads_media else []),
+                ):
                     self._frame(shape)
             except TemplateRefusedError as error:
                 self._frames.clear()
@@ -241,7 +246,7 @@ class TurnSuffix:
         return [f"{self._mark}x{index}x" for index in range(sum(chain(*shape)))]
 
     def _num_places(self, piece: str) -> int:
-        return 0 if self._encoder is None else self._encoder.num_places(piece)
+        return self._encoder.num_places(piece)
 
     def _rest(self, shape: Shape, texts: Sequence[str]) -> str:
         """What follows the end of the marked assistant turn when these texts answer it."""
@@ -324,8 +329,8 @@ class TurnSuffix:
     def _as_template(self, text: str, images: tuple[ImageSource, ...]) -> list[int]:
         """Ids of a piece of the template, as they are in the middle of a conversation."""
         whole = self._end_text + text
-        if self._encoder is not None and images:
-            ids = list(self._encoder.kept(whole, images=images).token_ids)
+        if images and self._encoder.reads_media:
+            ids = list(self._encoder.kept(whole, Media({"image": images})).token_ids)
         else:
             ids = self._tokenizer(whole, add_special_tokens=False)["input_ids"]
         # Some tokenizers put a space before the first word of a text, but not after the anchor.

@@ -1,9 +1,10 @@
-"""The record of one data row, and what is wrong with one."""
+"""The record of one data row, and the error of one that cannot be used."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightrft.engines.media.sources import ImageSource, VideoSource
+from lightrft.engines.media.kinds import Media
+from lightrft.engines.media.sources import ImageSource
 
 
 class DataError(ValueError):
@@ -20,10 +21,9 @@ class Prompt:
         token_ids: Its token ids, without padding.
         label: The reference answer, or None if the data set has none.
         columns: The remaining columns of the row, passed to reward functions by name.
-        images: In the order of their placeholders.
-        videos: Likewise.
+        media: In the order of their placeholders.
         messages: The chat that `text` renders; () unless environments or tools need it.
-        row: What an environment's `reset` gets: all columns, and the messages as `prompt`.
+        row: Arguments of an environment's `reset`: all columns, and the messages as `prompt`.
     """
 
     id: int
@@ -31,7 +31,11 @@ class Prompt:
     token_ids: tuple[int, ...]
     label: str | None = None
     columns: Mapping[str, object] = field(default_factory=dict)
-    images: tuple[ImageSource, ...] = ()
-    videos: tuple[VideoSource, ...] = ()
+    media: Media = field(default_factory=Media)
     messages: tuple[Mapping[str, object], ...] = ()
     row: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def images(self) -> tuple[ImageSource, ...]:
+        """Its images."""
+        return self.media.images

@@ -23,10 +23,13 @@ from lightrft.algorithms.types import (
     TokenAdvantages,
 )
 from lightrft.config import TrainConfig
-from lightrft.records.exchange import RowTable
-from lightrft.records.numerics import NumericsError
-from lightrft.records.types import ExperienceBatch, PolicyOutputs, RolloutBatch
+from lightrft.records.batch import ExperienceBatch, PolicyOutputs, RolloutBatch
+from lightrft.records.table import RowTable
 from lightrft.strategy.strategy_base import StrategyBase
+
+
+class NumericsError(RuntimeError):
+    """Numbers of a step cannot be trained on, or an alarm ended the run; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)

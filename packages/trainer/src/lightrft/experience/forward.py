@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lightrft.models.types import ActorOutput, EntropyMode, PolicyModel, ValueModel
-from lightrft.records.collate import join_micro_batches, select_rollouts
-from lightrft.records.types import PolicyOutputs, RolloutBatch
+from lightrft.records.batch import PolicyOutputs, RolloutBatch, join_micro_batches, select_rollouts
 
 
 @dataclass(frozen=True, slots=True)

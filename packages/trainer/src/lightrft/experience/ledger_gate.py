@@ -9,7 +9,7 @@ counts only in the context it was sampled in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -17,11 +17,13 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from lightrft.engines.ledger import hash_context
+from lightrft.engines.ledger import LedgerEntry, hash_context
 from lightrft.models.layout import LayoutPolicy, TokenLayout
-from lightrft.records.exchange import SampleTable
-from lightrft.records.types import RolloutBatch, Segment
-from lightrft.rollout.ledger_records import Evidence, LedgerError
+from lightrft.records.batch import RolloutBatch
+from lightrft.records.columns import Values, vouched_columns
+from lightrft.records.rollout import Segment
+from lightrft.records.table import SampleTable
+from lightrft.rollout.ledger_records import Evidence, LedgerError, vouched_values
 from lightrft.strategy.strategy_base import StrategyBase
 
 
@@ -32,14 +34,14 @@ class RebuiltRow:
     Args:
         token_ids: [length] int64.
         turns: [length] int64, number of the call that sampled the token; -1 is nobody.
-        logprobs: [length] float32; 0 where nobody sampled.
         versions: [length] int64 of the weights; -1 where nobody sampled.
+        vouched: [length] values of the columns that the ledger holds.
     """
 
     token_ids: NDArray[np.int64]
     turns: NDArray[np.int64]
-    logprobs: NDArray[np.float32]
     versions: NDArray[np.int64]
+    vouched: Mapping[str, Values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,19 @@ class HostRows:
     token_ids: NDArray[np.int64]
     attention_mask: NDArray[np.bool_]
     response_mask: NDArray[np.bool_]
-    rollout_logprobs: NDArray[np.float32]
+    vouched: Mapping[str, Values]
 
     @classmethod
     def of(cls, batch: RolloutBatch) -> HostRows:
         """Those of a batch on any device."""
-        return cls(*(getattr(batch, name).cpu().numpy() for name in cls.__slots__))
+        values = {"rollout_logprobs": batch.rollout_logprobs, **batch.facts}
+        names = ("sample_ids", "token_ids", "attention_mask", "response_mask")
+        return cls(
+            **{name: getattr(batch, name).cpu().numpy() for name in names},
+            vouched={
+                column.name: values[column.name].cpu().numpy() for column in vouched_columns()
+            },
+        )
 
 
 def check_ledger(
@@ -125,33 +134,29 @@ def rebuild(sample_id: int, evidence: Evidence) -> RebuiltRow:
                 f"{ids[-8:].tolist()}"
             )
         _check_observation(sample_id, turn, segment, evidence.special_ids)
-        sampled = _part(
-            entry.token_ids, turn=turn, logprobs=entry.logprobs, version=entry.weights_version
-        )
-        parts += [sampled, _part(segment.observation)]
-        ids = np.concatenate([ids, sampled.token_ids, parts[-1].token_ids])
+        parts += [_part(entry.token_ids, turn, entry), _part(segment.observation)]
+        ids = np.concatenate([ids, *(part.token_ids for part in parts[-2:])])
     return RebuiltRow(
         ids,
         np.concatenate([part.turns for part in parts]),
-        np.concatenate([part.logprobs for part in parts]),
         np.concatenate([part.versions for part in parts]),
+        {name: np.concatenate([part.vouched[name] for part in parts]) for name in parts[0].vouched},
     )
 
 
-def _part(
-    token_ids: Sequence[int],
-    *,
-    turn: int = -1,
-    logprobs: Sequence[float] | None = None,
-    version: int = -1,
-) -> RebuiltRow:
-    """Tokens of one origin; without logprobs nobody sampled them."""
+def _part(token_ids: Sequence[int], turn: int = -1, entry: LedgerEntry | None = None) -> RebuiltRow:
+    """Tokens of one origin; without an entry nobody sampled them."""
     count = len(token_ids)
     return RebuiltRow(
         np.array(token_ids, dtype=np.int64),
         np.full(count, turn),
-        np.zeros(count, np.float32) if logprobs is None else np.array(logprobs, np.float32),
-        np.full(count, version),
+        np.full(count, -1 if entry is None else entry.weights_version),
+        {
+            column.name: np.full(count, column.fill, column.dtype)
+            if entry is None
+            else vouched_values(entry, column)
+            for column in vouched_columns()
+        },
     )
 
 
@@ -179,35 +184,27 @@ def _check_row(batch: HostRows, table: SampleTable, row: int, evidence: Evidence
     real = batch.attention_mask[row]
     num_real = int(real.sum())
     shared = min(length, num_real)
-    found = batch.token_ids[row]
-    _compare("token ids", found[:shared], right.token_ids[:shared], sample_id, right)
+    ids = batch.token_ids[row]
+    _compare("token ids", ids[:shared], right.token_ids[:shared], sample_id, right)
     if num_real != length or not real[:length].all():
         raise LedgerError(f"sample {sample_id} has {num_real} tokens, expected {length}")
     is_trained = is_sampled & (not bool(table.is_masked[row]))
     mask = batch.response_mask[row]
     _compare("sampled mask", mask[:length], is_trained, sample_id, right)
-    logprobs = batch.rollout_logprobs[row]
-    expected = np.where(is_trained, right.logprobs, np.float32(0.0))
-    bits = (logprobs[:length].view(np.int32), expected.view(np.int32))
-    _compare("engine logprobs (bits)", *bits, sample_id, right)
-    if mask[length:].any() or logprobs[length:].any():
-        raise LedgerError(f"sample {sample_id} has a mask or logprobs on its padding")
-    _compare(
-        "weights versions", _versions(table, row, is_sampled), right.versions, sample_id, right
-    )
-    return right
-
-
-def _versions(table: SampleTable, row: int, is_sampled: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """[length] of the row's tokens as the table knows them, -1 where nobody sampled."""
-    found = np.full(len(is_sampled), -1, dtype=np.int64)
-    if table.token_versions is None:
-        found[is_sampled] = table.weights_versions[row]
-        return found
+    if mask[length:].any():
+        raise LedgerError(f"sample {sample_id} has a mask on its padding")
+    for column in vouched_columns():
+        found = batch.vouched[column.name][row]
+        expected = np.full(len(found), column.fill, found.dtype)
+        expected[:length][is_trained] = right.vouched[column.name][is_trained]
+        kind = f"u{found.itemsize}"
+        _compare(f"{column.name} (bits)", found.view(kind), expected.view(kind), sample_id, right)
+    versions = np.full(length, -1, dtype=np.int64)
     stop = int(table.response_lengths[: row + 1].sum())
     start = stop - int(table.response_lengths[row])
-    found[int(table.prompt_lengths[row]) :] = table.token_versions[start:stop]
-    return found
+    versions[int(table.prompt_lengths[row]) :] = table.token_versions[start:stop]
+    _compare("weights versions", versions, right.versions, sample_id, right)
+    return right
 
 
 def _compare(

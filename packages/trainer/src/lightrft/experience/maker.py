@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from lightrft.config import TrainConfig
-from lightrft.engines.media.encoder import PromptEncoder
-from lightrft.engines.media.prompts import NO_MEDIA, RowMedia
+from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
+from lightrft.engines.media.prompts import RowMedia
 from lightrft.engines.types import SamplingParams, has_known_order
 from lightrft.experience.assemble import AdvantageSettings, ShapedRewards, assemble, shape_rewards
 from lightrft.experience.forward import ForwardModels, compute_outputs
@@ -19,14 +19,13 @@ from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
 from lightrft.models.layout import LayoutPolicy
 from lightrft.models.sequence_model import layout_policy
 from lightrft.models.support import SamplingSupport
-from lightrft.records.collate import collate
-from lightrft.records.delivery import deliver_rows
-from lightrft.records.exchange import RowTable, SampleTable, tabulate
+from lightrft.records.batch import ExperienceBatch, RolloutBatch, collate
 from lightrft.records.media import deliver_media
 from lightrft.records.step_timer import StepTimer
-from lightrft.records.types import ExperienceBatch, RolloutBatch
+from lightrft.records.table import RowTable, SampleTable, deliver_rows, tabulate
 from lightrft.rollout.ledger_records import deliver_evidence
-from lightrft.rollout.sampler import Samples, training_params
+from lightrft.rollout.sampler import training_params
+from lightrft.rollout.source import Samples
 from lightrft.strategy.strategy_base import StrategyBase
 
 
@@ -63,7 +62,7 @@ def make_experience(
     step: int,
     timer: StepTimer,
     reuses_policy_logprobs: bool = False,
-    encoder: PromptEncoder | None = None,
+    encoder: Encoder = TEXT_ENCODER,
 ) -> StepExperience:
     """The experience of one step; collective.
 
@@ -75,7 +74,7 @@ def make_experience(
         step: Fixes the optimizer batches, together with the seed.
         timer: Measures the step.
         reuses_policy_logprobs: Leave old logprobs to the update if the step has one batch.
-        encoder: Of prompts with images or videos, for vision-language models.
+        encoder: Of prompts with media.
     """
     config, table, rank = settings.config, samples.table, strategy.data_rank
     plan = plan_minibatches(
@@ -129,13 +128,12 @@ def _deliver(
     wanted: Sequence[NDArray[np.int64]],
     *,
     strategy: StrategyBase,
-    encoder: PromptEncoder | None,
+    encoder: Encoder,
 ) -> tuple[SampleTable, RowMedia]:
     """The rows that this rank wants, and their media; collective."""
     rows = deliver_rows(samples.table, tabulate(samples.scored), wanted, strategy)
-    if encoder is None:
-        return rows, NO_MEDIA
-    return rows, deliver_media(samples.table, samples.scored, wanted, strategy, encoder)
+    media = deliver_media(samples.table, samples.scored, wanted, strategy.context, encoder)
+    return rows, media
 
 
 def _batch(

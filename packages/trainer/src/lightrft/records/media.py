@@ -2,100 +2,89 @@
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError
 from lightrft.datasets.types import Prompt
-from lightrft.engines.media.encoder import PromptEncoder
-from lightrft.engines.media.prompts import EncodedPrompt, LaterImages, MediumKind, RowMedia
-from lightrft.engines.media.sources import ImageSource, VideoSource
+from lightrft.engines.media.encoder import Encoder
+from lightrft.engines.media.kinds import MEDIA_KINDS, Media, MediumKind
+from lightrft.engines.media.prompts import EncodedPrompt, LaterImages, RowMedia
+from lightrft.engines.media.sources import FileSource, ImageSource
 from lightrft.engines.types import GenerationRequest, MultiModalInputs
-from lightrft.records.exchange import RowTable
-from lightrft.records.types import Rollout, ScoredRollout
-from lightrft.strategy.strategy_base import StrategyBase
-
-_KINDS: tuple[MediumKind, ...] = ("image", "video")
+from lightrft.records.rollout import Rollout, ScoredRollout
+from lightrft.records.table import RowTable
+from lightrft.strategy.distributed.context import DistributedContext
 
 
-def media_request(
-    prompt: Prompt, request_id: int, encoder: PromptEncoder | None
-) -> GenerationRequest:
+def media_request(prompt: Prompt, request_id: int, encoder: Encoder) -> GenerationRequest:
     """A request with the prompt's media, if it has any.
 
     Args:
-        prompt: What to complete.
+        prompt: Is completed.
         request_id: Fixes its random numbers.
-        encoder: Of the model; None for models of text.
+        encoder: Of the model.
 
     Raises:
-        ConfigError: There are media and no encoder.
+        ConfigError: There are media, and the model reads text only.
     """
     request = GenerationRequest(prompt.token_ids, request_id, prompt_text=prompt.text)
-    if not prompt.images and not prompt.videos:
+    if not prompt.media:
         return request
-    encoded = encode_prompt(prompt, encoder)
-    return GenerationRequest(
-        prompt.token_ids,
-        request_id,
-        prompt_text=prompt.text,
-        multi_modal=MultiModalInputs(prompt.images, prompt.videos),
-        encoded=encoded,
+    encoded, given = encode_prompt(prompt, encoder), prompt.media.by_kind
+    published = MultiModalInputs(
+        prompt.media["image"],
+        prompt.media["video"],
+        {kind: tuple(own) for kind, own in given.items() if kind not in ("image", "video")},
     )
+    return replace(request, multi_modal=published, encoded=encoded)
 
 
-def encode_prompt(prompt: Prompt, encoder: PromptEncoder | None) -> EncodedPrompt:
+def encode_prompt(prompt: Prompt, encoder: Encoder) -> EncodedPrompt:
     """A prompt as the processor gives it; the same object until the encoder forgets it."""
-    if encoder is None:
+    if not encoder.reads_media:
         raise ConfigError(
-            f"prompt {prompt.id} has images or videos: the trainer needs the model's processor "
-            "(processor=) and a vision-language model"
+            f"prompt {prompt.id} has {prompt.media.counts}: the trainer needs the model's "
+            "processor (processor=) and a vision-language model"
         )
-    return encoder.kept(prompt.text, images=prompt.images, videos=prompt.videos)
+    return encoder.kept(prompt.text, prompt.media)
 
 
-def encode_row(rollout: Rollout, encoder: PromptEncoder | None) -> EncodedPrompt | None:
+def encode_row(rollout: Rollout, encoder: Encoder) -> EncodedPrompt | None:
     """A row as far as it has media, those of its observations included; None without media.
 
     Raises:
-        ConfigError: There are media and no encoder.
+        ConfigError: There are media, and the model reads text only.
     """
-    prompt = rollout.prompt
-    start = encode_prompt(prompt, encoder) if prompt.images or prompt.videos else None
-    if encoder is None or not rollout.later:
-        return start
+    start = encode_prompt(rollout.prompt, encoder) if rollout.prompt.media else None
     return encoder.row(rollout.token_ids, start, rollout.later)
 
 
-def check_media(prompts: Sequence[Prompt], config: TrainConfig) -> None:
-    """Raises a ConfigError if prompts have media and an option cannot be used with them."""
-    has_media = [prompt.id for prompt in prompts if prompt.images or prompt.videos]
-    if not has_media:
-        return
-    used = [name for name in ("use_fire", "partial_rollout") if getattr(config, name)]
-    if used:
+def require_text(prompts: Sequence[Prompt], option: str) -> None:
+    """Raises a ConfigError if prompts have media, for an option that continues responses."""
+    has_media = [prompt.id for prompt in prompts if prompt.media]
+    if has_media:
         raise ConfigError(
-            f"{used[0]} continues responses, which prompts with images or videos do not allow: "
+            f"{option} continues responses, which prompts with images or videos do not allow: "
             f"got rows {has_media[:10]}; leave it out, or the media with text_only"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """What a row is encoded from; the rows of a prompt share it if none has images of its own.
+    """Sources of a row; the rows of a prompt share them if none has images of its own.
 
     Args:
-        text, images, videos: Of the prompt.
+        text, media: Of the prompt.
         later: Images behind it.
         token_ids: Of the row, as far as `later` goes.
     """
 
     text: str
-    images: tuple[ImageSource, ...]
-    videos: tuple[VideoSource, ...]
+    media: Media
     later: tuple[LaterImages, ...] = ()
     token_ids: tuple[int, ...] = ()
 
@@ -103,16 +92,14 @@ class _Sources:
     def of(cls, rollout: Rollout) -> Self | None:
         """Of a row; None without media."""
         prompt = rollout.prompt
-        if not (prompt.images or prompt.videos or rollout.later):
+        if not (prompt.media or rollout.later):
             return None
         ids = rollout.token_ids if rollout.later else ()
-        return cls(prompt.text, prompt.images, prompt.videos, rollout.later, ids)
+        return cls(prompt.text, prompt.media, rollout.later, ids)
 
-    def encode(self, encoder: PromptEncoder) -> EncodedPrompt | None:
+    def encode(self, encoder: Encoder) -> EncodedPrompt | None:
         """The row up to its last medium."""
-        start = None
-        if self.images or self.videos:
-            start = encoder.kept(self.text, images=self.images, videos=self.videos)
+        start = encoder.kept(self.text, self.media) if self.media else None
         return encoder.row(self.token_ids, start, self.later)
 
 
@@ -120,10 +107,10 @@ def deliver_media(
     table: RowTable,
     scored: Sequence[ScoredRollout],
     wanted: Sequence[NDArray[np.int64]],
-    strategy: StrategyBase,
-    encoder: PromptEncoder,
+    context: DistributedContext,
+    encoder: Encoder,
 ) -> RowMedia:
-    """The media of the rows that this rank wants; collective.
+    """The media of the rows that this rank wants; collective where the model reads media.
 
     Original bytes travel, once for each prompt and rank, and pixels are made where rows are
     trained; the rows of a prompt share them. Rows of environments travel each for itself, since
@@ -133,10 +120,12 @@ def deliver_media(
         table: The rows of all ranks.
         scored: The samples of this rank.
         wanted: Which rows of `table` each rank wants, the same on every rank.
-        strategy: Brings bytes from rank to rank.
+        context: Brings bytes from rank to rank.
         encoder: Of the model.
     """
-    rank, own = strategy.get_rank(), dict[int, _Sources]()
+    if not encoder.reads_media:
+        return RowMedia()
+    rank, own = context.rank, dict[int, _Sources]()
     keys: dict[int, int] = {}
     for rollout in (item.rollout for item in scored):
         sources = _Sources.of(rollout)
@@ -149,12 +138,12 @@ def deliver_media(
         for receiver, rows in enumerate(wanted)
     ]
     found = {key: own[key].encode(encoder) for key in _held(table, wanted[rank], rank, keys)}
-    for data in strategy.exchange_bytes(parts):
+    for data in context.exchange_bytes(parts):
         found |= {key: sources.encode(encoder) for key, sources in _unpack(data)}
     rows = wanted[rank]
     pairs = zip(table.sample_ids[rows].tolist(), table.group_ids[rows].tolist(), strict=True)
     prompts = tuple(found.get(_key_of_row(sample), found.get(group)) for sample, group in pairs)
-    return RowMedia(prompts, agree_on_kinds(strategy, RowMedia(prompts).kinds))
+    return RowMedia(prompts, agree_on_kinds(context, RowMedia(prompts).kinds))
 
 
 def _key_of_row(sample_id: int) -> int:
@@ -162,10 +151,12 @@ def _key_of_row(sample_id: int) -> int:
     return -1 - sample_id
 
 
-def agree_on_kinds(strategy: StrategyBase, kinds: Collection[MediumKind]) -> frozenset[MediumKind]:
+def agree_on_kinds(
+    context: DistributedContext, kinds: Collection[MediumKind]
+) -> frozenset[MediumKind]:
     """Kinds of media that some rank has, from those of this rank; collective."""
-    counts = strategy.all_reduce({kind: int(kind in kinds) for kind in _KINDS}, op="max")
-    return frozenset(kind for kind in _KINDS if counts[kind])
+    counts = context.all_reduce({kind: int(kind in kinds) for kind in MEDIA_KINDS}, op="max")
+    return frozenset(kind for kind in MEDIA_KINDS if counts[kind])
 
 
 def _held(
@@ -180,19 +171,21 @@ def _pack(own: Mapping[int, _Sources], keys: Sequence[int]) -> bytes:
     """A line of JSON with all lengths, then the bytes of all media, each once, and of all ids."""
     blobs: dict[str, bytes] = {}
 
-    def stored(source: ImageSource) -> list[object]:
-        blobs.setdefault(source.digest, source.read())
-        return [source.name, source.digest]
+    def stored(file: FileSource) -> list[object]:
+        blobs.setdefault(file.digest, file.read())
+        return [file.name, file.digest]
 
     header = [
         {
             "key": key,
             "text": own[key].text,
-            "images": [stored(image) for image in own[key].images],
-            "videos": [
-                [video.name, video.fps, [stored(frame) for frame in video.frames]]
-                for video in own[key].videos
-            ],
+            "media": {
+                kind: [
+                    [medium.name, medium.facts, [stored(file) for file in medium.files]]
+                    for medium in media
+                ]
+                for kind, media in own[key].media.by_kind.items()
+            },
             "later": [
                 [each.start, each.num_skipped, each.text, [stored(image) for image in each.images]]
                 for each in own[key].later
@@ -220,6 +213,18 @@ def _unpack(data: bytes) -> Iterable[tuple[int, _Sources]]:
     def images(listed: Iterable[tuple[str, str]]) -> tuple[ImageSource, ...]:
         return tuple(ImageSource(name, content=blobs[digest]) for name, digest in listed)
 
+    def media(
+        listed: Mapping[str, Iterable[tuple[str, object, Iterable[tuple[str, str]]]]],
+    ) -> Media:
+        return Media(
+            {
+                kind: [
+                    MEDIA_KINDS[kind].rebuild(a, images(files), facts) for a, facts, files in own
+                ]
+                for kind, own in listed.items()
+            }
+        )
+
     for item in header["rows"]:
         ids = np.frombuffer(rest, np.int32, item["num_ids"], place)
         place += ids.nbytes
@@ -227,8 +232,7 @@ def _unpack(data: bytes) -> Iterable[tuple[int, _Sources]]:
             int(item["key"]),
             _Sources(
                 str(item["text"]),
-                images(item["images"]),
-                tuple(VideoSource(name, images(own), fps) for name, fps, own in item["videos"]),
+                media(item["media"]),
                 tuple(LaterImages(a, b, text, images(own)) for a, b, text, own in item["later"]),
                 tuple(ids.tolist()),
             ),

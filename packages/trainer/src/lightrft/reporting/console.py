@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from lightrft.reporting.loggers import ConsoleLogger
+from lightrft.strategy.distributed.console_sink import current_progress
 from lightrft.strategy.distributed.deadlines import current_phase
-from lightrft.strategy.distributed.outlet import current_count
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -288,7 +288,7 @@ class TerminalScreen:
     def _render(self) -> Text:
         from rich.text import Text
 
-        text = bar_text(self._title(), current_count(), current_phase())
+        text = bar_text(self._title(), current_progress(), current_phase())
         return Text(text[: self._console.width], no_wrap=True)
 
 

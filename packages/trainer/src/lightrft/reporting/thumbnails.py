@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightrft.records.types import Rollout
+    from lightrft.records.rollout import Rollout
 
 # Longest side in pixels, and how many of a row are kept.
 SIDE, MAX_THUMBNAILS = 96, 4
@@ -19,7 +19,7 @@ _FORM = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]+={0,2}")
 
 def thumbnails(rollout: Rollout) -> list[str]:
     """Data addresses of a row's first images, and of the first frames of its prompt's videos."""
-    sources = [*rollout.images, *(video.frames[0] for video in rollout.prompt.videos)]
+    sources = [*rollout.images, *(video.frames[0] for video in rollout.prompt.media.videos)]
     found = []
     for source in sources[:MAX_THUMBNAILS]:
         picture = source.decode()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightrft.records.types import Rollout, ScoredRollout
+from lightrft.records.rollout import Rollout, ScoredRollout
 from lightrft.reporting.loggers import JsonLinesFile
 from lightrft.reporting.thumbnails import thumbnails
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lightrft.experience.maker import StepExperience
-    from lightrft.rollout.rollout_groups import Decoder
+    from lightrft.rollout.source import Decoder
 
 
 # Of a tool's answer in a line about a sample; the journal has all of it.

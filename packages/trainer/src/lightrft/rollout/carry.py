@@ -1,16 +1,18 @@
-"""Responses that are not finished yet, as they are carried from step to step."""
+"""State of partial rollouts: responses that are not finished yet, from step to step."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import Self
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from functools import cache
+from typing import Self, cast, get_args, get_origin, get_type_hints
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
-from lightrft.engines.types import Completion, FinishReason, LogprobsMode
-from lightrft.records.types import Segment
+from lightrft.engines.types import Completion, Facts, FinishReason, LogprobsMode
+from lightrft.records.columns import join_facts
+from lightrft.records.rollout import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +20,12 @@ class OpenSample:
     """A response so far.
 
     Args:
-        token_ids: What was sampled.
+        token_ids: Sampled so far.
         logprobs: fp32 logprob of each token under the weights that sampled it.
         versions: Version of those weights, for each token.
         finish_reason: None while it goes on.
         segments: The calls of the engine that sampled it.
+        facts: As in `Completion`.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -30,12 +33,13 @@ class OpenSample:
     versions: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     segments: tuple[Segment, ...] = ()
+    facts: Facts = field(default_factory=dict)
 
     def extended(self, part: Completion, *, max_tokens: int) -> OpenSample:
         """The response with a further part.
 
         Args:
-            part: What the engine sampled after it.
+            part: Sampled after it by the engine.
             max_tokens: Length at which a response ends.
         """
         token_ids = (*self.token_ids, *part.output_token_ids)
@@ -46,6 +50,7 @@ class OpenSample:
             (*self.versions, *(part.weights_version for _ in part.output_token_ids)),
             part.finish_reason if is_over else None,
             (*self.segments, Segment(part.request_id, part.sample_index)),
+            join_facts((len(self.token_ids), self.facts), (len(part.output_token_ids), part.facts)),
         )
 
 
@@ -85,6 +90,7 @@ class InFlightGroup:
                 logprobs_mode=logprobs_mode,
                 finish_reason=sample.finish_reason or "abort",
                 weights_version=max(sample.versions, default=-1),
+                facts=sample.facts,
             )
             for index, sample in enumerate(self.samples)
         ]
@@ -92,13 +98,13 @@ class InFlightGroup:
 
 @dataclass(frozen=True, slots=True)
 class PartialRolloutState:
-    """What a step leaves to the next one; the same on every rank.
+    """State that a step leaves to the next one; the same on every rank.
 
     Args:
         groups: Ordered by request id; those without tokens have not begun.
         num_calls: Calls of the engine so far; each has random numbers of its own.
         weights_version: Of the engine during the step.
-        entries: What the engines' ledgers say about the groups that have begun.
+        entries: Of the engines' ledgers, on the groups that have begun.
     """
 
     groups: tuple[InFlightGroup, ...] = ()
@@ -147,55 +153,32 @@ class PartialRolloutState:
 
     @classmethod
     def from_json(cls, text: object) -> Self:
-        """What `to_json` gave.
+        """The state that `to_json` wrote.
 
         Raises:
             ValueError: The text is none of ours.
         """
         try:
-            values = json.loads(str(text))
-            groups = [
-                InFlightGroup(
-                    group["request_id"],
-                    # Prompts with images are never carried.
-                    Prompt(
-                        prompt["id"],
-                        prompt["text"],
-                        tuple(prompt["token_ids"]),
-                        prompt["label"],
-                        prompt["columns"],
-                    ),
-                    tuple(
-                        OpenSample(
-                            tuple(sample["token_ids"]),
-                            tuple(sample["logprobs"]),
-                            tuple(sample["versions"]),
-                            sample["finish_reason"],
-                            tuple(
-                                Segment(each["request_id"], each["sample_index"])
-                                for each in sample["segments"]
-                            ),
-                        )
-                        for sample in group["samples"]
-                    ),
-                )
-                for group in values["groups"]
-                for prompt in (group["prompt"],)
-            ]
-            entries = tuple(
-                LedgerEntry(
-                    entry["request_id"],
-                    entry["sample_index"],
-                    entry["context_hash"],
-                    tuple(entry["token_ids"]),
-                    tuple(entry["logprobs"]),
-                    entry["weights_version"],
-                )
-                for entry in values["entries"]
-            )
-            return cls(tuple(groups), values["num_calls"], values["weights_version"], entries)
-        except (KeyError, TypeError, ValueError) as error:
+            return cast("Self", _read(cls, json.loads(str(text))))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"the checkpoint's unfinished responses cannot be read: {error!r}; start anew, or "
                 "load it with load_module_only"
             ) from error
+
+
+_hints = cache(get_type_hints)
+
+
+def _read(kind: object, value: object) -> object:
+    """The records, tuples and mappings that values of JSON stand for."""
+    if is_dataclass(kind) and isinstance(kind, type):
+        types, given = _hints(kind), cast("dict[str, object]", value)
+        # Prompts of earlier checkpoints list images and videos apart; carried ones have none.
+        return kind(**{n: _read(types[n], each) for n, each in given.items() if n in types})
+    if get_origin(kind) is tuple:
+        return tuple(_read(get_args(kind)[0], each) for each in cast("list[object]", value))
+    if get_origin(kind) is Mapping:
+        given = cast("dict[str, object]", value)
+        return {name: _read(get_args(kind)[1], each) for name, each in given.items()}
+    return value

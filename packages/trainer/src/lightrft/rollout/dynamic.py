@@ -1,45 +1,94 @@
 """Dynamic sampling: zero-variance groups give their place to further ones.
 
 A group is constant if its responses are all equally accurate; accuracy is taken before any length
-shaping, with which every group would look mixed.
+shaping, with which every group would seem mixed.
 
 Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, sec. 3.2.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightrft.records.exchange import RowTable
+from lightrft.config import TrainConfig
+from lightrft.records.table import RowTable, merge
+from lightrft.rollout.ledger_records import Evidence
+from lightrft.rollout.scoring import require_rewards
+from lightrft.rollout.source import (
+    RolloutSource,
+    SampleRequests,
+    Samples,
+    Selection,
+    own_positions,
+)
+from lightrft.strategy.distributed.context import DistributedContext
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The groups a step trains on, and what became of the others.
+class DynamicSource:
+    """Batches of prompts from another source until a step has enough mixed groups.
 
     Args:
-        rows: Rows of the table of all sampled groups to train on, ascending.
-        is_filler: [len(rows)] bool, rows of constant groups that only keep the batch full; they
-            are excluded from the loss.
-        num_groups, num_constant, num_surplus: Groups sampled, constant among them, and mixed ones
-            beyond what the step needed.
-        num_solved: Constant groups at the highest accuracy that any response of the step reached.
-        num_sampled_tokens: Tokens sampled for all groups.
+        source: Of each batch.
+        config: Most batches of a step.
+        context: Ranks.
     """
 
-    rows: NDArray[np.int64]
-    is_filler: NDArray[np.bool_]
-    num_groups: int
-    num_constant: int
-    num_surplus: int
-    num_solved: int
-    num_sampled_tokens: int
+    def __init__(
+        self, source: RolloutSource, config: TrainConfig, context: DistributedContext
+    ) -> None:
+        self._source, self._config, self._context = source, config, context
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether every group is constant, so that there is nothing to train on."""
-        return bool(self.is_filler.all())
+    def sample(self, requests: SampleRequests) -> Samples:
+        """See `RolloutSource`."""
+        num_wanted, draw = requests.num_prompts, requests.next_prompts
+        max_rounds = 1 if draw is None else self._config.max_num_gen_batches
+        rounds = [self._source.sample(requests)]
+        num_mixed = len(mixed_groups(rounds[0].table))
+        # Every rank sees the same tables, so all take the same number of rounds.
+        while draw is not None and len(rounds) < max_rounds and num_mixed < num_wanted:
+            prompts, first = draw(), sum(each.num_prompts for each in rounds)
+            num_new = len(prompts) * self._context.world_size
+            positions = own_positions(self._context, num_new, first=first)
+            further = replace(
+                requests,
+                prompts=prompts,
+                positions=positions,
+                num_prompts=num_new,
+                batch=len(rounds),
+            )
+            rounds.append(self._source.sample(further))
+            num_mixed += len(mixed_groups(rounds[-1].table))
+        samples = _joined(rounds)
+        require_rewards(samples.table)
+        selection = select_groups(samples.table, num_wanted)
+        table = apply_selection(samples.table, selection)
+        kept = set(table.group_ids.tolist())
+        scored = [item for item in samples.scored if item.rollout.group_id in kept]
+        return replace(samples, table=table, scored=scored, selection=selection)
+
+
+def _joined(rounds: Sequence[Samples]) -> Samples:
+    """The samples of several batches of a step."""
+    greedy = [each.greedy for each in rounds if each.greedy is not None]
+    evidence = [each.evidence for each in rounds if each.evidence is not None]
+    return replace(
+        rounds[0],
+        scored=[item for each in rounds for item in each.scored],
+        table=merge([each.table for each in rounds]),
+        num_prompts=sum(each.num_prompts for each in rounds),
+        num_rounds=len(rounds),
+        greedy=merge(greedy) if greedy else None,
+        evidence=_joined_evidence(evidence) if evidence else None,
+    )
+
+
+def _joined_evidence(parts: Sequence[Evidence]) -> Evidence:
+    return replace(
+        parts[0],
+        accounts={key: found for each in parts for key, found in each.accounts.items()},
+        entries={key: found for each in parts for key, found in each.entries.items()},
+    )
 
 
 def mixed_groups(table: RowTable) -> list[int]:

@@ -11,16 +11,44 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
-from lightrft.records.types import Segment
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.records.columns import join_facts
+from lightrft.records.media import require_text
+from lightrft.records.rollout import Rollout, Segment
+from lightrft.rollout.single_turn import RolloutGroups, SingleTurnSource, generate
+from lightrft.rollout.source import SampleRequests, Samples
+from lightrft.strategy.engine.session import EngineSession
 
 # Continuations are requests of their own; another seed keeps their random numbers apart from
 # those of first tokens under the same request id.
 _SEED_OFFSET = 1_000_003
 
 
+class FireSource(SingleTurnSource):
+    """Single turns whose first token is drawn at a temperature of its own; greedy ones as usual."""
+
+    def sample(self, requests: SampleRequests) -> Samples:
+        """See `RolloutSource`."""
+        if not requests.params.is_greedy:
+            require_text(requests.prompts, "use_fire")
+        return super().sample(requests)
+
+    def _generate(
+        self, groups: RolloutGroups, asked: Sequence[GenerationRequest], params: SamplingParams
+    ) -> list[Rollout]:
+        if params.is_greedy:
+            return super()._generate(groups, asked, params)
+        first = self._parts.config.first_token_temperature
+        completions = generate_fire(
+            self._parts.session, params, asked, first_token_temperature=first
+        )
+        return [
+            replace(item, segments=fire_segments(item.completion, group_size=params.n))
+            for item in groups.in_order(completions)
+        ]
+
+
 def generate_fire(
-    strategy: StrategyBase,
+    session: EngineSession,
     sampling_params: SamplingParams,
     requests: Sequence[GenerationRequest],
     *,
@@ -31,7 +59,7 @@ def generate_fire(
     A response whose first token ends it is complete after the first call.
 
     Args:
-        strategy: Generates.
+        session: Generates.
         sampling_params: Of all tokens but the first; n completions per request.
         requests: This rank's requests.
         first_token_temperature: Of the first token.
@@ -48,7 +76,7 @@ def generate_fire(
         max_tokens=1,
         min_tokens=min(1, sampling_params.min_tokens),
     )
-    firsts = strategy.gather_and_generate(opening, requests, sleep_engine=False)
+    firsts = generate(session, opening, requests)
     if sampling_params.max_tokens == 1:
         return firsts
     open_positions = [i for i, first in enumerate(firsts) if first.finish_reason == "length"]
@@ -67,7 +95,7 @@ def generate_fire(
         )
         for first in (firsts[i] for i in open_positions)
     ]
-    continuations = strategy.gather_and_generate(rest, unfinished, sleep_engine=False)
+    continuations = generate(session, rest, unfinished)
     completions = list(firsts)
     for position, continuation in zip(open_positions, continuations, strict=True):
         completions[position] = _join(firsts[position], continuation)
@@ -97,5 +125,8 @@ def _join(first: Completion, rest: Completion) -> Completion:
         first,
         output_token_ids=(*first.output_token_ids, *rest.output_token_ids),
         output_logprobs=(*first.output_logprobs, *rest.output_logprobs),
+        facts=join_facts(
+            (len(first.output_token_ids), first.facts), (len(rest.output_token_ids), rest.facts)
+        ),
         finish_reason=rest.finish_reason,
     )

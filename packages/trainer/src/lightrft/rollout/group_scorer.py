@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
-from lightrft.records.types import Rollout
+from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import CallStyle, RewardError, RewardFunction, RewardResult
 
 # So many failures in a row mean that the function itself is broken.

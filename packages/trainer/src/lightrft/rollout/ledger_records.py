@@ -14,7 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightrft.engines.ledger import Key, LedgerEntry
-from lightrft.records.types import Rollout, Segment
+from lightrft.records.columns import Column, Values, vouched_columns
+from lightrft.records.rollout import Rollout, Segment
+from lightrft.strategy.distributed.context import DistributedContext
+from lightrft.strategy.engine.session import EngineSession
 from lightrft.strategy.strategy_base import StrategyBase
 
 Call = tuple[int, int]  # request id, sample index
@@ -55,26 +58,26 @@ class Evidence:
 
 
 def take_evidence(
-    rollouts: Sequence[Rollout], strategy: StrategyBase, *, special_ids: Collection[int] = ()
+    rollouts: Sequence[Rollout], session: EngineSession, *, special_ids: Collection[int] = ()
 ) -> Evidence:
     """Journal and ledger of this rank, whose engine's ledger is emptied; collective.
 
     Args:
         rollouts: This rank's.
-        strategy: Hosts the engine.
+        session: Of the engine.
         special_ids: See `Evidence`.
 
     Raises:
         LedgerError: Ranks of one engine sampled different tokens for one request.
     """
-    engine = strategy.inference_engine
+    engine, context = session.engine, session.context
     taken = [] if engine is None else engine.ledger.take()
     entries: dict[Key, LedgerEntry] = {}
     _add(entries, taken)
     digests = {_digest(entry.key): _digest(entry) for entry in taken}
     # The ranks of a tensor-parallel group all write what the group samples.
-    group = strategy.engine_mp_group
-    for theirs in [] if group is None else strategy.gather_objects(digests, group):
+    group = context.engine_mp_group
+    for theirs in [] if group is None else context.gather_objects(digests, group):
         odd = [
             entry for entry in taken if theirs.get(_digest(entry.key)) not in (None, _digest(entry))
         ]
@@ -85,20 +88,20 @@ def take_evidence(
 
 
 def share_entries(
-    evidence: Evidence, carried: Sequence[LedgerEntry], strategy: StrategyBase
+    evidence: Evidence, carried: Sequence[LedgerEntry], context: DistributedContext
 ) -> Evidence:
     """The evidence with the entries of all ranks; collective.
 
     Args:
         evidence: Of this rank.
         carried: Entries of earlier steps, the same on every rank.
-        strategy: Gathers.
+        context: Gathers.
 
     Raises:
         LedgerError: A request was sampled twice in one context.
     """
     entries = {entry.key: entry for entry in carried}
-    for theirs in strategy.gather_objects(list(evidence.entries.values())):
+    for theirs in context.gather_objects(list(evidence.entries.values())):
         _add(entries, theirs)
     return replace(evidence, entries=entries, is_shared=True)
 
@@ -131,7 +134,7 @@ def deliver_evidence(
 
 
 def _pack(accounts: Mapping[int, Account], by_call: Mapping[Call, Sequence[LedgerEntry]]) -> bytes:
-    """Accounts and the entries of their calls, with logprobs as the gate reads them: float32."""
+    """Accounts and the entries of their calls, with values as the gate reads them."""
     if not accounts:
         return b""
     calls = {(s.request_id, s.sample_index) for each in accounts.values() for s in each.segments}
@@ -152,13 +155,24 @@ def _pack(accounts: Mapping[int, Account], by_call: Mapping[Call, Sequence[Ledge
             [
                 (
                     *entry.key,
-                    _ids(entry.token_ids),
-                    np.array(entry.logprobs, np.float32).tobytes(),
                     entry.weights_version,
+                    _ids(entry.token_ids),
+                    *(
+                        column.to_wire(vouched_values(entry, column))
+                        for column in vouched_columns()
+                    ),
                 )
                 for entry in entries
             ],
         )
+    )
+
+
+def vouched_values(entry: LedgerEntry, column: Column) -> Values:
+    """The values of a column that an entry holds, as the ledger gate reads them."""
+    facts = {"rollout_logprobs": entry.logprobs, **entry.facts}
+    return np.array(
+        facts.get(column.name, (column.fill,) * len(entry.token_ids)), dtype=column.dtype
     )
 
 
@@ -172,18 +186,20 @@ def _unpack(data: bytes) -> tuple[dict[int, Account], list[LedgerEntry]]:
             )
             for sample_id, prompt, segments in accounts
         },
-        [
-            LedgerEntry(
-                i,
-                j,
-                context,
-                _tuple(ids),
-                tuple(np.frombuffer(values, np.float32).tolist()),
-                version,
-            )
-            for i, j, context, ids, values, version in entries
-        ],
+        [_entry(*values) for values in entries],
     )
+
+
+def _entry(
+    request_id: int, index: int, context: str, version: int, ids: bytes, *columns: bytes
+) -> LedgerEntry:
+    token_ids = _tuple(ids)
+    facts = {
+        column.name: tuple(column.from_wire(memoryview(data), len(token_ids))[0].tolist())
+        for column, data in zip(vouched_columns(), columns, strict=True)
+    }
+    logprobs = facts.pop("rollout_logprobs")
+    return LedgerEntry(request_id, index, context, token_ids, logprobs, version, facts)
 
 
 def _ids(token_ids: Sequence[int]) -> bytes:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lightrft.engines.media.encoder import PromptEncoder
-from lightrft.engines.media.prompts import MediumKind, RowMedia
+from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
+from lightrft.engines.media.kinds import MediumKind
+from lightrft.engines.media.prompts import RowMedia
 from lightrft.models import RewardModel
-from lightrft.records.collate import pad_rows
+from lightrft.records.batch import pad_rows
 from lightrft.records.media import agree_on_kinds, encode_row
-from lightrft.records.types import Rollout
+from lightrft.records.rollout import Rollout
 from lightrft.rewards.recipes import RewardRecipes
 from lightrft.rewards.types import RewardResult
 from lightrft.strategy.strategy_base import StrategyBase
@@ -70,13 +71,13 @@ class ModelRewards:
             strategy.offload_model(entry.model)
 
     def score(
-        self, rollouts: Sequence[Rollout], encoder: PromptEncoder | None = None
+        self, rollouts: Sequence[Rollout], encoder: Encoder = TEXT_ENCODER
     ) -> list[RewardResult]:
-        """What the models say about this rank's rollouts; collective.
+        """Scores of this rank's rollouts by the models; collective.
 
         Args:
             rollouts: Of this rank.
-            encoder: Of prompts with images or videos; the same on every rank, or None.
+            encoder: Of prompts with media; the same on every rank.
 
         Returns:
             One result a rollout: the weighted sum, and each score unweighted by name.
@@ -106,17 +107,12 @@ class ModelRewards:
             return {entry.name: entry.weight for entry in self._models}
         return self._recipes.weights_of(rollout.prompt.columns.get(self._recipes.column))
 
-    def _kinds(
-        self, rollouts: Sequence[Rollout], encoder: PromptEncoder | None
-    ) -> frozenset[MediumKind]:
+    def _kinds(self, rollouts: Sequence[Rollout], encoder: Encoder) -> frozenset[MediumKind]:
         """Kinds of media that some rank has; raises on all ranks if a model cannot see them."""
-        if encoder is None:
+        if not encoder.reads_media:
             return frozenset()
-        own: list[MediumKind] = []
-        for rollout in rollouts:
-            own += ["image"] * bool(rollout.images)
-            own += ["video"] * bool(rollout.prompt.videos)
-        present = agree_on_kinds(self._strategy, own)
+        own = {kind for rollout in rollouts for kind in rollout.media.kinds}
+        present = agree_on_kinds(self._strategy.context, own)
         for entry in self._models if present else ():
             module = self._strategy.unwrap_model(entry.model)
             is_seeing = isinstance(module, RewardModel) and module.reads_media

@@ -8,41 +8,100 @@ Source: Kimi Team 2025 (k1.5), arXiv:2501.12599, sec. 2.6.2.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
+from lightrft.records.media import require_text
+from lightrft.records.rollout import Rollout
 from lightrft.rollout.carry import InFlightGroup, OpenSample, PartialRolloutState
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.rollout.scoring import finished_samples, open_scorer
+from lightrft.rollout.single_turn import RolloutGroups, generate
+from lightrft.rollout.source import PartialReport, SampleRequests, Samples, SourceParts
+from lightrft.strategy.distributed.context import DistributedContext
+from lightrft.strategy.engine.session import EngineSession
 
 # Every call of the engine draws under a seed of its own.
 _SEED_STEP = 2_000_003
 
 
-@dataclass(frozen=True, slots=True)
-class PartialReport:
-    """What a step sampled, finished and left.
+class PartialSource:
+    """Source of the groups that are finished first; the others are its state.
 
     Args:
-        carry: For the next step.
-        version: Of the weights of this step.
-        num_chunks: Calls of the engine.
-        num_sampled_tokens: Sampled in this step, over all ranks.
-        num_carried: Groups that have begun and go on.
-        num_carried_tokens: Tokens that they have.
+        parts: Of the run.
     """
 
-    carry: PartialRolloutState
-    version: int
-    num_chunks: int
-    num_sampled_tokens: int
-    num_carried: int
-    num_carried_tokens: int
+    def __init__(self, parts: SourceParts) -> None:
+        self._parts = parts
+
+    def sample(self, requests: SampleRequests) -> Samples:
+        """See `RolloutSource`."""
+        parts, carry = self._parts, requests.carry
+        groups, num_prompts = self._opened(requests)
+        with requests.timer.stage("rollout"), requests.recording(parts):
+            chosen, report = finish_groups(
+                replace(carry, groups=(*carry.groups, *groups)),
+                requests.num_prompts,
+                config=parts.config,
+                sampling_params=requests.params,
+                session=parts.session,
+            )
+            rollouts = [
+                item for i in requests.positions for item in self._rollouts(chosen[i], i, requests)
+            ]
+        samples = finished_samples(
+            parts,
+            requests,
+            rollouts,
+            scorer=open_scorer(parts, [item.prompt for item in rollouts]),
+            carried=carry.entries,
+        )
+        evidence = samples.evidence
+        if evidence is not None:
+            report = replace(report, carry=report.carry.with_entries(evidence.entries.values()))
+        return replace(samples, num_prompts=num_prompts, partial=report)
+
+    def _opened(self, requests: SampleRequests) -> tuple[list[InFlightGroup], int]:
+        """Groups of as many prompts as may be in flight, and their number; collective."""
+        prompts, draw = requests.prompts, requests.next_prompts
+        groups: list[InFlightGroup] = []
+        while True:
+            require_text(prompts, "partial_rollout")
+            groups += open_groups(
+                prompts,
+                first_request_id=requests.first_request_id + len(groups),
+                group_size=requests.params.n,
+                context=self._parts.context,
+            )
+            num_in_flight = len(requests.carry.groups) + len(groups)
+            if draw is None or num_in_flight >= self._parts.config.num_prompts_in_flight:
+                return groups, len(groups)
+            prompts = draw()
+
+    def _rollouts(
+        self, group: InFlightGroup, group_id: int, requests: SampleRequests
+    ) -> list[Rollout]:
+        rollouts = RolloutGroups(
+            [group.prompt],
+            [group.request_id],
+            group_ids=[group_id],
+            group_size=len(group.samples),
+            decoder=self._parts.decoder,
+        ).in_order(group.completions(requests.params.logprobs_mode))
+        return [
+            replace(item, token_versions=sample.versions, segments=sample.segments)
+            for item, sample in zip(rollouts, group.samples, strict=True)
+        ]
 
 
 def open_groups(
-    prompts: Sequence[Prompt], *, first_request_id: int, group_size: int, strategy: StrategyBase
+    prompts: Sequence[Prompt],
+    *,
+    first_request_id: int,
+    group_size: int,
+    context: DistributedContext,
 ) -> list[InFlightGroup]:
     """The prompts of all ranks as groups without tokens, in global order; collective.
 
@@ -50,10 +109,10 @@ def open_groups(
         prompts: This rank's; every rank has equally many.
         first_request_id: Of the first prompt over all ranks.
         group_size: Responses of each.
-        strategy: Gathers the prompts.
+        context: Gathers the prompts.
     """
-    shares: list[list[Prompt]] = strategy.gather_objects(list(prompts))
-    distributed = [share[i] for i in range(len(prompts)) for share in shares]
+    by_rank: list[list[Prompt]] = context.gather_objects(list(prompts))
+    distributed = [own[i] for i in range(len(prompts)) for own in by_rank]
     empty = (OpenSample(),) * group_size
     return [
         InFlightGroup(first_request_id + i, prompt, empty) for i, prompt in enumerate(distributed)
@@ -66,7 +125,7 @@ def finish_groups(
     *,
     config: TrainConfig,
     sampling_params: SamplingParams,
-    strategy: StrategyBase,
+    session: EngineSession,
 ) -> tuple[list[InFlightGroup], PartialReport]:
     """Continues what is in flight until enough groups are finished; collective.
 
@@ -78,15 +137,15 @@ def finish_groups(
         num_wanted: Groups that a step trains on.
         config: How many prompts are in flight, and how old their tokens may become.
         sampling_params: Of whole responses; `max_tokens` is the longest.
-        strategy: Generates.
+        session: Generates.
 
     Returns:
-        The groups to train on, the same on every rank, and what became of the others.
+        The groups to train on, the same on every rank, and a report of the others.
 
     Raises:
         ValueError: There are fewer groups than wanted, or no engine.
     """
-    engine = strategy.inference_engine
+    engine = session.engine
     if engine is None or len(carry.groups) < num_wanted:
         raise ValueError(
             f"partial rollouts need an engine and {num_wanted} prompts or more: got "
@@ -101,7 +160,7 @@ def finish_groups(
         num_calls += 1
         seed = sampling_params.seed + _SEED_STEP * num_calls
         params = replace(sampling_params, n=1, max_tokens=chunk, seed=seed)
-        flight = _continue(flight, params, sampling_params.max_tokens, strategy)
+        flight = _continue(flight, params, sampling_params.max_tokens, session)
     chosen = sorted(
         (group for group in flight.values() if group.is_finished),
         key=lambda group: (group.request_id not in due, group.oldest_version, group.request_id),
@@ -141,7 +200,7 @@ def _continue(
     flight: dict[int, InFlightGroup],
     params: SamplingParams,
     max_tokens: int,
-    strategy: StrategyBase,
+    session: EngineSession,
 ) -> dict[int, InFlightGroup]:
     """Every unfinished response with one more chunk; distributed over ranks evenly."""
     places = [
@@ -150,7 +209,7 @@ def _continue(
         for index, sample in enumerate(group.samples)
         if sample.finish_reason is None
     ]
-    own = places[strategy.get_rank() :: strategy.world_size]
+    own = places[session.context.rank :: session.context.world_size]
     requests = []
     for key, index in own:
         group, sample = flight[key], flight[key].samples[index]
@@ -161,14 +220,14 @@ def _continue(
                 max_tokens=min(params.max_tokens, max_tokens - len(sample.token_ids)),
             )
         )
-    parts: list[Completion] = strategy.gather_and_generate(params, requests, sleep_engine=False)
+    parts = generate(session, params, requests)
     # Every rank knows the contexts.
     found = {
         place: replace(part, prompt_token_ids=()) for place, part in zip(own, parts, strict=True)
     }
     everything: dict[tuple[int, int], Completion] = {}
-    for share in strategy.gather_objects(found):
-        everything |= share
+    for theirs in session.context.gather_objects(found):
+        everything |= theirs
     return {
         key: replace(
             group,

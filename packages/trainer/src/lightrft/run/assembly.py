@@ -33,8 +33,8 @@ from lightrft.run.threads import choose_threads
 from lightrft.stages.alarms import RunAlarmError, run_verdict
 from lightrft.stages.stage import StageInputs
 from lightrft.strategy import get_strategy
+from lightrft.strategy.distributed.console_sink import console_sink
 from lightrft.strategy.distributed.context import print_on_first_rank
-from lightrft.strategy.distributed.outlet import lines_to
 from lightrft.strategy.strategy_base import StrategyBase
 
 EMA_FOLDER = "model_ema"
@@ -147,7 +147,7 @@ def _open_console(config: TrainConfig, stack: ExitStack) -> RunConsole:
         is_verbose=config.verbose,
     )
     stack.callback(console.close)
-    stack.enter_context(lines_to(console.tell))
+    stack.enter_context(console_sink(console.tell))
     return console
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from lightrft.stages.alarms import MAIN_NAMES
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.stage import TrainedModel
+from lightrft.strategy.distributed.console_sink import with_progress
 from lightrft.strategy.distributed.deadlines import phase
-from lightrft.strategy.distributed.outlet import counted
 from lightrft.strategy.optimizers import OptimizerStepResult
 from lightrft.strategy.strategy_base import StrategyBase
 
@@ -40,7 +40,7 @@ def optimizer_step(
     model, optimizer = trained.model, trained.optimizer
     result = None
     with strategy.accumulation(len(shares), optimizer):
-        for share in counted(shares, f"train {trained.name}"):
+        for share in with_progress(shares, f"train {trained.name}"):
             with phase("train", timedelta(minutes=timeout_minutes)):
                 loss = share()
                 metrics.add_count("nonfinite/losses", (~loss.detach().isfinite()).sum())

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from lightrft.config import TrainConfig
-from lightrft.records.numerics import NumericsError
+from lightrft.experience.assemble import NumericsError
 
 Metrics = Mapping[str, float]
 # Names of main models: their metrics have no prefix, and their learning rate is NAME_lr.

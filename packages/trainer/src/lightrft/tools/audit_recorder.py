@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightrft.models import LoraActor, SequenceModel
+from lightrft.records.columns import COLUMNS
+from lightrft.records.table import RowTable, SampleTable, join_tables, tabulate
 from lightrft.strategy.optimizers import PlannedLR
 from lightrft.strategy.prepared import PreparedModel
 from lightrft.tools.audit.record import (
@@ -31,8 +33,7 @@ from lightrft.tools.audit.record import (
 )
 
 if TYPE_CHECKING:
-    from lightrft.experience.maker import StepExperience
-    from lightrft.records.types import ExperienceBatch, ScoredRollout
+    from lightrft.records.batch import ExperienceBatch
     from lightrft.stages.policy.observer import ObservedStep
     from lightrft.strategy.optimizers import OptimizerStepResult
 
@@ -146,7 +147,7 @@ class StepRecorder:
         # Ranks that share their sequences saw the same rows.
         counts = strategy.get_rank() % strategy.config.sp_size == 0
         own = _Share(
-            _raw_rows(self._step.samples.scored),
+            tabulate(self._step.samples.scored),
             self._own_values() if counts else {},
             self._updates if counts else [],
         )
@@ -179,7 +180,7 @@ class StepRecorder:
         return found
 
     def _write(self, shares: Sequence[_Share]) -> None:
-        raw = sorted((row for share in shares for row in share.raw), key=lambda r: r.sample_id)
+        raw = join_tables([share.raw for share in shares])
         values: dict[str, dict[int, Flat]] = {}
         for share in shares:
             for name, rows in share.values.items():
@@ -195,7 +196,7 @@ class StepRecorder:
             data_ranks=strategy.num_data_ranks,
             strategy=type(strategy).__name__,
             engine=strategy.inference_engine_type or "",
-            compute_dtype=str(strategy.ranks.compute_dtype).removeprefix("torch."),
+            compute_dtype=str(strategy.context.compute_dtype).removeprefix("torch."),
             kl_coef=self._kl_coef,
             reward_moments=[float(number) for number in self._moments],
             lora_scale=self._lora_scale(),
@@ -203,12 +204,11 @@ class StepRecorder:
             updates=[_joined(parts) for parts in updates],
         )
         self._config.save(self._partial / CONFIG)
-        ids = [row.sample_id for row in raw]
         write_record(
             self._partial,
             facts,
-            _raw_samples(raw, self._step),
-            _run_values(self._step.rewards.rewards, ids, values),
+            _raw_samples(raw, self._step.samples.greedy),
+            _run_values(self._step.rewards.rewards, raw.sample_ids.tolist(), values),
             _update_values(updates),
         )
         publish(self._partial, self._folder)
@@ -219,26 +219,10 @@ class StepRecorder:
 
 
 @dataclass(frozen=True, slots=True)
-class _RawRow:
-    """A completion and its reward as they came."""
-
-    sample_id: int
-    group_id: int
-    num_prompt_tokens: int
-    token_ids: tuple[int, ...]
-    is_sampled: tuple[bool, ...]
-    logprobs: tuple[float, ...]
-    reward: float
-    accuracy: float
-    is_failed: bool
-    is_untruncated: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _Share:
     """What one rank knows of a step."""
 
-    raw: list[_RawRow]
+    raw: SampleTable
     values: dict[str, dict[int, Flat]]
     updates: list[_Update]
 
@@ -250,49 +234,21 @@ def _by_sample(batch: ExperienceBatch, tensor: Tensor) -> dict[int, Flat]:
     return {int(i): row[: int(n)].copy() for i, row, n in zip(ids, values, lengths, strict=True)}
 
 
-def _raw_rows(scored: Sequence[ScoredRollout]) -> list[_RawRow]:
-    found = []
-    for item in scored:
-        rollout, completion = item.rollout, item.rollout.completion
-        prompt, output = completion.prompt_token_ids, completion.output_token_ids
-        found.append(
-            _RawRow(
-                sample_id=rollout.sample_id,
-                group_id=rollout.group_id,
-                num_prompt_tokens=len(prompt),
-                token_ids=(*prompt, *output),
-                is_sampled=(*([False] * len(prompt)), *completion.is_sampled),
-                logprobs=(*([0.0] * len(prompt)), *completion.output_logprobs),
-                reward=item.reward if item.unshaped_reward is None else item.unshaped_reward,
-                accuracy=item.accuracy,
-                is_failed=item.is_masked,
-                is_untruncated=completion.logprobs_mode == "temperature",
-            )
-        )
-    return found
-
-
-def _raw_samples(rows: Sequence[_RawRow], step: StepExperience) -> RawSamples:
-    groups = np.array([row.group_id for row in rows], dtype=np.int64)
-    greedy, table = np.full(len(rows), np.nan), step.samples.greedy
-    if table is not None:
-        by_group = dict(zip(table.group_ids.tolist(), table.rewards.tolist(), strict=True))
-        greedy = np.array([by_group[group] for group in groups.tolist()])
-    prompts = np.array([row.num_prompt_tokens for row in rows], dtype=np.int64)
-    lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int64)
+def _raw_samples(table: SampleTable, greedy: RowTable | None) -> RawSamples:
+    """The samples of all ranks, in the order of their ids."""
+    found = table.columns
+    for column in COLUMNS.values():
+        if column.is_padded:
+            found[column.name] = table.per_token(column)
+    found |= {"rewards": found.pop("unshaped_rewards"), "is_failed": table.is_masked}
+    found["greedy_rewards"] = np.full(len(table), np.nan)
+    if greedy is not None:
+        by_group = dict(zip(greedy.group_ids.tolist(), greedy.rewards.tolist(), strict=True))
+        found["greedy_rewards"] = np.array([by_group[i] for i in table.group_ids.tolist()])
+    own = {item.name for item in fields(RawSamples)}
     return RawSamples(
-        sample_ids=np.array([row.sample_id for row in rows], dtype=np.int64),
-        group_ids=groups,
-        prompt_lengths=prompts,
-        response_lengths=lengths - prompts,
-        token_ids=np.array([i for row in rows for i in row.token_ids], dtype=np.int32),
-        is_sampled=np.array([flag for row in rows for flag in row.is_sampled], dtype=np.bool_),
-        rollout_logprobs=np.array([x for row in rows for x in row.logprobs], dtype=np.float32),
-        rewards=np.array([row.reward for row in rows], dtype=np.float64),
-        accuracies=np.array([row.accuracy for row in rows], dtype=np.float64),
-        is_failed=np.array([row.is_failed for row in rows], dtype=np.bool_),
-        is_untruncated=np.array([row.is_untruncated for row in rows], dtype=np.bool_),
-        greedy_rewards=greedy,
+        **{name: values for name, values in found.items() if name in own},  # type: ignore[arg-type]
+        facts={name: found[name] for name in table.facts if name in found},
     )
 
 

@@ -16,14 +16,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.batch_stream import Batches, planned_steps
+from lightrft.datasets.media import TextModality
 from lightrft.datasets.types import Prompt
 from lightrft.models import load_tokenizer
-from lightrft.records.types import ExperienceBatch
+from lightrft.records.batch import ExperienceBatch
 from lightrft.reporting.loggers import ConsoleLogger, MetricsLogger
 from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.rewards.types import RewardFunction
-from lightrft.rollout.environments.rounds import Environments
 from lightrft.rollout.model_rewards import ModelRewards
+from lightrft.rollout.single_turn import SingleTurns
 from lightrft.run.loop import Loop, LoopResult, with_run_options
 from lightrft.run.state import LoopState
 from lightrft.run.threads import use_threads
@@ -41,6 +42,7 @@ from lightrft.strategy.strategy_base import StrategyBase
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lightrft.rollout.environments.environments import Environments
     from lightrft.stages.policy.rewards import RewardSource
 
 Model = nn.Module | PreparedModel
@@ -133,7 +135,13 @@ class PPOTrainer:
             strategy,
             TrainedModels(tuple(trained), ema_model),
             initial_model if config.init_kl_coef > 0 else None,
-            parts=RolloutParts(reward, tokenizer, models, processor, environments),
+            parts=RolloutParts(
+                reward,
+                tokenizer,
+                models,
+                environments or SingleTurns(TextModality(tokenizer)),
+                processor,
+            ),
             data=PolicyData(prompts_dataloader, eval_prompts, pretrain),
             logs=SampleLogs(sample_log, trajectory_log),
         )

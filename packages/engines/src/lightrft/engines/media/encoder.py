@@ -1,20 +1,51 @@
-"""Turns prompts with media into what a model and an engine read."""
+"""Encoders: prompts with media as a model and an engine read them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
 from lightrft.engines.media.families import VisionFamily
-from lightrft.engines.media.prompts import EncodedPrompt, LaterImages, MediumKind
-from lightrft.engines.media.sources import ImageSource, VideoSource
+from lightrft.engines.media.kinds import MEDIA_KINDS, Media, MediumKind
+from lightrft.engines.media.prompts import EncodedPrompt, LaterImages
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
 # Inputs of text that every processor gives.
 _TEXT_INPUTS = ("input_ids", "attention_mask")
+
+
+class TextEncoder:
+    """The encoder of a model that reads text only: all its results are empty."""
+
+    reads_media = False
+
+    def kept(self, text: str, media: Media) -> EncodedPrompt:
+        """Raises a ValueError: no prompt may have media."""
+        raise ValueError(
+            f"the prompt {text[:80]!r} has {media.counts}: the trainer needs the model's processor "
+            "(processor=) and a vision-language model"
+        )
+
+    def row(
+        self, token_ids: Sequence[int], prompt: EncodedPrompt | None, later: Sequence[LaterImages]
+    ) -> EncodedPrompt | None:
+        """The prompt: see `PromptEncoder`."""
+        del token_ids, later
+        return prompt
+
+    def num_places(self, text: str) -> int:
+        """None: see `PromptEncoder`."""
+        del text
+        return 0
+
+    def forget(self) -> None:
+        """Does nothing: see `PromptEncoder`."""
+
+
+TEXT_ENCODER = TextEncoder()
 
 
 class PromptEncoder:
@@ -25,35 +56,32 @@ class PromptEncoder:
         family: Of the model.
     """
 
+    reads_media = True
+
     def __init__(self, processor: "ProcessorMixin", family: VisionFamily) -> None:
         self.processor = processor
         self.family = family
         self._kept: dict[tuple[str, ...], EncodedPrompt] = {}
 
-    def encode(
-        self, text: str, *, images: Sequence[ImageSource] = (), videos: Sequence[VideoSource] = ()
-    ) -> EncodedPrompt:
+    def encode(self, text: str, media: Media) -> EncodedPrompt:
         """One prompt.
 
         Args:
             text: With one placeholder for each medium, as the chat template writes it.
-            images, videos: In order of appearance.
+            media: In order of appearance.
 
         Raises:
             MediaError: A medium cannot be read.
             ValueError: The family reads no such media, or text and media do not agree.
         """
-        clips = [video.decode() for video in videos]
-        media: dict[str, object] = {}
-        if images:
-            media["images"] = [[image.decode() for image in images]]
-        if clips:
-            if not self.family.reads_videos:
-                raise ValueError(f"models of type {self.family.model_type} read no videos")
-            media["videos"] = [[frames for frames, _ in clips]]
-            media |= {"video_metadata": [[facts for _, facts in clips]], "do_sample_frames": False}
+        arguments: dict[str, object] = {}
+        for kind in media.kinds:
+            row = MEDIA_KINDS[kind]
+            arguments |= row.arguments([medium.decode() for medium in media[kind]])
+            if kind not in self.family.reads:
+                raise ValueError(f"models of type {self.family.model_type} read no {row.plural}")
         found: Mapping[str, Tensor] = self.processor(
-            text=[text], return_tensors="pt", add_special_tokens=False, **media
+            text=[text], return_tensors="pt", add_special_tokens=False, **arguments
         )
         types = self.family.token_types
         if types is not None and types not in found:
@@ -74,8 +102,7 @@ class PromptEncoder:
             token_types=None if types is None else tuple(found[types][0].tolist()),
             tensors=tensors,
             kinds=frozenset(kinds),
-            images=tuple(images),
-            videos=tuple(videos),
+            media=media,
             sizes=self._sizes(),
         )
 
@@ -85,13 +112,11 @@ class PromptEncoder:
             return {}
         return {"images_kwargs": {"size": dict(self.processor.image_processor.size)}}
 
-    def kept(
-        self, text: str, *, images: Sequence[ImageSource] = (), videos: Sequence[VideoSource] = ()
-    ) -> EncodedPrompt:
+    def kept(self, text: str, media: Media) -> EncodedPrompt:
         """Like `encode`, and the same object for the same prompt until `forget`."""
-        key = (text, *(i.digest for i in images), *(v.digest for v in videos))
+        key = (text, *(medium.digest for medium in media))
         if key not in self._kept:
-            self._kept[key] = self.encode(text, images=images, videos=videos)
+            self._kept[key] = self.encode(text, media)
         return self._kept[key]
 
     def row(
@@ -110,7 +135,7 @@ class PromptEncoder:
         if not later:
             return prompt
         pieces = [] if prompt is None else [(0, 0, prompt)]
-        pieces += [(x.start, x.num_skipped, self.kept(x.text, images=x.images)) for x in later]
+        pieces += [(x.start, x.num_skipped, self.kept(x.text, x.media)) for x in later]
         request: list[int] = []
         types: list[int] = []
         place = 0
@@ -134,14 +159,16 @@ class PromptEncoder:
             token_types=None if self.family.token_types is None else tuple(types),
             tensors={n: self.family.join(n, [p.tensors.get(n) for p in found]) for n in names},
             kinds=frozenset(kind for piece in found for kind in piece.kinds),
-            images=tuple(image for piece in found for image in piece.images),
-            videos=tuple(video for piece in found for video in piece.videos),
+            media=sum((piece.media for piece in found), Media()),
         )
 
     def num_places(self, text: str) -> int:
-        """How many images a rendered text has places for."""
+        """Number of images that a rendered text has places for."""
         return text.count(str(vars(self.processor)[self.family.image_mark]))
 
     def forget(self) -> None:
         """Frees the tensors of all prompts."""
         self._kept.clear()
+
+
+Encoder: TypeAlias = TextEncoder | PromptEncoder

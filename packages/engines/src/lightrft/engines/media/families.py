@@ -1,4 +1,4 @@
-"""What is particular to each family of vision-language models, as one table."""
+"""Families of vision-language models as one table: their inputs, towers and dummies."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,10 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrft.engines.media.prompts import MediumKind
+from lightrft.engines.media.kinds import MediumKind
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+_PICTURES = frozenset[MediumKind]({"image", "video"})
 
 
 def _images_alone() -> Mapping[MediumKind, str]:
@@ -41,7 +44,7 @@ class VisionFamily:
         kinds: Media it reads, and the input that holds the pixels of each.
         towers: Modules that see pixels, and those that carry features over to the language model.
         projectors: See `towers`.
-        reads_videos: Whether prompts may have videos.
+        reads: Media that prompts may have.
         attends_to_images: Whether layers attend from text to images, instead of images lying
             between the tokens; sequences of one stream cannot be kept apart then.
         token_axis: Inputs with one entry for each token of the prompt, after the row; responses
@@ -58,7 +61,7 @@ class VisionFamily:
     kinds: Mapping[MediumKind, str] = field(default_factory=_images_alone)
     towers: tuple[str, ...] = ("vision_tower",)
     projectors: tuple[str, ...] = ("multi_modal_projector",)
-    reads_videos: bool = False
+    reads: frozenset[MediumKind] = frozenset({"image"})
     attends_to_images: bool = False
     token_axis: tuple[str, ...] = ()
     image_mark: str = "image_token"
@@ -163,7 +166,7 @@ def _qwen(model_type: str, *times: str) -> VisionFamily:
         token_types="mm_token_type_ids",
         has_axes=True,
         kinds={"image": "pixel_values", "video": "pixel_values_videos"},
-        reads_videos=True,
+        reads=_PICTURES,
         towers=("visual",),
         projectors=(),
     )
@@ -182,7 +185,7 @@ _FAMILIES = (
         image_mark="boi_token",
     ),
     # Frames of a video are images to it.
-    VisionFamily("internvl", {"pixel_values": "items"}, _image_dummy, reads_videos=True),
+    VisionFamily("internvl", {"pixel_values": "items"}, _image_dummy, reads=_PICTURES),
     VisionFamily("llava", {"pixel_values": "items"}, _image_dummy),
     VisionFamily(
         "llava_onevision",
@@ -195,7 +198,7 @@ _FAMILIES = (
         },
         _tiled_dummy,
         kinds={"image": "pixel_values", "video": "pixel_values_videos"},
-        reads_videos=True,
+        reads=_PICTURES,
     ),
     VisionFamily(
         "smolvlm",

@@ -1,4 +1,4 @@
-"""What a vision-language model is given beside the tokens of a batch."""
+"""Inputs of a vision-language model beside the tokens of a batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast

@@ -1,19 +1,18 @@
-"""A prompt with images and videos as a model reads it, and the media of a batch of rows."""
+"""A prompt with media as a model reads it, and the media of a batch of rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import Self
 
 from torch import Tensor
 
-from lightrft.engines.media.sources import ImageSource, VideoSource
-
-MediumKind = Literal["image", "video"]
+from lightrft.engines.media.kinds import Media, MediumKind
+from lightrft.engines.media.sources import ImageSource
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedPrompt:
-    """What a processor makes of one prompt; the samples of the prompt share it.
+    """One prompt as a processor gives it; the samples of the prompt share it.
 
     Args:
         token_ids: The prompt, with one placeholder token for each feature of its media.
@@ -23,7 +22,7 @@ class EncodedPrompt:
         tensors: Inputs of the model by name, of the media of this prompt only, in order of
             appearance.
         kinds: Media that it has.
-        images, videos: What it was encoded from, for engines with a processor of their own.
+        media: Sources that it was encoded from, for engines with a processor of their own.
         sizes: Arguments that make such a processor scale images in the same way.
     """
 
@@ -32,8 +31,7 @@ class EncodedPrompt:
     token_types: tuple[int, ...] | None
     tensors: Mapping[str, Tensor]
     kinds: frozenset[MediumKind]
-    images: tuple[ImageSource, ...] = ()
-    videos: tuple[VideoSource, ...] = ()
+    media: Media = field(default_factory=Media)
     sizes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def continued(self, token_ids: Sequence[int]) -> Self:
@@ -74,6 +72,11 @@ class LaterImages:
     num_skipped: int
     text: str
     images: tuple[ImageSource, ...]
+
+    @property
+    def media(self) -> Media:
+        """Its images."""
+        return Media({"image": self.images})
 
 
 @dataclass(frozen=True, slots=True)

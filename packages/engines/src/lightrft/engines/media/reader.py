@@ -4,8 +4,8 @@ from pathlib import Path
 
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of
+from lightrft.engines.media.kinds import MEDIA_KINDS, Media
 from lightrft.engines.media.prompts import EncodedPrompt
-from lightrft.engines.media.sources import as_image, as_video
 from lightrft.engines.types import GenerationRequest
 
 
@@ -35,18 +35,14 @@ class MediaReader:
                 f"{name} has images or videos and no prompt_text: the processor needs the text "
                 "with one placeholder for each medium"
             )
-        media, here = request.multi_modal, Path()
-        return self._loaded().encode(
-            request.prompt_text,
-            images=[
-                as_image(image, name=f"image {i} of {name}", folder=here)
-                for i, image in enumerate(media.images, start=1)
-            ],
-            videos=[
-                as_video(video, name=f"video {i} of {name}", folder=here)
-                for i, video in enumerate(media.videos, start=1)
-            ],
-        )
+        media = {
+            kind: [
+                MEDIA_KINDS[kind].read(value, name=f"{kind} {i} of {name}", folder=Path())
+                for i, value in enumerate(given, start=1)
+            ]
+            for kind, given in request.multi_modal.by_kind.items()
+        }
+        return self._loaded().encode(request.prompt_text, Media(media))
 
     def _loaded(self) -> PromptEncoder:
         if self._encoder is None:

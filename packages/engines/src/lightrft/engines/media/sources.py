@@ -31,8 +31,8 @@ class MediaError(ValueError):
 
 
 @dataclass(frozen=True)
-class ImageSource:
-    """One image.
+class FileSource:
+    """Encoded bytes of a medium, in a file or in memory.
 
     Args:
         name: For messages: its path, or its place in the data.
@@ -58,6 +58,24 @@ class ImageSource:
     def digest(self) -> str:
         """SHA-256 of its bytes: two images with one digest are one image."""
         return hashlib.sha256(self.read()).hexdigest()
+
+    @property
+    def files(self) -> "tuple[FileSource, ...]":
+        """Itself: it is one file."""
+        return (self,)
+
+    @property
+    def facts(self) -> object:
+        """None: its bytes are all of it."""
+        return None
+
+    def decode(self) -> object:
+        """Values for a processor."""
+        return self.read()
+
+
+class ImageSource(FileSource):
+    """One image."""
 
     def size(self) -> tuple[int, int]:
         """Width and height, from the header alone; errors as `decode`."""
@@ -101,6 +119,16 @@ class VideoSource:
         parts = [*(frame.digest for frame in self.frames), str(self.fps)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
+    @property
+    def files(self) -> tuple[ImageSource, ...]:
+        """Its frames."""
+        return self.frames
+
+    @property
+    def facts(self) -> float | None:
+        """Its frame rate."""
+        return self.fps
+
     def size(self) -> tuple[int, int]:
         """Width and height of the first frame, from its header."""
         return self.frames[0].size()
@@ -140,9 +168,6 @@ class VideoSource:
             "height": images[0].height,
         }
         return np.stack([np.asarray(image) for image in images]), facts
-
-
-Medium = ImageSource | VideoSource
 
 
 def _file_bytes(path: Path, name: str) -> bytes:

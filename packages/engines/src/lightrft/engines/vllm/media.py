@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from lightrft.engines.media.kinds import MEDIA_KINDS
 from lightrft.engines.raw_completions import Job
 
 
@@ -20,20 +21,18 @@ def native_prompt(job: Job) -> dict[str, object]:
     media = job.media
     if media is None:
         return {"prompt_token_ids": list(job.prompt)}
-    if not media.images and not media.videos:
+    if not media.media:
         raise ValueError(
             "the vllm engine has a processor of its own and needs the media themselves: got an "
             "encoded prompt without images and videos; make it with PromptEncoder"
         )
     data: dict[str, object] = {}
     names: dict[str, object] = {}
-    if media.images:
-        data["image"] = [image.decode() for image in media.images]
-        names["image"] = [f"{image.digest}{media.sizes or ''}" for image in media.images]
-    if media.videos:
-        clips = [video.decode() for video in media.videos]
-        data["video"] = [(frames, {**facts, "do_sample_frames": False}) for frames, facts in clips]
-        names["video"] = [video.digest for video in media.videos]
+    for kind in media.media.kinds:
+        row, own = MEDIA_KINDS[kind], media.media[kind]
+        data[kind] = [row.native(medium.decode()) for medium in own]
+        sizes = media.sizes if row.is_scaled else {}
+        names[kind] = [f"{medium.digest}{sizes or ''}" for medium in own]
     sampled = job.prompt[len(media.token_ids) :]
     request: dict[str, object] = {
         "prompt_token_ids": [*media.request_token_ids, *sampled],
@@ -53,8 +52,8 @@ def check_prompt(found: Sequence[int], job: Job) -> None:
     pairs = zip(found, job.prompt, strict=False)
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(found), len(job.prompt)))
     raise ValueError(
-        f"vLLM reads a prompt with {len(job.media.images)} images and {len(job.media.videos)} "
-        f"videos as {len(found)} tokens and the model's processor as {len(job.prompt)}: they "
+        f"vLLM reads a prompt with {job.media.media.counts} as {len(found)} tokens and the model's "
+        f"processor as {len(job.prompt)}: they "
         f"differ first at token {first}, {list(found[first : first + 4])} and "
         f"{list(job.prompt[first : first + 4])}; expected the same token ids, so sizes or rules "
         "of the two processors differ: train this model with engine_type hf"

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.strategy.checkpoints.errors import CheckpointError
-from lightrft.strategy.checkpoints.file_writers import FileWriter
+from lightrft.strategy.checkpoints.files import CheckpointError, FileWriter
 
 SCHEDULER_NAME = "scheduler"
 _TENSOR = "__tensor__"

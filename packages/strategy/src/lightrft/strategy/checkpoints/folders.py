@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from lightrft.strategy.checkpoints.client_state import capture_rng_state, save_state
-from lightrft.strategy.checkpoints.errors import CheckpointError
-from lightrft.strategy.checkpoints.file_writers import FileWriter
+from lightrft.strategy.checkpoints.files import CheckpointError, FileWriter
 from lightrft.strategy.checkpoints.manifest import (
     CLIENT_STATE_NAME,
     MANIFEST_NAME,
@@ -338,7 +337,7 @@ def find_checkpoints(
 def _candidates(
     load_dirs: Sequence[Path], tag: str | None
 ) -> tuple[list[list[Checkpoint]], list[str]]:
-    """What may be loaded, the best first, and what is wrong with the rest."""
+    """Checkpoints that may be loaded, the best first, and problems of the rest."""
     scans = [scan_checkpoints(folder) for folder in load_dirs]
     problems = [problem for _, found in scans for problem in found]
     for problem in problems:
@@ -348,19 +347,24 @@ def _candidates(
     candidates = []
     for item in sorted(newest_first, key=lambda item: not item.manifest.is_latest):
         name = item.manifest.tag
-        if tag not in (None, name):
-            continue
-        lacking = [f for f, found in zip(load_dirs, by_tag, strict=True) if name not in found]
-        if lacking:
-            problems += [f"{folder / name} is missing or damaged" for folder in lacking]
-        else:
-            candidates.append([found[name] for found in by_tag])
+        lacking = _lacking(load_dirs, by_tag, name)
+        if tag in (None, name):
+            problems += lacking
+            candidates += [] if lacking else [[found[name] for found in by_tag]]
     # What only other folders have is half a checkpoint of a first folder that lost its own.
-    others = sorted({name for found in by_tag[1:] for name in found} - by_tag[0].keys())
-    problems += [f"{load_dirs[0] / name} is missing or damaged" for name in others]
+    for name in sorted(set().union(*by_tag[1:]) - by_tag[0].keys()):
+        problems += _lacking(load_dirs[:1], by_tag[:1], name)
     if tag is not None:
         problems = [text for text in problems if any(str(f / tag) in text for f in load_dirs)]
     return candidates, problems
+
+
+def _lacking(
+    load_dirs: Sequence[Path], by_tag: Sequence[Mapping[str, Checkpoint]], name: str
+) -> list[str]:
+    """A line for each folder without a readable checkpoint of this tag."""
+    folders = [f for f, found in zip(load_dirs, by_tag, strict=True) if name not in found]
+    return [f"{folder / name} is missing or damaged" for folder in folders]
 
 
 def _damage(
@@ -368,7 +372,7 @@ def _damage(
     ranks: RankGroup,
     accepts: Callable[[Mapping[str, object]], None] | None,
 ) -> list[str]:
-    """What is wrong with this rank's share of the files of checkpoints with one tag."""
+    """Problems of this rank's part of the files of checkpoints with one tag."""
     problems = []
     for checkpoint in checkpoints:
         entries = checkpoint.manifest.files[ranks.rank :: ranks.world_size]

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightrft.engines.process_state import deepspeed_unless_used
-from lightrft.strategy.checkpoints.errors import CheckpointError
+from lightrft.strategy.checkpoints.files import CheckpointError
 from lightrft.strategy.weight_sync.parameter_source import exported_state, tied_parameter_names
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class SavesPretrained(Protocol):
 
 
 def pretrained_prefix(module: nn.Module) -> str | None:
-    """Where in a module its transformers model is: "", "model.", "trunk."; None without one."""
+    """Place of the transformers model in a module: "", "model.", "trunk."; None without one."""
     from transformers import PreTrainedModel
 
     if isinstance(module, PreTrainedModel):
@@ -192,7 +192,7 @@ class WeightFiles:
 
 
 def check_names(wanted: set[str], found: set[str], *, source: str, strict: bool) -> set[str]:
-    """Which names can be read; the others are logged.
+    """Names that can be read; the others are logged.
 
     Raises:
         CheckpointError: With `strict`, if names are missing or unexpected.

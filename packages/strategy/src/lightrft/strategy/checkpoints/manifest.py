@@ -1,4 +1,4 @@
-"""What a complete checkpoint folder says about itself."""
+"""Manifests of checkpoint folders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
 
-from lightrft.strategy.checkpoints.errors import CheckpointError
+from lightrft.strategy.checkpoints.files import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a complete checkpoint consists of.
+    """Contents of a complete checkpoint.
 
     Args:
         tag: Name of its folder.
@@ -146,7 +146,7 @@ class Checkpoint:
     manifest: Manifest
 
     def client_state(self) -> dict[str, object]:
-        """What the caller gave to `save_ckpt` as `client_state`."""
+        """Client state that the caller gave to `save_ckpt`."""
         # Imported here and below: finding checkpoints must not cost the import of torch.
         from lightrft.strategy.checkpoints.client_state import load_state
 
@@ -197,7 +197,7 @@ class Checkpoint:
 
 
 def rng_file(folder: Path, rank: int) -> Path:
-    """Where the generators of one rank are kept, without a suffix."""
+    """Path of the generators of one rank, without a suffix."""
     return folder / "rng" / f"rank_{rank:05d}"
 
 
@@ -241,7 +241,7 @@ def _read_manifest(folder: Path) -> Manifest:
 
 
 def checkpoint_folders(save_dir: Path) -> list[Path]:
-    """Where checkpoints are or were, complete or not; those still being written are no such."""
+    """Folders of checkpoints, complete or not; those still being written are no such."""
     return [
         path
         for path in (sorted(save_dir.iterdir()) if save_dir.is_dir() else ())

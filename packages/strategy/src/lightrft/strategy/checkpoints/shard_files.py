@@ -11,8 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard as ShardPlacement
 
-from lightrft.strategy.checkpoints.errors import CheckpointError
-from lightrft.strategy.checkpoints.file_writers import FileWriter
+from lightrft.strategy.checkpoints.files import CheckpointError, FileWriter
 from lightrft.strategy.weight_sync.parameter_source import chunk_ranges
 
 
@@ -25,7 +24,7 @@ class Shard(NamedTuple):
 
 
 def own_shards(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Shard]:
-    """This rank's parts of tensors with the same names on every rank; replicas count once."""
+    """Parts of this rank of tensors with the same names on every rank; replicas count once."""
     shards = {}
     for name, tensor in tensors.items():
         local, start, stop = local_rows(tensor.detach())
@@ -129,7 +128,7 @@ def _read(part: _Part, name: str, rows: tuple[int, int] | None) -> Tensor:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int, int]:
-    """This rank's part of a tensor, and which rows of the whole it is.
+    """Part of this rank of a tensor, and the rows of the whole that it is.
 
     Returns:
         (local tensor, first row, row after the last); a whole tensor is its own part, and a

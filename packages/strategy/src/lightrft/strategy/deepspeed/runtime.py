@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightrft.engines.process_state import environment, replaced_environment
-from lightrft.strategy.checkpoints.file_writers import FileWriter
+from lightrft.strategy.checkpoints.files import FileWriter
 
 FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 class ZeroOptimizer(Protocol):
-    """What is used of DeepSpeed's optimizer wrappers (stages 1 to 3)."""
+    """The used part of DeepSpeed's optimizer wrappers (stages 1 to 3)."""
 
     overflow: bool
     micro_step_id: int
@@ -35,7 +35,7 @@ class ZeroOptimizer(Protocol):
 
 
 class FileEngine(Protocol):
-    """What DeepSpeed writes its files by (`CheckpointEngine`)."""
+    """Writer of DeepSpeed's files (`CheckpointEngine`)."""
 
     zipfile_serialization: bool
 
@@ -44,7 +44,7 @@ class FileEngine(Protocol):
 
 
 class ZeroEngine(Protocol):
-    """What is used of a `DeepSpeedEngine`."""
+    """The used part of a `DeepSpeedEngine`."""
 
     module: nn.Module
     optimizer: ZeroOptimizer

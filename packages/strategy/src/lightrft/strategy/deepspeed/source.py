@@ -19,7 +19,7 @@ from lightrft.strategy.weight_sync.parameter_source import (
 
 
 class _PartitionedParameter(Protocol):
-    """What stage 3 attaches to a parameter."""
+    """Attributes that stage 3 gives a parameter."""
 
     requires_grad: bool
     dtype: dtype

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.strategy.backend import Backend, WantedState
-from lightrft.strategy.checkpoints.errors import CheckpointError
-from lightrft.strategy.checkpoints.file_writers import FileWriter
+from lightrft.strategy.checkpoints.files import CheckpointError, FileWriter
 from lightrft.strategy.checkpoints.manifest import Checkpoint
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.deepspeed import runtime, training_state
@@ -46,20 +45,20 @@ class ZeroBackend(Backend):
         ValueError: The stage and other options exclude each other.
     """
 
-    def __init__(self, ranks: DistributedContext, config: StrategyConfig) -> None:
-        super().__init__(ranks, config)
+    def __init__(self, context: DistributedContext, config: StrategyConfig) -> None:
+        super().__init__(context, config)
         self._engines: weakref.WeakKeyDictionary[Optimizer, nn.Module] = weakref.WeakKeyDictionary()
         self._has_told_offload = False
 
     def start(self) -> None:
         """DeepSpeed takes the process group that has started."""
-        self._uses_bf16 = self.ranks.compute_dtype == torch.bfloat16
+        self._uses_bf16 = self.context.compute_dtype == torch.bfloat16
         check_stage(self.config, uses_bf16=self._uses_bf16)
-        runtime.start(self.ranks.timeout)
+        runtime.start(self.context.timeout)
 
     def check_model_size(self, num_elements: int) -> None:
         """A model must fit one device, whatever the stage."""
-        if self.ranks.has_gpu:
+        if self.context.has_gpu:
             _, total = torch.cuda.mem_get_info()
             check_whole_model(self.config, num_elements, total)
 
@@ -76,39 +75,39 @@ class ZeroBackend(Backend):
         with the optimizer. See `StrategyBase.prepare_model`.
         """
         del reshard  # ZeRO always frees gathered parameters.
-        size = resolve_shard_size(shard_size, self.ranks.world_size)
+        size = resolve_shard_size(shard_size, self.context.world_size)
         if runtime.is_engine_module(model):
             return model
-        share_sequences(model, self.ranks.sp_group, is_trained=is_training)
+        share_sequences(model, self.context.sp_group, is_trained=is_training)
         self.check_model_size(sum(parameter.numel() for parameter in model.parameters()))
         if is_training:
-            return model.to(self.ranks.device)
+            return model.to(self.context.device)
         model.eval().requires_grad_(False)
         if self.config.zero_stage == 3 and size > 1:
-            with phase("shard a model", self.ranks.timeout):
+            with phase("shard a model", self.context.timeout):
                 engine = runtime.initialize(
                     model, inference_config(self.config, uses_bf16=self._uses_bf16)
                 )
             engine.eval()
             return engine
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(self.ranks.compute_dtype)
-        return model.to(self.ranks.device)
+            parameter.data = parameter.data.to(self.context.compute_dtype)
+        return model.to(self.context.device)
 
     def prepare_training(
         self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None
     ) -> PreparedModel:
         """The schedule stays ours: it must not advance with a skipped step."""
-        share_sequences(model, self.ranks.sp_group, is_trained=True)
+        share_sequences(model, self.context.sp_group, is_trained=True)
         num_elements = sum(p.numel() for p in model.parameters())
         self.check_model_size(num_elements)
         config = training_config(
             self.config,
             uses_bf16=self._uses_bf16,
-            has_gpu=self.ranks.has_gpu,
+            has_gpu=self.context.has_gpu,
             num_elements=num_elements,
         )
-        with phase("prepare a model for training", self.ranks.timeout):
+        with phase("prepare a model for training", self.context.timeout):
             engine = runtime.initialize(model, config, optimizer)
         self._engines[optimizer] = engine
         return PreparedModel(engine, optimizer, scheduler)
@@ -145,7 +144,7 @@ class ZeroBackend(Backend):
     def offload_optimizer(self, optimizer: Optimizer) -> None:
         """Nothing to do, as is said once: with `adam_offload` the states live on the CPU."""
         if not self._has_told_offload:
-            self.ranks.print(
+            self.context.print(
                 "optimizer states are not moved between phases: that is for FSDP2; with DeepSpeed "
                 "adam_offload keeps them on the CPU"
             )
@@ -183,7 +182,7 @@ class ZeroBackend(Backend):
         if not wanted.optimizer:
             training_state.load_weights(checkpoint.path, engine, strict=wanted.strict)
             return
-        checkpoint.require_world_size(self.ranks.world_size)
+        checkpoint.require_world_size(self.context.world_size)
         checkpoint.require_details(self.checkpoint_details)
         with runtime.weights_only_loading():
             path, _ = engine.load_checkpoint(

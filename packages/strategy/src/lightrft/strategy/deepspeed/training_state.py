@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightrft.strategy.checkpoints.errors import CheckpointError
+from lightrft.strategy.checkpoints.files import CheckpointError
 from lightrft.strategy.checkpoints.gathered_model import WeightFiles, check_names
 from lightrft.strategy.deepspeed import runtime
 from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names

@@ -47,7 +47,7 @@ def _backends(group: Group) -> dict[str, str]:
 
 
 def transfer_device(group: Group = None) -> torch.device:
-    """Where tensors lie that travel in the group without a stop in the host's memory."""
+    """Device from which tensors travel in the group without a stop in the host's memory."""
     moves_on_gpus = _has_peers(group) and _backends(group).get("cuda", "gloo") != "gloo"
     if moves_on_gpus:
         return torch.device("cuda", torch.cuda.current_device())
@@ -60,7 +60,7 @@ def group_size(group: Group = None) -> int:
 
 
 def group_rank(group: Group = None) -> int:
-    """This rank within the group; 0 without torch.distributed."""
+    """Number of this rank within the group; 0 without torch.distributed."""
     return dist.get_rank(group) if _has_peers(group) else 0
 
 

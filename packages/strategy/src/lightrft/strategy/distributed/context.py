@@ -1,22 +1,24 @@
 """Processes, devices, groups and collectives: the part of a strategy that knows no model."""
 
+import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Self, TypeVar, cast, overload
 
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed import collectives, process_groups
 from lightrft.strategy.distributed.collectives import ALONE, Group
-from lightrft.strategy.distributed.outlet import write_line
+from lightrft.strategy.distributed.console_sink import write_line
 
 T = TypeVar("T")
 GIGABYTE = 1e9
@@ -87,7 +89,7 @@ def synchronize_and_free(group: Group) -> None:
 
 
 class DistributedContext:
-    """This rank among the others; usable once `start` has run.
+    """The process among its ranks: device, groups and collectives; usable once `start` has run.
 
     Args:
         config: Of the strategy.
@@ -122,8 +124,18 @@ class DistributedContext:
 
     @property
     def rank(self) -> int:
-        """This rank among those that train together."""
+        """Number of this rank among those that train together."""
         return collectives.group_rank(self.world_group)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Data-parallel groups: with sequence parallelism `sp_size` ranks share their samples."""
+        return self.world_size // self.config.sp_size
+
+    @property
+    def data_rank(self) -> int:
+        """Number of the data-parallel group that this rank belongs to."""
+        return self.rank // self.config.sp_size
 
     @property
     def data_group(self) -> Group:
@@ -190,6 +202,27 @@ class DistributedContext:
                 self.config.engine_tp_size, timeout=self.timeout
             )
 
+    def beside(self) -> Self:
+        """These ranks on process groups of their own, for work beside training. Collective.
+
+        Collectives of the two may come in different orders on different ranks, as long as each
+        keeps an order of its own. `world_group`, `engine_mp_group` and `dp_group` are separate;
+        the groups of one sequence, whose ranks call a model together, are the same.
+        """
+        if self.world_size == 1:
+            return self
+        other = copy.copy(self)
+        other._owns_process_group = False
+        world = process_groups.separate_group(None, timeout=self.timeout)
+        other.world_group = other.engine_mp_group = world
+        if self.config.engine_tp_size < self.world_size:
+            other.engine_mp_group = process_groups.separate_group(
+                self.engine_mp_group, timeout=self.timeout
+            )
+        if self.dp_group is not None:
+            other.dp_group = process_groups.separate_group(self.dp_group, timeout=self.timeout)
+        return other
+
     def close(self, before_end: Callable[[], None]) -> None:
         """Ends the process group if this context started it. Idempotent.
 
@@ -203,12 +236,16 @@ class DistributedContext:
                 dist.destroy_process_group()
         self._owns_process_group = False
 
+    def is_rank_0(self) -> bool:
+        """Whether this is the first of the ranks."""
+        return self.rank == 0
+
     def print(self, *msg: object) -> None:
         """Prints with a time stamp, on the first rank only."""
         print_on_first_rank(self.world_group, *msg)
 
     def print_detail(self, *msg: object) -> None:
-        """As `print`, for news of the engine room, which a run keeps in its log."""
+        """As `print`, for details (memory, sleep, weight sync), which a run keeps in its log."""
         print_on_first_rank(self.world_group, *msg, is_detail=True)
 
     def report_memory(self, prefix: str) -> MemoryReport:
@@ -223,10 +260,58 @@ class DistributedContext:
         """See `StrategyBase.sync_and_clear_cache`."""
         synchronize_and_free(self.world_group)
 
-    def all_reduce(self, data: object, op: str, group: Group) -> object:
-        """See `StrategyBase.all_reduce`."""
-        return collectives.all_reduce(cast("collectives.Tree", data), op, group=group)
+    @overload
+    def all_reduce(self, data: int, op: str = "mean") -> float: ...
 
-    def gather_objects(self, item: T) -> list[T]:
-        """Every rank's plain Python object, by rank, on every rank."""
-        return collectives.gather_objects(item, self.world_group)
+    @overload
+    def all_reduce(self, data: T, op: str = "mean") -> T: ...
+
+    def all_reduce(self, data: object, op: str = "mean") -> object:
+        """Reduces a tensor, a number or a nested dict over all ranks in one collective.
+
+        Args:
+            data: Left unchanged.
+            op: "mean", "max" or "sum".
+
+        Returns:
+            The same structure, type and device. Integers stay exact; a mean of integers is a
+            float.
+
+        Raises:
+            AssertionError: `op` is none of these.
+            ValueError: Ranks passed different keys, types or shapes (raised on every rank).
+        """
+        return collectives.all_reduce(cast("collectives.Tree", data), op, group=self.world_group)
+
+    def reduce_over_data(self, data: T, op: str = "mean") -> T:
+        """Like `all_reduce`, counting ranks that share their samples once."""
+        tree = cast("collectives.Tree", data)
+        return cast("T", collectives.all_reduce(tree, op, group=self.data_group))
+
+    @overload
+    def all_gather(self, data: Tensor | float) -> Tensor: ...
+
+    @overload
+    def all_gather(self, data: Mapping[str, collectives.Tree]) -> dict[str, Tensor]: ...
+
+    def all_gather(self, data: collectives.Tree) -> object:
+        """Concatenates every rank's values in rank order; a number gives a 1-D tensor.
+
+        Tensors may differ in their first dimension. Dicts may be nested.
+
+        Raises:
+            ValueError: Ranks passed different keys, types or trailing shapes (on every rank).
+        """
+        return collectives.all_gather(data, group=self.world_group)
+
+    def gather_objects(self, item: T, group: ProcessGroup | None = None) -> list[T]:
+        """Every rank's plain Python object, by rank, on every rank of the group (of all ranks)."""
+        return collectives.gather_objects(item, self.world_group if group is None else group)
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank, on every rank; lengths may differ."""
+        return collectives.gather_bytes(data, self.world_group)
+
+    def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Gives every rank its part, and returns what each rank gave this one; both by rank."""
+        return collectives.exchange_bytes(parts, self.world_group)

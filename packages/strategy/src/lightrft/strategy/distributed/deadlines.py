@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 HANG_EXIT_CODE = 7
 _LAST_RESORT_SECONDS = 10.0
 _ANSWER_SECONDS = 1.0
+# Of all threads: rollouts may run beside training.
 _stack: list[_Deadline] = []
+_stack_lock = threading.RLock()
 
 
 class _Deadline:
@@ -67,7 +69,7 @@ def _record(name: str, seconds: float = math.inf) -> None:
 
 
 def peer_phases() -> list[str]:
-    """What each rank last recorded, by rank; "no phase recorded" if it never did."""
+    """Last recorded phases, by rank; "no phase recorded" for a rank that never did."""
     store = _store()
     if store is None:
         return []
@@ -144,7 +146,8 @@ def phase(name: str, seconds: float | timedelta) -> Iterator[None]:
 
     On expiry a watchdog thread prints this rank, the phase and the last phase of every rank (from
     the process group's store), then all stacks. If the interpreter itself is stuck, a timer in C
-    prints the stacks and exits (code 1) 10 s later. Phases may nest; call from the main thread.
+    prints the stacks and exits (code 1) 10 s later. Phases may nest, and run in several threads:
+    the one that began last is recorded.
 
     Args:
         name: Says what is being waited for, e.g. "generate".
@@ -153,10 +156,11 @@ def phase(name: str, seconds: float | timedelta) -> Iterator[None]:
     limit = seconds.total_seconds() if isinstance(seconds, timedelta) else float(seconds)
     if limit <= 0:
         raise ValueError(f"phase {name!r} needs a positive deadline, got {limit}")
-    _record(name, limit)
-    deadline = _Deadline(name, limit)
-    _stack.append(deadline)
-    _arm_last_resort()
+    with _stack_lock:
+        _record(name, limit)
+        deadline = _Deadline(name, limit)
+        _stack.append(deadline)
+        _arm_last_resort()
     try:
         yield
     except BaseException as error:
@@ -165,12 +169,13 @@ def phase(name: str, seconds: float | timedelta) -> Iterator[None]:
     finally:
         logger.debug("phase %r took %.3f s", name, time.monotonic() - deadline.started)
         deadline.close()
-        _stack.remove(deadline)
-        _arm_last_resort()
-        if _stack:
-            _record(_stack[-1].name, _stack[-1].expires - time.monotonic())
-        else:
-            _record(f"between phases, after {name}")
+        with _stack_lock:
+            _stack.remove(deadline)
+            _arm_last_resort()
+            if _stack:
+                _record(_stack[-1].name, _stack[-1].expires - time.monotonic())
+            else:
+                _record(f"between phases, after {name}")
 
 
 _NOTE = "in phase "

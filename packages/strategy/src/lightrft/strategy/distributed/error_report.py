@@ -1,4 +1,4 @@
-"""What a process leaves for the launcher that started it: its error, or where it was last.
+"""Errors and last phases that processes leave for the launcher that started them.
 
 torch's elastic agent names a file in TORCHELASTIC_ERROR_FILE for each process, and `lightrft train`
 a folder in LIGHTRFT_PHASE_FOLDER for all. Standard library only.

@@ -91,7 +91,7 @@ def _resolve(host: str) -> str | None:
 
 
 def _address_towards(host: str) -> str:
-    """This host's address on the way to another; nothing is sent."""
+    """Address of this host on the way to another; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))

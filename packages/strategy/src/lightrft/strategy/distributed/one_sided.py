@@ -14,12 +14,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from lightrft.strategy.distributed.collectives import Group, group_size, run_together
+from lightrft.strategy.distributed.collectives import Alone, Group, group_size, run_together
 from lightrft.strategy.distributed.error_report import write_error_report
 
 T = TypeVar("T")
@@ -29,7 +30,8 @@ GRACE_SECONDS = 10.0
 # A little later, so that the failing rank has left before those that wait for it are ended.
 _MARGIN_SECONDS = 3.0
 _POLL_SECONDS = 0.25
-_calls = itertools.count()
+# By group, since ranks may call the actions of two groups in different orders.
+_calls: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def run_apart(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
@@ -40,16 +42,17 @@ def run_apart(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
 
     Args:
         action: Whose results are plain Python objects.
-        group: The ranks, all of which must call this; any but all ranks are left to `run_together`.
+        group: The ranks, all of which must call this; some of all ranks are left to `run_together`.
         what: Has failed, if it fails.
 
     Raises:
         RuntimeError: Another rank failed; the message names it. A rank that fails raises its own
             error.
     """
-    if group is not None or group_size(group) == 1:
+    if isinstance(group, Alone) or not 1 < group_size(group) == dist.get_world_size():
         return run_together(action, group, what=what)
-    board = _Board(f"lightrft/apart/{next(_calls)}", what)
+    name = "" if group is None else group.group_name
+    board = _Board(f"lightrft/apart/{name}/{next(_calls[name])}", what)
     watcher = _Watcher(board)
     own = f"rank {dist.get_rank()}: "
     result, problem = None, None
@@ -84,7 +87,7 @@ def _value(result: T, problem: Exception | None) -> T:
 
 
 class _Board:
-    """What the ranks tell each other through the store during one action.
+    """Messages of the ranks to each other, through the store, during one action.
 
     Args:
         prefix: Of its keys; the same on all ranks.

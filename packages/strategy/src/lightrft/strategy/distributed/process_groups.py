@@ -21,7 +21,7 @@ _STORES: dict[str, tuple[dist.Store, Iterator[int]]] = {}
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnvironment:
-    """What the launcher says about this process.
+    """The launcher's variables about this process.
 
     Raises (`read`):
         RuntimeError: A variable is missing or not a number; the message names all of them.
@@ -95,7 +95,7 @@ def resolve_device(local_rank: int) -> torch.device:
 
 
 def _fresh_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
-    """Where the ranks find each other, without the keys of a group that was destroyed before.
+    """Store where the ranks find each other, without the keys of a group destroyed before.
 
     The connection is kept for the life of the process: a rank that starts its next group early
     must not meet the dying server of the last one.
@@ -198,6 +198,23 @@ def create_sub_group(
     check_divides(world_size, "engine_tp_size", engine_tp_size)
     shared, across = engine_group_ranks(world_size, engine_tp_size)
     return _own_group(shared, timeout), _own_group(across, timeout)
+
+
+def separate_group(group: ProcessGroup | None, *, timeout: timedelta) -> ProcessGroup | None:
+    """The same ranks (None is all) in another process group, whose collectives are apart.
+
+    Collective. For values on the CPU, so that no GPU memory goes into it. A group of one rank is
+    returned as it is.
+    """
+    if dist.get_world_size(group) == 1:
+        return group
+    found: ProcessGroup | None = dist.new_group(
+        None if group is None else dist.get_process_group_ranks(group),
+        timeout=timeout,
+        backend="gloo",
+        use_local_synchronization=group is not None,  # only members take part
+    )
+    return found
 
 
 def resolve_shard_size(shard_size: int, world_size: int) -> int:

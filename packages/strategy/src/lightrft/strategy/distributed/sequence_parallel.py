@@ -73,7 +73,7 @@ class SPDataProcessor:
         return [item for part in gathered for item in part]
 
     def postprocess(self, items: list[T]) -> list[T]:
-        """This rank's share of a list as long as what `preprocess` returned.
+        """Part of this rank of a list as long as what `preprocess` returned.
 
         Raises:
             ValueError: The length differs from that list's.

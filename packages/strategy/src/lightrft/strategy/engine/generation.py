@@ -38,7 +38,7 @@ def check_engine_type(engine_type: str) -> str:
 def engine_config(
     config: StrategyConfig, engine_type: str, *, has_gpu: bool, module: nn.Module | None
 ) -> EngineConfig:
-    """What the factory needs, from a strategy's configuration.
+    """Configuration of an engine, from that of a strategy.
 
     Raises:
         ValueError: Neither a checkpoint directory (`pretrain`) nor a module is known.
@@ -168,7 +168,7 @@ class PromptBatch:
         return 0
 
     def requests(self, first_id: int, *, is_multimodal: bool) -> list[GenerationRequest]:
-        """This rank's requests; multimodal if any rank of the call has images or videos.
+        """Requests of this rank; multimodal if any rank of the call has images or videos.
 
         Raises:
             ValueError: The needed form is missing, or counts do not agree.

@@ -1,18 +1,29 @@
 """The rollout engine's life beside a trainer: start, sleep, generation over ranks, weights."""
 
+import platform
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 from torch import nn
 
 from lightrft.engines.base import RolloutEngine
 from lightrft.engines.factory import build_engine
-from lightrft.engines.types import Completion, EngineStatus, GenerationRequest, SamplingParams
+from lightrft.engines.types import (
+    Completion,
+    EngineConfig,
+    EngineStatus,
+    GenerationRequest,
+    SamplingParams,
+)
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import group_rank, group_size, run_together
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.one_sided import run_apart
+from lightrft.strategy.distributed.process_groups import engine_group_ranks
 from lightrft.strategy.engine.generation import (
     SHARED_BY_GROUP,
     PromptBatch,
@@ -20,33 +31,103 @@ from lightrft.strategy.engine.generation import (
     check_engine_type,
     engine_config,
 )
-from lightrft.strategy.engine.start import check_places, own_place
+from lightrft.strategy.engine.statistics import GenLenAnalyser
 from lightrft.strategy.prepared import inner_module
 from lightrft.strategy.weight_sync.canary import actor_canary, compute_dtypes, media_seen
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, engine_source
 from lightrft.strategy.weight_sync.sync import MEGABYTE, WeightSync, WeightSyncReport
 
+# Engines that refuse to start where their share of the device's memory is not free.
+NEED_SHARE = ("vllm",)
 GENERATION_FAILED = "generation failed"
 # Takes completions of this rank while others are sampled; must not raise.
 OnFinished = Callable[[list[Completion]], None]
 NOT_STARTED = "the engine did not start"
 
 
-class EngineSession:
-    """One engine and what the ranks do with it; created without an engine.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Node of a rank, and the memory that is left there.
 
     Args:
-        ranks: Started.
+        node: The same for all processes of one running system.
+        free_bytes, total_bytes: Memory of the rank's GPU; 0 without one.
+    """
+
+    node: str
+    free_bytes: int = 0
+    total_bytes: int = 0
+
+
+def own_place(*, has_gpu: bool) -> Place:
+    """Of this process."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    node = f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}".strip()
+    free, total = torch.cuda.mem_get_info() if has_gpu else (0, 0)
+    return Place(node, free, total)
+
+
+def check_places(places: Sequence[Place], config: EngineConfig) -> None:
+    """Refuses, on all ranks alike, an engine that could not start on one of them or would crawl.
+
+    Args:
+        places: Of every rank, by rank.
+        config: Of the engine.
+
+    Raises:
+        ValueError: The ranks of an engine are on several nodes, or a GPU has too little memory
+            left for vLLM's share; the message lists every such rank.
+    """
+    engines, _ = engine_group_ranks(len(places), config.tensor_parallel_size)
+    for ranks in engines:
+        nodes = sorted({places[rank].node.split(" ")[0] for rank in ranks})
+        if len({places[rank].node for rank in ranks}) > 1:
+            per_node = min(
+                sum(place.node == places[rank].node for place in places) for rank in ranks
+            )
+            raise ValueError(
+                f"engine_tp_size {config.tensor_parallel_size} puts ranks {ranks} of one engine on "
+                f"several nodes ({', '.join(nodes)}), where each layer waits for the network: "
+                f"expected a divisor of the {per_node} processes of a node"
+            )
+    share = config.memory_utilization
+    short = [
+        f"rank {rank} has {place.free_bytes / 1e9:.1f} of {place.total_bytes / 1e9:.1f} GB"
+        for rank, place in enumerate(places)
+        if config.engine_type in NEED_SHARE and place.free_bytes < share * place.total_bytes
+    ]
+    if short:
+        raise ValueError(
+            f"engine_mem_util {share:g} of a GPU must be free when the {config.engine_type} engine "
+            f"starts: {'; '.join(short)} left; lower engine_mem_util, divide the model over more "
+            "ranks (--fsdp, or --zero_stage 3), or end what else uses the GPU"
+        )
+
+
+class EngineSession:
+    """One engine and the ranks that use it; created without an engine.
+
+    Args:
+        training: Started.
         config: Of the strategy.
 
     Attributes:
+        context: The same ranks on process groups of their own, so that rollouts and training never
+            wait for each other in a collective. Weight syncs use those of training.
+        genlen_analyser: Collects the lengths of what was generated.
+        num_calls: Calls of `gather_and_generate` that ended well.
         weight_sync: Sends weights to the engine; made at the first update.
-        last_weight_sync: What the last update did.
+        last_weight_sync: Report of the last update.
     """
 
-    def __init__(self, ranks: DistributedContext, config: StrategyConfig) -> None:
-        self._ranks = ranks
+    def __init__(self, training: DistributedContext, config: StrategyConfig) -> None:
+        self._training = training
         self._config = config
+        self.context = training.beside()
+        self.genlen_analyser = GenLenAnalyser(
+            plot_every=config.plot_every, log_dir=config.log_dir, group=self.context.world_group
+        )
+        self.num_calls = 0
         self._engine: RolloutEngine | None = None
         self._next_request_id = 0
         self.weight_sync: WeightSync | None = None
@@ -83,7 +164,7 @@ class EngineSession:
         """Whether this rank's engine spans several ranks, which then generate together."""
         return (
             self._engine is not None
-            and group_size(self._ranks.engine_group) > 1
+            and group_size(self.context.engine_group) > 1
             and SHARED_BY_GROUP.get(self._engine.name, True)
         )
 
@@ -98,22 +179,22 @@ class EngineSession:
         """
         kind = check_engine_type(engine_type)
         if kind != config.engine_type:
-            self._ranks.print(
+            self.context.print(
                 f"engine type is {kind} (the configuration said {config.engine_type})"
             )
         self._config.engine_type = kind
-        wanted = engine_config(config, kind, has_gpu=self._ranks.has_gpu, module=module)
+        wanted = engine_config(config, kind, has_gpu=self.context.has_gpu, module=module)
         if config.engine_tp_size > wanted.tensor_parallel_size:
-            self._ranks.print(
+            self.context.print(
                 f"the {kind} engine is not tensor-parallel: engine_tp_size "
                 f"{config.engine_tp_size} only forms groups, each rank generates its own prompts"
             )
         self.close()
-        with phase("start the inference engine", self._ranks.timeout):
+        with phase("start the inference engine", self.context.timeout):
             # Before any of them is inside an engine, where it could not be told.
             places = run_together(
-                lambda: own_place(has_gpu=self._ranks.has_gpu),
-                self._ranks.world_group,
+                lambda: own_place(has_gpu=self.context.has_gpu),
+                self.context.world_group,
                 what=NOT_STARTED,
             )
             check_places(places, wanted)
@@ -122,8 +203,8 @@ class EngineSession:
                 self.engine = build_engine(wanted, module=module)
 
             # Engines of several ranks wait for each other inside, and vLLM does in any case.
-            run_apart(build, self._ranks.world_group, what=NOT_STARTED)
-        self._ranks.print_detail(f"{kind} engine: {self.running.runner_name}")
+            run_apart(build, self.context.world_group, what=NOT_STARTED)
+        self.context.print_detail(f"{kind} engine: {self.running.runner_name}")
         return self.running
 
     def close(self) -> None:
@@ -145,24 +226,24 @@ class EngineSession:
         """
         if not self._config.enable_engine_sleep or self.status is EngineStatus.SLEEPED:
             return
-        with phase("put the inference engine to sleep", self._ranks.timeout):
+        with phase("put the inference engine to sleep", self.context.timeout):
             self.running.sleep(level)
-            self._ranks.free_memory()
-        self._ranks.print_detail("Sleeped inference engine")
+            self.context.free_memory()
+        self.context.print_detail("Sleeped inference engine")
 
     def wake_up(self, tags: tuple[str, ...] | None = None) -> None:
         """Wakes an engine that sleeps, or a part of it."""
         if self._engine is None or self._engine.status is EngineStatus.WAKEUP:
             return
         begin = time.monotonic()
-        with phase("wake up the inference engine", self._ranks.timeout):
+        with phase("wake up the inference engine", self.context.timeout):
             # First, so that the trainer's cached memory is there for the engine.
-            self._ranks.free_memory()
+            self.context.free_memory()
             self._engine.wake_up(tags)
         if self.status is EngineStatus.WAKEUP:
-            self._ranks.report_memory("after wakeup inference engine")
+            self.context.report_memory("after wakeup inference engine")
             took = time.monotonic() - begin
-            self._ranks.print_detail(f"Finished {self._engine.name} wakeup, TIMECOST {took:.3f}")
+            self.context.print_detail(f"Finished {self._engine.name} wakeup, TIMECOST {took:.3f}")
 
     def update_weights(self, model: nn.Module, source: ParameterSource) -> WeightSyncReport:
         """See `StrategyBase.update_engine_weights`.
@@ -173,12 +254,12 @@ class EngineSession:
         """
         config = self._config
         if self.weight_sync is None:
-            self.weight_sync = WeightSync(self.running, world=self._ranks.world_group)
+            self.weight_sync = WeightSync(self.running, world=self._training.world_group)
         self.weight_sync.bucket_bytes = config.weight_bucket_mb * MEGABYTE
         self.weight_sync.verify = config.verify_weight_sync
         # The cache needs most memory, so it comes last: buckets and gathered weights are gone then.
         self.wake_up(("weights",))
-        with phase("update the engine's weights", self._ranks.timeout):
+        with phase("update the engine's weights", self.context.timeout):
             module = inner_module(model)
             source = engine_source(module, source)
             canary = None
@@ -188,13 +269,13 @@ class EngineSession:
                     module,
                     dtypes=compute_dtypes(config, self.running, source),
                     max_length=config.max_len,
-                    device=self._ranks.device,
-                    media=media_seen(self.running, self._ranks.world_group),
+                    device=self.context.device,
+                    media=media_seen(self.running, self._training.world_group),
                 )
             report = self.weight_sync.sync(source, canary=canary, wake_cache=self.wake_up)
-        self._ranks.print_detail(report.summary())
+        self.context.print_detail(report.summary())
         self.last_weight_sync = report
-        self._ranks.free_memory()
+        self._training.free_memory()
         return report
 
     def generate_local(
@@ -209,23 +290,48 @@ class EngineSession:
         return self.running.generate(requests, sampling_params, on_finished=on_finished)
 
     def gather_and_generate(
-        self, batch: PromptBatch, sampling_params: object, on_finished: OnFinished | None = None
+        self,
+        batch: PromptBatch,
+        sampling_params: object,
+        on_finished: OnFinished | None = None,
+        *,
+        sleep_engine: bool = True,
     ) -> list[Completion]:
-        """This rank's completions, prompt-major; see `StrategyBase.gather_and_generate`.
+        """Completions of this rank's prompts; see `StrategyBase.gather_and_generate`.
 
         Raises:
+            NotImplementedError: There is no engine.
             RuntimeError: Another rank failed; the message names it. The failing rank raises its
                 own error, so every rank raises.
         """
-        with phase("generate", self._ranks.timeout):
-            world = self._ranks.world_group
+        _ = self.running  # there is one
+        self.wake_up()
+        try:
+            completions = self._gather_and_generate(batch, sampling_params, on_finished)
+        finally:
+            if sleep_engine:
+                self.sleep(level=1)
+        lengths = [len(completion.output_token_ids) for completion in completions]
+        found = self.genlen_analyser.collect(
+            lengths, self.num_calls, writes_files=self.context.is_rank_0()
+        )
+        if found is not None:
+            self.context.print_detail(f"step {self.num_calls} generation lengths: {found}")
+        self.num_calls += 1
+        return completions
+
+    def _gather_and_generate(
+        self, batch: PromptBatch, sampling_params: object, on_finished: OnFinished | None
+    ) -> list[Completion]:
+        with phase("generate", self.context.timeout):
+            world = self.context.world_group
 
             def check() -> tuple[int, bool]:
                 as_sampling_params(sampling_params, self.running)
                 return len(batch), batch.is_multimodal
 
             everyone = run_together(check, world, what=GENERATION_FAILED)
-            before = sum(num_prompts for num_prompts, _ in everyone[: self._ranks.rank])
+            before = sum(num_prompts for num_prompts, _ in everyone[: self.context.rank])
             first_id = self._next_request_id + before
             self._next_request_id += sum(num_prompts for num_prompts, _ in everyone)
             is_multimodal = any(has_media for _, has_media in everyone)
@@ -260,7 +366,7 @@ class EngineSession:
             requests = batch.requests(first_id, is_multimodal=is_multimodal)
             found = self.generate_local(requests, params, on_finished)
             return self._checked(found, len(requests) * params.n)
-        group = self._ranks.engine_group
+        group = self.context.engine_group
         gathered = run_together(
             lambda: batch.requests(first_id, is_multimodal=is_multimodal),
             group,

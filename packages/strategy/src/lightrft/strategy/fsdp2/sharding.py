@@ -26,7 +26,7 @@ VISION_NAMES = ("visual", "vision_tower", "vision_model", "vision_encoder")
 
 @dataclass(frozen=True, slots=True)
 class ShardingPlan:
-    """How one model is sharded.
+    """Plan by which one model is sharded.
 
     Args:
         mesh: 1-D (shard) or 2-D (replicate, shard).
@@ -56,7 +56,7 @@ class ShardingPlan:
         return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
 
     def offload(self) -> OffloadPolicy:
-        """Where shards live between uses."""
+        """Place of shards between uses."""
         if not self.offloads_to_cpu:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
@@ -298,7 +298,7 @@ def is_empty_everywhere(on_meta: set[str]) -> bool:
 
 
 def pretrained_directory(module: nn.Module) -> Path:
-    """Where the transformers model inside was told to come from.
+    """Directory that the transformers model inside was told to come from.
 
     Raises:
         ValueError: There is none, or its configuration names no directory.

@@ -17,7 +17,6 @@ from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_groups import resolve_shard_size
 from lightrft.strategy.distributed.sequence_parallel import share_sequences
-from lightrft.strategy.fsdp2.master_weights import MasterWeightsAdamW
 from lightrft.strategy.fsdp2.sharding import (
     ShardingPlan,
     accumulate_in_float32,
@@ -30,7 +29,12 @@ from lightrft.strategy.fsdp2.sharding import (
     shard_module,
 )
 from lightrft.strategy.fsdp2.source import fsdp2_parameter_source, reshard_modules
-from lightrft.strategy.optimizers import AdamSettings, optimizer_parameters, parameter_groups
+from lightrft.strategy.optimizers import (
+    AdamSettings,
+    MasterWeightsAdamW,
+    optimizer_parameters,
+    parameter_groups,
+)
 from lightrft.strategy.prepared import (
     AnyModel,
     Arguments,
@@ -51,8 +55,8 @@ class FSDP2Backend(Backend):
     wraps_before_optimizer = True
     builds_on_meta = True
 
-    def __init__(self, ranks: DistributedContext, config: StrategyConfig) -> None:
-        super().__init__(ranks, config)
+    def __init__(self, context: DistributedContext, config: StrategyConfig) -> None:
+        super().__init__(context, config)
         self.uses_master_weights = False
         self._meshes: dict[int, DeviceMesh] = {}
         self._offloaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -61,22 +65,22 @@ class FSDP2Backend(Backend):
 
     def start(self) -> None:
         """Decides whether master weights are kept."""
-        uses_bf16 = self.ranks.compute_dtype == torch.bfloat16
+        uses_bf16 = self.context.compute_dtype == torch.bfloat16
         self.uses_master_weights = self.config.use_mp_opt and uses_bf16
         if self.config.use_mp_opt and not uses_bf16:
-            self.ranks.print("warning: option without effect: use_mp_opt acts only with bf16")
+            self.context.print("warning: option without effect: use_mp_opt acts only with bf16")
 
     def _mesh(self, shard_size: int) -> DeviceMesh:
         """Flat over all ranks, or (replicate, shard); made once per size."""
         wanted = self.config.fsdp_shard_size if shard_size == -1 else shard_size
-        size = resolve_shard_size(wanted, self.ranks.world_size)
+        size = resolve_shard_size(wanted, self.context.world_size)
         if size not in self._meshes:
-            if size == self.ranks.world_size:
+            if size == self.context.world_size:
                 shape, names = (size,), ("shard",)
             else:
-                shape, names = (self.ranks.world_size // size, size), ("replicate", "shard")  # type: ignore[assignment]
+                shape, names = (self.context.world_size // size, size), ("replicate", "shard")  # type: ignore[assignment]
             self._meshes[size] = init_device_mesh(
-                self.ranks.device.type, shape, mesh_dim_names=names
+                self.context.device.type, shape, mesh_dim_names=names
             )
         return self._meshes[size]
 
@@ -92,13 +96,13 @@ class FSDP2Backend(Backend):
         """
         if isinstance(model, FSDPModule):
             return model
-        share_sequences(model, self.ranks.sp_group, is_trained=is_training)
+        share_sequences(model, self.context.sp_group, is_trained=is_training)
         stores_compute_dtype = not is_training or self.uses_master_weights
         plan = ShardingPlan(
             mesh=self._mesh(shard_size),
-            device=self.ranks.device,
-            param_dtype=self.ranks.compute_dtype if stores_compute_dtype else torch.float32,
-            compute_dtype=self.ranks.compute_dtype,
+            device=self.context.device,
+            param_dtype=self.context.compute_dtype if stores_compute_dtype else torch.float32,
+            compute_dtype=self.context.compute_dtype,
             reshard_after_forward=reshard,
             offloads_to_cpu=self.config.fsdp_cpu_offload and is_training,
             keeps_vision_whole=self.config.mixed_mm_data,
@@ -106,7 +110,7 @@ class FSDP2Backend(Backend):
         )
         if not is_training:
             model.eval().requires_grad_(False)
-        with phase("shard a model", self.ranks.timeout):
+        with phase("shard a model", self.context.timeout):
             on_meta = meta_parameters(model)
             if not is_empty_everywhere(on_meta):
                 shard_module(model, plan)
@@ -173,7 +177,7 @@ class FSDP2Backend(Backend):
 
     def global_norm(self, parameters: Iterable[Tensor]) -> float:
         """One number, summed over all ranks."""
-        return gradient_norm(parameters, self.ranks.device)
+        return gradient_norm(parameters, self.context.device)
 
     def offload_optimizer(self, optimizer: Optimizer) -> None:
         """With `adam_offload`, moves the states to the CPU, bit for bit; idempotent."""
@@ -181,14 +185,14 @@ class FSDP2Backend(Backend):
         if moves and optimizer not in self._offloaded:
             move_states(optimizer, torch.device("cpu"))
             self._offloaded.add(optimizer)
-            if self.ranks.has_gpu:
+            if self.context.has_gpu:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
 
     def load_optimizer(self, optimizer: Optimizer, device: torch.device | None) -> None:
         """Moves offloaded states back; called by `step` if the caller did not."""
         if optimizer in self._offloaded:
-            move_states(optimizer, torch.device(device or self.ranks.device))
+            move_states(optimizer, torch.device(device or self.context.device))
             self._offloaded.discard(optimizer)
 
     def move_model(self, model: AnyModel, device: torch.device) -> nn.Module:

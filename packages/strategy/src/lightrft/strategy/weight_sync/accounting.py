@@ -98,7 +98,7 @@ def match_parameters(
 def parameters_to_send(
     pairs: Sequence[PlannedParameter], resident_names: frozenset[str]
 ) -> tuple[PlannedParameter, ...]:
-    """Those pairs that must be written now; the others are frozen and resident.
+    """Pairs that must be written now; the others are frozen and resident.
 
     Args:
         pairs: All parameters of the engine.

@@ -1,4 +1,4 @@
-"""Where a weight sync reads the trainer's parameters: names, shards and values of one rank."""
+"""The trainer's parameters for a weight sync: names, shards and values of one rank."""
 
 import itertools
 import math
@@ -134,7 +134,7 @@ def whole_parameter(name: str, parameter: Tensor) -> SourceParameter:
 
 
 def local_rank_in(group: ProcessGroup | None) -> int:
-    """This rank's index in the gather group; 0 without one."""
+    """Index of this rank in the gather group; 0 without one."""
     return 0 if group is None else torch.distributed.get_rank(group)
 
 

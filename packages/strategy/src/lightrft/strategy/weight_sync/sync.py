@@ -3,7 +3,7 @@
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -19,7 +19,6 @@ from lightrft.strategy.weight_sync.accounting import (
 )
 from lightrft.strategy.weight_sync.canary import Canary, ask_about_media, ask_engine, check_answer
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource
-from lightrft.strategy.weight_sync.shared_storage import SharedStorage
 from lightrft.strategy.weight_sync.transfer import (
     Transfer,
     full_shards,
@@ -36,11 +35,15 @@ from lightrft.strategy.weight_sync.verification import (
 
 T = TypeVar("T")
 MEGABYTE = 2**20
+# Syncs over shared storage after which the canary is scored whatever else is known.
+MAX_SYNCS_WITHOUT_CANARY = 9
+# Address, strides and shape of a tensor.
+Place = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSyncReport:
-    """What one completed sync did.
+    """Report of one completed sync.
 
     Args:
         weights_version: Version that the engine now has; 0 for the first sync.
@@ -97,6 +100,61 @@ class WeightSyncReport:
             f"weights version {self.weights_version}: {moved}; {checked}; "
             f"{self.seconds:.2f} s, of it {self.verify_seconds:.2f} s for verification"
         )
+
+
+@dataclass(slots=True)
+class SharedStorage:
+    """Findings of the last sync in storage that trainer and engine share.
+
+    The canary finds tensors under wrong names, in a wrong order, or which training left behind.
+    None of them can be new where every name has the tensor that it had when the canary was right,
+    and every trained tensor has values other than at the last sync: the optimizer moved it, so it
+    is the one that the optimizer moves.
+    """
+
+    _places: dict[str, Place] = field(default_factory=dict)
+    _hashes: dict[str, int] = field(default_factory=dict)
+    _num_without: int = 0
+
+    def is_known(self, pairs: Sequence[PlannedParameter], hashes: Mapping[str, int]) -> bool:
+        """Whether the canary would compare what it has compared."""
+        if not self._places or self._num_without >= MAX_SYNCS_WITHOUT_CANARY:
+            return False
+        has_moved = all(
+            hashes[pair.name] != self._hashes.get(pair.name)
+            for pair in pairs
+            if not pair.source.frozen
+        )
+        return has_moved and _places(pairs) == self._places
+
+    def keep(
+        self, pairs: Sequence[PlannedParameter], hashes: Mapping[str, int], *, was_scored: bool
+    ) -> None:
+        """Notes a sync that ended well."""
+        self._places, self._hashes = _places(pairs), dict(hashes)
+        self._num_without = 0 if was_scored else self._num_without + 1
+
+    def forget(self) -> None:
+        """Lets the next sync score the canary."""
+        self._places.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """Results of the checks after a transfer; the names are those of `WeightSyncReport`.
+
+    Args:
+        shared: Parameters whose storage is the trainer's own.
+    """
+
+    engine_hashes: Mapping[str, int] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
+    canary_difference: float | None = None
+    num_verified_bytes: int = 0
+    num_unverifiable_bytes: int = 0
+
+
+_NOT_VERIFIED = _Verified()
 
 
 class WeightSync:
@@ -169,38 +227,52 @@ class WeightSync:
             # Hashing and scoring are collectives of such an engine: no rank may stay away alone.
             transfer.attempt(lambda: agree(transfer.error, self.world), even_after_error=True)
         verify_start_time = time.perf_counter()
-        engine_hashes: dict[str, int] = {}
-        shared: frozenset[str] = frozenset()
-        difference = None
-        if self.verify:
-            if transfer.is_aliased:
-                find_shared = partial(self.engine.shared_names, full_shards(pairs))
-                shared = transfer.attempt(find_shared) or shared
-            compare = partial(self._compare_hashes, pairs, hashes, transfer.handed_hashes, shared)
-            engine_hashes = transfer.attempt(lambda: self._inside(compare)) or {}
-            if canary is not None and self._is_due(canary, transfer, pairs, hashes):
-                difference = self._score_canary(canary, transfer)
+        found = self._verify(transfer, pairs, hashes, canary) if self.verify else _NOT_VERIFIED
         self._conclude(previous_version, transfer.error, replica_hash)
         self._owner = weakref.ref(source.owner)
         if self.verify and transfer.is_aliased and canary is not None:
-            self._shared.keep(pairs, hashes, was_scored=difference is not None)
+            self._shared.keep(pairs, hashes, was_scored=found.canary_difference is not None)
         self._resident_hashes = {p.name: hashes.get(p.name, 0) for p in pairs if p.source.frozen}
         end_time = time.perf_counter()
-        checked = pairs if self.verify else ()
         return WeightSyncReport(
             weights_version=self.engine.weights_version,
             num_bytes=transfer.num_bytes,
             num_buckets=transfer.num_buckets,
             num_payload_collectives=transfer.num_payload_collectives,
             num_resident_bytes=_num_bytes(pairs) - _num_bytes(sent),
-            num_verified_bytes=_num_bytes([p for p in checked if p.target.verifiable]),
-            num_aliased_bytes=_num_bytes([p for p in checked if p.name in shared]),
-            num_unverifiable_bytes=_num_bytes([p for p in checked if not p.target.verifiable]),
-            engine_hash=model_hash(engine_hashes),
-            canary_difference=difference,
+            num_verified_bytes=found.num_verified_bytes,
+            num_aliased_bytes=_num_bytes([p for p in pairs if p.name in found.shared]),
+            num_unverifiable_bytes=found.num_unverifiable_bytes,
+            engine_hash=model_hash(found.engine_hashes),
+            canary_difference=found.canary_difference,
             seconds=end_time - start_time,
             verify_seconds=verify_seconds + end_time - verify_start_time,
             is_aliased=transfer.is_aliased,
+        )
+
+    def _verify(
+        self,
+        transfer: Transfer,
+        pairs: Sequence[PlannedParameter],
+        hashes: Mapping[str, int],
+        canary: Canary | None,
+    ) -> _Verified:
+        """Compares hashes and scores the canary; failures go to `transfer`."""
+        shared: frozenset[str] = frozenset()
+        if transfer.is_aliased:
+            find_shared = partial(self.engine.shared_names, full_shards(pairs))
+            shared = transfer.attempt(find_shared) or shared
+        compare = partial(self._compare_hashes, pairs, hashes, transfer.handed_hashes, shared)
+        engine_hashes = transfer.attempt(lambda: self._inside(compare)) or {}
+        difference = None
+        if canary is not None and self._is_due(canary, transfer, pairs, hashes):
+            difference = self._score_canary(canary, transfer)
+        return _Verified(
+            engine_hashes=engine_hashes,
+            shared=shared,
+            canary_difference=difference,
+            num_verified_bytes=_num_bytes([p for p in pairs if p.target.verifiable]),
+            num_unverifiable_bytes=_num_bytes([p for p in pairs if not p.target.verifiable]),
         )
 
     def _is_due(
@@ -362,6 +434,11 @@ class WeightSync:
             self.engine.mark_stale(f"the last weight sync failed the check {err.check!r}")
             raise
         self.engine.set_weights_version(previous_version + 1)
+
+
+def _places(pairs: Sequence[PlannedParameter]) -> dict[str, Place]:
+    shards = ((pair.name, pair.source.local_shard, pair.source.shape) for pair in pairs)
+    return {name: (x.data_ptr(), x.stride(), tuple(shape)) for name, x, shape in shards}
 
 
 def _num_bytes(pairs: Sequence[PlannedParameter]) -> int:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Transfer:
-    """What one update wrote into an engine, and the first failure on this rank.
+    """Bytes that one update wrote into an engine, and the first failure on this rank.
 
     Args:
         num_bytes, num_buckets, num_payload_collectives: What was moved.

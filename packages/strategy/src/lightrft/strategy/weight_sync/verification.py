@@ -102,7 +102,7 @@ def _shard_hashes(
 def cast_shard(
     parameter: SourceParameter, source: ParameterSource, start: int, dtype: torch.dtype
 ) -> Tensor:
-    """This rank's range as it is sent: adapters added in float32, then rounded to `dtype` once."""
+    """Range of this rank as it is sent: adapters added in float32, then rounded to `dtype` once."""
     values = parameter.local_shard
     if source.add_local is not None:
         values = values.to(torch.float32, copy=True)

@@ -1,6 +1,6 @@
 """The forward pass of a trunk over rows of which some have images or videos."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, cast
 
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from lightrft.engines.media.cross_attention import only_own_images
 from lightrft.engines.media.families import VisionFamily, placeholder_ids
 from lightrft.engines.media.inputs import axes_of_rows, language_model, media_inputs, token_types
-from lightrft.engines.media.prompts import EncodedPrompt, MediumKind, RowMedia
+from lightrft.engines.media.kinds import MediumKind
+from lightrft.engines.media.prompts import EncodedPrompt, RowMedia
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,7 +26,7 @@ Arguments = tuple[tuple[object, ...], dict[str, object]]
 def vision_inputs(
     trunk: "PreTrainedModel", family: VisionFamily, layout: "TokenLayout", media: RowMedia
 ) -> dict[str, object]:
-    """What the forward pass is given beside token ids and bounds.
+    """Inputs of the forward pass beside token ids and bounds.
 
     Args:
         trunk: The model up to its last hidden states.
@@ -116,7 +117,7 @@ def run_trunk(
 def _foreign_placeholders(
     trunk: "PreTrainedModel", layout: "TokenLayout", media: RowMedia
 ) -> Tensor:
-    """Placeholders behind the prompts: they stand for no medium, and models would look for one."""
+    """Placeholders behind the prompts: they stand for no medium, and models would search one."""
     ids = torch.tensor(placeholder_ids(trunk.config))
     prompts = media.of_rows(len(layout.rows_of_tokens))
     marks: list[Tensor] = []
@@ -140,7 +141,8 @@ def _with_dummies(
     def hook(module: nn.Module, args: object, output: Tensor) -> Tensor:
         for kind in kinds:
             inputs = family.dummy(trunk.config, kind)
-            features = _features(trunk, kind, {k: v.to(output.device) for k, v in inputs.items()})
+            inputs = {name: value.to(output.device) for name, value in inputs.items()}
+            features = _features(trunk, kind, inputs, family.kinds.values())
             for leaf in _floats(_used(features)):
                 output = output + 0.0 * leaf.sum().to(output.dtype)
         return output
@@ -148,16 +150,20 @@ def _with_dummies(
     return hook
 
 
-def _features(trunk: "PreTrainedModel", kind: MediumKind, inputs: Mapping[str, Tensor]) -> object:
-    pixels = next(value for name, value in inputs.items() if name.startswith("pixel_values"))
+def _features(
+    trunk: "PreTrainedModel",
+    kind: MediumKind,
+    inputs: Mapping[str, Tensor],
+    pixels: Collection[str],
+) -> object:
+    """Features of one kind by the model's own method; `pixels` names inputs of its dtype."""
     dtype = next(trunk.parameters()).dtype
-    typed = {k: v.to(dtype) if v is pixels else v for k, v in inputs.items()}
-    get = trunk.get_image_features if kind == "image" else trunk.get_video_features
-    return get(**typed, return_dict=True)
+    typed = {k: v.to(dtype) if k in pixels else v for k, v in inputs.items()}
+    return getattr(trunk, f"get_{kind}_features")(**typed, return_dict=True)
 
 
 def _used(features: object) -> object:
-    """What a model takes of the features: other outputs of a tower get no gradient in a real pass.
+    """The features that a model takes: other outputs of a tower get no gradient in a real pass.
 
     ZeRO-3 counts the outputs of a module that the backward pass reaches, and ranks have to agree.
     """

@@ -1,4 +1,4 @@
-"""Tool calls in what a model says: a parser a format, and the check against tools' schemas."""
+"""Tool calls in turns: a parser a format, and the check against tools' schemas."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from lightrft.config import ConfigError
 
 Arguments = dict[str, object]
 Schema = Mapping[str, object]
-# What takes the turns of environments without calls, and of the actions of OpenEnv's.
+# Takes the turns of environments without calls, and the actions of OpenEnv's.
 TURN_TOOL = "step"
+# Of the rows' environments, where `--environment` names a dict of them; TRL's word.
+ENVIRONMENT_COLUMN = "environment"
 _THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -42,7 +44,7 @@ class ToolCall:
 
 
 class MalformedCallError(ValueError):
-    """The text opens a call and holds no valid one; the message is told to the model."""
+    """The text opens a call and holds no valid one; the model gets the message."""
 
 
 class ParsingTokenizer(Protocol):
@@ -194,6 +196,12 @@ def check_call(call: ToolCall, schemas: Mapping[str, Schema]) -> Arguments:
     return found
 
 
+def as_error(text: str) -> str:
+    """An answer that says what was wrong."""
+    answer = json.dumps({"error": text}, ensure_ascii=False)
+    return answer.encode("utf-8", "replace").decode()  # halves of surrogate pairs
+
+
 def _cast(tool: str, name: str, value: object, schema: Mapping[str, object]) -> object:
     wanted = schema.get("type")
     names = [wanted] if isinstance(wanted, str) else list(cast("Sequence[str]", wanted or ()))
@@ -212,7 +220,7 @@ def _cast(tool: str, name: str, value: object, schema: Mapping[str, object]) -> 
 
 
 def _spoken(text: str, before: str) -> str:
-    """What is said outside of thinking; thinking that never ends is all thinking."""
+    """Text outside of thinking; thinking that never ends is all thinking."""
     if before.rstrip().endswith("<think>"):  # some templates open it
         text = f"<think>{text}"
     return _THINKING.sub("", text).partition("<think>")[0]
@@ -250,8 +258,8 @@ def _template_parser(tokenizer: object, schemas: Sequence[Schema]) -> Parser:
             message = tokenizer.parse_response(text, prefix=before, tools=tools)  # type: ignore[attr-defined]
             calls = [call["function"] for call in message.get("tool_calls") or ()]
         except Exception as error:  # of a program of the model's author, on what a model says
-            told = next(iter(str(error).splitlines()), type(error).__name__)
-            raise MalformedCallError(f"the calls cannot be read: {told}") from error
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            raise MalformedCallError(f"the calls cannot be read: {first}") from error
         return [_from_value(call, ("arguments",)) for call in calls]
 
     return parse

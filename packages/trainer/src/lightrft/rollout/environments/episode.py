@@ -1,4 +1,4 @@
-"""One episode: its ids so far, what was said and what was answered."""
+"""One episode: its ids so far, its turns and their answers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from lightrft.datasets.suffix import Observation
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.prompts import LaterImages
-from lightrft.engines.types import Completion
-from lightrft.records.types import AnsweredCall, Conversation, Rollout, Segment
+from lightrft.engines.types import Completion, Facts
+from lightrft.records.columns import join_facts
+from lightrft.records.rollout import AnsweredCall, Conversation, Rollout, Segment
 from lightrft.rollout.environments.calls import ToolCall
 from lightrft.rollout.environments.content import Parts, from_json
-from lightrft.rollout.environments.kinds import Kind
 from lightrft.rollout.environments.pool import EpisodeError, Host
+from lightrft.rollout.environments.specs import RowEnvironment
 
 
 @dataclass(slots=True)
@@ -22,11 +23,11 @@ class Episode:
 
     Args:
         number: Among those of the rank; says which worker hosts it.
-        prompt: The data row, with what `reset` added.
+        prompt: The data row, with the message of `reset`.
         request_id: Of all its requests.
         group_id, sample_id: As in `Rollout`.
-        row: What `reset` gets.
-        kind: Its environment.
+        row: Arguments of `reset`.
+        environment: Its own.
     """
 
     number: int
@@ -35,19 +36,20 @@ class Episode:
     group_id: int
     sample_id: int
     row: dict[str, object]
-    kind: Kind
+    environment: RowEnvironment
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    facts: Facts = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
     turn_texts: list[str] = field(default_factory=list)
     answers: list[list[AnsweredCall]] = field(default_factory=list)
     last: Completion | None = None
     is_open: bool = True
     failure: EpisodeError | None = None
-    told: str | None = None
-    told_parts: Parts = ()
+    reset_message: str | None = None
+    reset_parts: Parts = ()
     later: list[LaterImages] = field(default_factory=list)
     generation: int = 0
     num_restarts: int = 0
@@ -55,7 +57,7 @@ class Episode:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """What the next turn continues."""
+        """Ids that the next turn continues."""
         return (*self.prompt.token_ids, *self.token_ids)
 
     @property
@@ -69,8 +71,9 @@ class Episode:
         return sum(call.outcome in ("ok", "error") for turn in self.answers for call in turn)
 
     def add_turn(self, turn: Completion, text: str) -> None:
-        """Appends what was sampled."""
+        """Appends a turn that was sampled."""
         count = len(turn.output_token_ids)
+        self.facts = join_facts((len(self.token_ids), self.facts), (count, turn.facts))
         self.token_ids += turn.output_token_ids
         self.logprobs += turn.output_logprobs
         self.sampled += [True] * count
@@ -80,9 +83,10 @@ class Episode:
         self.last = turn
 
     def add_observation(self, found: Observation) -> None:
-        """Appends what nobody sampled."""
+        """Appends ids that nobody sampled."""
         ids, place = found.token_ids, len(self.context)
         self.later += [replace(each, start=each.start + place) for each in found.later]
+        self.facts = join_facts((len(self.token_ids), self.facts), (len(ids), {}))
         self.token_ids += ids
         self.logprobs += [0.0] * len(ids)
         self.sampled += [False] * len(ids)
@@ -104,6 +108,7 @@ class Episode:
             self.later,
         ):
             turns.clear()
+        self.facts = {}
         self.last, self.is_open, self.generation = None, True, -1
         self.num_restarts += 1
 
@@ -124,13 +129,13 @@ class Episode:
         is_new = self.generation == 0
         key = str(self.number)
         answer = host.ask("reset", key, seconds=seconds, row=self.row)
-        told = answer["text"] if isinstance(answer, dict) else answer
-        if not is_new and told != self.told:
+        message = answer["text"] if isinstance(answer, dict) else answer
+        if not is_new and message != self.reset_message:
             raise EpisodeError("reset answered otherwise when it was repeated")
-        self.told = None if told is None else str(told)
-        self.told_parts = () if told is None else (str(told),)
+        self.reset_message = None if message is None else str(message)
+        self.reset_parts = () if message is None else (str(message),)
         if isinstance(answer, dict):
-            self.told_parts = from_json(answer["content"], "an image of reset")
+            self.reset_parts = from_json(answer["content"], "an image of reset")
         for call in (call for turn in self.answers for call in turn):
             if call.outcome not in ("ok", "error") or call.name in stateless:
                 continue
@@ -156,6 +161,7 @@ class Episode:
             finish_reason=last.finish_reason,
             weights_version=last.weights_version,
             sampled=tuple(self.sampled),
+            facts=self.facts,
         )
         return Rollout(
             prompt=self.prompt,

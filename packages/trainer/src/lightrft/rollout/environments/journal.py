@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import cast
 
 from lightrft.engines.ledger import LedgerEntry, hash_context
-from lightrft.engines.types import Completion, FinishReason, LogprobsMode
-from lightrft.records.types import AnsweredCall
+from lightrft.engines.types import Completion, Facts, FinishReason, LogprobsMode
+from lightrft.records.rollout import AnsweredCall
 from lightrft.rollout.environments.episode import Episode
 
 JOURNAL_FOLDER = "journal"
@@ -39,7 +39,7 @@ class RecordedTurn:
         turn: Its number in the episode.
         request_id: Under which it was sampled.
         context_hash: Of the ids before it.
-        token_ids, logprobs, logprobs_mode, finish_reason: As in `Completion`.
+        token_ids, logprobs, logprobs_mode, finish_reason, facts: As in `Completion`.
     """
 
     turn: int
@@ -49,6 +49,7 @@ class RecordedTurn:
     logprobs: tuple[float, ...]
     logprobs_mode: LogprobsMode
     finish_reason: FinishReason
+    facts: Facts = field(default_factory=dict)
 
     def completion(self, context: tuple[int, ...], version: int) -> Completion:
         """As the engine gave it, which counts its weights from its own start."""
@@ -61,12 +62,19 @@ class RecordedTurn:
             self.logprobs_mode,
             self.finish_reason,
             version,
+            facts=self.facts,
         )
 
     def entry(self, version: int) -> LedgerEntry:
         """As the engine's ledger had it."""
         return LedgerEntry(
-            self.request_id, 0, self.context_hash, self.token_ids, self.logprobs, version
+            self.request_id,
+            0,
+            self.context_hash,
+            self.token_ids,
+            self.logprobs,
+            version,
+            self.facts,
         )
 
 
@@ -150,6 +158,10 @@ def _take(found: Recorded, open_turns: dict[int, RecordedTurn], event: Event) ->
             tuple(cast("list[float]", event["logprobs"])),
             cast("LogprobsMode", event["logprobs_mode"]),
             cast("FinishReason", event["finish_reason"]),
+            {
+                name: tuple(values)
+                for name, values in cast("dict[str, list[float]]", event.get("facts", {})).items()
+            },
         )
     elif kind == "answer":
         call = AnsweredCall(**cast("dict[str, object]", event["call"]))  # type: ignore[arg-type]
@@ -224,7 +236,7 @@ class Journal:
         self._write(
             episode,
             "reset",
-            told=episode.told,
+            told=episode.reset_message,
             prompt_id=prompt.id,
             request_id=episode.request_id,
             prompt_token_ids=prompt.token_ids,
@@ -248,6 +260,7 @@ class Journal:
                 logprobs_mode=last.logprobs_mode,
                 finish_reason=last.finish_reason,
                 weights_version=last.weights_version,
+                **({"facts": last.facts} if last.facts else {}),
             )
         line = {"event": "round", "round": number, "sample_ids": [e.sample_id for e in episodes]}
         self._append(line)

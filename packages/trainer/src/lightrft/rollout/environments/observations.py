@@ -1,4 +1,4 @@
-"""What is appended after a turn: its answers, cut to what fits, framed by the chat template."""
+"""Observations after turns: answers, cut to what fits, framed by the chat template."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ class Observations:
         room = self._room(turn, context_length, len(contents)) - sum(sizes)
         if sum(sizes) and room < MIN_OBSERVATION_TOKENS * len(contents):
             return None
-        share = room // len(contents)
+        room_of_each = room // len(contents)
         pairs = zip(contents, sizes, strict=True)
-        cut = [self._cut_content(each, min(limit - size, share)) for each, size in pairs]
+        cut = [self._cut_content(each, min(limit - size, room_of_each)) for each, size in pairs]
         found = self._suffix.after(turn, cut)
         left = self._config.max_episode_tokens - context_length
         if len(found.token_ids) >= left:  # a template that writes more than the text

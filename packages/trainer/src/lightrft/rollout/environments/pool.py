@@ -31,7 +31,7 @@ class EpisodeError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSpec:
-    """What the author's class and tools are.
+    """Specification of the author's class and tools.
 
     Args:
         name: Of the class, and of its reward; None for stateless tools alone.
@@ -131,7 +131,7 @@ class EnvironmentPool:
         reads_images: The model does, so that answers may have some.
 
     Attributes:
-        specs: What the author's class and tools are; of several classes, by their names.
+        specs: Of the author's class and tools; of several classes, by their names.
 
     Raises:
         ConfigError: The class or a tool cannot be loaded, or is not what it must be.
@@ -140,7 +140,7 @@ class EnvironmentPool:
     def __init__(self, config: TrainConfig, *, reads_images: bool = False) -> None:
         environment = None if config.environment is None else _absolute(config.environment)
         task = WorkerTask(
-            "lightrft.rollout.environments.hosted",
+            "lightrft.rollout.environments.worker",
             "HostedEnvironments",
             (
                 environment,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
 from lightrft.datasets.batch_stream import planned_steps
-from lightrft.datasets.media import VisionPrompts
+from lightrft.datasets.media import Modality, TextModality, VisionPrompts
 from lightrft.datasets.prompts import load_texts
 from lightrft.datasets.render import PromptTokenizer
 from lightrft.engines.media.encoder import PromptEncoder
@@ -23,7 +23,7 @@ from lightrft.reporting.files import SAMPLES_FILE, TRAJECTORIES_FILE
 from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.recipes import RewardRecipes
-from lightrft.rollout.environments.rounds import Environments
+from lightrft.rollout.single_turn import SingleTurns
 from lightrft.stages.policy.algorithm import algorithm_problems
 from lightrft.stages.policy.decisions import decide_by_machine, read_model_facts
 from lightrft.stages.policy.maker import SampleLogs
@@ -43,6 +43,8 @@ from lightrft.strategy.strategy_base import StrategyBase
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+    from lightrft.rollout.environments.environments import Environments
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyInputs:
@@ -52,10 +54,10 @@ class PolicyInputs:
     prompts: PromptDataset
     eval_prompts: tuple[Prompt, ...]
     reward: CombinedReward
-    environments: Environments | None = None
+    modality: Modality
+    environments: Environments | SingleTurns
     pretrain: PretrainMix | None = None
     recipes: RewardRecipes | None = None
-    vision: VisionPrompts | None = None
 
     def decided(self, config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
         """See `StageInputs`.
@@ -76,7 +78,7 @@ class PolicyInputs:
         )
         num_steps = planned_steps(loader, config, strategy.world_size)
         strategy.print(self.prompts.report.summary())
-        for note in () if self.environments is None else self.environments.notes:
+        for note in self.environments.notes:
             strategy.print(note)
         warn_without_end(self.tokenizer, config, strategy.print)
         strategy.print(f"{num_steps} steps of {config.rollout_batch_size} prompts")
@@ -88,13 +90,13 @@ class PolicyInputs:
             config, strategy, reward_models, tokenizer=self.tokenizer, recipes=self.recipes
         )
         reward, model_rewards = build_trainer_rewards(self.reward, model_rewards, strategy, config)
-        processor = None if self.vision is None else self.vision.encoder.processor
+        processor = self.modality.processor
         stage = PolicyStage(
             config,
             strategy,
             models,
             reference,
-            parts=RolloutParts(reward, self.tokenizer, model_rewards, processor, self.environments),
+            parts=RolloutParts(reward, self.tokenizer, model_rewards, self.environments, processor),
             data=PolicyData(loader, self.eval_prompts, self.pretrain),
             logs=SampleLogs(
                 SampleLog(Path(config.output_dir) / SAMPLES_FILE), trajectory_log(config)
@@ -106,8 +108,7 @@ class PolicyInputs:
     def close(self) -> None:
         """See `StageInputs`."""
         try:
-            if self.environments is not None:
-                self.environments.close()
+            self.environments.close()
         finally:
             self.reward.close()
 
@@ -123,9 +124,9 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
     """
     _check_options(config)
     tokenizer = load_tokenizer(str(config.pretrain), chat_template=config.chat_template)
-    vision = load_vision(config)
-    environments = build_environments(config, tokenizer, vision)
-    shown = (vision or tokenizer) if environments is None else environments.prompt_tokenizer
+    modality = load_modality(config, tokenizer)
+    environments = build_environments(config, tokenizer, modality)
+    shown = environments.prompt_tokenizer
     prompts = load_run_prompts(config, shown)
     if len(prompts) < config.rollout_batch_size:
         raise ConfigError(
@@ -142,29 +143,31 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
         prompts,
         eval_prompts,
         reward,
+        modality,
         environments,
         pretrain_mix(config, tokenizer),
         recipes,
-        vision,
     )
 
 
 def build_environments(
     config: TrainConfig,
     tokenizer: PreTrainedTokenizerBase,
-    vision: VisionPrompts | None = None,
+    modality: Modality,
     *,
     has_journal: bool = True,
-) -> Environments | None:
-    """Environments that answer the calls of the model; None without `environment` and `tools`."""
+) -> Environments | SingleTurns:
+    """Environments that answer the calls of the model; without any, single turns."""
     if not config.has_episodes:
-        return None
+        return SingleTurns(modality)
+    from lightrft.rollout.environments.environments import Environments
+
     return Environments(
         config,
         tokenizer,
         has_system=config.system_prompt is not None,
         folder=Path(config.output_dir) if has_journal else None,
-        vision=vision,
+        modality=modality,
     )
 
 
@@ -247,8 +250,8 @@ def _check_options(config: TrainConfig) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def load_vision(config: TrainConfig) -> VisionPrompts | None:
-    """The reader of prompts with images for the model that is trained; None for models of text.
+def load_modality(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Modality:
+    """The reader of the prompts of the model that is trained.
 
     Raises:
         ConfigError: An option does not fit the model.
@@ -256,11 +259,12 @@ def load_vision(config: TrainConfig) -> VisionPrompts | None:
     """
     family = family_of(load_config(str(config.pretrain)))
     if family is None:
-        return None
+        return TextModality(tokenizer)
     processor = load_processor(str(config.pretrain))
     if config.chat_template is not None:
-        tokenizer = load_tokenizer(str(config.pretrain), chat_template=config.chat_template)
-        processor.chat_template = tokenizer.chat_template
+        processor.chat_template = load_tokenizer(
+            str(config.pretrain), chat_template=config.chat_template
+        ).chat_template
     limit_pixels(processor, config)
     return VisionPrompts(PromptEncoder(processor, family))
 

@@ -11,7 +11,7 @@ from torch import nn
 from lightrft.config import TrainConfig
 from lightrft.datasets.batch_stream import BatchStream, check_lengths
 from lightrft.datasets.types import Prompt
-from lightrft.engines.media.encoder import PromptEncoder
+from lightrft.engines.media.encoder import Encoder
 from lightrft.experience.assemble import AdvantageSettings
 from lightrft.experience.forward import ForwardModels, score_actor
 from lightrft.experience.maker import StepExperience, make_experience
@@ -71,7 +71,7 @@ class ExperienceMaker:
         models: Actor, reference and critic as the strategy wrapped them.
         sampler: Generates and scores.
         tokenizer: Of the actor.
-        encoder: Of prompts with images or videos, for vision-language models.
+        encoder: Of prompts with media.
         logs: Receive samples.
     """
 
@@ -82,7 +82,7 @@ class ExperienceMaker:
     models: ForwardModels
     sampler: RolloutSampler
     tokenizer: PreTrainedTokenizerBase
-    encoder: PromptEncoder | None
+    encoder: Encoder
     logs: SampleLogs
 
     def make(self, prompts: Sequence[Prompt], step: Step, memory: PolicyMemory) -> PolicyBatch:

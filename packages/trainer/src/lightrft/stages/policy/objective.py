@@ -14,7 +14,7 @@ from lightrft.algorithms.masking import mask_out
 from lightrft.algorithms.types import PolicyLossFunction, TokenLoss
 from lightrft.config import TrainConfig
 from lightrft.models import Actor
-from lightrft.records.types import ExperienceBatch
+from lightrft.records.batch import ExperienceBatch
 
 
 @dataclass(frozen=True, slots=True)

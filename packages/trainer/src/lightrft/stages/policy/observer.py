@@ -10,7 +10,7 @@ from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
 from lightrft.config.registry import STEP_OBSERVERS
 from lightrft.experience.maker import StepExperience
-from lightrft.records.types import ExperienceBatch
+from lightrft.records.batch import ExperienceBatch
 from lightrft.stages.stage import TrainedModels
 from lightrft.strategy.optimizers import OptimizerStepResult
 from lightrft.strategy.strategy_base import StrategyBase

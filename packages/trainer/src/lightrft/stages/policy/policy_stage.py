@@ -12,14 +12,14 @@ from torch import nn
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.batch_stream import Batches, planned_steps
 from lightrft.datasets.types import Prompt
-from lightrft.engines.media.encoder import PromptEncoder
+from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder, PromptEncoder
 from lightrft.engines.media.families import family_of
 from lightrft.experience.forward import ForwardModels
 from lightrft.models import SequenceModel
 from lightrft.rewards.types import RewardError, RewardFunction
-from lightrft.rollout.environments.rounds import Environments
 from lightrft.rollout.model_rewards import ModelRewards
 from lightrft.rollout.sampler import RolloutSampler, greedy_params
+from lightrft.rollout.source import SourceParts
 from lightrft.stages.alarms import alarms
 from lightrft.stages.policy.algorithm import (
     check_algorithm,
@@ -45,6 +45,9 @@ from lightrft.strategy.strategy_base import StrategyBase
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+    from lightrft.rollout.environments.environments import Environments
+    from lightrft.rollout.single_turn import SingleTurns
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutParts:
@@ -54,15 +57,15 @@ class RolloutParts:
         reward: Scores responses.
         tokenizer: Of the actor.
         model_rewards: Reward models whose scores are added to the reward, or None.
+        environments: Answer the calls of responses of several turns; or single turns.
         processor: Of images; None for models of text.
-        environments: Answer the calls of responses of several turns, or None.
     """
 
     reward: RewardFunction
     tokenizer: PreTrainedTokenizerBase
-    model_rewards: ModelRewards | None = None
+    model_rewards: ModelRewards | None
+    environments: Environments | SingleTurns
     processor: object | None = None
-    environments: Environments | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +118,10 @@ class PolicyStage(Stage[PolicyBatch]):
         self.data, self.loader = data, data.prompts
         self.text_part = parts.tokenizer
         self._check_options(reference)
-        if self.config.has_episodes and parts.environments is None:
+        if self.config.has_episodes and not parts.environments.answers_calls:
             raise ConfigError(
                 "environment and tools need workers: pass environments= "
-                "(lightrft.rollout.environments.rounds.Environments) to the trainer"
+                "(lightrft.rollout.environments.environments.Environments) to the trainer"
             )
         actor, critic = models.main.model, models.named("critic")
         encoder = prompt_encoder(parts, strategy.unwrap_model(actor), self.config)
@@ -130,14 +133,16 @@ class PolicyStage(Stage[PolicyBatch]):
             actor,
             ForwardModels(actor, reference, None if critic is None else critic.model),
             RolloutSampler(
-                strategy,
-                parts.reward,
-                parts.model_rewards,
-                decoder=parts.tokenizer,
-                config=self.config,
+                SourceParts(
+                    strategy.session,
+                    self.config,
+                    parts.tokenizer,
+                    parts.reward,
+                    parts.model_rewards,
+                    encoder,
+                ),
+                parts.environments.source,
                 needs_greedy=algorithm.estimator_traits.needs_greedy_rewards,
-                environments=parts.environments,
-                encoder=encoder,
             ),
             parts.tokenizer,
             encoder,
@@ -248,8 +253,7 @@ class PolicyStage(Stage[PolicyBatch]):
 
     def finish(self, batch: PolicyBatch, metrics: dict[str, float]) -> dict[str, float]:
         """See `Stage`."""
-        if self.maker.encoder is not None:
-            self.maker.encoder.forget()
+        self.maker.encoder.forget()
         self.memory = self.memory.after_step(batch.experience, kl=metrics.get("kl_per_response"))
         return metrics | experience_metrics(
             batch.experience, metrics, num_epochs=self.config.max_epochs
@@ -276,10 +280,8 @@ class PolicyStage(Stage[PolicyBatch]):
         self.maker.logs.close()
 
 
-def prompt_encoder(
-    parts: RolloutParts, actor: nn.Module, config: TrainConfig
-) -> PromptEncoder | None:
-    """The encoder of images; None without a processor or for a model of text.
+def prompt_encoder(parts: RolloutParts, actor: nn.Module, config: TrainConfig) -> Encoder:
+    """The encoder of prompts; that of text without a processor or for a model of text.
 
     With environments it is theirs, so that each image is encoded once.
 
@@ -287,17 +289,19 @@ def prompt_encoder(
         ConfigError: Steps of a vision-language model are to be recorded for an audit.
     """
     if parts.processor is None or not isinstance(actor, SequenceModel):
-        return None
+        return TEXT_ENCODER
     family = family_of(actor.config)
     if family is None:
-        return None
+        return TEXT_ENCODER
     if config.audit_every > 0:
         raise ConfigError(
             "an audit computes steps of text models again: leave audit_every out for a model of "
             f"type {family.model_type}"
         )
-    own = None if parts.environments is None else parts.environments.encoder
-    return own or PromptEncoder(cast("ProcessorMixin", parts.processor), family)
+    own = parts.environments.encoder
+    if own.reads_media:
+        return own
+    return PromptEncoder(cast("ProcessorMixin", parts.processor), family)
 
 
 def evaluate_prompts(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightrft.config import TrainConfig
 from lightrft.models.types import ActorOutput
-from lightrft.records.collate import pad_rows
+from lightrft.records.batch import pad_rows
 from lightrft.stages.metrics import StepMetrics
 from lightrft.strategy.strategy_base import StrategyBase
 

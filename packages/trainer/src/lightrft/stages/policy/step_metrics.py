@@ -11,10 +11,10 @@ from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.types import TokenLoss
 from lightrft.config import TrainConfig
 from lightrft.experience.maker import StepExperience
-from lightrft.records.exchange import RowTable
-from lightrft.records.numerics import num_nonfinite
-from lightrft.records.types import PolicyOutputs, RolloutBatch, ScoredRollout
-from lightrft.rollout.sampler import Samples
+from lightrft.records.batch import PolicyOutputs, RolloutBatch
+from lightrft.records.rollout import ScoredRollout
+from lightrft.records.table import RowTable
+from lightrft.rollout.source import Samples
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.mismatch import record_by_media, record_mismatch
 
@@ -261,3 +261,10 @@ def record_ratios(
     metrics.add_masked_mean("clamped_share", token_loss.is_clamped, mask)
     # expm1(d) - d = r - 1 - ln r, without the cancellation near 0.
     metrics.add_masked_mean("approx_kl", log_ratio.expm1() - log_ratio, mask)
+
+
+def num_nonfinite(values: Tensor | None, mask: Tensor) -> Tensor:
+    """Number of entries of `values` [batch, seq] that are NaN or infinite where `mask` is true."""
+    if values is None:
+        return mask.new_zeros((), dtype=mask.dtype).long()
+    return (mask & ~values.detach().isfinite()).sum()

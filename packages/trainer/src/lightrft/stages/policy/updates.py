@@ -24,8 +24,7 @@ from lightrft.experience.maker import StepExperience
 from lightrft.experience.minibatches import epoch_order, micro_slices
 from lightrft.models.support import SamplingSupport
 from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
-from lightrft.records.collate import select_experience
-from lightrft.records.types import ExperienceBatch
+from lightrft.records.batch import ExperienceBatch, select_experience
 from lightrft.stages.accumulation import optimizer_step, record_total
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.objective import LossTokens, PolicyObjective

@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,8 @@ FACTS, SAMPLES, VALUES, CONFIG = (
     "values.safetensors",
     "config.toml",
 )
+# In names of arrays, before those that the record's classes do not list.
+FACT, UPDATE = "fact/", "update/"
 # Of one file of states; the writer holds no more of them in memory.
 STATE_FILE_BYTES = 2**30
 
@@ -62,6 +65,7 @@ class RawSamples:
         is_failed: [rows] bool, the reward failed.
         is_untruncated: [rows] bool, no token was excluded from what `rollout_logprobs` measure.
         greedy_rewards: [rows] float64 of the greedy completion of the row's prompt; NaN without.
+        facts: Further columns, by name: [rows], or [tokens] flat.
     """
 
     sample_ids: Integers
@@ -76,6 +80,7 @@ class RawSamples:
     is_failed: Flags
     is_untruncated: Flags
     greedy_rewards: Array
+    facts: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +268,9 @@ def write_record(
     update_values: Mapping[str, NDArray[np.float32]],
 ) -> None:
     """Write everything but the states; facts.json comes last and makes the record complete."""
-    save_file(_columns(samples), folder / SAMPLES)
-    of_updates = {f"update/{name}": array for name, array in update_values.items()}
+    of_facts = {f"{FACT}{name}": array for name, array in samples.facts.items()}
+    save_file({**_columns(samples), **of_facts}, folder / SAMPLES)
+    of_updates = {f"{UPDATE}{name}": array for name, array in update_values.items()}
     save_file({**_columns(values), **of_updates}, folder / VALUES)
     (folder / FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n", encoding="utf-8")
 
@@ -276,7 +282,7 @@ def publish(partial: Path, folder: Path) -> None:
 
 
 def _columns(record: RawSamples | RunValues) -> dict[str, NDArray[np.generic]]:
-    columns = {item.name: getattr(record, item.name) for item in fields(record)}
+    columns = {i.name: getattr(record, i.name) for i in fields(record) if i.name != "facts"}
     return {name: np.ascontiguousarray(values) for name, values in columns.items()}
 
 
@@ -297,16 +303,25 @@ def read_record(run: Path, step: int | None = None) -> StepRecord:
     folder = step_folder(run, steps[-1] if step is None else step)
     try:
         facts = _read_facts(json.loads((folder / FACTS).read_text(encoding="utf-8")))
-        samples = RawSamples(**load_file(folder / SAMPLES))
-        arrays = load_file(folder / VALUES)
-        prefix = "update/"
-        values = RunValues(**{k: v for k, v in arrays.items() if not k.startswith(prefix)})
-        updates = {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+        found, of_facts = _read_arrays(folder / SAMPLES, FACT)
+        samples = RawSamples(**found, facts=of_facts)
+        found, updates = _read_arrays(folder / VALUES, UPDATE)
+        values = RunValues(**found)
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise RecordError(
             f"{folder} is damaged: {type(error).__name__}: {error}; audit another step with --step"
         ) from error
     return StepRecord(folder, facts, samples, values, updates)
+
+
+def _read_arrays(path: Path, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays of a file, and those whose names begin with a prefix, by the rest of it."""
+    arrays = load_file(path)
+    marked = {name for name in arrays if name.startswith(prefix)}
+    return (
+        {name: array for name, array in arrays.items() if name not in marked},
+        {name.removeprefix(prefix): arrays[name] for name in sorted(marked)},
+    )
 
 
 def _read_facts(given: dict[str, object]) -> Facts:

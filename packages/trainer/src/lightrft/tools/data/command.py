@@ -17,7 +17,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.printable import printable
 from lightrft.config.sources import split_sources
 from lightrft.datasets.files import Row, scan_rows
-from lightrft.datasets.media import VisionPrompts
+from lightrft.datasets.media import Modality
 from lightrft.datasets.render import check_tokenizer
 from lightrft.datasets.types import DataError
 from lightrft.tools.data.certificate import Certificate, certify
@@ -228,7 +228,7 @@ def check(request: Request) -> int:
     config = propose_keys_of(request, rows)
     tokenizer = load_tokenizer(config)
     plain = PlainTokenizer() if tokenizer is None else tokenizer
-    reader = (None if tokenizer is None else load_vision(config)) or plain
+    reader = plain if tokenizer is None else load_modality(config, tokenizer).renderer
     shown = with_progress(items, "rows checked")
     found = check_rows(shown, reader, config, has_model=tokenizer is not None)
     show_samples(found, tokenizer, max_new_tokens=config.generate_max_len)
@@ -302,11 +302,11 @@ def propose_keys_of(request: Request, rows: Sequence[Row]) -> TrainConfig:
     return config.replaced(proposed)
 
 
-def load_vision(config: TrainConfig) -> VisionPrompts | None:
-    """What reads images and videos for the model; None for models of text."""
-    from lightrft.stages.policy.inputs import load_vision as load
+def load_modality(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Modality:
+    """Reader of the prompts of the model."""
+    from lightrft.stages.policy.inputs import load_modality as load
 
-    return load(config)
+    return load(config, tokenizer)
 
 
 def load_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase | None:

@@ -8,7 +8,7 @@ from lightrft.datasets.files import Row
 from lightrft.datasets.prompts import build_prompts
 from lightrft.datasets.render import INPUT_KEYS, PromptTokenizer
 from lightrft.datasets.types import DataError
-from lightrft.engines.media.sources import MediaError, Medium
+from lightrft.engines.media.sources import MediaError
 
 LABEL_KEYS = (
     "label",
@@ -116,8 +116,8 @@ def check_rows(
             if isinstance(item, DataError):
                 raise item
             (prompt,) = build_prompts([item], 0, tokenizer, config, has_model=has_model)
-            media: tuple[Medium, ...] = (*prompt.images, *prompt.videos)
-            sizes = tuple(medium.size() for medium in media)
+            media = prompt.media
+            sizes = tuple(x.size() for own in (media.images, media.videos) for x in own)
             rows.append(
                 CheckedRow(
                     item.location, prompt.text, prompt.token_ids, prompt.label, item.columns, sizes

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit, urlunsplit
 
 from lightrft.rewards.worker import ReportedError
-from lightrft.rollout.environments.adapted import Adapted, EpisodeLostError
 from lightrft.rollout.environments.calls import TURN_TOOL
+from lightrft.rollout.environments.worker import Adapted, EpisodeLostError
 
 if TYPE_CHECKING:
     from websockets.sync.client import ClientConnection

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol, cast
 from lightrft.config import ConfigError
 from lightrft.config.registry import load_reference
 from lightrft.rewards.worker import ReportedError
-from lightrft.rollout.environments.adapted import Adapted, EpisodeLostError
+from lightrft.rollout.environments.worker import Adapted, EpisodeLostError
 
 Message = Mapping[str, object]
 

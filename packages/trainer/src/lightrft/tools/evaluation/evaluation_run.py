@@ -13,12 +13,15 @@ from lightrft.config import TrainConfig
 from lightrft.datasets import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.models import Actor, load_tokenizer
-from lightrft.records.delivery import deliver_rows
-from lightrft.records.exchange import RowTable, SampleTable, tabulate
+from lightrft.records.table import RowTable, SampleTable, deliver_rows, tabulate
 from lightrft.reporting.loggers import JsonLinesFile
-from lightrft.rollout.rollout_groups import Decoder
-from lightrft.rollout.sampler import RolloutSampler, greedy_params, training_params
-from lightrft.stages.policy.inputs import build_environments, load_run_prompts, load_vision
+from lightrft.rollout.sampler import (
+    RolloutSampler,
+    greedy_params,
+    training_params,
+)
+from lightrft.rollout.source import Decoder, SourceParts
+from lightrft.stages.policy.inputs import build_environments, load_modality, load_run_prompts
 from lightrft.stages.policy.rewards import (
     build_model_rewards,
     build_run_reward,
@@ -87,11 +90,10 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
     path = str(config.pretrain)
     with ExitStack() as stack:
         tokenizer = load_tokenizer(path, chat_template=config.chat_template)
-        vision = load_vision(config)
-        environments = build_environments(config, tokenizer, vision, has_journal=False)
-        if environments is not None:
-            stack.callback(environments.close)
-        shown = (vision or tokenizer) if environments is None else environments.prompt_tokenizer
+        modality = load_modality(config, tokenizer)
+        environments = build_environments(config, tokenizer, modality, has_journal=False)
+        stack.callback(environments.close)
+        shown = environments.prompt_tokenizer
         prompts = load_run_prompts(config, shown, for_evaluation=True).prompts
         recipes = reward_recipes(config, prompts)
         reward = stack.enter_context(build_run_reward(config, recipes=recipes))
@@ -109,13 +111,15 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         strategy.setup_inference_engine(config, config.engine_type, actor=model)
         strategy.update_engine_weights(model)
         sampler = RolloutSampler(
-            strategy,
-            reward,
-            models,
-            decoder=tokenizer,
-            config=config,
-            environments=environments,
-            encoder=None if vision is None else vision.encoder,
+            SourceParts(
+                strategy.session,
+                config,
+                tokenizer,
+                reward,
+                models,
+                modality.encoder,
+            ),
+            environments.source,
         )
         metrics: dict[str, float] = {}
         tables = {}

@@ -8,6 +8,7 @@ import numpy as np
 
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of
+from lightrft.engines.media.kinds import Media
 from lightrft.engines.media.prompts import EncodedPrompt
 from lightrft.engines.media.sources import ImageSource
 from lightrft.models.loading import load_config, load_processor
@@ -55,4 +56,4 @@ def _encode(
     text = encoder.processor.apply_chat_template(
         [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
     )
-    return encoder.encode(str(text), images=images)
+    return encoder.encode(str(text), Media({"image": images}))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-# Of `exchange.ROW_ON_WIRE`, which a test compares.
+# Of `records.table.row_on_wire`, which a test compares.
 ROW_BYTES = 44
 COMPONENT_BYTES = 8
 # Framing of one rank's rows, of one sample's evidence and of each call in it, as measured.

@@ -252,7 +252,7 @@ def prepare(recipe: Recipe, directory: Path) -> None:
     import torch
 
     from lightrft.run.threads import decide_threads, max_micro_batch_tokens
-    from lightrft.strategy.distributed.outlet import report_count
+    from lightrft.strategy.distributed.console_sink import report_progress
     from lightrft.tools.model_presets import END
     from lightrft.tools.quickstart.warm_start import build_student, imitate
 
@@ -277,7 +277,7 @@ def prepare(recipe: Recipe, directory: Path) -> None:
     num_steps = recipe.num_warm_start_steps
 
     def on_step(step: int, loss: float) -> None:
-        report_count("steps", step, 0 if step == num_steps else num_steps)
+        report_progress("steps", step, 0 if step == num_steps else num_steps)
         show_loss(step, loss)
 
     imitate(student, task, on_step, num_steps=num_steps, seed=seed)

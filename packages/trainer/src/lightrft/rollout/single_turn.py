@@ -1,21 +1,123 @@
-"""Completions with the prompts they answer, group by group."""
+"""Responses of one turn: a request for each prompt, completions group by group."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from lightrft.datasets.types import Prompt
-from lightrft.engines.types import Completion
-from lightrft.records.types import Rollout, Segment
+from lightrft.engines.media.encoder import TEXT_ENCODER, Encoder
+from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
+from lightrft.records.media import media_request
+from lightrft.records.rollout import Rollout, Segment
+from lightrft.rollout.scoring import finished_samples, open_scorer
+from lightrft.rollout.source import Decoder, SampleRequests, Samples, SourceParts
+from lightrft.strategy.distributed.console_sink import report_progress
+from lightrft.strategy.engine.generation import PromptBatch
+
+if TYPE_CHECKING:
+    from lightrft.datasets.media import Modality
+    from lightrft.strategy.engine.session import EngineSession, OnFinished
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer that turns sampled ids into text."""
+class SingleTurnSource:
+    """Source of responses that one call of the engine samples.
 
-    pad_token_id: int | None
+    Args:
+        parts: Of the run.
+    """
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of the ids."""
-        ...
+    def __init__(self, parts: SourceParts) -> None:
+        self._parts = parts
+
+    def sample(self, requests: SampleRequests) -> Samples:
+        """See `RolloutSource`."""
+        parts, prompts, ids = self._parts, requests.prompts, requests.request_ids
+        with open_scorer(parts, prompts) as scorer:
+            groups = RolloutGroups(
+                prompts,
+                ids,
+                group_ids=requests.positions,
+                group_size=requests.params.n,
+                decoder=parts.decoder,
+                on_group=scorer.add,
+            )
+            asked = build_requests(prompts, ids, parts.encoder)
+            with requests.timer.stage("rollout"), requests.recording(parts):
+                rollouts = self._generate(groups, asked, requests.params)
+            return finished_samples(parts, requests, rollouts, scorer=scorer)
+
+    def _generate(
+        self, groups: RolloutGroups, asked: Sequence[GenerationRequest], params: SamplingParams
+    ) -> list[Rollout]:
+        """This rank's rollouts; groups that are complete go to their scorer on the way."""
+        total, done = len(asked) * params.n, 0
+
+        def take(finished: Sequence[Completion]) -> None:
+            nonlocal done
+            groups.add(finished)
+            done += len(finished)
+            report_progress("generate", done, total)
+
+        completions = generate(self._parts.session, params, asked, take)
+        report_progress("generate", 0, 0)
+        return groups.in_order(completions)
+
+
+def single_turns(parts: SourceParts) -> SingleTurnSource:
+    """The source of responses of one turn."""
+    if parts.config.use_fire:
+        from lightrft.rollout.fire import FireSource
+
+        return FireSource(parts)
+    return SingleTurnSource(parts)
+
+
+class SingleTurns:
+    """A run without environments and tools: each response is one turn.
+
+    Args:
+        modality: Renders and encodes prompts.
+    """
+
+    answers_calls = False
+    notes = ()
+
+    def __init__(self, modality: Modality) -> None:
+        self.encoder = modality.encoder
+        self.prompt_tokenizer = modality.renderer
+
+    def source(self, parts: SourceParts) -> SingleTurnSource:
+        """See `Environments.source`."""
+        return single_turns(parts)
+
+    def close(self) -> None:
+        """Nothing: there are no workers."""
+
+
+def generate(
+    session: EngineSession,
+    params: SamplingParams,
+    requests: Sequence[GenerationRequest],
+    on_finished: OnFinished | None = None,
+) -> list[Completion]:
+    """Completions of this rank's requests; collective. The engine stays awake."""
+    return session.gather_and_generate(
+        PromptBatch(requests), params, on_finished, sleep_engine=False
+    )
+
+
+def build_requests(
+    prompts: Sequence[Prompt], request_ids: Sequence[int], encoder: Encoder = TEXT_ENCODER
+) -> list[GenerationRequest]:
+    """One request a prompt; the request id fixes its random numbers.
+
+    Args:
+        prompts, request_ids: One id for each prompt.
+        encoder: Of prompts with media.
+    """
+    pairs = zip(prompts, request_ids, strict=True)
+    return [media_request(prompt, request_id, encoder) for prompt, request_id in pairs]
 
 
 class RolloutGroups:
@@ -110,7 +212,7 @@ def _check_completions(
     if aborted:
         raise RuntimeError(
             f"the engine aborted {len(aborted)} completions (requests {aborted[:10]}); an aborted "
-            "completion is not a sample of the policy. Look for the cause in the engine's output"
+            "completion is not a sample of the policy. Search the engine's output for the cause"
         )
 
 

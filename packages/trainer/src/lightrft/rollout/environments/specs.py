@@ -1,4 +1,4 @@
-"""The environments of a run: what each means for the prompts and the calls of its rows."""
+"""Specifications of the environments of a run: parser and prompt tokenizer for each row."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, cast
 
 from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.types import DataError
-from lightrft.rollout.environments.adapted import KIND_COLUMN
-from lightrft.rollout.environments.calls import Parser, choose_parser, whole_turn
+from lightrft.rollout.environments.calls import (
+    ENVIRONMENT_COLUMN,
+    Parser,
+    choose_parser,
+    whole_turn,
+)
 from lightrft.rollout.environments.pool import EnvironmentSpec
 
 if TYPE_CHECKING:
@@ -24,18 +28,18 @@ class ToolTokenizer:
     Args:
         tokenizer: Of the model.
         schemas: Of the tools.
-        by_kind: The tokenizers of several environments, of which a row names one.
+        by_name: The tokenizers of several environments, of which a row names one.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase | VisionPrompts,
         schemas: Sequence[Schema],
-        by_kind: Mapping[str, ToolTokenizer] | None = None,
+        by_name: Mapping[str, ToolTokenizer] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._schemas = list(schemas) or None
-        self._by_kind = by_kind
+        self._by_name = by_name
         self.chat_template = cast("str | None", tokenizer.chat_template)
 
     def for_row(self, columns: Mapping[str, object]) -> ToolTokenizer:
@@ -44,9 +48,9 @@ class ToolTokenizer:
         Raises:
             DataError: There is no such environment.
         """
-        if self._by_kind is None:
+        if self._by_name is None:
             return self
-        return self._by_kind[kind_of(columns, self._by_kind)]
+        return self._by_name[name_of(columns, self._by_name)]
 
     def __call__(
         self, text: list[str], *, add_special_tokens: bool
@@ -70,11 +74,11 @@ class ToolTokenizer:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """One environment.
+class RowEnvironment:
+    """The environment of a row.
 
     Args:
-        spec: What its class has.
+        spec: Of its class.
         functions: Schema of each tool by its name.
         parse: Reads calls.
         tokenizer: Shows its tools.
@@ -86,17 +90,17 @@ class Kind:
     tokenizer: ToolTokenizer
 
 
-class Kinds:
+class EnvironmentSpecs:
     """All environments of a run; most have one.
 
     Args:
         specs: By the name that rows have for them; "" where there is only one.
         tokenizer: Of the model.
         tool_parser: Name of the format of calls.
-        vision: Renders prompts in its place, of a model that reads images.
+        renderer: Renders prompts.
 
     Attributes:
-        whole: What they have together.
+        whole: Of all of them together.
         tokenizer: Shows each row the tools of its environment.
 
     Raises:
@@ -108,13 +112,13 @@ class Kinds:
         specs: Mapping[str, EnvironmentSpec],
         tokenizer: PreTrainedTokenizerBase,
         tool_parser: str,
-        vision: VisionPrompts | None = None,
+        renderer: PreTrainedTokenizerBase | VisionPrompts,
     ) -> None:
-        self.whole, chat = _together(specs), vision or tokenizer
-        shown = {name: ToolTokenizer(chat, spec.schemas) for name, spec in specs.items()}
-        self.tokenizer = shown.get("") or ToolTokenizer(chat, (), shown)
-        self._kinds = {
-            name: Kind(
+        self.whole = _together(specs)
+        shown = {name: ToolTokenizer(renderer, spec.schemas) for name, spec in specs.items()}
+        self.tokenizer = shown.get("") or ToolTokenizer(renderer, (), shown)
+        self._by_name = {
+            name: RowEnvironment(
                 spec,
                 spec.functions,
                 whole_turn
@@ -125,12 +129,12 @@ class Kinds:
             for name, spec in specs.items()
         }
 
-    def of(self, columns: Mapping[str, object]) -> Kind:
+    def of(self, columns: Mapping[str, object]) -> RowEnvironment:
         """The environment of a row."""
-        return self._kinds[kind_of(columns, self._kinds)]
+        return self._by_name[name_of(columns, self._by_name)]
 
 
-def kind_of(columns: Mapping[str, object], known: Mapping[str, object]) -> str:
+def name_of(columns: Mapping[str, object], known: Mapping[str, object]) -> str:
     """The name of a row's environment.
 
     Raises:
@@ -138,10 +142,11 @@ def kind_of(columns: Mapping[str, object], known: Mapping[str, object]) -> str:
     """
     if "" in known:
         return ""
-    name = columns.get(KIND_COLUMN)
+    name = columns.get(ENVIRONMENT_COLUMN)
     if name not in known:
         raise DataError(
-            f"column {KIND_COLUMN!r} must name one of {', '.join(known)}: got {str(name)[:80]!r}"
+            f"column {ENVIRONMENT_COLUMN!r} must name one of {', '.join(known)}: got "
+            f"{str(name)[:80]!r}"
         )
     return str(name)
 

@@ -11,9 +11,8 @@ import torch
 
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.experience.minibatches import plan_minibatches
-from lightrft.records.collate import collate
-from lightrft.records.delivery import deliver_rows
-from lightrft.records.exchange import ROW_ON_WIRE, exchange, tabulate
+from lightrft.records.batch import collate
+from lightrft.records.table import deliver_rows, exchange, row_on_wire, tabulate
 from lightrft.rollout.dynamic import apply_selection, select_groups
 from lightrft.rollout.ledger_records import Account, Evidence, deliver_evidence
 from lightrft.tools.plan.exchange_bytes import ROW_BYTES, StepSamples, predict_exchange
@@ -208,4 +207,4 @@ def test_at_scale_a_rank_gets_little_more_than_it_trains(world_size, count, toke
 
 
 def test_a_row_on_the_wire_has_the_size_that_predictions_use():
-    assert ROW_ON_WIRE.itemsize == ROW_BYTES
+    assert row_on_wire().itemsize == ROW_BYTES

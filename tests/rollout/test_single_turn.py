@@ -2,9 +2,10 @@ import pytest
 
 from lightrft.config import ConfigError
 from lightrft.datasets.types import Prompt
+from lightrft.engines.media.kinds import Media
 from lightrft.engines.types import Completion
-from lightrft.rollout.rollout_groups import RolloutGroups
-from lightrft.rollout.sampler import build_requests, own_positions
+from lightrft.rollout.single_turn import RolloutGroups, build_requests
+from lightrft.rollout.source import own_positions
 
 
 class Rank:
@@ -12,9 +13,6 @@ class Rank:
 
     def __init__(self, rank, world_size):
         self.rank, self.world_size = rank, world_size
-
-    def get_rank(self):
-        return self.rank
 
 
 class LetterDecoder:
@@ -91,14 +89,16 @@ def test_an_aborted_completion_is_an_error():
 
 def test_requests_carry_ids_text_and_images():
     class Encoder:
-        def kept(self, text, *, images, videos):
-            return (text, images, videos)
+        reads_media = True
+
+        def kept(self, text, media):
+            return (text, media)
 
     image = object()
-    row = Prompt(id=0, text="look", token_ids=(1,), images=(image,))
+    row = Prompt(id=0, text="look", token_ids=(1,), media=Media({"image": (image,)}))
     (request,) = build_requests([row], [12], Encoder())
     assert (request.request_id, request.prompt_text) == (12, "look")
     assert request.multi_modal.images == (image,)
-    assert request.encoded == ("look", (image,), ())
+    assert request.encoded == ("look", row.media)
     with pytest.raises(ConfigError, match="the trainer needs the model's processor"):
         build_requests([row], [12])

@@ -5,8 +5,8 @@ import pytest
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
-from lightrft.records.exchange import exchange, merge, row_table, tabulate, to_wire
-from lightrft.records.types import Rollout, ScoredRollout
+from lightrft.records.rollout import Rollout, ScoredRollout
+from lightrft.records.table import exchange, merge, row_table, tabulate, to_wire
 
 
 class ListGatherer:

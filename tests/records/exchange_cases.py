@@ -2,15 +2,16 @@
 
 import pickle
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry, hash_context
 from lightrft.engines.types import Completion
-from lightrft.records.exchange import ROW_COLUMNS, SampleTable
-from lightrft.records.types import Rollout, ScoredRollout, Segment
+from lightrft.records.columns import COLUMNS
+from lightrft.records.rollout import Rollout, ScoredRollout, Segment
+from lightrft.records.table import SampleTable
 
 
 class ThreadWorld:
@@ -81,17 +82,14 @@ def gathered(table, own, wanted, strategy):
     """The reference: every rank gets the tokens of all samples, and takes its own rows."""
     tables = strategy.gather_objects(own)
     names = table.component_names
-    versions = [t.token_versions for t in tables]
-    columns = [n for n in ROW_COLUMNS if n not in ("components", "is_masked")]
+    named = ("component_names", "components", "facts")
+    columns = [item.name for item in fields(SampleTable) if item.name not in named]
+    facts = [name for name in own.facts if COLUMNS[name].travels != "stays"]
     whole = SampleTable(
         **{name: np.concatenate([getattr(t, name) for t in tables]) for name in columns},
-        token_ids=np.concatenate([t.token_ids for t in tables]),
-        rollout_logprobs=np.concatenate([t.rollout_logprobs for t in tables]),
-        is_sampled=np.concatenate([t.is_sampled for t in tables]),
-        is_masked=np.concatenate([t.is_masked for t in tables]),
         component_names=names,
         components=np.concatenate([_under(names, t) for t in tables]),
-        token_versions=None if any(v is None for v in versions) else np.concatenate(versions),
+        facts={name: np.concatenate([t.facts[name] for t in tables]) for name in facts},
     )
     order = np.argsort(whole.sample_ids, kind="stable")
     kept = order[np.isin(whole.sample_ids[order], table.sample_ids)]

@@ -1,16 +1,14 @@
-"""The records of one reinforcement learning step, in the order in which they are made."""
+"""Samples of a step: a prompt, the response to it, and its reward."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch import Tensor
-
 from lightrft.datasets.types import Prompt
-from lightrft.engines.media.prompts import NO_MEDIA, LaterImages, RowMedia
+from lightrft.engines.media.kinds import Media
+from lightrft.engines.media.prompts import LaterImages
 from lightrft.engines.media.sources import ImageSource
 from lightrft.engines.types import Completion
-from lightrft.models.support import SamplingSupport
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +108,14 @@ class Rollout:
         return (*self.completion.prompt_token_ids, *self.completion.output_token_ids)
 
     @property
+    def media(self) -> Media:
+        """Of prompt and response, in order."""
+        return sum((each.media for each in self.later), self.prompt.media)
+
+    @property
     def images(self) -> tuple[ImageSource, ...]:
         """Of prompt and response, in order."""
-        return (*self.prompt.images, *(image for each in self.later for image in each.images))
+        return self.media.images
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,90 +137,11 @@ class ScoredRollout:
     unshaped_reward: float | None = None
 
     @property
-    def accuracy(self) -> float:
-        """The component "accuracy" if there is one, else the reward before shaping."""
-        unshaped = self.reward if self.unshaped_reward is None else self.unshaped_reward
-        return self.components.get("accuracy", unshaped)
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutBatch:
-    """Padded tensors of the rows one rank trains on.
-
-    All per-token tensors share [batch, seq]: entry t of a row belongs to `token_ids[:, t]` given
-    the tokens before t. Rows are right-padded; values outside `response_mask` are 0.
-
-    Args:
-        token_ids: [batch, seq] int64, prompt then response, padded with the pad id.
-        attention_mask: [batch, seq] bool, True on prompt and response tokens.
-        response_mask: [batch, seq] bool, True on tokens the policy sampled; observations between
-            them are context.
-        rollout_logprobs: [batch, seq] float32, from the engine.
-        rewards: [batch] float32.
-        group_ids: [batch] int64.
-        sample_ids: [batch] int64.
-        temperature: Temperature all rows were sampled at.
-        compared_mask: [batch, seq] bool, sampled tokens whose `rollout_logprobs` follow the
-            distribution the trainer scores with, or with `support` the truncated one; None if no
-            token's do.
-        support: What the sampling excluded, to be replayed; None replays nothing.
-        media: Images and videos of the rows, by reference.
-    """
-
-    token_ids: Tensor
-    attention_mask: Tensor
-    response_mask: Tensor
-    rollout_logprobs: Tensor
-    rewards: Tensor
-    group_ids: Tensor
-    sample_ids: Tensor
-    temperature: float
-    compared_mask: Tensor | None = None
-    support: SamplingSupport | None = None
-    media: RowMedia = NO_MEDIA
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyOutputs:
-    """What the models say about a `RolloutBatch` before the update; None means "no such model".
-
-    Args:
-        old_logprobs: [batch, seq] float32 under the policy at the start of the step; None where
-            the update's own logprobs are these, since every row is trained on once, in the one
-            optimizer batch of the step.
-        ref_logprobs: [batch, seq] float32 under the reference model.
-        values: [batch, seq] float32 from the critic: value before token t is sampled.
-        entropy: [batch, seq] float32 of the policy's next-token distribution at token t.
-        log_kept_mass: [batch, seq] float32, see `lightrft.models.types.ActorOutput`; it comes with
-            the old logprobs of rows that have a `support`.
-    """
-
-    old_logprobs: Tensor | None
-    ref_logprobs: Tensor | None
-    values: Tensor | None
-    entropy: Tensor | None
-    log_kept_mass: Tensor | None = None
+    def unshaped(self) -> float:
+        """The reward before shaping."""
+        return self.reward if self.unshaped_reward is None else self.unshaped_reward
 
     @property
-    def sampling_logprobs(self) -> Tensor | None:
-        """The old logprobs under the distribution the engine sampled from, truncation included."""
-        if self.old_logprobs is None or self.log_kept_mass is None:
-            return self.old_logprobs
-        return self.old_logprobs - self.log_kept_mass
-
-
-@dataclass(frozen=True, slots=True)
-class ExperienceBatch:
-    """All a policy and value update need.
-
-    Args:
-        rollouts: The padded rows.
-        outputs: Model outputs before the update.
-        advantages: [batch, seq] float32, 0 outside `response_mask`.
-        returns: [batch, seq] float32, 0 outside `response_mask`.
-    """
-
-    rollouts: RolloutBatch
-    outputs: PolicyOutputs
-    advantages: Tensor
-    returns: Tensor
+    def accuracy(self) -> float:
+        """The component "accuracy" if there is one, else the reward before shaping."""
+        return self.components.get("accuracy", self.unshaped)

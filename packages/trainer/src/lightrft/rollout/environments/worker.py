@@ -14,14 +14,15 @@ import json
 import math
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import ClassVar, cast
 
 from lightrft.config import ConfigError
 from lightrft.config.registry import ENVIRONMENT_KINDS, load_reference, split_kind, split_reference
 from lightrft.rewards.worker import ReportedError
-from lightrft.rollout.environments.adapted import KIND_COLUMN, Adapted, EpisodeLostError
+from lightrft.rollout.environments.calls import ENVIRONMENT_COLUMN
 from lightrft.rollout.environments.content import (
     ContentError,
     Parts,
@@ -34,6 +35,36 @@ from lightrft.rollout.environments.content import (
 NOT_TOOLS = ("reset", "get_reward")
 Tool = Callable[..., object]
 Factory = Callable[[], object]
+
+
+class EpisodeLostError(ReportedError):
+    """The state of an episode is gone; nothing it answers from here on counts."""
+
+
+class Adapted(ABC):
+    """One episode of an environment of another make.
+
+    Attributes:
+        answers_turns: `step(action)` takes all that is said in a turn, and answers as a user does;
+            otherwise `step` is a tool that the model calls.
+        is_done: The episode has ended; the answer that came with it is not shown.
+    """
+
+    answers_turns: ClassVar[bool] = False
+    is_done = False
+
+    @abstractmethod
+    def reset(self, seed: int | None = None, **row: object) -> object:
+        """Begins the episode; what it returns stands at the end of the user's message."""
+
+    @abstractmethod
+    def get_reward(self) -> float:
+        """The reward of the whole episode."""
+
+    @classmethod
+    def schemas(cls) -> list[object]:
+        """Of its tools, as chat templates take them."""
+        return []
 
 
 class HostedEnvironments:
@@ -119,15 +150,15 @@ class HostedEnvironments:
         if not self._factories:
             return None
         # Where a row chooses, its environment does not get the choice, as in TRL.
-        kind = "" if "" in self._factories else str(row.pop(KIND_COLUMN))
+        kind = "" if "" in self._factories else str(row.pop(ENVIRONMENT_COLUMN))
         environment = self._factories[kind]()
         self._episodes[episode] = environment
-        told = cast("Tool", environment.reset)(**row)  # type: ignore[attr-defined]
-        if inspect.isawaitable(told):
-            told = asyncio.run(_wait(told))
+        message = cast("Tool", environment.reset)(**row)  # type: ignore[attr-defined]
+        if inspect.isawaitable(message):
+            message = asyncio.run(_wait(message))
         name = f"{type(environment).__name__}.reset"
-        parts = self._parts(told, name)
-        return _as_told(told, name) if parts is None else _answer(parts)
+        parts = self._parts(message, name)
+        return _reset_message(message, name) if parts is None else _answer(parts)
 
     def _call(self, episode: str, name: str, arguments: dict[str, object]) -> dict[str, object]:
         tool = self._tools.get(name)
@@ -238,7 +269,7 @@ def _load(text: str, kind: str) -> object:
 
 
 def _factories(text: str) -> dict[str, Factory]:
-    """What makes environments, by the names that rows have for them; "" where there is one."""
+    """Makers of environments, by the names that rows have for them; "" where there is one."""
     kind, rest = split_kind(text)
     if kind is not None:
         adapt = cast("Callable[[str], Factory]", ENVIRONMENT_KINDS.load(kind))
@@ -259,8 +290,8 @@ def _not_a_class(what: str) -> str:
     )
 
 
-def _as_told(result: object, name: str) -> str | None:
-    """What `reset` returned as text: None, a string, or blocks of content that are text."""
+def _reset_message(result: object, name: str) -> str | None:
+    """The result of `reset` as text: None, a string, or blocks of content that are text."""
     if result is None or isinstance(result, str):
         return result
     texts = []

@@ -5,14 +5,15 @@ import pytest
 import torch
 
 from lightrft.experience.minibatches import micro_slices
-from lightrft.records.collate import (
+from lightrft.records.batch import (
+    ExperienceBatch,
+    PolicyOutputs,
     collate,
     join_micro_batches,
     select_experience,
     select_rollouts,
 )
-from lightrft.records.exchange import SampleTable
-from lightrft.records.types import ExperienceBatch, PolicyOutputs
+from lightrft.records.table import SampleTable
 
 
 def table(prompts, responses, *, masked=None):

@@ -1,0 +1,254 @@
+"""Checkpoints of a strategy: saved, found and loaded alike with every backend."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from pickle import UnpicklingError
+
+from safetensors import SafetensorError
+
+from lightrft.strategy.backend import Backend, WantedState
+from lightrft.strategy.checkpoints.client_state import load_scheduler, save_scheduler
+from lightrft.strategy.checkpoints.files import CheckpointError, FileWriter, StagedWriter
+from lightrft.strategy.checkpoints.folders import (
+    OpenCheckpoint,
+    RankGroup,
+    SaveRequest,
+    begin_checkpoint,
+    complete_checkpoint,
+    find_checkpoint,
+    find_checkpoints,
+    write_checkpoint,
+)
+from lightrft.strategy.checkpoints.gathered_model import as_saved, save_gathered_model
+from lightrft.strategy.checkpoints.manifest import Checkpoint
+from lightrft.strategy.checkpoints.moving_averages import MovingAverages
+from lightrft.strategy.distributed.collectives import gather_objects
+from lightrft.strategy.distributed.context import DistributedContext
+from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.distributed.process_groups import separate_group
+from lightrft.strategy.prepared import AnyModel, PreparedModel, inner_module
+from lightrft.strategy.weight_sync.parameter_source import gathered_dtype
+
+Write = Callable[[Path, FileWriter], None]
+
+
+class CheckpointSaver:
+    """Saves in the order of the calls; an error in the background surfaces at the next call.
+
+    In the background a checkpoint goes through the same steps as otherwise: it is complete when
+    every rank has written, flushed and hashed its files, and only then are older ones removed.
+
+    Args:
+        ranks: The ranks that save together.
+        background_ranks: The same ranks with a `gather` of their own, made at the first save in
+            the background; None always saves while the caller waits.
+    """
+
+    def __init__(
+        self, ranks: RankGroup, background_ranks: Callable[[], RankGroup] | None = None
+    ) -> None:
+        self._ranks = ranks
+        self._make_background_ranks = background_ranks
+        self._background: tuple[ThreadPoolExecutor, RankGroup] | None = None
+        self._pending: dict[Path, Future[None]] = {}
+
+    def save(self, request: SaveRequest, write: Write) -> None:
+        """Save one checkpoint. Collective.
+
+        Args:
+            request: Where and under which name.
+            write: Writes this rank's files of a folder by the writer it is given.
+
+        Raises:
+            CheckpointError: This save failed, or the last one into this folder did.
+        """
+        if self._make_background_ranks is None:
+            files = FileWriter()
+            write_checkpoint(request, lambda folder: write(folder, files), ranks=self._ranks)
+            return
+        self._wait(request.save_dir)
+        if self._background is None:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._background = (thread, self._make_background_ranks())
+        thread, ranks = self._background
+        staged = StagedWriter()
+        opened = begin_checkpoint(
+            request, lambda folder: write(folder, staged), ranks=self._ranks, files=staged
+        )
+        earlier = tuple(self._pending.values())
+        self._pending[request.save_dir] = thread.submit(_complete, opened, staged, ranks, earlier)
+
+    def finish(self) -> None:
+        """Wait until every checkpoint is complete.
+
+        Raises:
+            CheckpointError: One of them failed; the message names rank and error.
+        """
+        failures = []
+        for folder in list(self._pending):
+            try:
+                self._wait(folder)
+            except CheckpointError as error:
+                failures.append(str(error))
+        if failures:
+            raise CheckpointError("; ".join(failures))
+
+    def close(self) -> None:
+        """`finish`, then end the thread."""
+        try:
+            self.finish()
+        finally:
+            if self._background is not None:
+                self._background[0].shutdown()
+                self._background = None
+
+    def _wait(self, folder: Path) -> None:
+        """Every rank waits for the same save and gets the same error, so all raise or none."""
+        future = self._pending.pop(folder, None)
+        if future is None:
+            return
+        try:
+            future.result()
+        except Exception as error:
+            raise CheckpointError(f"saving into {folder} failed: {error}") from error
+
+
+def _complete(
+    opened: OpenCheckpoint,
+    staged: StagedWriter,
+    ranks: RankGroup,
+    earlier: tuple[Future[None], ...],
+) -> None:
+    """In the thread, which has ended all earlier saves."""
+
+    def flush() -> None:
+        # A checkpoint may rely on the one before it: a run's actor on its critic.
+        if any(future.exception() is not None for future in earlier):
+            raise CheckpointError("an earlier save failed")
+        staged.flush()
+
+    complete_checkpoint(opened, ranks=ranks, flush=flush)
+
+
+class Checkpoints:
+    """A strategy's files: folders of ours around files of the backend, and exported models.
+
+    Args:
+        context: Started.
+        backend: Writes and reads states.
+        strategy: Name of the strategy class; only it loads what it has saved.
+        in_background: Saves return when the state has been copied to host memory.
+    """
+
+    def __init__(
+        self, context: DistributedContext, backend: Backend, strategy: str, *, in_background: bool
+    ) -> None:
+        self._context = context
+        self._strategy = strategy
+        self._backend = backend
+        self.averages = MovingAverages()
+        # By folder: what `find` has verified and the next load of it need not verify again.
+        self._verified: dict[Path, Checkpoint] = {}
+        self.group = RankGroup(context.rank, context.world_size, context.gather_objects)
+        self.saver = CheckpointSaver(
+            self.group, self._make_background_group if in_background else None
+        )
+
+    def _make_background_group(self) -> RankGroup:
+        """A group of its own, so that a save never meets the collectives of training."""
+        group = self._context.world_group
+        if self._context.world_size > 1:
+            group = separate_group(None, timeout=self._context.timeout)
+        return RankGroup(
+            self._context.rank, self._context.world_size, lambda item: gather_objects(item, group)
+        )
+
+    def save(self, request: SaveRequest, found: PreparedModel, model_ema: AnyModel | None) -> None:
+        """See `StrategyBase.save_ckpt`."""
+
+        def write(folder: Path, files: FileWriter) -> None:
+            self._backend.write_state(folder, found, files)
+            if found.scheduler is not None and self._context.rank == 0:
+                save_scheduler(folder, found.scheduler, files)
+            if model_ema is not None:
+                average = self._backend.parameter_source(model_ema)
+                self.averages.save(folder, average, files, rank=self._context.rank)
+
+        with phase("save a checkpoint", self._context.timeout):
+            self.saver.save(request, write)
+
+    def find(
+        self, folders: Sequence[Path], accepts: Callable[[Mapping[str, object]], None] | None = None
+    ) -> str | None:
+        """See `StrategyBase.find_ckpt`."""
+        self.finish()
+        with phase("find a checkpoint", self._context.timeout):
+            try:
+                found = find_checkpoints(folders, ranks=self.group, accepts=accepts)
+            except FileNotFoundError:
+                return None
+        self._verified = dict(zip(folders, found, strict=True))
+        return found[0].manifest.tag
+
+    def load(
+        self,
+        folder: Path,
+        tag: str | None,
+        found: PreparedModel,
+        wanted: WantedState,
+        model_ema: AnyModel | None,
+    ) -> tuple[str, dict[str, object]]:
+        """See `StrategyBase.load_ckpt`."""
+        self.finish()
+        with phase("load a checkpoint", self._context.timeout):
+            checkpoint = self._verified.pop(folder, None)
+            if checkpoint is None or tag != checkpoint.manifest.tag:
+                checkpoint = find_checkpoint(folder, tag, ranks=self.group)
+            checkpoint.require_strategy(self._strategy)
+            try:
+                state = self._read(checkpoint, found, wanted, model_ema)
+            # Files of the right hash that hold something else: no code of theirs has run.
+            except (SafetensorError, UnpicklingError, ValueError, TypeError, LookupError) as error:
+                lines = str(error).strip().splitlines() or [""]
+                raise CheckpointError(
+                    f"{checkpoint.path} cannot be read: {type(error).__name__}: {lines[0]}"
+                ) from error
+            self._context.barrier()
+        return str(checkpoint.path), state
+
+    def _read(
+        self,
+        checkpoint: Checkpoint,
+        found: PreparedModel,
+        wanted: WantedState,
+        model_ema: AnyModel | None,
+    ) -> dict[str, object]:
+        """Reads everything into its place; returns the client state."""
+        self._backend.read_state(checkpoint, found, wanted)
+        if wanted.scheduler and found.scheduler is not None:
+            load_scheduler(checkpoint.path, found.scheduler)
+        self.averages.forget(inner_module(found))
+        if model_ema is not None:
+            average = self._backend.parameter_source(model_ema)
+            self.averages.load(checkpoint.path, average)
+        if wanted.rng and not checkpoint.restore_rng(self._context.rank):
+            self._context.print(f"{checkpoint.path} has no generator states for every rank")
+        return checkpoint.client_state()
+
+    def finish(self) -> None:
+        """See `StrategyBase.finish_saving`."""
+        with phase("finish saving", self._context.timeout):
+            self.saver.finish()
+
+    def export(self, model: AnyModel, tokenizer: object | None, output_dir: Path) -> None:
+        """Gathers one parameter at a time and writes on rank 0, in the compute dtype."""
+        module, dtype = inner_module(model), self._context.compute_dtype
+        with phase("save a model", self._context.timeout):
+            kept = gathered_dtype(module, dtype)
+            values = self._backend.full_values(module)
+            keeps = self._context.rank == 0
+            state = {name: as_saved(value, kept) for name, value in values if keeps}
+            self.group.on_first(
+                lambda: save_gathered_model(module, state, tokenizer, output_dir, dtype=dtype)
+            )

@@ -1,0 +1,51 @@
+"""Sink of a process' lines: standard output, or what a run puts in its place; progress of work."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from typing import TypeVar
+
+T = TypeVar("T")
+# Takes a line, and whether it is a detail: memory, sleep, weight sync.
+ConsoleSink = Callable[[str, bool], None]
+_sinks: list[ConsoleSink] = []
+_progress: list[tuple[str, int, int]] = []
+
+
+@contextmanager
+def console_sink(sink: ConsoleSink) -> Iterator[None]:
+    """Hands every line to `sink` while the body runs; the innermost counts."""
+    _sinks.append(sink)
+    try:
+        yield
+    finally:
+        _sinks.remove(sink)
+
+
+def write_line(text: str, *, is_detail: bool = False, is_stamped: bool = True) -> None:
+    """Writes a line; on standard output it begins with the time if `is_stamped`."""
+    if _sinks:
+        _sinks[-1](text, is_detail)
+        return
+    stamp = f"[StrategyINFO {datetime.now():%m-%d %H:%M:%S}]  " if is_stamped else ""
+    sys.stdout.write(f"{stamp}{text}\n")
+    sys.stdout.flush()
+
+
+def with_progress(items: Sequence[T], name: str) -> Iterator[T]:
+    """The items one after another; meanwhile `current_progress` tells how many are done."""
+    for done, item in enumerate(items):
+        report_progress(name, done, len(items))
+        yield item
+    report_progress(name, 0, 0)
+
+
+def report_progress(name: str, done: int, total: int) -> None:
+    """Notes the progress of a long piece of work; a `total` of 0 ends it."""
+    _progress[:] = [(name, done, total)] if total else []
+
+
+def current_progress() -> tuple[str, int, int] | None:
+    """Name, done and total of the work in progress, or None."""
+    return _progress[-1] if _progress else None

@@ -1,0 +1,221 @@
+"""Padded tensors of the rows that one rank trains on, and selections of their rows."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightrft.engines.media.prompts import NO_MEDIA, RowMedia
+from lightrft.models.support import SamplingSupport
+from lightrft.records.columns import COLUMNS
+from lightrft.records.table import SampleTable
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """Padded tensors of the rows one rank trains on.
+
+    All per-token tensors share [batch, seq]: entry t of a row belongs to `token_ids[:, t]` given
+    the tokens before t. Rows are right-padded; values outside `response_mask` are 0.
+
+    Args:
+        token_ids: [batch, seq] int64, prompt then response, padded with the pad id.
+        attention_mask: [batch, seq] bool, True on prompt and response tokens.
+        response_mask: [batch, seq] bool, True on tokens the policy sampled; observations between
+            them are context.
+        rollout_logprobs: [batch, seq] float32, from the engine.
+        rewards: [batch] float32.
+        group_ids: [batch] int64.
+        sample_ids: [batch] int64.
+        temperature: Temperature all rows were sampled at.
+        compared_mask: [batch, seq] bool, sampled tokens whose `rollout_logprobs` follow the
+            distribution the trainer scores with, or with `support` the truncated one; None if no
+            token's do.
+        support: What the sampling excluded, to be replayed; None replays nothing.
+        media: Images and videos of the rows, by reference.
+        facts: Further columns of tokens, [batch, seq], by name; filled outside responses.
+    """
+
+    token_ids: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    rollout_logprobs: Tensor
+    rewards: Tensor
+    group_ids: Tensor
+    sample_ids: Tensor
+    temperature: float
+    compared_mask: Tensor | None = None
+    support: SamplingSupport | None = None
+    media: RowMedia = NO_MEDIA
+    facts: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOutputs:
+    """What the models say about a `RolloutBatch` before the update; None means "no such model".
+
+    Args:
+        old_logprobs: [batch, seq] float32 under the policy at the start of the step; None where
+            the update's own logprobs are these, since every row is trained on once, in the one
+            optimizer batch of the step.
+        ref_logprobs: [batch, seq] float32 under the reference model.
+        values: [batch, seq] float32 from the critic: value before token t is sampled.
+        entropy: [batch, seq] float32 of the policy's next-token distribution at token t.
+        log_kept_mass: [batch, seq] float32, see `lightrft.models.types.ActorOutput`; it comes with
+            the old logprobs of rows that have a `support`.
+    """
+
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    values: Tensor | None
+    entropy: Tensor | None
+    log_kept_mass: Tensor | None = None
+
+    @property
+    def sampling_logprobs(self) -> Tensor | None:
+        """The old logprobs under the distribution the engine sampled from, truncation included."""
+        if self.old_logprobs is None or self.log_kept_mass is None:
+            return self.old_logprobs
+        return self.old_logprobs - self.log_kept_mass
+
+
+@dataclass(frozen=True, slots=True)
+class ExperienceBatch:
+    """All a policy and value update need.
+
+    Args:
+        rollouts: The padded rows.
+        outputs: Model outputs before the update.
+        advantages: [batch, seq] float32, 0 outside `response_mask`.
+        returns: [batch, seq] float32, 0 outside `response_mask`.
+    """
+
+    rollouts: RolloutBatch
+    outputs: PolicyOutputs
+    advantages: Tensor
+    returns: Tensor
+
+
+def collate(
+    table: SampleTable,
+    *,
+    pad_token_id: int,
+    temperature: float,
+    device: torch.device,
+    num_uncompared_tokens: int = 0,
+    version: int | None = None,
+    support: SamplingSupport | None = None,
+    media: RowMedia = NO_MEDIA,
+) -> RolloutBatch:
+    """The rows of a table as right-padded tensors.
+
+    A row that is excluded from the loss has an empty response mask. The response mask covers
+    exactly the sampled tokens: observations are context only, and no end-of-sequence token is
+    added to a truncated response.
+
+    Args:
+        table: The rows.
+        pad_token_id: Fills rows to equal length.
+        temperature: At which all rows were sampled.
+        device: Where the tensors go.
+        num_uncompared_tokens: First response tokens that were drawn at another temperature.
+        version: Of the trainer's weights, with which tokens of other versions cannot be compared;
+            None compares all.
+        support: What the sampling excluded; None if nothing, or if it cannot be replayed.
+        media: Images and videos of the rows.
+    """
+    prompt_lengths = torch.from_numpy(table.prompt_lengths)[:, None]  # [batch, 1]
+    lengths = torch.from_numpy(table.lengths)[:, None]
+    width = int(lengths.max()) if len(table) else 0
+    positions = torch.arange(width)[None, :]  # [1, seq]
+    attention_mask = positions < lengths
+    padded = _padded_columns(table, attention_mask)
+    is_sampled = padded.pop("is_sampled")
+    is_kept = torch.from_numpy(~table.is_masked)[:, None]
+    is_compared = is_kept & torch.from_numpy(table.is_untruncated == (support is None))[:, None]
+    is_compared = is_compared & is_sampled & (positions >= prompt_lengths + num_uncompared_tokens)
+    versions = padded.pop("token_versions")
+    if version is not None:
+        is_compared = is_compared & (versions == version)
+    token_ids = torch.where(attention_mask, padded.pop("token_ids"), pad_token_id)
+    padded = {
+        name: torch.where(is_kept, values, COLUMNS[name].fill).to(values.dtype).to(device)
+        for name, values in padded.items()
+    }
+    return RolloutBatch(
+        token_ids=token_ids.to(device),
+        attention_mask=attention_mask.to(device),
+        response_mask=(is_sampled & is_kept).to(device),
+        rollout_logprobs=padded.pop("rollout_logprobs"),
+        rewards=torch.from_numpy(table.rewards.astype(np.float32)).to(device),
+        group_ids=torch.from_numpy(table.group_ids).to(device),
+        sample_ids=torch.from_numpy(table.sample_ids).to(device),
+        media=media,
+        temperature=temperature,
+        compared_mask=is_compared.to(device),
+        support=support,
+        facts=padded,
+    )
+
+
+def _padded_columns(table: SampleTable, attention_mask: Tensor) -> dict[str, Tensor]:
+    """The table's columns of tokens as [batch, seq] tensors; integers become int64."""
+    found, known = {}, table.columns
+    for column in COLUMNS.values():
+        if column.is_padded and column.name in known:
+            values = torch.from_numpy(table.per_token(column))
+            dtype = torch.int64 if issubclass(column.dtype, np.integer) else values.dtype
+            tensor = torch.full(attention_mask.shape, column.fill, dtype=dtype)
+            tensor[attention_mask] = values.to(dtype)
+            found[column.name] = tensor
+    return found
+
+
+def select_rollouts(batch: RolloutBatch, rows: slice) -> RolloutBatch:
+    """Consecutive rows, without the columns that are padding in all of them."""
+    attention_mask = batch.attention_mask[rows]
+    width = int(attention_mask.sum(dim=1).max()) if attention_mask.numel() else 0
+    return replace(_narrowed(batch, rows, width), media=batch.media[rows])
+
+
+def select_experience(batch: ExperienceBatch, rows: slice) -> ExperienceBatch:
+    """Consecutive rows, without the columns that are padding in all of them."""
+    rollouts = select_rollouts(batch.rollouts, rows)
+    width = rollouts.token_ids.shape[1]
+    outputs = _narrowed(batch.outputs, rows, width)
+    return replace(_narrowed(batch, rows, width), rollouts=rollouts, outputs=outputs)
+
+
+Record = TypeVar("Record", RolloutBatch, PolicyOutputs, ExperienceBatch)
+
+
+def _narrowed(record: Record, rows: slice, width: int) -> Record:
+    """The record with some rows and columns of all its tensors."""
+
+    def narrow(value: object) -> object:
+        if isinstance(value, dict):
+            return {name: narrow(each) for name, each in value.items()}
+        if isinstance(value, Tensor):
+            return value[rows] if value.dim() == 1 else value[rows, :width]
+        return value
+
+    values = {item.name: narrow(getattr(record, item.name)) for item in fields(record)}
+    return replace(record, **values)  # type: ignore[arg-type]
+
+
+def join_micro_batches(pieces: Sequence[Tensor], width: int) -> Tensor:
+    """Per-token tensors [rows, seq_i] of micro batches as one [batch, width], 0-padded."""
+    padded = [torch.nn.functional.pad(piece, (0, width - piece.shape[1])) for piece in pieces]
+    return torch.cat(padded)
+
+
+def pad_rows(texts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids [batch, seq] int64, right-padded with 0, and what is no padding [batch, seq]."""
+    lengths = torch.tensor([len(text) for text in texts])
+    mask = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
+    token_ids = torch.zeros(mask.shape, dtype=torch.int64)
+    token_ids[mask] = torch.tensor([token for text in texts for token in text])
+    return token_ids.to(device), mask.to(device)

@@ -1,0 +1,220 @@
+"""One table of all facts that a step has per row or per token.
+
+A further fact is a line here, the engine's adapter that fills it (`Completion.facts`) and its
+consumer. All that lies between them loops over the table: selection, merging, exchange, delivery,
+padding, journals, responses that are carried on, evidence of the ledger, records for an audit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lightrft.engines.types import Facts
+from lightrft.records.rollout import ScoredRollout
+
+Values = NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A fact of every row, or of every token.
+
+    Args:
+        name: In tables and files; in `Completion.facts` where an engine fills it.
+        dtype: In tables.
+        level: "row"; "token" of prompt and response; "response token"; or the name of a column
+            with the number of values of each row.
+        of: The value or values of a sample; None takes them from `Completion.facts`.
+        travels: When it leaves the rank that sampled it: known to all ranks after the exchange,
+            delivered to the rank that trains the row, or never. The exchange takes rows only.
+        wire: Type on the wire, "bit" for one bit; `dtype` if empty.
+        fill: Where nobody sampled, on padding, and where an engine does not say.
+        sent_where: A flag of rows: the values of the others are not sent but implied.
+        implied: Of all sampled tokens of such a row: the name of the column with the value, or
+            True.
+        is_vouched: Whether the ledger holds it as the engine said it, and the ledger gate compares
+            it. Ids, masks and versions follow from the rows that the gate rebuilds.
+
+    Raises:
+        ValueError: It cannot travel so, or the ledger cannot vouch for it.
+    """
+
+    name: str
+    dtype: type[np.generic]
+    level: str = "response token"
+    of: Callable[[ScoredRollout], ArrayLike] | None = None
+    travels: Literal["exchange", "delivery", "stays"] = "delivery"
+    wire: str = ""
+    fill: float = 0
+    sent_where: str = ""
+    implied: str | Literal[True] = True
+    is_vouched: bool = False
+
+    def __post_init__(self) -> None:
+        is_of_tokens = self.level != "row"
+        if is_of_tokens and self.travels == "exchange":
+            raise ValueError(f"column {self.name!r}: values of tokens travel by delivery")
+        if self.is_vouched and (self.level, self.travels) != ("response token", "delivery"):
+            raise ValueError(
+                f"column {self.name!r}: only delivered values of responses are vouched for"
+            )
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether it becomes a [batch, seq] tensor."""
+        return self.level in ("token", "response token")
+
+    def read(self, scored: Sequence[ScoredRollout]) -> Values:
+        """The values of samples, one after another."""
+        if self.level == "row":
+            return np.array([self._values(item) for item in scored], dtype=self.dtype)
+        parts = [np.asarray(self._values(item), dtype=self.dtype) for item in scored]
+        return np.concatenate([np.zeros(0, self.dtype), *parts])
+
+    def _values(self, item: ScoredRollout) -> ArrayLike:
+        if self.of is not None:
+            return self.of(item)
+        completion = item.rollout.completion
+        return completion.facts.get(self.name, (self.fill,) * len(completion.output_token_ids))
+
+    def to_wire(self, values: Values) -> bytes:
+        """The bytes that are sent."""
+        if self.wire == "bit":
+            return np.packbits(values.astype(np.bool_)).tobytes()
+        return values.astype(self.wire or self.dtype, copy=False).tobytes()
+
+    def from_wire(self, data: memoryview, count: int) -> tuple[Values, memoryview]:
+        """So many values, and the bytes that follow theirs."""
+        if self.wire == "bit":
+            size = -(-count // 8)
+            bits = np.unpackbits(np.frombuffer(data, np.uint8, size), count=count)
+            return bits.astype(self.dtype), data[size:]
+        kind = np.dtype(self.wire or self.dtype)
+        found = np.frombuffer(data, kind, count)
+        return found.astype(self.dtype, copy=False), data[found.nbytes :]
+
+
+def _versions(item: ScoredRollout) -> ArrayLike:
+    """Of the weights that sampled each token."""
+    versions = item.rollout.token_versions
+    return _even_versions(item) if versions is None else versions
+
+
+def _even_versions(item: ScoredRollout) -> ArrayLike:
+    """The same if the weights of the row's end sampled all of it."""
+    completion = item.rollout.completion
+    return np.where(completion.is_sampled, completion.weights_version, -1)
+
+
+def _has_mixed_versions(item: ScoredRollout) -> bool:
+    versions = item.rollout.token_versions
+    return versions is not None and not np.array_equal(versions, _even_versions(item))
+
+
+_known = partial(Column, level="row", travels="exchange")
+# On the wire, and within a message of tokens, columns have this order.
+COLUMNS: dict[str, Column] = {
+    column.name: column
+    for column in (
+        _known("sample_ids", np.int64, of=lambda item: item.rollout.sample_id, wire="<i4"),
+        _known("group_ids", np.int64, of=lambda item: item.rollout.group_id, wire="<i4"),
+        _known(
+            "prompt_lengths",
+            np.int64,
+            of=lambda item: len(item.rollout.completion.prompt_token_ids),
+            wire="<i4",
+        ),
+        _known(
+            "response_lengths",
+            np.int64,
+            of=lambda item: len(item.rollout.completion.output_token_ids),
+            wire="<i4",
+        ),
+        _known(
+            "sampled_lengths",
+            np.int64,
+            of=lambda item: len(item.rollout.completion.sampled_token_ids),
+            wire="<i4",
+        ),
+        _known(
+            "weights_versions",
+            np.int64,
+            of=lambda item: item.rollout.completion.weights_version,
+            wire="<i4",
+        ),
+        _known("rewards", np.float64, of=lambda item: item.reward),
+        _known("accuracies", np.float64, of=lambda item: item.accuracy),
+        _known(
+            "is_truncated",
+            np.bool_,
+            of=lambda item: item.rollout.completion.finish_reason == "length",
+        ),
+        _known("is_masked", np.bool_, of=lambda item: item.is_masked),
+        _known(
+            "is_untruncated",
+            np.bool_,
+            of=lambda item: item.rollout.completion.logprobs_mode == "temperature",
+        ),
+        _known("has_mixed_versions", np.bool_, of=_has_mixed_versions),
+        Column(
+            "unshaped_rewards",
+            np.float64,
+            level="row",
+            of=lambda item: item.unshaped,
+            travels="stays",
+        ),
+        Column("token_ids", np.int32, level="token", of=lambda item: item.rollout.token_ids),
+        Column(
+            "rollout_logprobs",
+            np.float32,
+            of=lambda item: item.rollout.completion.output_logprobs,
+            is_vouched=True,
+        ),
+        Column(
+            "is_sampled",
+            np.bool_,
+            of=lambda item: item.rollout.completion.is_sampled,
+            wire="bit",
+            sent_where="has_observations",
+        ),
+        Column(
+            "token_versions",
+            np.int32,
+            of=_versions,
+            fill=-1,
+            sent_where="has_mixed_versions",
+            implied="weights_versions",
+        ),
+    )
+}
+
+
+def columns(travels: str) -> list[Column]:
+    """Those that leave their rank in one way, in the order of the table."""
+    return [column for column in COLUMNS.values() if column.travels == travels]
+
+
+def vouched_columns() -> list[Column]:
+    """Those that the ledger holds, in the order of the table."""
+    return [column for column in COLUMNS.values() if column.is_vouched]
+
+
+def join_facts(*parts: tuple[int, Facts]) -> dict[str, tuple[float, ...]]:
+    """Facts of the parts of a response, one after another; what a part lacks is filled.
+
+    Args:
+        parts: Number of tokens, and their facts by column; others are not kept.
+    """
+    found = {}
+    for name, column in COLUMNS.items():
+        if any(name in facts for _, facts in parts):
+            values = (facts.get(name, (column.fill,) * count) for count, facts in parts)
+            found[name] = tuple(chain.from_iterable(values))
+    return found

@@ -1,0 +1,343 @@
+"""Scored rollouts as flat arrays, and their way to the ranks that train them.
+
+After the exchange every rank knows the rows of the step, in the order of their sample ids: ids,
+rewards, groups, lengths, masks. Statistics over them are therefore global and exact. Tokens stay
+where they were sampled until it is known who trains what; then they are delivered. Since every
+rank knows every row's lengths, a message is the bare values. `COLUMNS` says what travels when.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightrft.records.columns import COLUMNS, Column, Values, columns
+from lightrft.records.rollout import ScoredRollout
+from lightrft.rewards.types import RewardError
+from lightrft.strategy.distributed.context import DistributedContext
+from lightrft.strategy.strategy_base import StrategyBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Facts of scored rollouts, one row a sample.
+
+    Args:
+        sample_ids, group_ids: [rows] int64.
+        prompt_lengths, response_lengths: [rows] int64, in tokens.
+        rewards: [rows] float64, shaping included.
+        accuracies: [rows] float64, what tells a right from a wrong response: the component
+            "accuracy" if the reward has one, else the reward before shaping.
+        component_names: Names of the reward components, sorted.
+        components: [rows, components] float64; NaN where a row has no such component.
+        is_truncated: [rows] bool; the token budget ended the response.
+        is_masked: [rows] bool; excluded from the loss.
+        is_untruncated: [rows] bool; no token was excluded from what the engine's logprobs measure.
+        weights_versions: [rows] int64 of the weights that sampled the end of the row.
+        facts: Columns without a field of their own, by name.
+    """
+
+    sample_ids: NDArray[np.int64]
+    group_ids: NDArray[np.int64]
+    prompt_lengths: NDArray[np.int64]
+    response_lengths: NDArray[np.int64]
+    rewards: NDArray[np.float64]
+    accuracies: NDArray[np.float64]
+    component_names: tuple[str, ...]
+    components: NDArray[np.float64]
+    is_truncated: NDArray[np.bool_]
+    is_masked: NDArray[np.bool_]
+    is_untruncated: NDArray[np.bool_]
+    weights_versions: NDArray[np.int64]
+    facts: Mapping[str, Values] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def __getitem__(self, name: str) -> Values:
+        found: Values = self.facts[name] if name in self.facts else getattr(self, name)
+        return found
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[rows] int64: prompt plus response, in tokens."""
+        return self.prompt_lengths + self.response_lengths
+
+    @property
+    def columns(self) -> dict[str, Values]:
+        """All columns by name."""
+        own = [item.name for item in fields(self) if item.name not in ("component_names", "facts")]
+        return {name: self[name] for name in (*own, *self.facts)}
+
+    def counts(self, column: Column) -> NDArray[np.int64]:
+        """[rows] int64: values of a column."""
+        if column.level == "row":
+            return np.ones(len(self), np.int64)
+        names = {"token": "lengths", "response token": "response_lengths"}
+        return self[names.get(column.level, column.level)].astype(np.int64)
+
+    def take(self, rows: NDArray[np.int64]) -> Self:
+        """The given rows, in the given order."""
+        found = self.columns
+        for name, values in found.items():
+            column = COLUMNS.get(name)
+            if column is None or column.level == "row":
+                found[name] = values[rows]
+            else:
+                stops = np.cumsum(self.counts(column))
+                starts = np.concatenate([[0], stops])
+                pieces = [values[starts[row] : stops[row]] for row in rows]
+                found[name] = np.concatenate([values[:0], *pieces])
+        return _build(type(self), self.component_names, found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTable(Rows):
+    """The rows of all ranks, on every rank, ordered by sample id.
+
+    Args:
+        sampled_lengths: [rows] int64: tokens of the response that were sampled, without
+            observations.
+        has_mixed_versions: [rows] bool; some token was sampled by other weights than the row's end.
+        holders: [rows] int64, the rank that sampled the row and has its tokens.
+    """
+
+    sampled_lengths: NDArray[np.int64]
+    has_mixed_versions: NDArray[np.bool_]
+    holders: NDArray[np.int64]
+
+    @property
+    def has_observations(self) -> NDArray[np.bool_]:
+        """[rows] bool; some tokens of the response were not sampled."""
+        found: NDArray[np.bool_] = self.sampled_lengths < self.response_lengths
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleTable(Rows):
+    """Rows with their tokens.
+
+    Args:
+        token_ids: [sum of lengths] int32; prompt then response, row after row.
+        rollout_logprobs: [sum of response lengths] float32, from the engine; 0 in observations.
+        is_sampled: [sum of response lengths] bool, False for tokens of an observation, which are
+            context only.
+        token_versions: [sum of response lengths] int32 of the weights that sampled each token,
+            -1 in observations.
+    """
+
+    token_ids: NDArray[np.int32]
+    rollout_logprobs: NDArray[np.float32]
+    is_sampled: NDArray[np.bool_]
+    token_versions: NDArray[np.int32]
+
+    @property
+    def sampled_lengths(self) -> NDArray[np.int64]:
+        """[rows] int64: tokens of the response that were sampled, without observations."""
+        stops = np.cumsum(self.response_lengths)
+        counts = np.concatenate([[0], np.cumsum(self.is_sampled, dtype=np.int64)])
+        found: NDArray[np.int64] = counts[stops] - counts[stops - self.response_lengths]
+        return found
+
+    def per_token(self, column: Column) -> Values:
+        """[sum of lengths]: a column of responses, filled up on prompts."""
+        values = self[column.name]
+        if column.level == "token":
+            return values
+        starts = np.cumsum(self.lengths) - self.lengths
+        places = np.arange(self.lengths.sum()) - np.repeat(starts, self.lengths)
+        found = np.full(len(places), column.fill, values.dtype)
+        found[places >= np.repeat(self.prompt_lengths, self.lengths)] = values
+        return found
+
+
+Table = TypeVar("Table", bound=Rows)
+_FIELDS = {item.name for table in (RowTable, SampleTable) for item in fields(table)}
+
+
+def _build(kind: type[Table], names: tuple[str, ...], columns: Mapping[str, Values]) -> Table:
+    """A table of columns, and the names of its reward components."""
+    own = {item.name for item in fields(kind)}
+    return kind(
+        **{name: values for name, values in columns.items() if name in own},  # type: ignore[arg-type]
+        component_names=names,
+        facts={name: values for name, values in columns.items() if name not in _FIELDS},
+    )
+
+
+def tabulate(scored: Sequence[ScoredRollout]) -> SampleTable:
+    """Scored rollouts as a table, in the given order."""
+    return _read(SampleTable, scored, COLUMNS.values())
+
+
+def row_table(scored: Sequence[ScoredRollout]) -> RowTable:
+    """The rows of scored rollouts as all ranks are told of them, in the given order."""
+    return _read(RowTable, scored, columns("exchange"))
+
+
+def _read(kind: type[Table], scored: Sequence[ScoredRollout], wanted: Iterable[Column]) -> Table:
+    names = tuple(sorted({name for item in scored for name in item.components}))
+    rewards = [[item.components.get(name, np.nan) for name in names] for item in scored]
+    found = {column.name: column.read(scored) for column in wanted}
+    found["components"] = np.array(rewards, np.float64).reshape(len(scored), len(names))
+    found["holders"] = np.zeros(len(scored), np.int64)
+    return _build(kind, names, found)
+
+
+def merge(tables: Sequence[RowTable]) -> RowTable:
+    """All rows of the tables, ordered by sample id.
+
+    Raises:
+        ValueError: A sample id occurs twice.
+    """
+    ordered = join_tables(tables)
+    is_repeated = ordered.sample_ids[1:] == ordered.sample_ids[:-1]
+    if is_repeated.any():
+        repeated = sorted({int(i) for i in ordered.sample_ids[1:][is_repeated]})
+        raise ValueError(
+            f"sample ids must be unique over all ranks of a step: got {repeated[:10]} more than "
+            "once; every rank must pass its own prompts at its own positions"
+        )
+    return ordered
+
+
+def join_tables(tables: Sequence[Table]) -> Table:
+    """All rows of the tables with all that they have, ordered by sample id."""
+    names = tuple(sorted({name for table in tables for name in table.component_names}))
+    aligned = [{**table.columns, "components": _components_under(names, table)} for table in tables]
+    joined = _build(type(tables[0]), names, _concatenate(aligned))
+    return joined.take(np.argsort(joined.sample_ids, kind="stable").astype(np.int64))
+
+
+def _concatenate(tables: Sequence[Mapping[str, Values]]) -> dict[str, Values]:
+    return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
+
+
+def _components_under(names: tuple[str, ...], table: Rows) -> NDArray[np.float64]:
+    values = np.full((len(table), len(names)), np.nan)
+    for column, name in enumerate(table.component_names):
+        values[:, names.index(name)] = table.components[:, column]
+    return values
+
+
+def exchange(scored: Sequence[ScoredRollout] | Exception, context: DistributedContext) -> RowTable:
+    """The rows of all ranks, ordered by sample id, on every rank.
+
+    Args:
+        scored: This rank's samples, or why there are none.
+        context: Gathers the bytes of all ranks.
+
+    Raises:
+        RewardError: Another rank failed; every rank raises, so that none waits for it.
+        Exception: This rank failed: its own exception.
+    """
+    message = pickle.dumps(str(scored)) if isinstance(scored, Exception) else to_wire(scored)
+    outcomes = context.gather_bytes(message)
+    if isinstance(scored, Exception):
+        raise scored
+    messages = [pickle.loads(data) for data in outcomes]
+    failures = [(rank, item) for rank, item in enumerate(messages) if isinstance(item, str)]
+    if failures:
+        rank, text = failures[0]
+        raise RewardError(f"rank {rank} could not score its samples: {text}")
+    return merge([_from_wire(message, rank) for rank, message in enumerate(messages)])
+
+
+def row_on_wire() -> np.dtype[np.void]:
+    """One row on the wire; the components follow as float64."""
+    return np.dtype([(column.name, column.wire or column.dtype) for column in columns("exchange")])
+
+
+def to_wire(scored: Sequence[ScoredRollout]) -> bytes:
+    """The message of one rank to all others on its samples."""
+    table = row_table(scored)
+    rows = np.zeros(len(table), dtype=row_on_wire())
+    for name in rows.dtype.names or ():
+        rows[name] = table[name]
+    return pickle.dumps((table.component_names, rows.tobytes(), table.components.tobytes()))
+
+
+def _from_wire(message: tuple[tuple[str, ...], bytes, bytes], holder: int) -> RowTable:
+    names, rows, components = message
+    sent = np.frombuffer(rows, dtype=row_on_wire())
+    found = {column.name: sent[column.name].astype(column.dtype) for column in columns("exchange")}
+    found["components"] = np.frombuffer(components, np.float64).reshape(len(sent), len(names))
+    found["holders"] = np.full(len(sent), holder, dtype=np.int64)
+    return _build(RowTable, names, found)
+
+
+def deliver_rows(
+    table: RowTable, own: SampleTable, wanted: Sequence[NDArray[np.int64]], strategy: StrategyBase
+) -> SampleTable:
+    """The rows that this rank wants, with their tokens; collective.
+
+    Args:
+        table: The rows of all ranks.
+        own: The samples of this rank, in any order; more than `table` has do no harm.
+        wanted: Which rows of `table` each rank wants, the same on every rank.
+        strategy: Brings bytes from rank to rank.
+
+    Returns:
+        The rows `wanted[rank]`, in that order.
+    """
+    rank = strategy.get_rank()
+    places = {sample_id: place for place, sample_id in enumerate(own.sample_ids.tolist())}
+    parts = []
+    for rows in wanted:
+        mine = rows[table.holders[rows] == rank]
+        held = np.array([places[i] for i in table.sample_ids[mine].tolist()], dtype=np.int64)
+        parts.append(_pack(own.take(held), table.take(mine)))
+    rows = wanted[rank]
+    holders = table.holders[rows]
+    found = [
+        _unpack(data, table.take(rows[holders == sender]))
+        for sender, data in enumerate(strategy.exchange_bytes(parts))
+    ]
+    order = np.argsort(holders, kind="stable")
+    arrived = table.take(rows[order])
+    joined = _build(SampleTable, table.component_names, {**arrived.columns, **_concatenate(found)})
+    return joined.take(np.argsort(order).astype(np.int64))
+
+
+def _pack(samples: SampleTable, rows: RowTable) -> bytes:
+    """The values of some rows that are delivered, given the same rows as every rank knows them."""
+    parts = []
+    for column in columns("delivery"):
+        values = samples[column.name]
+        parts.append(
+            column.to_wire(values[_is_sent(column, rows)] if column.sent_where else values)
+        )
+    return b"".join(parts)
+
+
+def _unpack(data: bytes, rows: RowTable) -> dict[str, Values]:
+    """The values that `_pack` packed of the rows."""
+    found: dict[str, Values] = {}
+    rest = memoryview(data)
+    for column in columns("delivery"):
+        if not column.sent_where:
+            found[column.name], rest = column.from_wire(rest, int(rows.counts(column).sum()))
+            continue
+        is_sent, values = _is_sent(column, rows), _implied(column, rows, found)
+        values[is_sent], rest = column.from_wire(rest, int(is_sent.sum()))
+        found[column.name] = values
+    return found
+
+
+def _is_sent(column: Column, rows: RowTable) -> NDArray[np.bool_]:
+    """[values] bool of a column that is implied for some rows."""
+    return np.repeat(rows[column.sent_where].astype(np.bool_), rows.counts(column))
+
+
+def _implied(column: Column, rows: RowTable, found: Mapping[str, Values]) -> Values:
+    """The values of a column as if none were sent."""
+    counts = rows.counts(column)
+    if column.implied is True:
+        return np.full(counts.sum(), True, column.dtype)
+    values = np.repeat(rows[column.implied], counts)
+    return np.where(found["is_sampled"], values, column.fill).astype(column.dtype)

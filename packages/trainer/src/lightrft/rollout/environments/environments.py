@@ -1,0 +1,347 @@
+"""The environments of a run, and the source of responses of several turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, cast
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.datasets.media import Modality, TextModality
+from lightrft.datasets.render import PromptTokenizer
+from lightrft.datasets.suffix import ChatTokenizer, TemplateRefusedError, TurnSuffix
+from lightrft.engines.ledger import hash_context
+from lightrft.engines.raw_completions import request_seed
+from lightrft.records.rollout import Rollout
+from lightrft.rewards.types import RewardResult
+from lightrft.rollout.environments.answers import Answers
+from lightrft.rollout.environments.episode import Episode
+from lightrft.rollout.environments.episode_batch import EpisodeBatch, Work
+from lightrft.rollout.environments.journal import JOURNAL_FOLDER, Journal, journal_path
+from lightrft.rollout.environments.observations import Observations
+from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError, Host
+from lightrft.rollout.environments.specs import EnvironmentSpecs
+from lightrft.rollout.environments.turns import Turns
+from lightrft.rollout.scoring import finished_samples, open_scorer
+from lightrft.rollout.single_turn import generate
+from lightrft.rollout.source import SampleRequests, Samples, SourceParts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OnGroup = Callable[[list[Rollout]], None]
+
+
+class Environments:
+    """Environments and tools of a run; a context manager that ends their workers.
+
+    Args:
+        config: Its options `environment`, `tools` and those that say they act with them.
+        tokenizer: Of the model.
+        has_system: Whether prompts begin with a system message.
+        folder: Of the run, for the journal; None writes none.
+        pool: Workers that run already; None starts them.
+        modality: Renders and encodes prompts; None is that of a model of text.
+
+    Attributes:
+        spec: Of all environments together.
+        prompt_tokenizer: Renders the prompts of rows with the tools of their environments.
+        special_ids: Ids that no text of an observation may have.
+
+    Raises:
+        ConfigError: The class, a tool or the chat template is not what it must be.
+    """
+
+    answers_calls = True
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        has_system: bool = False,
+        folder: Path | None = None,
+        pool: EnvironmentPool | None = None,
+        modality: Modality | None = None,
+    ) -> None:
+        self.config = config
+        modality = modality or TextModality(tokenizer)
+        modality.check_turns()
+        self.encoder = modality.encoder
+        self.folder = None if folder is None else folder / JOURNAL_FOLDER
+        self.pool = pool or EnvironmentPool(config, reads_images=self.encoder.reads_media)
+        self.special_ids = forging_ids(tokenizer)
+        try:
+            self.specs = EnvironmentSpecs(
+                self.pool.specs, tokenizer, config.tool_parser, modality.renderer
+            )
+            self.spec = self.specs.whole
+            self.prompt_tokenizer: PromptTokenizer = modality.showing(self.specs.tokenizer)
+            self.suffix = TurnSuffix(
+                cast("ChatTokenizer", modality.renderer),
+                tools=self.spec.schemas,
+                has_system=has_system,
+                is_conversation=self.spec.answers_turns,
+                encoder=self.encoder,
+            )
+        except (TemplateRefusedError, ConfigError) as error:
+            self.pool.close()
+            raise ConfigError(str(error)) from error
+        observations = Observations(config, tokenizer, self.suffix)
+        self.turns = Turns(
+            config, tokenizer, encoder=self.encoder, observations=observations, spec=self.spec
+        )
+        if self.spec.schemas and not self.suffix.verdict.shows_tools and not has_system:
+            self.pool.close()
+            raise ConfigError(
+                "the chat template does not show tools to the model: describe them in "
+                "--system_prompt, or give another template with --chat_template FILE"
+            )
+
+    @property
+    def tool_names(self) -> tuple[str, ...]:
+        """Of the tools, sorted."""
+        return tuple(sorted(self.spec.functions))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks before a run: where serving will differ from training."""
+        return tuple(
+            f"chat template: {text}; training is exact on what was sampled, serving with this "
+            "template shows the model another history"
+            for text in self.suffix.verdict.differences
+        )
+
+    def source(self, parts: SourceParts) -> EpisodeSource:
+        """The source of the episodes of a run."""
+        return EpisodeSource(self, parts)
+
+    def close(self) -> None:
+        """Ends the workers; may be called twice."""
+        self.pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class EpisodeSource:
+    """Source of responses of several turns.
+
+    Episodes of all ranks go in lock step: a round samples one turn of each, then answers its calls.
+    A round waits for all its tools on all ranks, so timing changes nothing; with `late_join` it
+    waits for half of this rank's episodes, and the others join a later one.
+
+    Args:
+        environments: Of the run.
+        parts: Of the run.
+    """
+
+    def __init__(self, environments: Environments, parts: SourceParts) -> None:
+        self._environments, self._parts = environments, parts
+        self._turns = environments.turns
+        self._answers = Answers(
+            parts.config,
+            environments.spec,
+            repeats_stateless=environments.encoder.reads_media,
+        )
+
+    def sample(self, requests: SampleRequests) -> Samples:
+        """See `RolloutSource`.
+
+        Raises:
+            RewardError: An environment failed on some rank, and failures are not masked.
+        """
+        with open_scorer(self._parts, requests.prompts) as scorer:
+            with requests.timer.stage("rollout"):
+                rollouts, results = self.rollouts(requests, scorer.add)
+            samples = finished_samples(
+                self._parts,
+                requests,
+                rollouts,
+                scorer=scorer,
+                environment_results=results,
+                special_ids=self._environments.special_ids,
+            )
+        return replace(samples, tool_names=self._environments.tool_names)
+
+    def rollouts(
+        self, requests: SampleRequests, on_group: OnGroup
+    ) -> tuple[list[Rollout], list[RewardResult | None]]:
+        """Episodes and their rewards by environments, None where one failed; collective.
+
+        Args:
+            requests: See `RolloutSource`.
+            on_group: Called with the responses to a prompt when the last of them has ended.
+        """
+        with requests.recording(self._parts):
+            batch = self._batch(requests)
+            try:
+                results = self._run(batch, on_group)
+            finally:
+                batch.journal.close()
+        return [episode.as_rollout() for episode in batch.episodes], results
+
+    def _batch(self, requests: SampleRequests) -> EpisodeBatch:
+        """The episodes of a call, `params.n` of each prompt, with their journal."""
+        params, end = requests.params, self._environments.suffix.verdict.end_of_turn
+        if end is not None:
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
+        episodes = self._episodes(requests)
+        return EpisodeBatch(
+            self._parts.session,
+            params,
+            self._environments.pool,
+            episodes,
+            self._open_journal(requests, episodes),
+            masks_failures=self._parts.config.reward_failure == "mask",
+        )
+
+    def _episodes(self, requests: SampleRequests) -> list[Episode]:
+        episodes: list[Episode] = []
+        params = requests.params
+        rows = zip(requests.prompts, requests.request_ids, requests.positions, strict=True)
+        for prompt, request_id, group_id in rows:
+            environment = self._environments.specs.of(prompt.row)
+            for index in range(params.n):
+                own = request_id * params.n + index
+                row = dict(prompt.row)
+                if environment.spec.takes_seed:
+                    row.setdefault("seed", request_seed(params.seed, own, 0) % 2**31)
+                episodes.append(
+                    Episode(
+                        number=len(episodes),
+                        prompt=prompt,
+                        request_id=own,
+                        group_id=group_id,
+                        sample_id=group_id * params.n + index,
+                        row=row,
+                        environment=environment,
+                    )
+                )
+        return episodes
+
+    def _open_journal(self, requests: SampleRequests, episodes: list[Episode]) -> Journal:
+        """The journal of this rank; what all ranks recorded of the same step is followed."""
+        folder, step, params = self._environments.folder, requests.step, requests.params
+        if folder is None or step is None:
+            return Journal(None, {})
+        context, sync = self._parts.context, self._parts.session.last_weight_sync
+        spec = self._environments.spec
+        prompts = [i for e in episodes for i in (e.request_id, *e.prompt.token_ids)]
+        images = [image.digest for e in episodes for image in e.prompt.images]
+        header = {
+            "step": step,
+            "batch": requests.batch,
+            "rank": context.rank,
+            "world_size": context.world_size,
+            "weights": 0 if sync is None else sync.engine_hash,
+            "prompts": hash_context(prompts),
+            "sampling": [params.seed, params.temperature, params.top_p, params.top_k],
+            "environment": {**asdict(spec), "stateless": sorted(spec.stateless)},
+            **({"images": sha256("".join(images).encode()).hexdigest()} if images else {}),
+        }
+        journal = Journal(journal_path(folder, step, requests.batch, context.rank), header)
+        # A round counts if the process of each rank wrote it down.
+        journal.follow(min(context.gather_objects(len(journal.recorded.rounds))))
+        return journal
+
+    def _run(self, batch: EpisodeBatch, on_group: OnGroup) -> list[RewardResult | None]:
+        """All rounds of the episodes; their rewards, None where one failed. Collective."""
+        problem = self._reset(batch)
+        for episode in batch.episodes:
+            batch.journal.reset(episode)
+        num_rounds = 0
+        while batch.is_open_anywhere(problem):
+            batch.journal.leave(num_rounds)
+            problem = self._round(batch, num_rounds)
+            num_rounds += 1
+            for group in batch.finished_groups():
+                on_group(group)
+        batch.journal.leave(num_rounds)
+        return self._finish(batch)
+
+    def _reset(self, batch: EpisodeBatch) -> Exception | None:
+        """Begins the episodes; each prompt gets the message of its `reset`."""
+        problem = self._each(batch, batch.episodes, self._answers.reset)
+        for episode in batch.episodes:
+            if episode.failure is None:
+                try:
+                    self._turns.prepare(batch, episode)
+                except EpisodeError as error:
+                    problem = batch.failed(episode, error) or problem
+        return problem
+
+    def _each(
+        self, batch: EpisodeBatch, episodes: Sequence[Episode], work: Work
+    ) -> Exception | None:
+        return batch.each(episodes, work, partial(self._turns.observe, batch))
+
+    def _round(self, batch: EpisodeBatch, number: int) -> Exception | None:
+        """One turn of each episode that waits for none, and the calls in it; collective."""
+        recorded = batch.journal.recorded.rounds
+        if number < len(recorded):
+            waiting, found = batch.repeated(recorded[number])
+        else:
+            waiting = [e for e in batch.episodes if e.is_open and e.number not in batch.busy]
+            asked = [self._turns.request(batch, episode) for episode in waiting]
+            found = generate(batch.session, batch.one_turn, asked)
+        for episode, completion in zip(waiting, found, strict=True):
+            self._turns.append(episode, completion)
+        batch.journal.round(number, waiting)
+        for episode in waiting:
+            self._turns.parse_turn(batch, episode)
+        calling = [episode for episode in waiting if episode.is_open]
+        batch.begin(calling, partial(self._answers.answer_calls, batch))
+
+        def must_wait() -> bool:
+            open_episodes = [e for e in batch.episodes if e.is_open]
+            if number + 1 < len(recorded):
+                own = recorded[number + 1]
+                return any(e.number in batch.busy and e.sample_id in own for e in open_episodes)
+            if not self._parts.config.late_join:
+                return True
+            return 2 * (len(open_episodes) - len(batch.busy)) < len(open_episodes)
+
+        return batch.collect(must_wait, partial(self._turns.observe, batch))
+
+    def _finish(self, batch: EpisodeBatch) -> list[RewardResult | None]:
+        """Rewards of the environments; None where one failed."""
+        rewards: dict[int, RewardResult] = {}
+
+        def reward(episode: Episode, host: Host) -> None:
+            rewards[episode.number] = self._answers.reward(episode, host)
+
+        problem = self._each(batch, [e for e in batch.episodes if e.failure is None], reward)
+        batch.is_open_anywhere(problem)
+        results = []
+        for episode in batch.episodes:
+            found = None if episode.failure is not None else rewards[episode.number]
+            batch.journal.end(
+                episode, None if found is None else [found.reward, dict(found.components)]
+            )
+            results.append(found)
+        return results
+
+
+def forging_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids that no text of a tool may have: special tokens, but not the one of unknown characters.
+
+    That one stays among them where it serves as another special token, too.
+    """
+    names = cast("Mapping[str, str | list[str]]", tokenizer.special_tokens_map)
+    texts = [
+        text
+        for name, value in names.items()
+        if name != "unk_token"
+        for text in ([value] if isinstance(value, str) else value)
+    ]
+    unknown = tokenizer.unk_token
+    return frozenset(tokenizer.all_special_ids) - (
+        frozenset() if unknown is None or unknown in texts else {tokenizer.unk_token_id}
+    )

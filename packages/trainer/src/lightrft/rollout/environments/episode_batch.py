@@ -1,0 +1,182 @@
+"""The episodes of one rank while they are sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field, replace
+
+from lightrft.engines.ledger import hash_context
+from lightrft.engines.types import Completion, SamplingParams
+from lightrft.records.rollout import Rollout
+from lightrft.rewards.types import RewardError
+from lightrft.rollout.environments.episode import Episode
+from lightrft.rollout.environments.journal import Journal, RecordedTurn
+from lightrft.rollout.environments.observations import ImageRefusedError
+from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError, Host
+from lightrft.strategy.engine.session import EngineSession
+
+# Between the ids of the requests of an episode: every turn draws under an id of its own.
+TURN_STEP = 2**40
+Work = Callable[[Episode, Host], None]
+
+
+class ChangedAnswerError(EpisodeError):
+    """A continued run was answered otherwise than the journal says: the episode starts over."""
+
+
+@dataclass(slots=True)
+class EpisodeBatch:
+    """The episodes of one call of `EpisodeSource.sample`, and the work of hosts on them.
+
+    Args:
+        session, params: Generate turns.
+        pool: Hosts.
+        episodes: This rank's.
+        journal: Of this rank.
+        masks_failures: An episode that fails is left out, and ends nothing.
+        busy: Work of hosts, by number of the episode.
+        notes: For the console.
+        given: Groups that `finished_groups` has given.
+    """
+
+    session: EngineSession
+    params: SamplingParams
+    pool: EnvironmentPool
+    episodes: Sequence[Episode]
+    journal: Journal
+    masks_failures: bool
+    busy: dict[int, Future[EpisodeError | None]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    given: set[int] = field(default_factory=set)
+
+    @property
+    def one_turn(self) -> SamplingParams:
+        """Of one sample."""
+        return replace(self.params, n=1)
+
+    def finished_groups(self) -> list[list[Rollout]]:
+        """The groups whose last episode has ended since the last time."""
+        groups: dict[int, list[Episode]] = {}
+        for episode in self.episodes:
+            if episode.group_id not in self.given:
+                groups.setdefault(episode.group_id, []).append(episode)
+        finished = [group for group in groups.values() if not any(e.is_open for e in group)]
+        self.given.update(group[0].group_id for group in finished)
+        return [[episode.as_rollout() for episode in group] for group in finished]
+
+    def start_over(self, episode: Episode, error: ChangedAnswerError) -> None:
+        """Forgets an episode but its prompt, and says so."""
+        self.notes.append(f"sample {episode.sample_id} starts over: {error}")
+        self.journal.again(episode, str(error))
+        episode.start_over()
+
+    def repeated(self, turns: Mapping[int, RecordedTurn]) -> tuple[list[Episode], list[Completion]]:
+        """The episodes of a recorded round, and their turns as the journal has them."""
+        engine = self.session.engine
+        version = -1 if engine is None else engine.weights_version
+        waiting, found = [], []
+        for episode in self.episodes:
+            turn = turns.get(episode.sample_id)
+            if turn is None or not episode.is_open:
+                continue
+            if hash_context(episode.context) != turn.context_hash:
+                error = ChangedAnswerError(f"turn {turn.turn}: the ids before it are others")
+                self.start_over(episode, error)
+                continue
+            if engine is not None:
+                engine.ledger.restore([turn.entry(version)])
+            waiting.append(episode)
+            found.append(turn.completion(episode.context, version))
+        return waiting, found
+
+    def begin(self, episodes: Sequence[Episode], work: Work) -> None:
+        """Begins work on episodes on their hosts; `collect` waits for it."""
+        by_number = {episode.number: episode for episode in episodes}
+
+        def on_host(number: int, host: Host) -> None:
+            episode = by_number[number]
+            known = self.journal.recorded.failures.get((episode.sample_id, len(episode.segments)))
+            if known is not None and self.masks_failures:
+                raise EpisodeError(known)  # a deadline is never decided twice
+            work(episode, host)
+
+        self.busy |= self.pool.begin(list(by_number), on_host)
+
+    def collect(
+        self, must_wait: Callable[[], bool], observe: Callable[[Episode], None]
+    ) -> Exception | None:
+        """Waits for work on hosts; an error to be raised, unless failures are masked.
+
+        Args:
+            must_wait: Whether what is busy is waited for.
+            observe: Appends the answers of an episode.
+        """
+        first: Exception | None = None
+        while self.busy:
+            for episode in self.episodes:
+                future = self.busy.get(episode.number)
+                if future is not None and future.done():
+                    del self.busy[episode.number]
+                    problem = self._outcome(episode, future, observe)
+                    first = first or problem
+            if self.busy and must_wait():
+                wait(self.busy.values(), return_when=FIRST_COMPLETED)
+            elif self.busy:
+                break
+        return first
+
+    def _outcome(
+        self,
+        episode: Episode,
+        future: Future[EpisodeError | None],
+        observe: Callable[[Episode], None],
+    ) -> Exception | None:
+        try:
+            outcome = future.result()
+        except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
+            return error
+        if isinstance(outcome, ChangedAnswerError):
+            self.start_over(episode, outcome)
+        elif outcome is not None:
+            return self.failed(episode, outcome)
+        elif episode.is_answered:
+            try:
+                observe(episode)
+            except ImageRefusedError as error:
+                return self.failed(episode, EpisodeError(str(error)))
+        return None
+
+    def each(
+        self, episodes: Sequence[Episode], work: Work, observe: Callable[[Episode], None]
+    ) -> Exception | None:
+        """Work on episodes on their hosts, all of it waited for; see `collect`."""
+        self.begin(episodes, work)
+        return self.collect(lambda: True, observe)
+
+    def failed(self, episode: Episode, error: EpisodeError) -> Exception | None:
+        """Closes an episode; an error to be raised, unless failures are masked."""
+        self.journal.failed(episode, str(error))
+        episode.failure, episode.is_open = error, False
+        if self.masks_failures:
+            return None
+        return RewardError(f"the environment failed for prompt {episode.prompt.id}: {error}")
+
+    def is_open_anywhere(self, problem: Exception | None) -> bool:
+        """Whether any rank has an open episode; raises on all ranks if one has a problem."""
+        own = (
+            sum(episode.is_open for episode in self.episodes),
+            None if problem is None else str(problem),
+            tuple(self.notes),
+        )
+        self.notes.clear()
+        everyone: list[tuple[int, str | None, tuple[str, ...]]]
+        everyone = self.session.context.gather_objects(own)
+        for note in (note for _, _, notes in everyone for note in notes):
+            self.session.context.print(note)
+        if problem is not None:
+            raise problem
+        failed = [(rank, text) for rank, (_, text, _) in enumerate(everyone) if text is not None]
+        if failed:
+            raise RewardError(f"rank {failed[0][0]}: {failed[0][1]}")
+        return any(count for count, _, _ in everyone)
