@@ -15,7 +15,7 @@ WRITTEN = {
     "episode": 1,
     "consumed_samples": 4,
     "kl_coef": 0.0503,
-    "carry": '{"groups": [], "weights_version": -1, "entries": []}',
+    "carry": '{"groups": [], "num_calls": 0, "weights_version": -1, "entries": []}',
     "best": [0.5, 1],
     "reward_moments": [32, 0.25, 1.5],
 }

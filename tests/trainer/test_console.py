@@ -21,8 +21,8 @@ from lightrft.reporting.console import (
     remaining,
     step_line,
 )
+from lightrft.reporting.files import rank_log
 from lightrft.reporting.loggers import ConsoleLogger
-from lightrft.reporting.rank_log import rank_log
 from lightrft.strategy.distributed.console_sink import (
     console_sink,
     current_progress,

@@ -261,7 +261,7 @@ def reward_deadline(config):
 
 def built_actor(config):
     with get_fake_strategy(config) as strategy:
-        actor = strategy.unwrap_model(build_models(config, strategy, 10).actor.model)
+        actor = strategy.unwrap_model(build_models(config, strategy, 10)[0].main.model)
         layers = (type(part).__name__ + str(vars(part).get("scaling")) for part in actor.modules())
         dropouts = [str(p) for p in actor.modules() if isinstance(p, torch.nn.Dropout)]
         return actor.model.is_gradient_checkpointing, sorted(set(layers)), dropouts
@@ -270,7 +270,7 @@ def built_actor(config):
 def bucket(config):
     """Bytes of the buckets in which an engine of its own storage gets the weights."""
     with get_fake_strategy(config) as strategy:
-        actor = build_models(config, strategy, 10).actor
+        actor = build_models(config, strategy, 10)[0].main.model
         strategy.setup_inference_engine(config, "hf", actor=actor)
         return strategy.broadcast_manager.bucket_bytes
 
@@ -373,7 +373,7 @@ def test_the_number_and_size_of_checkpoints_are_limited(build_world, tmp_path):
     for name, limit in limits.items():
         world = build_world(ckpt_path=str(tmp_path / f"c{name}"), **limit)
         for step in (1, 2):
-            world.trainer.state = replace(world.trainer.state, num_steps=step)
+            world.trainer.loop.state = replace(world.trainer.state, num_steps=step)
             world.trainer.save_checkpoint()
         left[name] = len(list((tmp_path / f"c{name}" / "_actor").glob("global_step*")))
     assert left == {"max_ckpt_num": 1, "max_ckpt_mem": 1, "": 2}

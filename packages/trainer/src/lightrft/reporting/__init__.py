@@ -1,1 +1,1 @@
-"""What a run shows: console, metrics, tracker logs, the HTML report."""
+"""Output of a run: console, metrics, tracker logs, the HTML report."""

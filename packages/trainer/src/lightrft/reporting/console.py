@@ -1,4 +1,4 @@
-"""What a run shows: a line a step, on a terminal a bar below it, and the engine room on demand."""
+"""The console of a run: a line a step, on a terminal a bar below, and the engine room if asked."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def clock(seconds: float) -> str:
 
 
 class Screen(Protocol):
-    """What shows lines, and between them that something is under way."""
+    """A screen of lines, and between them of what is under way."""
 
     def line(self, text: str) -> None:
         """Shows a line, or several."""
@@ -226,7 +226,7 @@ class PlainScreen:
 
 
 def phase_text(step: int) -> str:
-    """What is under way after `step`, as key=value pairs."""
+    """The work under way after `step`, as key=value pairs."""
     phase = current_phase()
     if phase is None:
         return f"after_step={step} phase=none"
@@ -330,7 +330,7 @@ def bar_below(title: str) -> Iterator[None]:
 def bar_text(
     title: str, count: tuple[str, int, int] | None, phase: tuple[str, float] | None
 ) -> str:
-    """What is under way: a bar where it is counted, else its seconds; empty for what is short.
+    """The work under way: a bar where it is counted, else its seconds; empty for what is short.
 
     Args:
         title: First words.

@@ -1,10 +1,11 @@
 """The files of a run, and how half-written ones are read."""
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +19,12 @@ SUMMARY_FILE = "summary.json"
 START_FILE = "run.json"
 REPORT_FILE = "report.html"
 EVENTS_FILE = "events.jsonl"
+LOG_FOLDER = "logs"
 # Lines of steps: what a continued run writes on, from where its checkpoint is.
 STEP_FILES = (METRICS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE)
 UNFINISHED_PREFIX = "unfinished_"
 
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _PACKAGES = ("lightrft-trainer", "torch", "transformers", "deepspeed", "vllm", "sglang")
 
 
@@ -129,3 +132,35 @@ def parse_object(text: str) -> dict[str, object]:
     except (ValueError, RecursionError):
         return {}
     return entry if isinstance(entry, dict) else {}
+
+
+@contextmanager
+def rank_log(folder: Path, rank: int) -> Iterator[None]:
+    """Writes what the modules log, warnings included, to `logs/rank_N.log` of the run.
+
+    Of the first rank warnings are shown on standard error as well.
+    """
+    path = folder / LOG_FOLDER / f"rank_{rank}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = logging.FileHandler(path, encoding="utf-8")
+    file.setFormatter(logging.Formatter(_LOG_FORMAT))
+    shown = logging.StreamHandler()
+    shown.setLevel(logging.WARNING if rank == 0 else logging.CRITICAL)
+    own, warnings = logging.getLogger("lightrft"), logging.getLogger("py.warnings")
+    level = own.level
+    own.setLevel(logging.DEBUG)
+    for logger, handler in ((own, file), (own, shown), (warnings, file)):
+        logger.addHandler(handler)
+    logging.captureWarnings(True)
+    try:
+        yield
+    except BaseException as error:
+        where = (own.name, logging.INFO, __file__, 0, "the run ended here", ())
+        file.handle(own.makeRecord(*where, (type(error), error, error.__traceback__)))
+        raise
+    finally:
+        logging.captureWarnings(False)
+        own.setLevel(level)
+        for logger, handler in ((own, file), (own, shown), (warnings, file)):
+            logger.removeHandler(handler)
+        file.close()

@@ -1,4 +1,4 @@
-"""Where the metrics of a step go."""
+"""Receivers of the metrics of a step."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What every metric of a run means: `metrics.toml`, for the report and the documentation."""
+"""Meanings of the metrics of a run: `metrics.toml`, for the report and the documentation."""
 
 import tomllib
 from dataclasses import dataclass

@@ -15,9 +15,15 @@ from lightrft.config import TrainConfig
 from lightrft.config.registry import STAGES, START_HOOKS
 from lightrft.config.toml import write_whole
 from lightrft.reporting.console import RunConsole
-from lightrft.reporting.files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, JsonLines, set_aside
+from lightrft.reporting.files import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    JsonLines,
+    rank_log,
+    set_aside,
+)
 from lightrft.reporting.loggers import JsonLinesLogger, MetricsLogger, own_loggers
-from lightrft.reporting.rank_log import rank_log
 from lightrft.reporting.trackers import build_trackers
 from lightrft.run.loop import Loop, LoopResult
 from lightrft.run.resume import RunPlan, plan_run

@@ -197,7 +197,7 @@ def files_beside(plugin: Path) -> list[Path]:
 
 
 def _imported(tree: ast.Module, path: Path, folder: Path) -> Iterator[Path]:
-    """Where imports lead, if below `folder`; relative ones are of `path`."""
+    """Paths that imports lead to, if below `folder`; relative ones are of `path`."""
     for node in ast.walk(tree):
         names = [alias.name for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)]
         start = folder

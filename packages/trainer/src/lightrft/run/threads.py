@@ -1,4 +1,4 @@
-"""How many CPU threads the operations of a process are worth."""
+"""Numbers of CPU threads that pay for the operations of a process."""
 
 import os
 from collections.abc import Mapping

@@ -98,7 +98,7 @@ class Work:
 
 
 class StageMemory(Protocol):
-    """What a stage remembers between steps beside its models; frozen."""
+    """Memory of a stage between steps, beside its models; frozen."""
 
     def to_client_state(self) -> dict[str, object]:
         """Plain values for a checkpoint; their names are those of no other part."""
@@ -163,7 +163,7 @@ class Stage(Protocol, Generic[Batch]):
         ...
 
     def draw(self, step: Step) -> Batch:
-        """What one step trains on; collective, with the models in evaluation mode."""
+        """The batch of one step; collective, with the models in evaluation mode."""
         ...
 
     def update(self, batch: Batch, step: Step) -> Work:
@@ -198,7 +198,7 @@ class Stage(Protocol, Generic[Batch]):
 
 
 class StageInputs(Protocol):
-    """What a stage reads and checks before any process group or model exists."""
+    """Inputs of a stage, read and checked before any process group or model exists."""
 
     def decided(self, config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
         """The configuration with what its options leave to the machine; collective."""

@@ -1,4 +1,4 @@
-"""What the adapters of trackers share."""
+"""Parts that the adapters of trackers share."""
 
 import io
 import logging
@@ -70,7 +70,7 @@ def kept_id(folder: Path, file: str) -> str:
 
 @contextmanager
 def told_to_log(name: str) -> Iterator[None]:
-    """What a tracker's library prints goes to the run's log: the console is the run's."""
+    """Sends what a tracker's library prints to the run's log: the console is the run's."""
     said = io.StringIO()
     try:
         with redirect_stdout(said), redirect_stderr(said):

@@ -35,7 +35,7 @@ _WORDS = {"clip_low": "clip range", "clip_high": "clip range", "dual_clip": "dua
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """What a run computes with, hyper-parameters included.
+    """Loss, estimator and corrections of a run, hyper-parameters included.
 
     Args:
         policy_loss, loss_traits: The loss of a token, and what it declares.
@@ -137,7 +137,7 @@ def build_corrections(config: TrainConfig) -> tuple[CorrectionTerm, ...]:
 
 
 def algorithm_problems(config: TrainConfig) -> list[str]:
-    """Why the algorithm of a run cannot be computed, one line per problem.
+    """Reasons why the algorithm of a run cannot be computed, one line each.
 
     Only for options that are right by themselves.
     """
@@ -151,7 +151,7 @@ def algorithm_problems(config: TrainConfig) -> list[str]:
 
 
 def requirement_problems(config: TrainConfig, algorithm: Algorithm) -> list[str]:
-    """What the algorithm needs and the options do not give, one line each."""
+    """Needs of the algorithm that the options do not meet, one line each."""
     name, traits = config.advantage_estimator, algorithm.estimator_traits
     rules = (
         (

@@ -16,7 +16,7 @@ from lightrft.stages.stage import stored_number
 
 @dataclass(frozen=True, slots=True)
 class PolicyMemory:
-    """What reinforcement remembers between steps.
+    """Memory of reinforcement between steps.
 
     Args:
         kl: Weight of the KL term.

@@ -1,4 +1,4 @@
-"""How far the engine's logprobs are from the trainer's, raw: nothing is clipped or left out.
+"""Differences of the engine's logprobs from the trainer's, raw: nothing is clipped or left out.
 
 With d_t = rollout_t - trainer_t, both logprobs of the sampled token t under the same distribution:
 

@@ -38,7 +38,7 @@ class LossTokens:
 
     @classmethod
     def of(cls, micro: ExperienceBatch, *, mode: str, factors: Tensor | None) -> LossTokens:
-        """Those of a micro batch, aggregated in a mode."""
+        """Tokens of a micro batch, aggregated in a mode."""
         mask = micro.rollouts.response_mask
         return cls(
             mask=mask,

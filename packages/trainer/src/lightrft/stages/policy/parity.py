@@ -77,7 +77,7 @@ class WorstToken:
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
-    """What the gate found over all ranks.
+    """Findings of the gate over all ranks.
 
     Args:
         num_tokens: Tokens compared.
@@ -216,7 +216,7 @@ def check_parity(
 def _layer(
     report: ParityReport, batch: RolloutBatch, actor: nn.Module, strategy: StrategyBase
 ) -> str:
-    """Where the two models part, as far as the engine can be watched; collective."""
+    """The layer where the two models part, as far as the engine can be watched; collective."""
     engine, worst = strategy.inference_engine, report.worst
     if worst is None or engine is None:
         return ""

@@ -59,7 +59,7 @@ class PretrainMix:
         config: TrainConfig,
         metrics: StepMetrics,
     ) -> list[Callable[[], Tensor]]:
-        """This rank's micro batches; every rank gets equally many, empty ones included.
+        """Micro batches of this rank; every rank gets equally many, empty ones included.
 
         Args:
             actor: Scores the texts.

@@ -175,7 +175,7 @@ class Update:
         return self.strategy.reduce_over_data(local, "sum")
 
     def token_weights(self, batch: ExperienceBatch) -> Tensor | None:
-        """How much the policy loss counts each token: [batch, seq], or None where all are 1.
+        """Weights of tokens in the policy loss: [batch, seq], or None where all are 1.
 
         The weights multiply the numerator of the loss only: Z still counts every response token.
         Collective: every rank calls it.
@@ -302,7 +302,7 @@ class Update:
     def _score(
         self, micro: ExperienceBatch, actor: nn.Module, token_loss: TokenLossFunction | None
     ) -> ActorOutput:
-        """What the actor says about a micro batch; in the first pass over it the metrics, too."""
+        """The actor's output for a micro batch; in the first pass over it the metrics, too."""
         rollouts, is_first = micro.rollouts, micro.outputs.old_logprobs is None
         entropy: EntropyMode = "value" if is_first else "none"
         output = _forward(
