@@ -9,7 +9,10 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+import pytest_timeout
+from tests import machine
 
+machine.publish()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # torch asks oneDNN, not its own setting, whether bfloat16 attention may use AMX, and then fails.
@@ -43,7 +46,40 @@ def _missing(marker: str) -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> object:
+    """The time limit of a test, longer where the machine is busy."""
+    limit = machine.seconds(settings.timeout)
+    return pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=limit))
+
+
+# Of every collected test: its file, whether it is slow, and its shard.
+COLLECTED = pytest.StashKey[list[tuple[str, bool, str | None]]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", help="only tests of this shard: .ci/slow lists them")
+
+
+def shard_of(item: pytest.Item) -> str | None:
+    marker = item.get_closest_marker("shard")
+    return None if marker is None else marker.args[0]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Takes a shard's tests, and skips those whose hardware or package is missing."""
+    config.stash[COLLECTED] = [
+        (str(item.path), item.get_closest_marker("slow") is not None, shard_of(item))
+        for item in items
+    ]
+    wanted = config.getoption("--shard")
+    if wanted is not None:
+        known = {shard for _, _, shard in config.stash[COLLECTED] if shard is not None}
+        if wanted not in known:
+            raise pytest.UsageError(f"no shard is called {wanted}: expected {sorted(known)}")
+        config.hook.pytest_deselected(items=[i for i in items if shard_of(i) != wanted])
+        items[:] = [item for item in items if shard_of(item) == wanted]
     reasons = {name: _missing(name) for name in ("gpu", "vllm", "sglang", "deepspeed", "triton")}
     for item in items:
         for marker, reason in reasons.items():
@@ -58,6 +94,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     Around the test's fixtures of every scope, which a fixture of a function would not be.
     """
     before = {name: os.environ.pop(name, None) for name in PROCESS_GROUP}
+    machine.publish()
     try:
         return (yield)
     finally:
@@ -71,6 +108,12 @@ def pytest_collection_finish() -> None:
     # Modules and collected tests live to the end: collections need not walk a million objects.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def collected(pytestconfig: pytest.Config) -> list[tuple[str, bool, str | None]]:
+    """Of every collected test: its file, whether it is slow, and its shard."""
+    return pytestconfig.stash[COLLECTED]
 
 
 @pytest.fixture(scope="session")

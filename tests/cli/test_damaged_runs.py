@@ -12,9 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.model_presets import write_tiny_model
+
+pytestmark = pytest.mark.shard("damage")
 
 REWARD = "def score(responses):\n    return [float(sum(map(ord, r)) % 3) for r in responses]\n"
 ACTOR, CRITIC = "_actor/global_step2", "_critic/global_step2"
@@ -150,7 +153,7 @@ def started(words):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=seconds(240),
         check=False,
     )
     return done.returncode, done.stdout, done.stderr

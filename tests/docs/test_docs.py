@@ -13,10 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import COMMANDS, main
 from lightrft.tools.model_presets import write_tiny_model
+
+pytestmark = pytest.mark.shard("quickstart")
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
@@ -68,7 +71,7 @@ def run_page(page, folder):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=1500,
+            timeout=seconds(1500),
             check=False,
         )
         assert done.returncode == 0, text + done.stdout[-2000:] + done.stderr[-2000:]

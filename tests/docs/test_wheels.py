@@ -10,10 +10,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 UV = shutil.which("uv")
 pytestmark = [
+    pytest.mark.shard("quickstart"),
     pytest.mark.slow,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(UV is None, reason="the program uv is not here"),
@@ -55,7 +57,7 @@ def run(*command, cwd, timeout_seconds=900):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=timeout_seconds,
+        timeout=seconds(timeout_seconds),
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.machine import seconds
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TABLE = BENCHMARKS / "results" / "compiled_kernels.json"
@@ -21,6 +22,7 @@ WIDE_STORES = ("grad_products ", "grad_of_stored_products")
 WIDE_LOADS = ("forward_partials ", "grad_products ", "fold_products", "grad_of_stored_products")
 
 pytestmark = [
+    pytest.mark.shard("strategies"),
     pytest.mark.triton,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is missing"),
 ]
@@ -32,7 +34,7 @@ def compile_cases(*arguments: str) -> list[dict]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=3000,
+        timeout=seconds(3000),
         check=False,
     )
     assert process.returncode == 0, process.stderr[-6000:]

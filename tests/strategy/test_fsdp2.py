@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from tests.models.tiny import tiny_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -40,22 +41,14 @@ class Scorer(nn.Module):
 
 
 def causal_lm(seed: int = 0) -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(seed)
-    config = Qwen3Config(
+    return tiny_model(
         vocab_size=VOCAB,
-        hidden_size=64,
         intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        initializer_range=0.1,
         tie_word_embeddings=True,
         max_position_embeddings=64,
+        seed=seed,
     )
-    return Qwen3ForCausalLM(config)
 
 
 def build(seed: int = 0) -> Scorer:
@@ -240,6 +233,7 @@ def low_precision_cell(rank, world_size, folder):
 
 def remembered_passes(model) -> int:
     """Entries that FSDP2 holds for a backward pass."""
+    # Private of PyTorch: there is no other way to see what a pass has left behind.
     states = [u._get_fsdp_state() for u in model.modules() if isinstance(u, FSDPModule)]
     lists = {id(s._comm_ctx.post_forward_order): s._comm_ctx.post_forward_order for s in states}
     groups = [s._fsdp_param_group for s in states if s._fsdp_param_group is not None]

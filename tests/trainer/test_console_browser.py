@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.machine import seconds
 from tests.trainer.browser import faults, needs_browser, open_browser, take_picture
 from tests.trainer.terminal import Screen, open_terminal, wait_for
 
@@ -18,7 +19,7 @@ from lightrft.strategy.distributed.console_sink import report_progress
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.tools.model_presets import write_tiny_model
 
-pytestmark = needs_browser
+pytestmark = [pytest.mark.shard("training"), needs_browser]
 WIDTHS = (80, 200)
 LABELS = ("reward", "held-out", "len", "tok/s", "left")
 LONG = "a_folder_with_a_name_that_does_not_fit_" * 3
@@ -190,7 +191,7 @@ def test_a_real_run_on_a_terminal(browser, person, tmp_path, width):
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,
-            timeout=500,
+            timeout=seconds(500),
             check=False,
         )
         stream.write("the end\n")

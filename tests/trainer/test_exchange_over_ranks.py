@@ -14,7 +14,7 @@ import pytest
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.audit.record import read_record
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.shard("training"), pytest.mark.multiprocess]
 
 CASES = Path(__file__).parents[1] / "records" / "exchange_cases.py"
 REWARD = """

@@ -15,6 +15,8 @@ from lightrft.rollout.environments import specs
 from lightrft.rollout.environments.calls import ToolCall
 from lightrft.strategy.testing import run_multiprocess
 
+pytestmark = pytest.mark.shard("vision")
+
 CASES = Path(__file__).parent.parent / "experience" / "image_environments.py"
 COMPARED = ("reward", "policy_loss", "grad_norm", "entropy", "episode/turns", "response_length")
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.machine import seconds
 from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.models.vision.tiny_world import Batch
 from tests.trainer.vision_world import build_vision_trainer, scorer_folder, write_data
@@ -21,6 +22,8 @@ from lightrft.models.sequence_model import freeze, has_prefix
 from lightrft.run.assembly import run_training
 from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.testing import run_multiprocess
+
+pytestmark = pytest.mark.shard("vision")
 
 BACKENDS = {
     "fsdp 1": (1, {"fsdp": True}),
@@ -255,7 +258,7 @@ def test_the_example_trains_on_images(model, data, tmp_path, repository):
         [sys.executable, repository / "examples" / "train_vl.py", *map(str, flags)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=seconds(280),
         check=False,
         cwd=tmp_path,
     )

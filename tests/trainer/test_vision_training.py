@@ -15,6 +15,8 @@ from lightrft.run.assembly import run_training
 from lightrft.stages.policy.inputs import load_modality
 from lightrft.strategy.testing import run_multiprocess
 
+pytestmark = pytest.mark.shard("vision")
+
 COMPARED = ("reward", "policy_loss", "grad_norm", "entropy", "logprob_diff_mean")
 
 

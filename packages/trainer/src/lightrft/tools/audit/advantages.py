@@ -62,6 +62,17 @@ def row_advantages(name: str, scores: Scores, given: Mapping[str, object]) -> Ar
     return found
 
 
+def enlargement(advantages: Array, scores: Scores) -> float:
+    """By how much an estimator makes differences of a group's rewards larger, at least 2."""
+    found = 1.0
+    for group in np.unique(scores.groups):
+        rows = (scores.groups == group) & scores.is_kept
+        largest = float(np.abs(advantages[rows]).max(initial=0.0))
+        if largest > 0 and np.ptp(scores.rewards[rows]) > 0:
+            found = max(found, largest / float(np.ptp(scores.rewards[rows])))
+    return 2 * found
+
+
 def _std(values: Array) -> float:
     """With n - 1; 1 where that is undefined or 0."""
     if len(values) < 2 or np.ptp(values) == 0:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -59,10 +59,17 @@ class Findings:
         self.rows.append(Finding(quantity, None, None, None, None, NOT_AUDITED, why))
 
     def number(
-        self, quantity: str, run: float, own: float, kind: str = "number", *, scale: float = 0.0
+        self,
+        quantity: str,
+        run: float,
+        own: float,
+        kind: str = "number",
+        *,
+        scale: float = 0.0,
+        floor: float = 0.0,
     ) -> None:
         """Compare two numbers; `scale` is what the difference is relative to if larger."""
-        limit = self.tolerances[kind] * max(abs(own), scale, 1e-30)
+        limit = self.tolerances[kind] * max(abs(own), scale) + floor
         self._add(quantity, run, own, abs(run - own), limit)
 
     def exact(self, quantity: str, run: np.ndarray, own: np.ndarray) -> None:
@@ -85,7 +92,7 @@ class Findings:
         kind: str,
         *,
         scale: float = 1.0,
-        hint: str = "",
+        floor: Callable[[], Array | float] = float,
     ) -> None:
         """Compare [rows, seq] values: of the mask closely, 0 outside of it.
 
@@ -95,24 +102,31 @@ class Findings:
             mask: Where they count.
             kind: Of the tolerance.
             scale: What differences of "advantages" are relative to.
-            hint: Where to look if they differ.
+            floor: Rounding of each value; asked for where the tolerance alone is exceeded.
         """
         if run.shape != own.shape:
             self._add(quantity, None, None, math.inf, 0.0, f"shapes {run.shape} and {own.shape}")
             return
-        unit = np.maximum(1.0, np.abs(own)) if kind in PER_TOKEN else scale
-        distance = np.where(mask, np.abs(run - own) / unit, np.abs(run))
-        distance = np.where(np.isnan(distance), np.inf, distance)
-        largest = float(distance.max(initial=0.0))
         limit = self.tolerances[kind]
+        unit = np.maximum(1.0, np.abs(own)) if kind in PER_TOKEN else np.full(own.shape, scale)
+        distance = _distance(run, own, unit, mask)
+        share = MEAN_SHARES.get(kind, math.inf)
+        if not _is_within(distance, mask, limit, share):
+            unit = unit + floor() / limit
+            distance = _distance(run, own, unit, mask)
+        largest = float(distance.max(initial=0.0))
         means = [float(each[mask].mean()) if mask.any() else 0.0 for each in (run, own)]
         note = f"largest at {_place(distance == largest)}" if largest > limit else ""
-        if kind in MEAN_SHARES and mask.any() and largest <= limit:
-            mean = float(distance[mask].mean())
-            if mean > limit * MEAN_SHARES[kind]:
-                largest, limit, note = mean, limit * MEAN_SHARES[kind], "mean distance of a token"
-        note = f"{note}; {hint}" if note and hint else note
+        if largest <= limit and not _is_within(distance, mask, limit, share):
+            largest, limit = float(distance[mask].mean()), limit * share
+            note = "mean distance of a token"
         self._add(quantity, means[0], means[1], largest, limit, note)
+
+    def hint(self, text: str) -> None:
+        """Say where to look if the last quantity differs."""
+        last = self.rows[-1]
+        if last.verdict == DIFFERS:
+            self.rows[-1] = replace(last, note=f"{last.note}; {text}")
 
     def share(
         self, quantity: str, run: float, own: float, error: float, limit: float, note: str = ""
@@ -132,6 +146,16 @@ class Findings:
         # Also false for NaN.
         verdict = EQUAL if difference <= limit else DIFFERS
         self.rows.append(Finding(quantity, run, own, difference, limit, verdict, note))
+
+
+def _distance(run: Array, own: Array, unit: Array, mask: Flags) -> Array:
+    distance = np.where(mask, np.abs(run - own) / unit, np.abs(run))
+    return np.where(np.isnan(distance), np.inf, distance)
+
+
+def _is_within(distance: Array, mask: Flags, limit: float, share: float) -> bool:
+    mean = float(distance[mask].mean()) if mask.any() else 0.0
+    return float(distance.max(initial=0.0)) <= limit and mean <= limit * share
 
 
 def _place(where: Flags) -> str:

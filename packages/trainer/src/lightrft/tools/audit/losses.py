@@ -64,6 +64,10 @@ class Term:
     value: Array
     slope: Array
 
+    def times(self, factor: Array | float) -> Term:
+        """Values and slopes, each times the factor."""
+        return Term(self.value * factor, self.slope * factor)
+
     def inside(self, mask: Flags) -> Term:
         """0 outside the mask."""
         return Term(np.where(mask, self.value, 0.0), np.where(mask, self.slope, 0.0))

@@ -95,6 +95,22 @@ class Optimizer:
             )
             self.weights[name] = self.weights[name] - own_rate * change
 
+    def spread(
+        self, slopes: Mapping[str, Tensor], rate: float, factor: float, doubt: float
+    ) -> dict[str, Tensor]:
+        """How far Adam's step moves each weight if gradients are off by `doubt`; {} of SGD."""
+        if self.kind not in ADAM:
+            return {}
+        found = {}
+        for name, group in self.groups.items():
+            if name in slopes:
+                ends = [
+                    self._adam_step(name, (slopes[name] + d) * factor, group)[0]
+                    for d in (doubt, -doubt)
+                ]
+                found[name] = rate * group.rate_share * (ends[0] - ends[1]).abs()
+        return found
+
     def _sgd(self, name: str, slope: Tensor, group: Group) -> Tensor:
         if group.momentum == 0:
             return slope
@@ -104,6 +120,13 @@ class Optimizer:
         return after
 
     def _adam(self, name: str, slope: Tensor, group: Group) -> Tensor:
+        change, moments = self._adam_step(name, slope, group)
+        self.moments |= moments
+        return change
+
+    def _adam_step(
+        self, name: str, slope: Tensor, group: Group
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         first, second, count = (
             self.moments.get(f"{key}/{name}", torch.zeros((), dtype=torch.float64))
             for key in ("exp_avg", "exp_avg_sq", "step")
@@ -112,14 +135,13 @@ class Optimizer:
         beta1, beta2 = group.betas
         first = beta1 * first + (1 - beta1) * slope
         second = beta2 * second + (1 - beta2) * slope**2
-        self.moments |= {
+        t = float(count)
+        change: Tensor = (first / (1 - beta1**t)) / ((second / (1 - beta2**t)).sqrt() + group.eps)
+        return change, {
             f"exp_avg/{name}": first,
             f"exp_avg_sq/{name}": second,
             f"step/{name}": count,
         }
-        t = float(count)
-        change: Tensor = (first / (1 - beta1**t)) / ((second / (1 - beta2**t)).sqrt() + group.eps)
-        return change
 
 
 def norm_of(slopes: Mapping[str, Tensor]) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from torch import Tensor
 from lightrft.config import TrainConfig
 from lightrft.tools.audit.advantages import (
     ESTIMATORS,
+    MIN_VARIANCE,
     TOKEN_ESTIMATORS,
     WHITENING,
     Scores,
+    enlargement,
     gae,
     returns,
     row_advantages,
@@ -32,11 +35,11 @@ from lightrft.tools.audit.corrections import (
     parse,
 )
 from lightrft.tools.audit.findings import Findings
-from lightrft.tools.audit.losses import POLICY_LOSSES, kl_term
+from lightrft.tools.audit.losses import POLICY_LOSSES, Term, kl_term
 from lightrft.tools.audit.models import Layers, Policy, Values, reference_state
-from lightrft.tools.audit.record import Array, StepRecord
+from lightrft.tools.audit.record import Array, Flags, StepRecord
 from lightrft.tools.audit.samples import Rows, build_rows, sampled_lengths, shaped_rewards
-from lightrft.tools.audit.tolerances import tolerances_of
+from lightrft.tools.audit.tolerances import MEAN_SHARES, tolerances_of
 
 ENGINES_OF_THE_MODEL = ("hf", "vllm", "sglang")
 
@@ -83,6 +86,12 @@ class Step:
 
     def __post_init__(self) -> None:
         self.borders = Borders(self.found.tolerances["weights"])
+
+    def rounding(self, scores: Array, kind: str) -> Array:
+        """Rounding of every score, as a mean distance of this kind may be."""
+        share = MEAN_SHARES[kind] / MEAN_SHARES["logprobs"]
+        unit = share * self.found.tolerances["score"]
+        return np.asarray(unit * np.maximum(1.0, np.abs(scores)))
 
     def weights(self, model: str) -> dict[str, Tensor]:
         """Weights of a model before the step."""
@@ -179,10 +188,11 @@ def _check_engine(step: Step, own: Array) -> None:
         step.found.tokens(name, rows.rollout_logprobs, own, rows.mask, "engine")
 
 
-def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Array]:
-    """Advantages (of run and own), and the returns that a critic learns."""
+def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Array, float]:
+    """Advantages (of run and own), the returns that a critic learns, and the rounding of both."""
     config, rows, samples, run = step.config, step.rows, step.record.samples, step.record.values
-    rewards, greedy = shaped_rewards(samples, rows.is_kept, config, step.record.facts)
+    rewards, greedy, size = shaped_rewards(samples, rows.is_kept, config, step.record.facts)
+    error = step.found.tolerances["sum"] * size
     everywhere = np.ones(len(rewards), dtype=np.bool_)
     step.found.tokens(
         "rewards",
@@ -191,37 +201,86 @@ def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Array]:
         everywhere[:, None],
         "number",
         scale=max(1.0, float(np.abs(rewards).max(initial=0))),
+        floor=lambda: error,
     )
     seen, seen_returns = (rows.padded(each) for each in (run.advantages, run.returns))
     name, mask = config.advantage_estimator, rows.mask
     if name not in ESTIMATORS:
         step.found.skip("advantages", f"of {name}; the run's are taken")
-        return Pair(seen, seen), seen_returns
-    penalty = np.zeros(mask.shape)
-    if step.reward_kl_coef > 0 and numbers.reference is not None:
-        term = kl_term(
-            config.kl_estimator, numbers.old, numbers.reference, numbers.old, mask, step.borders
-        )
-        penalty = step.reward_kl_coef * term.value
+        return Pair(seen, seen), seen_returns, error
     if name not in TOKEN_ESTIMATORS:
         lengths = sampled_lengths(samples)
         scores = Scores(rewards, greedy, samples.group_ids, lengths, rows.is_kept)
         rewards = row_advantages(name, scores, options_of(config.advantage_args))
+        error *= enlargement(rewards, scores)
+    penalty, moved = _kl_penalty(step, numbers)
+    error += moved
     shaped = token_rewards(rewards, mask, penalty)
     if name == "gae" and numbers.values is not None:
         advantages = gae(shaped, numbers.values.own, mask, config)
         target = np.where(mask, advantages + numbers.values.own, 0.0)
+        error += _row_sum(step.rounding(numbers.values.own, "logprobs"), mask)
     else:
         advantages = target = returns(shaped, mask, config)
-    scale = float(np.abs(target).max(initial=1e-6))
-    step.found.tokens("returns", seen_returns, target, mask, "advantages", scale=scale)
+    _check_advantages(step, "returns", Pair(target, seen_returns), error)
     if name in WHITENING or config.advantages_norm:
-        advantages, _ = whitened(advantages, mask)
+        # A run may take for a variance what rounding left of equal numbers.
+        is_rounding = np.ptp(advantages[mask]) <= error if mask.any() else True
+        advantages, std = whitened(advantages, mask)
+        error /= math.sqrt(MIN_VARIANCE) if is_rounding else std
     if config.advantage_clip > 0:
         advantages = np.clip(advantages, -config.advantage_clip, config.advantage_clip)
-    scale = float(np.abs(advantages).max(initial=1e-6))
-    step.found.tokens("advantages", seen, advantages, mask, "advantages", scale=scale)
-    return Pair(advantages, seen), target
+    _check_advantages(step, "advantages", Pair(advantages, seen), error)
+    return Pair(advantages, seen), target, error
+
+
+def _check_advantages(step: Step, name: str, values: Pair, error: float) -> None:
+    scale = float(np.abs(values.own).max(initial=1e-6))
+    step.found.tokens(
+        name,
+        values.run,
+        values.own,
+        step.rows.mask,
+        "advantages",
+        scale=scale,
+        floor=lambda: error,
+    )
+
+
+def _kl_penalty(step: Step, numbers: Numbers) -> tuple[Array, float]:
+    """What the KL term takes from each token's reward, and the rounding of a row's sum of it."""
+    config, mask = step.config, step.rows.mask
+    if step.reward_kl_coef <= 0 or numbers.reference is None:
+        return np.zeros(mask.shape), 0.0
+    reference, old = numbers.reference, numbers.old
+
+    def term_of(scores: Pair, borders: Borders) -> Term:
+        return kl_term(config.kl_estimator, scores, reference, old, mask, borders)
+
+    # Scores and those of the reference are rounded alike.
+    term, moved = with_rounding(term_of, old, 2 * step.rounding(old.own, "logprobs"), step.borders)
+    return step.reward_kl_coef * term.value, step.reward_kl_coef * _row_sum(moved.value, mask)
+
+
+def _row_sum(errors: Array, mask: Flags) -> float:
+    """Rounding of the row with the most, of errors whose signs are independent."""
+    return 3 * float(np.sqrt((np.where(mask, errors, 0.0) ** 2).sum(axis=1)).max(initial=0.0))
+
+
+def with_rounding(
+    term_of: Callable[[Pair, Borders], Term], scores: Pair, error: Array, borders: Borders
+) -> tuple[Term, Term]:
+    """A term, and how far its values and slopes move if every score moves by `error`."""
+    term = term_of(scores, borders)
+    near = [
+        term_of(Pair(scores.own + e, scores.run + e), Borders(borders.tolerance))
+        for e in (error, -error)
+    ]
+    value, slope = (
+        np.maximum(*(np.abs(getattr(each, name) - getattr(term, name)) for each in near))
+        for name in ("value", "slope")
+    )
+    return term, Term(value, slope)
 
 
 def token_weights(

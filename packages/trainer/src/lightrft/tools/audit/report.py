@@ -64,8 +64,8 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
     audited = open_step(record, config)
     check_samples(audited)
     numbers = score_models(audited, reference)
-    advantages, returns = estimate(audited, numbers)
-    inputs = Inputs(numbers, advantages, returns, is_configured=own.is_file())
+    advantages, returns, error = estimate(audited, numbers)
+    inputs = Inputs(numbers, advantages, returns, error, is_configured=own.is_file())
     Updates(audited, inputs).replay()
     if config.enable_ema:
         audited.found.skip("moving average", "it is not recorded")

@@ -69,17 +69,21 @@ def _is_informative(samples: RawSamples) -> Flags:
 
 def shaped_rewards(
     samples: RawSamples, is_kept: Flags, config: TrainConfig, facts: Facts
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, float]:
     """Rewards, and those of greedy completions: overlong penalty, running scale, clip.
+
+    The third is the size of what was added up for the largest reward.
 
     Source: the penalty is DAPO's, arXiv:2503.14476, eq. 13.
     """
     rewards = samples.rewards.copy()
+    size = float(np.abs(rewards).max(initial=0.0))
     if config.overlong_buffer:
         begin = config.generate_max_len - config.overlong_buffer_len
         share = np.clip((_longest_turns(samples) - begin) / config.overlong_buffer_len, 0, 1)
         is_paid = ~samples.is_failed
         rewards[is_paid] -= config.overlong_buffer_penalty_factor * share[is_paid]
+        size += config.overlong_buffer_penalty_factor
     if config.reward_running_norm:
         count, mean, squares = facts.reward_moments
         own = rewards[is_kept]
@@ -90,9 +94,10 @@ def shaped_rewards(
         scale = 1.0 if is_constant else math.sqrt(squares / (total - 1))
         shift = grand if config.reward_running_norm_minus_mean else 0.0
         rewards = (rewards - shift) / scale
+        size = (size + abs(shift)) / scale
     if config.reward_clip > 0:
         rewards = np.clip(rewards, -config.reward_clip, config.reward_clip)
-    return rewards, samples.greedy_rewards
+    return rewards, samples.greedy_rewards, size
 
 
 def _longest_turns(samples: RawSamples) -> Integers:

@@ -16,6 +16,23 @@ count, an id or a mask must be equal. Everything else is a number of one of thes
     moments       2-norm of the difference                            2-norm
     decay         distance of the share of weight decay               that share's unit, see replay
     number        distance                                            the number
+
+A limit relative to a value that is 0 is no limit. So each has a floor from the rounding of what was
+added up, of which these are the units:
+
+    score         rounding of one token's logprob, entropy or value   1, or the value if larger
+    sum           rounding of a float32 result                        what was added up
+
+    quantity                  its floor
+    rewards                   sum of the raw rewards' sizes and of what was subtracted
+    returns, advantages       the rewards' floor as an estimator enlarges it; what a KL term in the
+                              reward and values move if each score moves by its rounding
+    losses                    what the sum moves if each score, reference score and advantage moves
+                              by its rounding
+    gradient norm, moments    norm of the gradient of those movements, with signs drawn once
+    weights after             the same times the learning rates
+    scores after updates      what they move if Adam's gradients move by their rounding
+    learning rate             of the peak
 """
 
 from collections.abc import Mapping
@@ -34,6 +51,8 @@ TOLERANCES: Mapping[str, Mapping[str, float]] = {
         "moments": 2e-4,
         "decay": 0.02,
         "number": 1e-6,
+        "score": 1e-5,
+        "sum": 2.0**-22,
     },
     "bfloat16": {
         "logprobs": 0.6,
@@ -48,6 +67,8 @@ TOLERANCES: Mapping[str, Mapping[str, float]] = {
         "moments": 0.3,
         "decay": 0.3,
         "number": 1e-6,
+        "score": 0.03,
+        "sum": 2.0**-22,
     },
 }
 # The mean distance of a token may be this share of the largest one. Adam's first steps divide by
