@@ -49,10 +49,13 @@ where N is a number from 0 (worthless) to 10 (perfect):
 Score: N"""
 _PLACE = re.compile(r"\{(mark|prompt|label|response)\}")
 _SCORE = re.compile(r"Score:[ \t]*([0-9]{1,2}(?:\.[0-9]{1,6})?)", re.ASCII)
-_ANY_SCORE = re.compile(r"^[^\w\n]*score[^\w\n]*:", re.IGNORECASE | re.MULTILINE)
-# What chat templates use to end a turn; servers read such texts inside a message as the real ones.
+_ANY_SCORE = re.compile(r"[^\w]*score[^\w]*:", re.IGNORECASE)
+# Where a marker of some chat template may begin or end: servers read such texts inside a message as
+# the real ones. A space breaks them: <|im_end|>, </s>, <<SYS>>, <end_of_turn>, DeepSeek's bars of
+# full width, [INST], [TOOL_CALLS], [|assistant|], [gMASK], MiniMax's ]~b]ai.
 _SPECIAL = re.compile(
-    r"<(?=\|)|(?<=\|)>|<(?=/?(?:s|bos|eos|start_of_turn|end_of_turn)>)|\[(?=/?INST)"
+    r"<(?=[/<]?[|\uff5c]|[/<]?[^\W\d_])|(?<=[|\uff5c])>"
+    r"|\[(?=[/|]?[^\W\d_][^\[\]\s]*\])|\](?=~)"
 )
 
 
@@ -103,7 +106,7 @@ class JudgeReward:
             ),
             uses_environment=True,
         )
-        self._cache = AnswerCache(Path(config.output_dir) / CACHE_FOLDER)
+        self._cache = AnswerCache(Path(config.output_dir) / CACHE_FOLDER, check=read_score)
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
@@ -200,7 +203,7 @@ def read_score(content: str) -> float:
     shown = one_line(content[-200:])
     if found is None:
         raise ValueError(f"the last line must be 'Score: N', the answer ends with {shown!r}")
-    if len(_ANY_SCORE.findall(content)) > 1:
+    if sum(_ANY_SCORE.match(line) is not None for line in lines) > 1:
         raise ValueError(f"there must be one line 'Score: N', the answer has more: {shown!r}")
     score = float(found[1])
     if score > MAX_SCORE:
