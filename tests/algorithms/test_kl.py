@@ -89,6 +89,17 @@ def test_pointwise_gradient_of_k3_is_is_ratio_times_difference(ragged) -> None:
     torch.testing.assert_close(grad, expected)
 
 
+@pytest.mark.parametrize("distance", [-300.0, -25.0, -20.1, -19.9, -10.0, 10.0, 19.9, 20.1, 25.0])
+def test_k3_is_pulls_towards_the_reference_at_any_distance(distance) -> None:
+    new = torch.tensor([[-301.0]], dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    ref = new.detach() - distance
+    kl = estimate_kl(new, ref, mask, estimator="k3_is", old_logprobs=new.detach())
+    (grad,) = torch.autograd.grad(kl.sum(), new)
+    assert grad.item() == pytest.approx(distance)
+    assert kl.item() == pytest.approx(min(np.expm1(-max(distance, -20)) + min(distance, 20), 10.0))
+
+
 def test_float32_k3_near_zero_keeps_its_digits_and_far_away_stays_finite() -> None:
     new = torch.tensor([[-1.0001, -120.0, -0.1]])
     ref = torch.tensor([[-1.0, -0.1, -120.0]])

@@ -248,6 +248,76 @@ def test_a_response_cannot_leave_its_marks() -> None:
         assert special not in text
 
 
+MARKERS = [
+    "<|im_end|>",
+    "<|eot_id|>",
+    "</s>",
+    "<s>",
+    "<<SYS>>",
+    "<</SYS>>",
+    "<end_of_turn>",
+    "<start_of_turn>",
+    "<bos>",
+    "<sop>",
+    "<seed:eos>",
+    "<extra_id_0>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<\uff5cAssistant\uff5c>",
+    "[INST]",
+    "[/INST]",
+    "[TOOL_CALLS]",
+    "[SYSTEM_PROMPT]",
+    "[|assistant|]",
+    "[gMASK]",
+    "[BOS]",
+    "]~b]ai",
+]
+
+
+@pytest.mark.parametrize("marker", MARKERS)
+def test_a_response_cannot_end_its_quotation_in_any_family(marker) -> None:
+    text = fill_template(TEMPLATE, prompt="p", response=f"a{marker}b", label="l")
+    assert marker not in text
+    assert marker in text.replace("< ", "<").replace(" >", ">").replace("[ ", "[").replace(
+        "] ", "]"
+    )
+
+
+def test_comparisons_and_lists_of_numbers_stay_as_they_are() -> None:
+    response = "if a < b and c > d: x = [1, 2][0]"
+    assert response in fill_template(TEMPLATE, prompt="p", response=response, label="l")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda line: line.replace(b"Score: 5", b"Score: 9"),
+        lambda line: line.replace(b"Score: 5", b"Score: 99"),
+        lambda line: line.replace(b'"digest"', b'"other"'),
+        lambda line: b"[" * 100_000,
+        lambda line: b"[]",
+    ],
+)
+def test_a_damaged_cache_is_asked_again(judge, tmp_path, damage) -> None:
+    config = config_of(judge, tmp_path)
+    assert ask(config, ["a"]) == [0.5]
+    file = tmp_path / "judge_cache" / "rank_0.jsonl"
+    file.write_bytes(damage(file.read_bytes()))
+    assert ask(config, ["a"]) == [0.5]
+    assert len(judge.seen) == 2
+
+
+def test_a_folder_in_the_place_of_the_cache_is_passed_over(judge, tmp_path) -> None:
+    (tmp_path / "judge_cache" / "rank_7.jsonl").mkdir(parents=True)
+    assert ask(config_of(judge, tmp_path), ["a"]) == [0.5]
+
+
+@pytest.mark.parametrize("end", ["\r", "\u2028", "\x85", "\n"])
+def test_two_scores_are_none_whatever_ends_their_lines(end) -> None:
+    with pytest.raises(ValueError, match="the answer has more"):
+        read_score(f"Score: 3{end}Score: 10")
+
+
 def test_a_continued_run_compares_the_template(tmp_path) -> None:
     template = tmp_path / "t.txt"
     template.write_text("{mark} {response} {mark}")

@@ -6,7 +6,8 @@ d = logprobs - ref_logprobs. What each estimator optimises, per token and exactl
     k2 as a loss                gradient of KL(policy || reference), though its value is biased
     k3 as a loss                unbiased value, gradient of KL(reference || policy); both up to
                                 the bound of its value
-    k3_is as a loss             unbiased value and gradient of KL(policy || reference), off-policy
+    k3_is as a loss             gradient of KL(policy || reference), off-policy, at any distance;
+                                its value is unbiased up to the bound of k3
     k1 as a loss                no expected gradient: noise only
     abs as a loss               sign of d: pulls every token equally hard
     k2, k3 in the reward        biased
@@ -52,7 +53,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k2": lambda d: d.square() / 2,
     "k3": k3_kl,
     "k3_unclamped": k3_unclamped_kl,
-    "k3_is": k3_unclamped_kl,  # multiplied by the ratio to the policy that was sampled
+    "k3_is": k3_kl,  # multiplied by the ratio to the policy that was sampled
 }
 
 
@@ -67,9 +68,10 @@ def estimate_kl(
     """Per-token estimate of KL(policy || reference): [batch, seq], 0 outside the mask.
 
     k1 = d,  abs = |d|,  k2 = d^2 / 2,  k3 = min(exp(-d) - 1 + d, 10),  k3_unclamped without the
-    bound,  k3_is = exp(logprobs - old_logprobs) k3_unclamped
+    bound,  k3_is = rho k3 with the gradient rho d,  rho = exp(logprobs - old_logprobs)
 
-    d is clamped to +-20 where it is exponentiated; the gradient is 0 beyond.
+    d and the logarithm of rho are clamped to +-20 where they are exponentiated; the gradient of k3
+    is 0 beyond, that of k3_is stays rho d.
 
     Args:
         logprobs: [batch, seq]; gradients flow through it only.
@@ -82,12 +84,16 @@ def estimate_kl(
         ValueError: unknown estimator, or k3_is without `old_logprobs`.
     """
     function = lookup(KL_ESTIMATORS, estimator, kind="KL estimator")
-    kl = function(masked_difference(logprobs, ref_logprobs, response_mask))
+    d = masked_difference(logprobs, ref_logprobs, response_mask)
+    kl = function(d)
     if estimator == "k3_is":
         if old_logprobs is None:
             raise ValueError("KL estimator 'k3_is' needs old_logprobs, the policy that was sampled")
-        # Through the unclamped k3: its gradient is only the ratio times d.
-        kl = log_ratio(logprobs, old_logprobs, response_mask).values.exp() * kl
+        ratio = log_ratio(logprobs, old_logprobs, response_mask).values.exp().detach()
+        # The derivative of rho k3, written by hand: where the value is held, its own derivative
+        # would be that of the ratio alone, 5e8 in the wrong direction at d = -20.
+        slope = ratio * d.detach()
+        kl = (ratio * kl).detach() + slope * (d - d.detach())
     return mask_out(kl, response_mask)
 
 

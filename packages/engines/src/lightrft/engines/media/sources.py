@@ -4,7 +4,6 @@ import base64
 import binascii
 import hashlib
 import io
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,21 +12,27 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from lightrft.engines.media.pictures import (
+    MAX_FRAMES,
+    MediaError as MediaError,
+    animation,
+    as_rgb,
+    first_line,
+    opened,
+    upright_size,
+)
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
-# A photograph of 100 megapixels takes 300 MB once it is decoded.
-MAX_PIXELS = 100_000_000
 # All frames of a video together: 1.5 GB once they are decoded.
 MAX_VIDEO_PIXELS = 500_000_000
 MAX_BYTES = 256 * 1024 * 1024
-MAX_FRAMES = 4096
+_MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
+# Frames a second that a video may have.
+_FPS_RANGE = (1e-3, 1e4)
 ANIMATED_SUFFIXES = (".gif", ".webp", ".png")
-
-
-class MediaError(ValueError):
-    """A medium cannot be read; the message says which, why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -78,25 +83,18 @@ class ImageSource(FileSource):
     """One image."""
 
     def size(self) -> tuple[int, int]:
-        """Width and height, from the header alone; errors as `decode`."""
-        with _opened(self.read(), self.name) as image:
-            return image.size
+        """Width and height as `decode` gives them, from the header alone; errors as `decode`."""
+        with opened(self.read(), self.name) as image:
+            return upright_size(image, self.name)
 
     def decode(self) -> "Image":
-        """The image in RGB, turned as its camera was held.
+        """The image in RGB, upright, what is transparent in white.
 
         Raises:
-            MediaError: It is no image, cut off, or larger than `MAX_PIXELS`.
+            MediaError: It is no image, damaged, or larger than `MAX_PIXELS`.
         """
-        from PIL import ImageOps
-
-        with _opened(self.read(), self.name) as image:
-            try:
-                return ImageOps.exif_transpose(image).convert("RGB")
-            except (OSError, ValueError, SyntaxError, MemoryError) as err:
-                raise MediaError(
-                    f"{self.name} is a damaged image: {_line(err)}; replace or leave it out"
-                ) from err
+        with opened(self.read(), self.name) as image:
+            return as_rgb(image, self.name)
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,7 @@ class VideoSource:
             )
         images, fps = [frame.decode() for frame in self.frames], self.fps
         if len(self.frames) == 1:
-            images, own_fps = _animation(self.frames[0])
+            images, own_fps = animation(self.frames[0].read(), self.frames[0].name)
             fps = fps or own_fps
         if not fps:
             raise MediaError(
@@ -172,59 +170,17 @@ class VideoSource:
 
 def _file_bytes(path: Path, name: str) -> bytes:
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise MediaError(f"{name} has {size} bytes: expected at most {MAX_BYTES}")
-        return path.read_bytes()
+        with path.open("rb") as file:
+            # Some files say that they are empty and have no end.
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise MediaError(f"{name} has more than {MAX_BYTES} bytes, which is the limit")
+        return content
     except OSError as err:
         raise MediaError(
-            f"{name} cannot be read: {err.strerror or _line(err)}; paths are relative to the data "
-            "file"
+            f"{name} cannot be read: {err.strerror or first_line(err)}; paths are relative to the "
+            "data file"
         ) from err
-
-
-def _opened(content: bytes, name: str) -> "Image":
-    from PIL import Image
-
-    try:
-        with warnings.catch_warnings():
-            # The size is checked here, before anything is decoded.
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(content))
-    except Image.DecompressionBombError as err:
-        raise MediaError(
-            f"{name} is larger than {MAX_PIXELS} pixels: {_line(err)}; scale it down"
-        ) from err
-    except (OSError, ValueError, SyntaxError, MemoryError) as err:
-        raise MediaError(
-            f"{name} is no image that can be read: {_line(err)}; expected PNG, JPEG, WebP or "
-            "another format of Pillow"
-        ) from err
-    width, height = image.size
-    if width * height > MAX_PIXELS:
-        raise MediaError(
-            f"{name} has {width} x {height} pixels: expected at most {MAX_PIXELS} in all; scale "
-            "it down"
-        )
-    return image
-
-
-def _animation(source: ImageSource) -> "tuple[list[Image], float | None]":
-    from PIL import ImageSequence
-
-    with _opened(source.read(), source.name) as image:
-        count = getattr(image, "n_frames", 1)
-        if count > MAX_FRAMES or count * image.width * image.height > MAX_PIXELS:
-            raise MediaError(
-                f"{source.name} has {count} frames of {image.width} x {image.height} pixels: "
-                f"expected at most {MAX_FRAMES} frames and {MAX_PIXELS} pixels in all"
-            )
-        frames, times = [], []
-        for frame in ImageSequence.Iterator(image):
-            frames.append(frame.convert("RGB"))
-            times.append(float(frame.info.get("duration", 0)))
-        total = sum(times)
-        return frames, (1000 * count / total if total else None)
 
 
 def as_image(value: object, *, name: str, folder: Path) -> ImageSource:
@@ -253,7 +209,7 @@ def as_image(value: object, *, name: str, folder: Path) -> ImageSource:
     if hasattr(value, "save") and hasattr(value, "size"):
         buffer = io.BytesIO()
         # Lossless, and fast to write.
-        cast("Image", value).convert("RGB").save(buffer, "PNG", compress_level=1)
+        as_rgb(cast("Image", value), name).save(buffer, "PNG", compress_level=1)
         return ImageSource(name, content=buffer.getvalue())
     raise MediaError(
         f"{name}: expected an image as path, bytes, base64 or a Pillow image, got "
@@ -267,19 +223,32 @@ def _image_of_text(text: str, name: str, folder: Path) -> ImageSource:
     if text.startswith("data:"):
         return ImageSource(name, content=_unbase64(text.partition(",")[2], name))
     path = folder / text.removeprefix("file://")
-    # Base64 of an image is longer than any path.
-    if len(text) > 1024 and not text.startswith("file://"):
+    try:
+        is_file = path.is_file()
+    except OSError:
+        # A name longer than the file system allows.
+        is_file = False
+    if is_file:
+        return ImageSource(str(path), path=path)
+    # The 12 first bytes tell formats; base64 of an image is longer than any path.
+    if len(text) > 1024 or _begins_as_image(text):
         return ImageSource(name, content=_unbase64(text, name))
-    if not path.is_file():
-        raise MediaError(f"{name}: no file {path}; paths are relative to the data file")
-    return ImageSource(str(path), path=path)
+    raise MediaError(f"{name}: no file {path}; paths are relative to the data file")
+
+
+def _begins_as_image(text: str) -> bool:
+    try:
+        begin = base64.b64decode(text[:16], validate=True)
+    except (binascii.Error, ValueError):
+        return False
+    return begin.startswith(_MAGIC) or begin[8:12] == b"WEBP" or begin[4:8] == b"ftyp"
 
 
 def _unbase64(text: str, name: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as err:
-        raise MediaError(f"{name}: not valid base64 ({_line(err)})") from err
+        raise MediaError(f"{name}: not valid base64 ({first_line(err)})") from err
 
 
 def as_video(value: object, *, name: str, folder: Path) -> VideoSource:
@@ -298,9 +267,14 @@ def as_video(value: object, *, name: str, folder: Path) -> VideoSource:
     fps: float | None = None
     if isinstance(value, Mapping) and "frames" in value:
         rate, value = value.get("fps"), value["frames"]
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
-            raise MediaError(f"{name}: fps must be a number above 0, got {rate!r}")
-        fps = float(rate)
+        low, high = _FPS_RANGE
+        is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+        if not is_number or not low <= cast("float", rate) <= high:
+            raise MediaError(
+                f"{name}: fps must be a number above 0, from {low:g} to {high:g}, "
+                f"got {str(rate)[:40]}"
+            )
+        fps = float(cast("float", rate))
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         if not 0 < len(value) <= MAX_FRAMES:
             raise MediaError(f"{name} has {len(value)} frames: expected 1 to {MAX_FRAMES}")
@@ -315,8 +289,3 @@ def as_video(value: object, *, name: str, folder: Path) -> VideoSource:
             'frames: {"frames": [...], "fps": 2}'
         )
     return VideoSource(name, (as_image(value, name=name, folder=folder),), fps)
-
-
-def _line(err: BaseException) -> str:
-    lines = str(err).strip().splitlines()
-    return lines[0] if lines else type(err).__name__

@@ -341,10 +341,9 @@ def kl_term(name: str, p: Pair, reference: Pair, q: Pair, mask: Flags, borders: 
     held, is_free = _held(d)
     value, slope = _k3(held.own), np.where(is_free, 1 - np.exp(-held.own), 0.0)
     if name == "k3_is":
-        change = np.where(mask, p.own - q.own, 0.0)
-        ratio = np.exp(np.clip(change, -HELD, HELD))
-        moves = np.abs(change) <= HELD
-        return Term(ratio * value, ratio * (slope + np.where(moves, value, 0.0))).inside(mask)
+        # From its definition: the value of k3, the gradient of the divergence itself.
+        ratio = np.exp(np.clip(np.where(mask, p.own - q.own, 0.0), -HELD, HELD))
+        return Term(ratio * np.minimum(value, MAX_K3), ratio * d.own).inside(mask)
     if name == "k3":
         is_bounded = borders.above(Pair(value, _k3(held.run)), MAX_K3)
         slope = np.where(is_bounded, 0.0, slope)

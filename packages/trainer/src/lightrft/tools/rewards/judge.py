@@ -50,10 +50,13 @@ where N is a number from 0 (worthless) to 10 (perfect):
 Score: N"""
 _PLACE = re.compile(r"\{(mark|prompt|label|response)\}")
 _SCORE = re.compile(r"Score:[ \t]*([0-9]{1,2}(?:\.[0-9]{1,6})?)", re.ASCII)
-_ANY_SCORE = re.compile(r"^[^\w\n]*score[^\w\n]*:", re.IGNORECASE | re.MULTILINE)
-# What chat templates use to end a turn; servers read such texts inside a message as the real ones.
+_ANY_SCORE = re.compile(r"[^\w]*score[^\w]*:", re.IGNORECASE)
+# Where a marker of some chat template may begin or end: servers read such texts inside a message as
+# the real ones. A space breaks them: <|im_end|>, </s>, <<SYS>>, <end_of_turn>, DeepSeek's bars of
+# full width, [INST], [TOOL_CALLS], [|assistant|], [gMASK], MiniMax's ]~b]ai.
 _SPECIAL = re.compile(
-    r"<(?=\|)|(?<=\|)>|<(?=/?(?:s|bos|eos|start_of_turn|end_of_turn)>)|\[(?=/?INST)"
+    r"<(?=[/<]?[|\uff5c]|[/<]?[^\W\d_])|(?<=[|\uff5c])>"
+    r"|\[(?=[/|]?[^\W\d_][^\[\]\s]*\])|\](?=~)"
 )
 
 
@@ -202,7 +205,7 @@ def read_score(content: str) -> float:
     shown = one_line(content[-200:])
     if found is None:
         raise ValueError(f"the last line must be 'Score: N', the answer ends with {shown!r}")
-    if len(_ANY_SCORE.findall(content)) > 1:
+    if sum(_ANY_SCORE.match(line) is not None for line in lines) > 1:
         raise ValueError(f"there must be one line 'Score: N', the answer has more: {shown!r}")
     score = float(found[1])
     if score > MAX_SCORE:
@@ -235,7 +238,8 @@ class AnswerCache:
 
     Args:
         folder: Made with the first answer if the folder above it exists; if not, answers are kept
-            in memory only.
+            in memory only. A line that something changed since it was written, or that holds no
+            score, is left out, so that its question is asked again.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -243,8 +247,9 @@ class AnswerCache:
         self._lock = threading.Lock()
         self._answers: dict[str, str] = {}
         for file in sorted(folder.glob("*.jsonl")):
-            for line in file.read_bytes().splitlines():
-                self._take(line)
+            with contextlib.suppress(OSError):
+                for line in file.read_bytes().split(b"\n"):
+                    self._take(line)
 
     def get(self, key: str) -> str | None:
         """The answer, or None."""
@@ -259,7 +264,8 @@ class AnswerCache:
         if not self._folder.parent.is_dir():
             return
         self._folder.mkdir(exist_ok=True)
-        line = json.dumps({"key": key, "answer": answer}).encode() + b"\n"
+        entry = {"key": key, "answer": answer, "digest": _digest(key, answer)}
+        line = json.dumps(entry).encode() + b"\n"
         name = f"rank_{os.environ.get('RANK', '0')}.jsonl"
         file = os.open(self._folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
@@ -271,8 +277,13 @@ class AnswerCache:
 
     def _take(self, line: bytes) -> None:
         """One line; what a killed run left unfinished is none."""
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             entry = json.loads(line)
             key, answer = entry["key"], entry["answer"]
-            if isinstance(key, str) and isinstance(answer, str):
+            if entry["digest"] == _digest(key, answer):
+                read_score(answer)
                 self._answers[key] = answer
+
+
+def _digest(key: str, answer: str) -> str:
+    return hashlib.sha256(f"{key}\n{answer}".encode("utf-8", "surrogatepass")).hexdigest()
