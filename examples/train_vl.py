@@ -10,7 +10,7 @@ from lightrft.config import TrainConfig
 from lightrft.datasets import collate_prompts, load_prompts
 from lightrft.models import Actor, load_tokenizer
 from lightrft.rewards import build_reward
-from lightrft.stages.policy.inputs import load_vision
+from lightrft.stages.policy.inputs import load_modality
 from lightrft.strategy import get_strategy
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL
 from lightrft.utils import LIBRARY_FLAGS, add_arguments
@@ -23,9 +23,9 @@ def train(args):
     reward = build_reward(args.reward_fn)
     tokenizer = load_tokenizer(args.pretrain)
     config = TrainConfig(**{name: getattr(args, name) for name in ("pretrain", *PROMPT_FLAGS)})
-    vision = load_vision(config)  # None for a model of text
-    prompts = load_prompts(args.prompt_data, vision or tokenizer, config)
-    processor = tokenizer if vision is None else vision.encoder.processor
+    modality = load_modality(config, tokenizer)
+    prompts = load_prompts(args.prompt_data, modality.renderer, config)
+    processor = modality.processor or tokenizer
     strategy = get_strategy(args)
     num_prompts = args.rollout_batch_size // strategy.world_size
     loader = strategy.setup_dataloader(prompts, num_prompts, collate_fn=collate_prompts)

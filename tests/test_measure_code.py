@@ -45,6 +45,7 @@ def test_the_code_is_no_worse_than_accepted():
     assert not measures.excesses(found, measures.read_accepted(ROOT)), "see scripts/measure_code.py"
 
 
+@pytest.mark.shard("measures")
 @pytest.mark.slow
 def test_a_run_executes_no_more_files_than_accepted():
     found = measures.measure_run(ROOT)

@@ -179,13 +179,13 @@ def trunk_output(
     # Models with images may let the tokens of one see each other.
     is_causal = family is None and attends_causally(trunk)
     extra |= layout.attention_inputs(is_causal=is_causal)
+    media = media or NO_MEDIA
     if family is not None:
-        media = media or NO_MEDIA
         extra |= vision_inputs(trunk, family, layout, media)
         if layout.bounds is not None and family.takes_types:
             extra["sequence_bounds"] = replace(layout.bounds, blocks=image_blocks(layout, media))
         return run_trunk(trunk, family, layout, media, extra)
-    if media is not None and not media.is_empty:
+    if not media.is_empty:
         raise ValueError(
             f"rows have images or videos, but {type(trunk).__name__} reads text only: train a "
             "vision-language model, or leave the media out with --text_only"
