@@ -8,7 +8,7 @@ import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal, TypedDict, TypeVar, Unpack
 
 T = TypeVar("T")
 CRITIC = "a critic"
@@ -64,41 +64,26 @@ class OptionInfo:
     commands: tuple[str, ...] = ()
 
 
-def option(  # noqa: PLR0913 - the one place where an option is described
-    default: T,
-    help: str,
-    *,
-    group: str,
-    choices: Collection[object] | None = None,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    above: float | None = None,
-    finite: bool = True,
-    acts_with: str | None = None,
-    may_change: bool = False,
-    by_machine: bool = False,
-    secret: bool = False,
-    common: bool = False,
-    path: Literal["file", "folder"] | None = None,
-    commands: tuple[str, ...] = (),
-) -> T:
+class _Details(TypedDict, total=False):
+    """Optional arguments of `OptionInfo`."""
+
+    choices: Collection[object] | None
+    at_least: float | None
+    at_most: float | None
+    above: float | None
+    finite: bool
+    acts_with: str | None
+    may_change: bool
+    by_machine: bool
+    secret: bool
+    common: bool
+    path: Literal["file", "folder"] | None
+    commands: tuple[str, ...]
+
+
+def option(default: T, help: str, *, group: str, **details: Unpack[_Details]) -> T:
     """A dataclass field with a default and the `OptionInfo` of the other arguments."""
-    info = OptionInfo(
-        help=help,
-        group=group,
-        choices=choices,
-        at_least=at_least,
-        at_most=at_most,
-        above=above,
-        finite=finite,
-        acts_with=acts_with,
-        may_change=may_change,
-        by_machine=by_machine,
-        secret=secret,
-        common=common,
-        path=path,
-        commands=commands,
-    )
+    info = OptionInfo(help=help, group=group, **details)
     made: T = field(default=default, metadata={"option": info})
     return made
 

@@ -63,7 +63,7 @@ class TrainConfig(RunOptions):
 
     @property
     def tokens_per_chunk(self) -> int:
-        """Tokens of a partial rollout between two looks at what is finished."""
+        """Tokens of a partial rollout between two checks for finished responses."""
         return self.partial_rollout_tokens or -(-self.generate_max_len // 4)
 
     @property
