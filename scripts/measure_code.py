@@ -208,7 +208,11 @@ def _token_measures(modules: dict[str, Module], root: Path) -> dict[str, Measure
         tokens[part] += len(module.tokens) - len(module.docstrings)
 
     def signs(*endings: str) -> int:
-        files = [path for path in root.glob("packages/**/*") if path.suffix in endings]
+        files = [
+            path
+            for path in root.glob("packages/**/*")
+            if path.suffix in endings and "build" not in path.parts
+        ]
         texts = [path.read_text(encoding="utf-8") for path in files if ".venv" not in path.parts]
         if ".cpp" in endings:
             texts = [_NATIVE_COMMENT.sub("", text) for text in texts]
