@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.experience.image_environments import squares
+from tests.rollout.image_environments import squares
 from tests.trainer.test_environment_run import REWARD, with_stops
 
 from lightrft.cli.errors import ExitCode
@@ -15,7 +15,7 @@ from lightrft.rollout.environments.calls import ToolCall
 from lightrft.strategy.testing import run_multiprocess
 from lightrft.tools.tiny_vision_models import write_tiny_vision_model
 
-CASES = Path(__file__).parent.parent / "experience" / "image_environments.py"
+CASES = Path(__file__).parent.parent / "rollout" / "image_environments.py"
 COMPARED = ("reward", "policy_loss", "grad_norm", "entropy", "episode/turns", "response_length")
 
 
