@@ -24,7 +24,7 @@ from lightrft.tools.replay import run_replay as replay
 pytestmark = pytest.mark.multiprocess
 
 FILE = "step-000001.rank-0.jsonl"
-CASES = Path(__file__).parent.parent / "experience" / "environment_cases.py"
+CASES = Path(__file__).parent.parent / "rollout" / "environment_cases.py"
 TEMPLATE = """\
 {%- for x in tools or [] %}{{- '<|system|>' + x.function.name }}{%- endfor %}\
 {%- for m in messages %}\

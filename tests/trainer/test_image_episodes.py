@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.experience.image_environments import squares
 from tests.models.vision.tiny_families import write_tiny_vision_model
+from tests.rollout.image_environments import squares
 from tests.trainer.test_environment_run import REWARD, with_stops
 
 from lightrft.cli.errors import ExitCode
@@ -17,7 +17,7 @@ from lightrft.strategy.testing import run_multiprocess
 
 pytestmark = pytest.mark.shard("vision")
 
-CASES = Path(__file__).parent.parent / "experience" / "image_environments.py"
+CASES = Path(__file__).parent.parent / "rollout" / "image_environments.py"
 COMPARED = ("reward", "policy_loss", "grad_norm", "entropy", "episode/turns", "response_length")
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightrft.config import TrainConfig
+from lightrft.datasets.media import Modality
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.records.rollout import ScoredRollout
@@ -11,7 +12,7 @@ from lightrft.records.step_timer import StepTimer
 from lightrft.records.table import RowTable
 from lightrft.rollout.carry import PartialRolloutState
 from lightrft.rollout.scoring import require_rewards
-from lightrft.rollout.single_turn import single_turns
+from lightrft.rollout.single_turn import SingleTurnSource
 from lightrft.rollout.source import (
     NOTHING_CARRIED,
     RolloutSource,
@@ -59,6 +60,37 @@ class GreedySource:
         greedy = replace(requests, params=greedy_params(self._config), is_recorded=False, step=None)
         found = self._source.sample(greedy).table
         return replace(self._source.sample(requests), greedy=found)
+
+
+def single_turns(parts: SourceParts) -> SingleTurnSource:
+    """The source of responses of one turn."""
+    if parts.config.use_fire:
+        from lightrft.rollout.fire import FireSource
+
+        return FireSource(parts)
+    return SingleTurnSource(parts)
+
+
+class SingleTurns:
+    """A run without environments and tools: each response is one turn.
+
+    Args:
+        modality: Renders and encodes prompts.
+    """
+
+    answers_calls = False
+    notes = ()
+
+    def __init__(self, modality: Modality) -> None:
+        self.encoder = modality.encoder
+        self.prompt_tokenizer = modality.renderer
+
+    def source(self, parts: SourceParts) -> SingleTurnSource:
+        """See `Environments.source`."""
+        return single_turns(parts)
+
+    def close(self) -> None:
+        """Nothing: there are no workers."""
 
 
 def build_source(

@@ -16,7 +16,6 @@ from lightrft.strategy.distributed.console_sink import report_progress
 from lightrft.strategy.engine.generation import PromptBatch
 
 if TYPE_CHECKING:
-    from lightrft.datasets.media import Modality
     from lightrft.strategy.engine.session import EngineSession, OnFinished
 
 
@@ -62,37 +61,6 @@ class SingleTurnSource:
         completions = generate(self._parts.session, params, asked, take)
         report_progress("generate", 0, 0)
         return groups.in_order(completions)
-
-
-def single_turns(parts: SourceParts) -> SingleTurnSource:
-    """The source of responses of one turn."""
-    if parts.config.use_fire:
-        from lightrft.rollout.fire import FireSource
-
-        return FireSource(parts)
-    return SingleTurnSource(parts)
-
-
-class SingleTurns:
-    """A run without environments and tools: each response is one turn.
-
-    Args:
-        modality: Renders and encodes prompts.
-    """
-
-    answers_calls = False
-    notes = ()
-
-    def __init__(self, modality: Modality) -> None:
-        self.encoder = modality.encoder
-        self.prompt_tokenizer = modality.renderer
-
-    def source(self, parts: SourceParts) -> SingleTurnSource:
-        """See `Environments.source`."""
-        return single_turns(parts)
-
-    def close(self) -> None:
-        """Nothing: there are no workers."""
 
 
 def generate(

@@ -24,7 +24,7 @@ from lightrft.reporting.loggers import ConsoleLogger, MetricsLogger
 from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.rewards.types import RewardFunction
 from lightrft.rollout.model_rewards import ModelRewards
-from lightrft.rollout.single_turn import SingleTurns
+from lightrft.rollout.sampler import SingleTurns
 from lightrft.run.loop import Loop, LoopResult, with_run_options
 from lightrft.run.state import LoopState
 from lightrft.run.threads import use_threads
@@ -130,18 +130,13 @@ class PPOTrainer:
         reward, models = build_trainer_rewards(
             reward_fn or reward_model, model_rewards, strategy, config
         )
+        episodes = environments or SingleTurns(TextModality(tokenizer))
         self.stage = PolicyStage(
             config,
             strategy,
             TrainedModels(tuple(trained), ema_model),
             initial_model if config.init_kl_coef > 0 else None,
-            parts=RolloutParts(
-                reward,
-                tokenizer,
-                models,
-                environments or SingleTurns(TextModality(tokenizer)),
-                processor,
-            ),
+            parts=RolloutParts(reward, tokenizer, models, episodes, processor),
             data=PolicyData(prompts_dataloader, eval_prompts, pretrain),
             logs=SampleLogs(sample_log, trajectory_log),
         )

@@ -23,7 +23,7 @@ from lightrft.reporting.files import SAMPLES_FILE, TRAJECTORIES_FILE
 from lightrft.reporting.trajectories import SampleLog, TrajectoryLog
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.types import RewardRecipes
-from lightrft.rollout.single_turn import SingleTurns
+from lightrft.rollout.sampler import SingleTurns
 from lightrft.stages.policy.algorithm import algorithm_problems
 from lightrft.stages.policy.decisions import decide_by_machine, read_model_facts
 from lightrft.stages.policy.maker import SampleLogs

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from lightrft.rollout.environments.environments import Environments
-    from lightrft.rollout.single_turn import SingleTurns
+    from lightrft.rollout.sampler import SingleTurns
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.experience.image_environments import squares
 from tests.models.vision.tiny_world import tiny
+from tests.rollout.image_environments import squares
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets import load_prompts
